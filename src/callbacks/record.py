@@ -1,0 +1,56 @@
+"""What is told of a run as it starts: to the user, to the loggers, and to metrics.csv when it goes on."""
+
+import logging
+from typing import Any
+
+import lightning as L
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from src.loggers.csv import CSVLogger
+
+_log = logging.getLogger(__name__)
+
+
+class RunRecord(L.Callback):
+    """Logs the resolved configuration, prints the banner, and cuts the metrics that a resumed run will make again."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self.config = config
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        data: Any = trainer.datamodule
+        for logger in trainer.loggers:
+            logger.log_hyperparams({**OmegaConf.to_container(self.config), "data_source": data.source.description})
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger):
+                logger.cut(checkpoint["global_step"])
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            width = max(map(len, facts := self._facts(trainer, pl_module)))
+            _log.info("\n".join(f"  {name:<{width}}  {value}" for name, value in facts.items()))
+
+    def _facts(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
+        data: Any = trainer.datamodule
+        batch, lr = data.global_batch_size, trainer.optimizers[0].param_groups[0]["initial_lr"]
+        replicas = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+        per_device = batch // replicas // data.accumulate
+        return {
+            "strategy": f"{type(trainer.strategy).__name__}, {trainer.world_size} process(es) on {module.device.type}",
+            "precision": trainer.precision,
+            "data": f"{data.source.description}, {len(data.splits['train'])} to train on",
+            "batch": f"{batch} = {replicas} x {data.accumulate} micro-batches x {per_device} per device",
+            "batch norm sees": self._normalised_over(module, per_device, replicas),
+            "learning rate": f"{lr:g} after scaling, {data.total_steps} steps",
+            "parameters": f"{sum(parameter.numel() for parameter in module.parameters()):,}",
+            "run folder": self.config.run_dir,
+        }
+
+    def _normalised_over(self, module: nn.Module, per_device: int, replicas: int) -> str:
+        norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+        synchronised = any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
+        return f"{per_device * (replicas if synchronised else 1)} samples" if norms else "nothing: there is none"

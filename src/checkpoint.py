@@ -1,0 +1,55 @@
+"""Checkpoint files: complete or absent, readable without running code, and with the configuration inside."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from src.errors import UserError
+from src.files import replacing
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint under a temporary name, syncs it and renames it.
+
+    Args:
+        config: the run's resolved configuration as YAML, stored under `config`.
+    """
+
+    def __init__(self, config: str) -> None:
+        self.config = config
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
+        """Write the file.
+
+        Raises:
+            UserError: if the disk is full or cannot be written to; a file that was there stays as it was.
+        """
+        file = Path(path)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file) as temporary, temporary.open("wb") as stream:
+                torch.save({**checkpoint, "config": self.config}, stream)
+        except (OSError, RuntimeError) as error:  # torch's zip writer turns some of the former into the latter
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            raise UserError(
+                f"cannot write the checkpoint {file} ({cause}): free some space or point "
+                "callbacks.checkpoint.dirpath at another disk, then continue with ckpt_path; earlier ones are whole"
+            ) from error
+
+    def load_checkpoint(self, path: _PATH, map_location: Any = "cpu", weights_only: Any = True) -> dict[str, Any]:
+        """Read the file, tensors and plain containers only.
+
+        Raises:
+            UserError: if it is no checkpoint, or not a whole one.
+        """
+        try:
+            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+        except Exception as error:  # a damaged file can raise anything
+            cause = str(error).split("\n")[0]
+            raise UserError(f"ckpt_path={path} is no whole checkpoint ({cause}): take another") from error
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise UserError(f"ckpt_path={path} is no checkpoint of a training run: it has no `state_dict`")
+        return checkpoint

@@ -1,0 +1,102 @@
+"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009) in their official python form: found, or downloaded, and checked.
+
+The batches are pickles, and a pickle can run any code: they are read by an unpickler that knows nothing but what
+a NumPy array is made of.
+"""
+
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from src.data.download import Archive, extract, fetch
+from src.errors import UserError
+from src.files import locked
+
+_RECONSTRUCT = np.empty(0).__reduce__()[0]  # lives elsewhere in every NumPy; the array itself knows
+_HOSTS = ["https://www.cs.toronto.edu/~kriz"]
+
+
+class CIFAR10:
+    """60,000 pictures of ten kinds of thing; the official test set is the split `test`.
+
+    Args:
+        urls: folders to download the archive from, tried in this order.
+    """
+
+    archive = Archive("cifar-10-python.tar.gz", md5="c58f30108f718f92721af3b95e74349a", folder="cifar-10-batches-py")
+    members: ClassVar = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
+    label_key = b"labels"
+    description = "CIFAR-10"
+
+    def __init__(self, urls: list[str] = _HOSTS) -> None:
+        self.urls = urls
+
+    def prepare(self, root: Path) -> None:
+        """Make sure that the extracted folder is there: as it is, from the archive, or from the network.
+
+        Raises:
+            UserError: if there is neither data nor a network, or the archive is damaged.
+        """
+        if not self._folder(root):
+            with locked(root / self.archive.name):
+                if not self._folder(root):  # another process may have made it while this one waited
+                    extract(self.archive, fetch(self.archive, root, self.urls), root)
+
+    def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
+        """The split's pictures, (n, 3, 32, 32) uint8, and labels, (n,) int64.
+
+        Raises:
+            UserError: if a file is missing, is no such batch, or holds anything but arrays.
+        """
+        folder = self._folder(root) or root / self.archive.folder
+        batches = [self._read(folder / name) for name in self.members[split]]
+        images = np.concatenate([rows for rows, _ in batches]).reshape(-1, 3, 32, 32)
+        return torch.from_numpy(images), torch.from_numpy(np.concatenate([labels for _, labels in batches]))
+
+    def _folder(self, root: Path) -> Path | None:
+        """The extracted folder, which may be `root` itself."""
+        wanted = [name for names in self.members.values() for name in names]
+        places = [root / self.archive.folder, root]
+        return next((place for place in places if all((place / name).is_file() for name in wanted)), None)
+
+    def _read(self, file: Path) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            batch = _ArrayUnpickler(io.BytesIO(file.read_bytes()), encoding="bytes").load()
+            rows, labels = np.asarray(batch[b"data"]), np.asarray(batch[self.label_key], dtype=np.int64)
+        except UserError:
+            raise
+        except Exception as error:  # a damaged pickle can raise anything
+            raise UserError(f"{file} is missing or damaged ({error}): delete its folder, or set data.root") from None
+        if rows.dtype != np.uint8 or rows.shape != (len(labels), 3072) or (labels < 0).any():
+            raise UserError(f"{file} is no CIFAR batch: rows {rows.shape}, {len(labels)} labels; set data.root")
+        return rows, labels
+
+
+class CIFAR100(CIFAR10):
+    """60,000 pictures of a hundred kinds of thing (the fine labels)."""
+
+    archive = Archive("cifar-100-python.tar.gz", md5="eb9058c3a382ffc7106e4002c42a8d85", folder="cifar-100-python")
+    members: ClassVar = {"train": ["train"], "test": ["test"]}
+    label_key = b"fine_labels"
+    description = "CIFAR-100"
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Reads plain containers and NumPy arrays of numbers, and refuses whatever else a pickle asks for."""
+
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        allowed = {
+            ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
+            ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
+            ("numpy", "ndarray"): np.ndarray,
+            ("numpy", "dtype"): np.dtype,
+        }
+        if (module, name) not in allowed:
+            raise UserError(f"refused: a file under data.root would run {module}.{name}, which CIFAR's do not")
+        return allowed[module, name]

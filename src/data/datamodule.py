@@ -1,0 +1,212 @@
+"""The DataModule of every image data set: splits, global batches, augmentation on the device."""
+
+from pathlib import Path
+from typing import Protocol
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from src.data.augment import crop_and_flip, cutout, normalize, sample_keys
+from src.data.batch import Batch
+from src.data.hashing import permutation
+from src.data.sampler import EvaluationBatches, TrainingBatches
+from src.errors import UserError
+
+
+class ImageSource(Protocol):
+    """Where pictures come from: one file of `src/data/` each, which says in a few words what they are."""
+
+    description: str
+
+    def prepare(self, root: Path) -> None:
+        """Make the files under `root`: download, unpack, draw. Runs in one process per node."""
+
+    def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
+        """Pictures, (n, channels, height, width) uint8, and labels, (n,) int64, of the split `train` or `test`."""
+
+
+class ImageSplit(Dataset[Batch]):
+    """A split in memory; an item is a whole batch, fetched by its samples' indices (-1: padding)."""
+
+    def __init__(self, images: Tensor, labels: Tensor, members: Tensor, training: bool) -> None:
+        self.images, self.labels, self.members, self.training = images, labels, members, training
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __getitem__(self, positions: Tensor) -> Batch:
+        index = torch.where(positions >= 0, self.members[positions], -1)
+        weight = (index >= 0).float()
+        if self.training:
+            weight /= len(index)
+        return Batch(self.images[index], self.labels[index], index, weight)
+
+
+class ImageDataModule(L.LightningDataModule):
+    """Pictures in memory, global batches, and augmentation that depends on the sample alone.
+
+    Args:
+        source: where the pictures come from.
+        num_classes, image_shape, mean, std: facts of the data set; mean and std are per channel, in [0, 1].
+        root: folder that holds the data, or will.
+        batch_size: samples the optimiser sees per step, over all processes and accumulated micro-batches.
+        batch_size_per_device: the other way to say it: samples per process and micro-batch.
+        val_fraction: share of each class of the training set kept for validation.
+        train_samples: train on this many pictures only, the same share of each class; null for all.
+        crop_padding, flip, cutout: augmentation; pixels of padding (0: no crop), mirroring, pixels cut out (0: none).
+        num_workers: processes that fetch batches; the data is in memory, so none is usually fastest.
+        seed: fixes the validation split, the order of the samples and their augmentation.
+
+    Raises:
+        UserError: if both batch sizes are given, or the batch does not divide among the processes.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        num_classes: int,
+        image_shape: list[int],
+        mean: list[float],
+        std: list[float],
+        root: str = "data",
+        batch_size: int | None = 128,
+        batch_size_per_device: int | None = None,
+        val_fraction: float = 0.1,
+        train_samples: int | None = None,
+        crop_padding: int = 4,
+        flip: bool = True,
+        cutout: int = 0,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if (batch_size is None) == (batch_size_per_device is None):
+            raise UserError("give data.batch_size or data.batch_size_per_device, and set the other to null")
+        self.source, self.root, self.num_classes = source, Path(root), num_classes
+        self.image_shape, self.mean, self.std = tuple(image_shape), mean, std
+        self.batch_size, self.batch_size_per_device = batch_size, batch_size_per_device
+        self.val_fraction, self.train_samples = val_fraction, train_samples
+        self.crop_padding, self.flip, self.cutout = crop_padding, flip, cutout
+        self.num_workers, self.seed = num_workers, seed
+        self.resume_at = (0, 0)  # epoch, and samples of it already trained
+        self.splits: dict[str, ImageSplit] = {}
+
+    def prepare_data(self) -> None:
+        self.source.prepare(self.root)
+
+    def setup(self, stage: str) -> None:
+        if not self.splits:
+            train, test = self._load("train"), self._load("test")
+            kept, held_out = self._divide(train[1])
+            self.splits["train"] = ImageSplit(*train, kept, training=True)
+            self.splits["val"] = ImageSplit(*train, held_out, training=False)
+            self.splits["test"] = ImageSplit(*test, torch.arange(len(test[1])), training=False)
+        self._check_batch()
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        split = self.splits["train"]
+        batches = TrainingBatches(len(split), self.global_batch_size, self.accumulate, self.seed, *self._share())
+        batches.epoch, batches.start = self.resume_at
+        return self._loader(split, batches)
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return self._evaluation_loader("val")
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        return self._evaluation_loader("test")
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Augment the pictures, in training, and normalise them, on the device."""
+        image, trainer, module = batch.image, self.trainer, self.trainer.lightning_module
+        keys = sample_keys(self.seed, trainer.current_epoch, batch.index)
+        if trainer.training and (self.crop_padding or self.flip):
+            image = crop_and_flip(image, keys, self.crop_padding, self.flip)
+        image = normalize(image, self.mean, self.std, module.dtype)
+        if trainer.training and self.cutout:
+            image = cutout(image, keys, self.cutout)
+        return batch._replace(image=image, weight=batch.weight.to(module.dtype))
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per step."""
+        return self.trainer.accumulate_grad_batches
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimiser step, over all processes and micro-batches."""
+        if self.batch_size is not None:
+            return self.batch_size
+        assert self.batch_size_per_device is not None
+        return self.batch_size_per_device * self.accumulate * self._share()[0]
+
+    @property
+    def micro_batches_per_epoch(self) -> int:
+        """Batches that each process trains on per epoch, the trainer's limit counted in."""
+        batches = len(self.splits["train"]) // self.global_batch_size * self.accumulate
+        limit = self.trainer.limit_train_batches
+        return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimiser steps per epoch; its last one may have fewer micro-batches."""
+        return -(-self.micro_batches_per_epoch // self.accumulate)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimiser steps of the whole run: the horizon of learning-rate schedules."""
+        epochs, steps = self.trainer.max_epochs, self.trainer.max_steps
+        limits = [steps] if steps != -1 else []
+        if epochs is not None and epochs != -1:
+            limits.append(epochs * self.steps_per_epoch)
+        return min(limits, default=1000 * self.steps_per_epoch)
+
+    def _share(self) -> tuple[int, int]:
+        """The number of data-parallel ranks and this one's place among them, as the strategy tells."""
+        kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        return kwargs["num_replicas"], kwargs["rank"]
+
+    def _load(self, split: str) -> tuple[Tensor, Tensor]:
+        images, labels = self.source.load(self.root, split)
+        highest = int(labels.max())
+        if highest >= self.num_classes:
+            raise UserError(
+                f"data.root={self.root}: label {highest} in `{split}`, but data.num_classes={self.num_classes}"
+            )
+        return images, labels
+
+    def _divide(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Split the training set, class by class: the samples trained on, and those held out for validation."""
+        kept, held_out = [], []
+        for label in range(self.num_classes):
+            members = torch.nonzero(labels == label).flatten()
+            members = members[permutation(len(members), self.seed, label)]
+            cut = round(len(members) * self.val_fraction)
+            share = (self.train_samples or len(labels)) / len(labels)
+            held_out.append(members[:cut])
+            kept.append(members[cut:][: max(1, round(len(members) * share))])
+        return torch.cat(kept).sort().values, torch.cat(held_out).sort().values
+
+    def _check_batch(self) -> None:
+        replicas, batch = self._share()[0], self.global_batch_size
+        parts = replicas * self.accumulate
+        if batch % parts:
+            below = batch // parts * parts
+            sizes = f"{below} or {below + parts}" if below else f"{parts}"
+            raise UserError(
+                f"data.batch_size={batch} does not divide over {replicas} data-parallel processes"
+                f"{f' x {self.accumulate} micro-batches' if self.accumulate > 1 else ''}: "
+                f"set data.batch_size={sizes}, or change trainer.devices"
+            )
+        if batch > len(self.splits["train"]):
+            raise UserError(f"data.batch_size={batch} exceeds the {len(self.splits['train'])} pictures to train on")
+
+    def _evaluation_loader(self, name: str) -> DataLoader[Batch]:
+        replicas, rank = self._share()
+        per_device = self.global_batch_size // (replicas * self.accumulate)
+        return self._loader(self.splits[name], EvaluationBatches(len(self.splits[name]), per_device, replicas, rank))
+
+    def _loader(self, split: ImageSplit, batches: TrainingBatches | EvaluationBatches) -> DataLoader[Batch]:
+        pin = torch.cuda.is_available()
+        return DataLoader(split, sampler=batches, batch_size=None, num_workers=self.num_workers, pin_memory=pin)

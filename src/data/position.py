@@ -1,0 +1,58 @@
+"""Where training stands in the data, in every checkpoint, and how Lightning's loops are put back there."""
+
+from typing import Any
+
+import lightning as L
+
+from src.errors import UserError
+
+
+class DataPosition(L.Callback):
+    """Saves the position as (epoch, samples of it trained) and resumes there at any world size.
+
+    Lightning stores its loop counters as they happen to be while a hook runs, and counts micro-batches, whose
+    number another accumulation would change. Here both are derived from the samples trained: whatever moment the
+    checkpoint was written at, the loops are restored to the start of the first step that was not yet done.
+    """
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        data: Any = trainer.datamodule
+        trained = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        epoch, micro_batches = divmod(trained, data.micro_batches_per_epoch)
+        samples = micro_batches // data.accumulate * data.global_batch_size  # a step half accumulated is done again
+        checkpoint["position"] = {"epoch": epoch, "samples": samples, "batch_size": data.global_batch_size}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        data: Any = trainer.datamodule
+        position, batch = checkpoint["position"], data.global_batch_size
+        if position["batch_size"] != batch:
+            raise UserError(
+                f"the run in ckpt_path had a global batch of {position['batch_size']}, this one has {batch}: "
+                f"set data.batch_size={position['batch_size']} data.batch_size_per_device=null"
+            )
+        data.resume_at = (position["epoch"], position["samples"])
+        steps = position["samples"] // position["batch_size"]
+        loops, batches = checkpoint["loops"]["fit_loop"], steps * data.accumulate
+        _rewind(loops, position["epoch"], batches, position["epoch"] * data.micro_batches_per_epoch + batches)
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = position["epoch"] * data.steps_per_epoch + steps - 1
+
+
+def _rewind(loops: dict[str, Any], epoch: int, current: int, total: int) -> None:
+    """Write the counters of a run that is about to start micro-batch `current` of `epoch`, its `total`-th of all.
+
+    An epoch that is ready but not started is the one state from which Lightning calls `on_train_epoch_start`, keeps
+    the count of batches and runs no validation twice. `total.completed`, which nothing else reads, lags by two so
+    that no special case of restarting inside a hook applies; Lightning then counts the last logged step itself.
+    """
+    loops["epoch_progress"] = _progress(epoch, ready=epoch + 1)
+    batches = {"total": _counts(total) | {"completed": total - 2}, "current": _counts(current), "is_last_batch": False}
+    loops["epoch_loop.batch_progress"] = batches
+    loops["epoch_loop.val_loop.batch_progress"] = _progress(0) | {"is_last_batch": False}
+
+
+def _counts(value: int) -> dict[str, int]:
+    return dict.fromkeys(("ready", "started", "processed", "completed"), value)
+
+
+def _progress(value: int, **changes: int) -> dict[str, Any]:
+    return {"total": _counts(value) | changes, "current": _counts(value) | changes}

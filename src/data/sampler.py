@@ -1,0 +1,56 @@
+"""Which samples each process trains on, and evaluates: the same global batches for any number of processes."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from src.data.hashing import permutation
+
+
+class TrainingBatches(Sampler[Tensor]):
+    """One data-parallel rank's micro-batches of an epoch: a pure function of (seed, epoch, start).
+
+    The order of the whole epoch is a permutation fixed by (seed, epoch). Global batch k is its k-th slice;
+    micro-batch j of it the j-th slice of that, of which each rank takes every `replicas`-th sample. The
+    remainder that does not fill a global batch is left out; another epoch leaves out other samples.
+
+    `epoch` and `start` (the samples of that epoch already trained) are read when the first batch is asked for.
+    """
+
+    def __init__(
+        self, num_samples: int, batch_size: int, accumulate: int = 1, seed: int = 0, replicas: int = 1, rank: int = 0
+    ) -> None:
+        self.num_samples, self.batch_size, self.accumulate = num_samples, batch_size, accumulate
+        self.seed, self.replicas, self.rank = seed, replicas, rank
+        self.epoch, self.start = 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Lightning calls this as each epoch begins; a resumed epoch keeps its start."""
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+    def __len__(self) -> int:
+        return self.num_samples // self.batch_size * self.accumulate
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = permutation(self.num_samples, self.seed, self.epoch)
+        micro_batch = self.batch_size // self.accumulate
+        end = self.num_samples // self.batch_size * self.batch_size
+        for first in range(self.start, end, micro_batch):
+            yield order[first + self.rank : first + micro_batch : self.replicas]
+
+
+class EvaluationBatches(Sampler[Tensor]):
+    """One rank's share of a split, each sample once over all ranks, in batches of one shape padded with -1."""
+
+    def __init__(self, num_samples: int, per_device: int, replicas: int = 1, rank: int = 0) -> None:
+        self.num_samples, self.per_device, self.replicas, self.rank = num_samples, per_device, replicas, rank
+
+    def __len__(self) -> int:
+        return -(-self.num_samples // (self.per_device * self.replicas))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        positions = torch.arange(len(self) * self.per_device) * self.replicas + self.rank
+        yield from torch.where(positions < self.num_samples, positions, -1).split(self.per_device)

@@ -1,0 +1,15 @@
+"""The one exception that becomes a line for the user instead of a traceback."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake its user can mend: the message names the option at fault and the way out."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The names most like `word`, as the end of an error message."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"

@@ -1,0 +1,69 @@
+"""One run on one rank: build the objects that the configuration names, fit, test."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from src.callbacks.finite import RefuseNaN
+from src.callbacks.record import RunRecord
+from src.callbacks.seed import SeedEachStep
+from src.checkpoint import AtomicCheckpointIO
+from src.data.position import DataPosition
+from src.loggers.csv import CSVLogger
+from src.loggers.wandb import finish
+from src.strategies.sync_batchnorm import GlobalBatchNorm
+
+_log = logging.getLogger(__name__)
+
+
+def run(cfg: DictConfig) -> dict[str, float]:
+    """Fit and test as configured; return the final metrics by name.
+
+    Raises:
+        UserError: for whatever the user can mend.
+    """
+    L.seed_everything(cfg.seed, verbose=False)
+    data, module = build(cfg.data), build(cfg.module)
+    trainer = build_trainer(cfg)
+    metrics: dict[str, Any] = {}
+    succeeded = False
+    try:
+        if cfg.fit:
+            trainer.fit(module, datamodule=data, ckpt_path=cfg.ckpt_path, weights_only=True)
+            metrics |= trainer.callback_metrics
+        if cfg.test:
+            weights = None if cfg.fit else cfg.ckpt_path
+            trainer.test(module, datamodule=data, ckpt_path=weights, weights_only=True, verbose=False)
+            metrics |= trainer.callback_metrics
+        succeeded = True
+    finally:
+        finish(succeeded)
+    results = {name: float(value) for name, value in metrics.items()}
+    if trainer.is_global_zero:
+        shown = (f"{name} {results[name]:.4f}" for name in ("val/acc", "test/loss", "test/acc") if name in results)
+        _log.info("done: %s; everything is in %s", ", ".join(shown), cfg.run_dir)
+    return results
+
+
+def build(node: DictConfig, **changes: Any) -> Any:
+    """The object that a configuration node describes, made of plain containers."""
+    return instantiate(node, _convert_="all", **changes)
+
+
+def build_trainer(cfg: DictConfig) -> L.Trainer:
+    """The trainer of a resolved configuration, with what every run needs whatever is configured."""
+    folder = Path(cfg.run_dir)
+    required = [RunRecord(cfg), DataPosition(), SeedEachStep(cfg.seed), RefuseNaN()]
+    trainer = build(cfg.trainer, _partial_=True)
+    return trainer(
+        strategy=build(cfg.strategy),
+        callbacks=[*required, *(build(callback) for callback in cfg.callbacks.values())],
+        logger=[CSVLogger(folder), build(cfg.logger)],
+        plugins=[GlobalBatchNorm(), AtomicCheckpointIO(OmegaConf.to_yaml(cfg))],
+        default_root_dir=folder,
+        use_distributed_sampler=False,  # our sampler shards itself; Lightning's wrapper would shuffle it again
+    )

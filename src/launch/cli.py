@@ -1,0 +1,47 @@
+"""What the user sees when something is wrong: one line that names the option and the way out."""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
+
+from src.errors import UserError, nearest
+
+_FULL = "HYDRA_FULL_ERROR"  # Hydra's own switch: set to 1, every error keeps its traceback
+
+
+def run(main: Callable[[], None]) -> int:
+    """Run a Hydra application and return the process's exit code."""
+    if os.environ.get(_FULL) == "1":
+        main()
+        return 0
+    os.environ[_FULL] = "1"  # so that Hydra hands every exception on, for this function to tell apart
+    try:
+        main()
+    except UserError as error:
+        return _fail(str(error))
+    except (HydraException, OmegaConfBaseException) as error:
+        return _fail(_explain(error))
+    finally:
+        del os.environ[_FULL]
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 1
+
+
+def _explain(error: Exception) -> str:
+    """Hydra's message in one line, with the names that would have done."""
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        return f"{group}={name}: there is no {name} in conf/{group}; {nearest(name, error.options)}"
+    text = str(error)
+    if unknown := re.match(r"Could not override '([\w.]+)'", text):
+        option = unknown[1]
+        return f"{option} is no option of this configuration; to pass it on all the same, write +{option}=..."
+    return text.splitlines()[0]

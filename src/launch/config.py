@@ -1,0 +1,98 @@
+"""From the composed configuration to the one that every rank gets: checked, resolved, plain."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from src.errors import UserError
+from src.launch.folder import CHECKPOINTS, CONFIG, folder_of, run_id
+
+_log = logging.getLogger(__name__)
+_OF_ONE_START = {"ckpt_path", "overrides", "run_dir", "run_id", "trainer.devices", "trainer.accelerator"}
+
+
+def prepare(cfg: DictConfig) -> DictConfig:
+    """Settle what one start decides: the checkpoint and its run's settings, the devices, the folder and the id.
+
+    Raises:
+        UserError: if the checkpoint is missing, or there are fewer devices than asked for.
+    """
+    hydra_cfg = HydraConfig.get()
+    new = list(hydra_cfg.overrides.task)
+    if cfg.ckpt_path:
+        checkpoint, cfg, new = _as_that_run(cfg, new)
+        cfg.ckpt_path = str(checkpoint)
+    cfg.trainer.accelerator, cfg.trainer.devices = _resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
+    folder = Path(hydra_cfg.runtime.output_dir)
+    cfg.run_dir, cfg.run_id = str(folder), run_id(folder, sweep=hydra_cfg.mode == RunMode.MULTIRUN)
+    cfg.overrides = [override for override in new if override.split("=")[0].lstrip("+") not in ("ckpt_path", "fit")]
+    OmegaConf.resolve(cfg)
+    return cfg
+
+
+def device_count(trainer: DictConfig) -> int:
+    """Devices per node of a trainer configuration, once resolved."""
+    return trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)
+
+
+def _as_that_run(cfg: DictConfig, new: list[str]) -> tuple[Path, DictConfig, list[str]]:
+    """The checkpoint file, and the configuration of the run it is of, changed by the new overrides."""
+    given = Path(cfg.ckpt_path).expanduser().absolute()
+    checkpoint = given / CHECKPOINTS / "last.ckpt" if given.is_dir() else given
+    if not checkpoint.is_file():
+        missing = "such file or run folder" if checkpoint == given else f"checkpoint in that folder ({checkpoint})"
+        raise UserError(f"ckpt_path={cfg.ckpt_path}: there is no {missing}")
+    folder = folder_of(given)
+    if folder is None:
+        return checkpoint, cfg, new
+    saved = OmegaConf.load(folder / CONFIG)
+    overrides = list(saved.overrides)
+    _warn_of_changes(saved, hydra.compose("train", overrides))
+    return checkpoint, hydra.compose("train", overrides + new), overrides + new
+
+
+def _warn_of_changes(saved: Any, composed: DictConfig) -> None:
+    """Say where the files under conf/ have changed since the run was made."""
+    before = _leaves(OmegaConf.to_container(saved))
+    OmegaConf.resolve(composed)
+    now = _leaves(OmegaConf.to_container(composed))
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name) and not any(name.startswith(known) for known in _OF_ONE_START):
+            _log.warning("conf/ has changed since that run: %s was %s, is %s", name, before.get(name), now.get(name))
+
+
+def _leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict):
+        return {prefix: node}
+    children = [_leaves(child, f"{prefix}.{key}".strip(".")) for key, child in node.items()]
+    return {name: leaf for leaves in children for name, leaf in leaves.items()}
+
+
+def _resolve_devices(accelerator: str, devices: Any) -> tuple[str, Any]:
+    """The accelerator by name and the devices by number, or by index where they were listed."""
+    if accelerator in ("auto", "gpu"):
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if found is None and accelerator == "gpu":
+            raise UserError("trainer.accelerator=gpu, but this machine has no GPU: leave it at auto, or set cpu")
+        accelerator = found.type if found else "cpu"
+    available = torch.accelerator.device_count() if accelerator != "cpu" else None
+    if devices in ("auto", -1, "-1"):
+        return accelerator, available or 1
+    if isinstance(devices, str):
+        devices = yaml.safe_load(f"[{devices}]") if "," in devices else yaml.safe_load(devices)
+    wanted = devices if isinstance(devices, int) else len(devices)
+    if not isinstance(wanted, int) or wanted < 1:
+        raise UserError(f"trainer.devices={devices} is no number of devices: give a number, a list of GPUs, or auto")
+    if available is not None and wanted > available:
+        raise UserError(
+            f"trainer.devices={wanted}, but this machine has {available} GPU{'s' * (available > 1)}: "
+            f"set trainer.devices={available}, or trainer.accelerator=cpu to run processes on the CPU"
+        )
+    return accelerator, devices

@@ -1,0 +1,38 @@
+"""The identity of a run: a folder of its own, whose name is its id; a run that is continued keeps both."""
+
+import os
+import secrets
+from datetime import datetime
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+
+
+def register_resolver() -> None:
+    """Let `hydra.run.dir` be `${run_folder:runs,${ckpt_path},${fit}}`."""
+    OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
+
+
+def run_folder(runs: str, ckpt_path: str | None, fit: bool) -> str:
+    """The folder of the run that starts now: the one it continues, or a new one that no other run can have.
+
+    Ranks above zero that torchrun or SLURM started make none: they learn rank zero's.
+    """
+    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) > 0:
+        return "."
+    if fit and ckpt_path and (known := folder_of(Path(ckpt_path))):
+        return str(known)
+    return f"{runs}/{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+
+
+def folder_of(ckpt_path: Path) -> Path | None:
+    """The run folder that `ckpt_path` is, or lies in."""
+    return next((place for place in (ckpt_path, ckpt_path.parent.parent) if (place / CONFIG).is_file()), None)
+
+
+def run_id(folder: Path, sweep: bool) -> str:
+    """The run's id: its folder's name, below the sweep's where there is one."""
+    return f"{folder.parent.name}-{folder.name}" if sweep else folder.name

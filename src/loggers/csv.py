@@ -1,0 +1,90 @@
+"""metrics.csv, always written: one row per logged step, continued where a run is resumed."""
+
+import csv
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from src.files import replacing
+
+
+class CSVLogger(Logger):
+    """The run folder's own record: `config.yaml` and `metrics.csv`.
+
+    Lightning's logger of this name deletes the file when a folder is opened again. This one goes on in it, merges
+    what is logged at one step into one row, and replaces the file whole where it cannot append.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.file = folder, folder / "metrics.csv"
+        self._rows: list[dict[str, Any]] | None = None
+        self._columns = ["step", "epoch"]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.folder)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Write the resolved configuration, with which the run can be continued."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with replacing(self.folder / "config.yaml") as temporary:
+            temporary.write_text(yaml.safe_dump(params, sort_keys=False))
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        rows, row = self._read(), {"step": step} | metrics
+        known = set(row) <= set(self._columns) and self.file.exists()
+        self._columns += [name for name in row if name not in self._columns]
+        if rows and rows[-1]["step"] == step:
+            rows[-1].update(row)
+            self._rewrite()
+        elif known:
+            rows.append(row)
+            with self.file.open("a", newline="") as stream:
+                self._writer(stream).writerow(row)
+        else:
+            rows.append(row)
+            self._rewrite()
+
+    @rank_zero_only
+    def cut(self, step: int) -> None:
+        """Drop the rows of `step` and after, which are about to be trained again."""
+        self._rows = [row for row in self._read() if row["step"] < step]
+        self._rewrite()
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The rows of an earlier start, a last line cut short by its death left out."""
+        if self._rows is None:
+            self._rows = []
+            if self.file.exists():
+                with self.file.open(newline="") as stream:
+                    reader = csv.DictReader(stream)
+                    self._columns = list(reader.fieldnames or self._columns)
+                    complete = [row for row in reader if None not in row.values()]
+                logged = [{name: value for name, value in row.items() if value} for row in complete]
+                self._rows = [row | {"step": int(row["step"])} for row in logged]
+        return self._rows
+
+    def _rewrite(self) -> None:
+        with replacing(self.file) as temporary, temporary.open("w", newline="") as stream:
+            writer = self._writer(stream)
+            writer.writeheader()
+            writer.writerows(self._rows or [])
+
+    def _writer(self, stream: Any) -> Any:
+        return csv.DictWriter(stream, self._columns, lineterminator=os.linesep)

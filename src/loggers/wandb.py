@@ -1,0 +1,44 @@
+"""Weights & Biases: online where a key is configured, otherwise offline, with a line that says what to do with it."""
+
+import logging
+import os
+from pathlib import Path
+
+import wandb
+from lightning.pytorch.loggers import WandbLogger
+
+_log = logging.getLogger(__name__)
+
+
+def wandb_logger(
+    project: str, run_id: str, folder: str, group: str | None = None, tags: list[str] | None = None
+) -> WandbLogger:
+    """The logger of one training run, whatever the number of its processes and however often it is resumed.
+
+    `WANDB_MODE` decides between online and offline where it is set.
+    """
+    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+    if mode == "offline":
+        _log.info(
+            "wandb is offline: `wandb leet %s/wandb` shows it, `wandb sync %s/wandb/offline-*` uploads it",
+            *[folder] * 2,
+        )
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    settings = wandb.Settings(silent=True, console="off")
+    return WandbLogger(
+        project=project,
+        name=run_id,
+        id=run_id,
+        resume="allow",
+        save_dir=folder,
+        group=group,
+        tags=tags,
+        mode=mode,
+        settings=settings,
+    )
+
+
+def finish(succeeded: bool) -> None:
+    """End this process's wandb run, if it has one."""
+    if wandb.run is not None:
+        wandb.finish(exit_code=0 if succeeded else 1)

@@ -1,0 +1,132 @@
+"""The LightningModule of image classification: the same under every strategy, on any number of processes."""
+
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
+
+from src.data.batch import Batch
+from src.errors import UserError
+from src.models.optim import Schedule, build_optimizer, scaling_factor
+
+
+class ImageClassifier(L.LightningModule):
+    """Cross-entropy on a network's logits.
+
+    Args:
+        net: a plain network, pictures to logits; its parameters appear in checkpoints under the prefix `net.`.
+        optimizer: makes the optimiser from parameter groups; its `lr` is for a batch of `reference_batch_size`.
+        schedule: the factor on the learning rate at (step, steps of the whole run). A finished run that is extended
+            takes its place on the schedule of the longer run.
+        lr_scaling: how the learning rate follows the batch size: `linear`, `sqrt` or `none`.
+        label_smoothing: share of the target spread evenly over the classes (Szegedy et al., 2015).
+        compile: compile the network, in place, so that names stay as they are.
+        channels_last: lay pictures and filters out channels last, which convolutions prefer on CPUs and GPUs alike.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: partial[Optimizer],
+        schedule: Schedule,
+        reference_batch_size: int = 128,
+        lr_scaling: str = "linear",
+        label_smoothing: float = 0.0,
+        compile: bool = False,
+        channels_last: bool = True,
+    ) -> None:
+        super().__init__()
+        self.net = net.to(memory_format=torch.channels_last) if channels_last else net
+        self.optimizer, self.schedule = optimizer, schedule
+        self.reference_batch_size, self.lr_scaling = reference_batch_size, lr_scaling
+        self.label_smoothing = label_smoothing
+        if compile:
+            self.net.compile()
+        self.metrics = nn.ModuleDict({name: MeanMetric(nan_strategy="disable") for name in ("loss", "acc")})
+        self._step_sums: Tensor | None = None  # loss and hits of the step's micro-batches so far
+
+    def forward(self, image: Tensor) -> Tensor:
+        """(n, channels, height, width) pictures to (n, classes) logits."""
+        return self.net(image)
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """The weighted sum of the samples' losses: the mean, with a training batch's weights. No side effects."""
+        return (self._losses(outputs, batch) * batch.weight).sum()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        outputs = self(batch.image)
+        loss = self.loss(outputs, batch)
+        if self._at_log_point():
+            self._log_step(loss.detach(), outputs.detach(), batch, batch_idx)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        data = self.trainer.datamodule
+        factor = scaling_factor(self.lr_scaling, data.global_batch_size, self.reference_batch_size)
+        optimizer = build_optimizer(self.net, self.optimizer, factor, prefix="net.")
+        horizon, schedule = data.total_steps, self.schedule
+        scheduler = LambdaLR(optimizer, lambda step: schedule(step, horizon))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse another network's checkpoint; on resuming, let the configuration's hyper-parameters rule."""
+        self._check_fits(checkpoint["state_dict"])
+        if not self.trainer.training or not checkpoint.get("optimizer_states"):
+            return
+        configured = self.configure_optimizers()
+        step = checkpoint["global_step"]
+        factor = self.schedule(step, self.trainer.datamodule.total_steps)
+        groups = configured["optimizer"].param_groups
+        for saved, new in zip(checkpoint["optimizer_states"][0]["param_groups"], groups, strict=True):
+            saved.update({key: value for key, value in new.items() if key not in ("params", "param_names")})
+            saved["lr"] = new["initial_lr"] * factor
+        checkpoint["lr_schedulers"][0]["base_lrs"] = [group["initial_lr"] for group in groups]
+
+    def _losses(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(outputs, batch.label, label_smoothing=self.label_smoothing, reduction="none")
+
+    def _evaluate(self, batch: Batch, stage: str) -> None:
+        outputs = self(batch.image)
+        self.metrics["loss"].update(self._losses(outputs, batch), batch.weight)
+        self.metrics["acc"].update((outputs.argmax(1) == batch.label).float(), batch.weight)
+        for name, metric in self.metrics.items():
+            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, prog_bar=stage == "val")
+
+    def _at_log_point(self) -> bool:
+        return (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
+
+    def _log_step(self, loss: Tensor, outputs: Tensor, batch: Batch, batch_idx: int) -> None:
+        """Log the mean over the step's global batch: gathered over its micro-batches, reduced over ranks, once."""
+        hits = (outputs.argmax(1) == batch.label).to(loss.dtype)
+        sums = torch.stack([loss, (hits * batch.weight).sum()])
+        self._step_sums = sums if self._step_sums is None else self._step_sums + sums
+        micro_batches = self.trainer.accumulate_grad_batches
+        if (batch_idx + 1) % micro_batches:
+            return
+        means = self.trainer.strategy.reduce(self._step_sums / micro_batches, reduce_op="mean")
+        self._step_sums = None
+        self.log("train/loss", means[0], prog_bar=True)
+        self.log("train/acc", means[1])
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def _check_fits(self, saved: dict[str, Tensor]) -> None:
+        own = self.state_dict()
+        odd = sorted(saved.keys() ^ own.keys()) or [name for name in own if saved[name].shape != own[name].shape]
+        if odd:
+            raise UserError(
+                f"ckpt_path holds another network than this run's `model`: they differ in {odd[0]}"
+                f"{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}; leave `model` and `data` as that run had them"
+            )

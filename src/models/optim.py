@@ -1,0 +1,64 @@
+"""How the optimiser's numbers follow from the configuration: groups, learning-rate scaling, schedules."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from src.errors import UserError, nearest
+
+Schedule = Callable[[int, int], float]  # (step, steps of the whole run) -> factor on the learning rate
+
+_RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
+
+
+def scaling_factor(rule: str, batch_size: int, reference: int) -> float:
+    """What the learning rate, stated for a batch of `reference` samples, is multiplied by for `batch_size`.
+
+    `linear` is Goyal et al., "Accurate, large minibatch SGD" (2017); `sqrt` Krizhevsky, "One weird trick" (2014),
+    which suits adaptive optimisers.
+
+    Raises:
+        UserError: if there is no such rule.
+    """
+    if rule not in _RULES:
+        raise UserError(f"module.lr_scaling={rule} is not a rule: {nearest(rule, _RULES)}")
+    return _RULES[rule](batch_size / reference)
+
+
+def build_optimizer(net: nn.Module, factory: partial[Optimizer], lr_factor: float, prefix: str) -> Optimizer:
+    """Build the optimiser over two groups, the second (biases, norms: all vectors) without weight decay.
+
+    The parameters are given by name, as `prefix` and their name in the network, which the state dict then holds
+    as `param_names`: a checkpoint says itself which moments belong to which weights.
+    """
+    named = [(f"{prefix}{name}", parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [(name, parameter) for name, parameter in named if parameter.ndim > 1]},
+        {"params": [(name, parameter) for name, parameter in named if parameter.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return factory([group for group in groups if group["params"]], lr=factory.keywords["lr"] * lr_factor)
+
+
+def cosine(step: int, steps: int, warmup: float = 0.05) -> float:
+    """Linear warm-up over the share `warmup` of the run, then half a cosine to zero (Loshchilov and Hutter, 2016)."""
+    ramp = max(1.0, warmup * steps)
+    if step < ramp:
+        return (step + 1) / (ramp + 1)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - ramp) / max(1.0, steps - ramp))))
+
+
+def one_cycle(step: int, steps: int, warmup: float = 0.25, start: float = 0.1) -> float:
+    """Straight up from `start` to 1 over the share `warmup` of the run, straight down to zero (Smith, 2018)."""
+    top = max(1.0, warmup * steps)
+    if step < top:
+        return start + (1 - start) * step / top
+    return max(0.0, (steps - step) / max(1.0, steps - top))
+
+
+def constant(step: int, steps: int, warmup: float = 0.0) -> float:
+    """Linear warm-up over the share `warmup` of the run, then no change."""
+    return min(1.0, (step + 1) / (warmup * steps + 1))

@@ -1,0 +1,48 @@
+"""ResNet-9, the small fast default.
+
+After David Page, "How to train your ResNet" (2018): a convolution and three stages that halve the picture, two of
+them with a residual branch. The width is a parameter: 64 is Page's network, 16 suits a CPU.
+"""
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+
+
+def resnet9(num_classes: int, width: int = 16) -> nn.Sequential:
+    """The network as its ordered blocks; it takes (n, 3, 32, 32) pictures."""
+    return nn.Sequential(
+        OrderedDict(
+            stem=_convolution(3, width),
+            layer1=nn.Sequential(_halving(width, 2 * width), _Residual(2 * width)),
+            layer2=_halving(2 * width, 4 * width),
+            layer3=nn.Sequential(_halving(4 * width, 8 * width), _Residual(8 * width)),
+            head=nn.Sequential(nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8 * width, num_classes), _Scale(0.125)),
+        )
+    )
+
+
+class _Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(_convolution(channels, channels), _convolution(channels, channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
+class _Scale(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _convolution(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+def _halving(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(_convolution(inputs, outputs), nn.MaxPool2d(2))

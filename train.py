@@ -1,0 +1,32 @@
+"""Train an image classifier: `python train.py --help` says how.
+
+Nothing heavy is imported here: the workers of a run import this file too, and `--help` should not take seconds.
+"""
+
+import sys
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from src.errors import UserError
+from src.launch.cli import run
+from src.launch.folder import register_resolver
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(cfg: DictConfig) -> dict[str, float]:
+    from src.launch.start import launch
+
+    try:
+        return launch(cfg)
+    except UserError as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise  # the job has failed; the sweep goes on
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    register_resolver()
+    sys.exit(run(main))
