@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -13,6 +14,7 @@ from src.callbacks.record import RunRecord
 from src.callbacks.seed import SeedEachStep
 from src.checkpoint import AtomicCheckpointIO
 from src.data.position import DataPosition
+from src.errors import UserError
 from src.loggers.csv import CSVLogger
 from src.loggers.wandb import finish
 from src.strategies.sync_batchnorm import GlobalBatchNorm
@@ -26,9 +28,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     Raises:
         UserError: for whatever the user can mend.
     """
-    L.seed_everything(cfg.seed, verbose=False)
-    data, module = build(cfg.data), build(cfg.module)
-    trainer = build_trainer(cfg)
+    trainer, module, data = assemble(cfg)
     metrics: dict[str, Any] = {}
     succeeded = False
     try:
@@ -49,9 +49,23 @@ def run(cfg: DictConfig) -> dict[str, float]:
     return results
 
 
+def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDataModule]:
+    """The trainer, the module with its initial weights, and the data: the same on every rank."""
+    L.seed_everything(cfg.seed, verbose=False)
+    trainer = build_trainer(cfg)
+    # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
+    module = trainer.precision_plugin.convert_module(build(cfg.module))
+    return trainer, module, build(cfg.data)
+
+
 def build(node: DictConfig, **changes: Any) -> Any:
     """The object that a configuration node describes, made of plain containers."""
-    return instantiate(node, _convert_="all", **changes)
+    try:
+        return instantiate(node, _convert_="all", **changes)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+        raise
 
 
 def build_trainer(cfg: DictConfig) -> L.Trainer:

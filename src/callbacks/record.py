@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.loggers.csv import CSVLogger
+from src.strategies.sync_batchnorm import SyncedBatchNorm
 
 _log = logging.getLogger(__name__)
 
@@ -52,5 +53,5 @@ class RunRecord(L.Callback):
 
     def _normalised_over(self, module: nn.Module, per_device: int, replicas: int) -> str:
         norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
-        synchronised = any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
+        synchronised = any(isinstance(norm, SyncedBatchNorm) for norm in norms)
         return f"{per_device * (replicas if synchronised else 1)} samples" if norms else "nothing: there is none"

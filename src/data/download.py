@@ -36,6 +36,8 @@ def fetch(archive: Archive, root: Path, urls: list[str]) -> Path:
         _check(file, archive)
         return file
     partial, reasons = root / f"{archive.name}.part", []
+    if partial.exists() and _md5(partial) == archive.md5:  # complete, but its process died before the renaming
+        return partial.replace(file)
     for url in urls:
         try:
             _download(f"{url.rstrip('/')}/{archive.name}", partial)
@@ -85,9 +87,13 @@ def _download(url: str, partial: Path) -> None:
 
 
 def _check(file: Path, archive: Archive) -> None:
+    if (found := _md5(file)) != archive.md5:
+        raise UserError(f"{file} is damaged (MD5 {found} instead of {archive.md5}): delete it and start again")
+
+
+def _md5(file: Path) -> str:
     digest = hashlib.md5(usedforsecurity=False)
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK):
             digest.update(block)
-    if digest.hexdigest() != archive.md5:
-        raise UserError(f"{file} is damaged (its MD5 is not {archive.md5}): delete it and start again")
+    return digest.hexdigest()

@@ -17,29 +17,33 @@ class GlobalBatchNorm(TorchSyncBatchNorm):
 
     def apply(self, model: nn.Module) -> nn.Module:
         for module in model.modules():
-            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm | SyncedBatchNorm):
                 module.class_before, module.process_group = type(module), None
-                module.__class__ = _SyncBatchNorm
+                module.__class__ = SyncedBatchNorm
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
         for module in model.modules():
-            if isinstance(module, _SyncBatchNorm):
+            if isinstance(module, SyncedBatchNorm):
                 module.__class__ = module.class_before
         return model
 
 
-class _SyncBatchNorm(nn.SyncBatchNorm):
+class SyncedBatchNorm(_BatchNorm):
     """torch's kernels on a GPU; elsewhere the same mathematics from a differentiable all-reduce.
 
-    Every rank must hold as many samples as the others, which the sampler sees to.
+    Every rank must hold as many samples as the others, which the sampler sees to. It is no subclass of torch's
+    SyncBatchNorm, since DistributedDataParallel refuses those on a CPU.
     """
 
-    class_before: Any
+    class_before: type[_BatchNorm]
+    process_group: Any
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def forward(self, input: Tensor) -> Tensor:
         if input.is_cuda or not self.training:
-            return super().forward(input)
+            return nn.SyncBatchNorm.forward(self, input)
         values = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
         axes = [axis for axis in range(input.ndim) if axis != 1]
         mean, var = self._global_moments(*reversed(torch.var_mean(values, axes, correction=0)))

@@ -1,0 +1,73 @@
+"""A sample's augmentation depends on (seed, epoch, index) alone, and covers what it should."""
+
+import torch
+
+from src.data.augment import crop_and_flip, cutout, normalize, sample_keys
+from src.data.hashing import hash_ints, integers, permutation, uniform
+
+IMAGES = torch.arange(64 * 3 * 32 * 32).remainder(251).to(torch.uint8).view(64, 3, 32, 32)
+
+
+def keys(index: torch.Tensor, seed: int = 0, epoch: int = 0) -> torch.Tensor:
+    return sample_keys(seed, epoch, index)
+
+
+def test_depends_on_the_sample_not_on_its_place() -> None:
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    index = torch.arange(64)
+    whole = crop_and_flip(IMAGES, keys(index), 4, True)
+    assert torch.equal(crop_and_flip(IMAGES[order], keys(index[order]), 4, True), whole[order])
+    assert not torch.equal(crop_and_flip(IMAGES, keys(index, epoch=1), 4, True), whole)
+    assert not torch.equal(crop_and_flip(IMAGES, keys(index, seed=1), 4, True), whole)
+
+
+def test_crop_and_flip_agrees_with_padding_by_hand() -> None:
+    image_keys = keys(torch.arange(64))
+    rows, columns = integers(image_keys, 0, 9), integers(image_keys, 1, 9)
+    mirrored = uniform(image_keys, 2) < 0.5
+    padded = torch.nn.functional.pad(IMAGES.float(), (4, 4, 4, 4), mode="reflect").to(torch.uint8)
+    result = crop_and_flip(IMAGES, image_keys, 4, True)
+    for k in range(64):
+        source = padded[k].flip(-1) if mirrored[k] else padded[k]
+        assert torch.equal(result[k], source[:, rows[k] : rows[k] + 32, columns[k] : columns[k] + 32])
+    assert 16 < int(mirrored.sum()) < 48
+    assert set(rows.tolist()) == set(columns.tolist()) == set(range(9))
+
+
+def test_nothing_changes_without_padding_and_flip() -> None:
+    assert torch.equal(crop_and_flip(IMAGES, keys(torch.arange(64)), 0, False), IMAGES)
+
+
+def test_cutout_blanks_a_square() -> None:
+    blank = cutout(torch.ones(500, 3, 32, 32), keys(torch.arange(500)), 8) == 0
+    sizes = blank[:, 0].sum((1, 2))
+    assert sizes.max() == 64
+    assert sizes.min() >= 16
+    assert torch.equal(blank[:, 0], blank[:, 2])
+
+
+def test_normalize_gives_mean_zero_and_deviation_one() -> None:
+    pixels = IMAGES.double() / 255
+    mean, std = pixels.mean((0, 2, 3)), pixels.std((0, 2, 3))
+    result = normalize(IMAGES, mean.tolist(), std.tolist(), torch.float64)
+    assert torch.allclose(result.mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), atol=1e-6)
+    assert torch.allclose(result.std((0, 2, 3)), torch.ones(3, dtype=torch.float64), atol=1e-6)
+
+
+def test_hash_is_what_it_always_was() -> None:
+    """Changed numbers would change every experiment: this is on purpose a comparison with fixed values."""
+    assert hash_ints(0, 1, torch.tensor([0, 1, -1])).tolist() == FIXED
+    assert permutation(5, 0, 0).tolist() == ORDER
+
+
+FIXED = [4964578127960768432, 5067554077270220563, -7604433847285229718]
+ORDER = [1, 4, 2, 0, 3]
+
+
+def test_hash_looks_random() -> None:
+    values = uniform(hash_ints(0, 0, torch.arange(100_000)), 0)
+    assert abs(float(values.mean()) - 0.5) < 0.005
+    assert abs(float(values.std()) - 12**-0.5) < 0.005
+    neighbours = torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1]
+    assert abs(float(neighbours)) < 0.01
+    assert torch.equal(integers(hash_ints(0, torch.arange(1000)), 0, 7).unique(), torch.arange(7))

@@ -1,0 +1,217 @@
+"""CIFAR is found, downloaded, resumed, checked and read, and nothing in a data file is ever run."""
+
+import hashlib
+import io
+import os
+import pickle
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from src.data.cifar import CIFAR10
+from src.data.download import Archive
+from src.errors import UserError
+
+PER_FILE = 20
+
+
+def batch(number: int, **changes: object) -> bytes:
+    """A batch file as the official ones are: bytes as keys."""
+    rows = np.random.default_rng(number).integers(0, 256, (PER_FILE, 3072), dtype=np.uint8)
+    content = {b"data": rows, b"labels": [i % 10 for i in range(PER_FILE)], b"batch_label": b"x"}
+    return pickle.dumps(content | {name.encode(): value for name, value in changes.items()}, protocol=4)
+
+
+def write_folder(root: Path) -> Path:
+    folder = root / CIFAR10.archive.folder
+    folder.mkdir(parents=True)
+    for number, name in enumerate(name for names in CIFAR10.members.values() for name in names):
+        (folder / name).write_bytes(batch(number))
+    return folder
+
+
+def pack(folder: Path, extra: dict[str, bytes] | None = None) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as tar:
+        tar.add(folder, folder.name)
+        for name, content in (extra or {}).items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def source(content: bytes, urls: list[str]) -> CIFAR10:
+    """The data set as if `content` were its published archive."""
+    cifar = CIFAR10(urls)
+    official = CIFAR10.archive
+    cifar.archive = Archive(official.name, hashlib.md5(content).hexdigest(), official.folder)
+    return cifar
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves one archive, in parts where a part is asked for, and cuts the connection where told to."""
+
+    def __init__(self, content: bytes, log: list[str], cut: list[int], *args: object) -> None:
+        self.content, self.log, self.cut = content, log, cut
+        super().__init__(*args)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        start = int((self.headers["Range"] or "bytes=0-")[6:-1])
+        self.log.append(f"{self.path} from {start}")
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(self.content) - start))
+        self.end_headers()
+        end = self.cut.pop() if self.cut else len(self.content)
+        self.wfile.write(self.content[start:end])
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args  # not on the tests' output
+
+
+class Site:
+    """An archive on a web server on this machine."""
+
+    def __init__(self, content: bytes) -> None:
+        self.log: list[str] = []
+        self.cut: list[int] = []
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, content, self.log, self.cut))
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return pack(write_folder(tmp_path_factory.mktemp("official")))
+
+
+@pytest.fixture
+def site(archive: bytes) -> Iterator[Site]:
+    site = Site(archive)
+    yield site
+    site.server.shutdown()
+
+
+def test_reads_an_extracted_folder_in_order(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    CIFAR10(urls=[]).prepare(tmp_path)
+    images, labels = CIFAR10().load(tmp_path, "train")
+    assert images.shape == (5 * PER_FILE, 3, 32, 32)
+    assert images.dtype == torch.uint8
+    assert labels.tolist() == [i % 10 for i in range(PER_FILE)] * 5
+    expected = np.random.default_rng(1).integers(0, 256, (PER_FILE, 3072), dtype=np.uint8)
+    assert np.array_equal(images[PER_FILE : 2 * PER_FILE].reshape(PER_FILE, -1).numpy(), expected)
+
+
+def test_the_folder_itself_may_be_the_root(tmp_path: Path) -> None:
+    images, _ = CIFAR10().load(write_folder(tmp_path), "test")
+    assert len(images) == PER_FILE
+
+
+def test_unpacks_an_archive_that_is_there(tmp_path: Path, archive: bytes) -> None:
+    (tmp_path / CIFAR10.archive.name).write_bytes(archive)
+    cifar = source(archive, urls=[])
+    cifar.prepare(tmp_path)
+    assert len(cifar.load(tmp_path, "test")[1]) == PER_FILE
+
+
+def test_downloads_from_the_first_address_that_answers(tmp_path: Path, archive: bytes, site: Site) -> None:
+    cifar = source(archive, ["http://127.0.0.1:9", site.url])
+    cifar.prepare(tmp_path / "new")
+    cifar.prepare(tmp_path / "new")
+    assert site.log == [f"/{CIFAR10.archive.name} from 0"]
+    assert not list((tmp_path / "new").glob("*.part"))
+
+
+def test_resumes_a_partial_download(tmp_path: Path, archive: bytes, site: Site) -> None:
+    site.cut.append(5000)
+    cifar = source(archive, [site.url])
+    with pytest.raises(UserError, match="start again to resume"):
+        cifar.prepare(tmp_path)
+    cifar.prepare(tmp_path)
+    assert site.log[1].endswith("from 5000")
+    assert len(cifar.load(tmp_path, "test")[1]) == PER_FILE
+
+
+def test_a_complete_download_that_was_not_renamed_is_used(tmp_path: Path, archive: bytes) -> None:
+    (tmp_path / f"{CIFAR10.archive.name}.part").write_bytes(archive)
+    cifar = source(archive, [])
+    cifar.prepare(tmp_path)
+    assert len(cifar.load(tmp_path, "test")[1]) == PER_FILE
+
+
+def test_refuses_another_checksum(tmp_path: Path, site: Site) -> None:
+    with pytest.raises(UserError, match=r"is damaged .*delete it"):
+        CIFAR10([site.url]).prepare(tmp_path)
+
+
+def test_refuses_a_truncated_archive(tmp_path: Path, archive: bytes) -> None:
+    (tmp_path / CIFAR10.archive.name).write_bytes(archive[:-1000])
+    with pytest.raises(UserError, match="is damaged"):
+        source(archive, []).prepare(tmp_path)
+    assert not (tmp_path / CIFAR10.archive.folder).exists()
+
+
+def test_no_member_leaves_the_folder(tmp_path: Path) -> None:
+    content = pack(write_folder(tmp_path / "evil"), extra={"../escaped": b"out"})
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / CIFAR10.archive.name).write_bytes(content)
+    with pytest.raises(UserError, match="cannot be unpacked"):
+        source(content, []).prepare(root)
+    assert not (tmp_path / "escaped").exists()
+
+
+def test_without_a_network_the_error_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        CIFAR10(["http://127.0.0.1:9"]).prepare(tmp_path)
+    message = str(caught.value)
+    assert all(hint in message for hint in (str(tmp_path / CIFAR10.archive.name), "data.root=", "data=shapes"))
+    assert len(message.splitlines()) <= 5
+
+
+class Poison:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch poisoned",)
+
+
+def test_a_poisoned_pickle_is_refused_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (write_folder(tmp_path) / "data_batch_3").write_bytes(batch(3, evil=Poison()))
+    with pytest.raises(UserError, match="would run posix.system"):
+        CIFAR10().load(tmp_path, "train")
+    assert not (tmp_path / "poisoned").exists()
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-100], lambda content: b"", lambda content: b"\x80junk"])
+def test_a_damaged_batch_is_named(tmp_path: Path, damage: object) -> None:
+    file = write_folder(tmp_path) / "data_batch_2"
+    file.write_bytes(damage(file.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(UserError, match="data_batch_2 is missing or damaged"):
+        CIFAR10().load(tmp_path, "train")
+
+
+def test_a_batch_of_another_shape_is_refused(tmp_path: Path) -> None:
+    (write_folder(tmp_path) / "test_batch").write_bytes(batch(0, labels=[1, 2]))
+    with pytest.raises(UserError, match="no CIFAR batch"):
+        CIFAR10().load(tmp_path, "test")
+
+
+def test_reads_the_real_pictures(tmp_path: Path) -> None:
+    unpack = Path(__file__).parents[3] / "shared" / "cifar10" / "unpack.py"
+    if not unpack.exists():
+        pytest.skip("no real CIFAR-10 pictures beside the project")
+    os.system(f"{sys.executable} {unpack} {tmp_path}")
+    images, labels = CIFAR10().load(tmp_path, "train")
+    assert images.shape == (40_000, 3, 32, 32)
+    assert torch.bincount(labels).min() > 3900
+    means = images.float().mean((0, 2, 3)) / 255
+    assert torch.allclose(means, torch.tensor([0.4914, 0.4822, 0.4465]), atol=0.01)

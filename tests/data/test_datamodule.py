@@ -1,0 +1,85 @@
+"""Splits, batch sizes and exact evaluation."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from src.errors import UserError
+from src.experiment import assemble
+from tests.pool import Pool, RankFailed
+from tests.runs import compose, fit
+
+MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32"]
+
+
+def splits(small: list[str], folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
+    trainer, _, data = assemble(compose(folder, *small, *MLP, *overrides))
+    data.trainer = trainer
+    data.setup("fit")
+    return {name: split.members for name, split in data.splits.items()}  # type: ignore[attr-defined]
+
+
+def test_validation_split_is_stratified_and_apart(small: list[str], folder: Path) -> None:
+    _, _, data = assemble(compose(folder, *small, *MLP))
+    parts = splits(small, folder)
+    assert not set(parts["train"].tolist()) & set(parts["val"].tolist())
+    assert sorted(torch.cat([parts["train"], parts["val"]]).tolist()) == list(range(400))
+    labels = data.source.load(data.root, "train")[1]  # type: ignore[attr-defined]
+    assert torch.bincount(labels[parts["val"]]).tolist() == [4] * 10
+    assert parts["test"].tolist() == list(range(90))
+
+
+def test_validation_split_depends_on_the_seed(small: list[str], folder: Path) -> None:
+    assert torch.equal(splits(small, folder)["val"], splits(small, folder)["val"])
+    assert not torch.equal(splits(small, folder)["val"], splits(small, folder, "seed=1")["val"])
+
+
+def test_fewer_samples_on_request(small: list[str], folder: Path) -> None:
+    assert len(splits(small, folder, "data.train_samples=100")["train"]) == 100
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.batch_size_per_device=8"], "set the other to null"),
+        (["data.batch_size=10", "trainer.accumulate_grad_batches=4"], "data.batch_size=8 or 12"),
+        (["data.batch_size=1000"], "exceeds the 360 pictures"),
+        (["data.num_classes=5"], "data.num_classes=5"),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides: list[str], message: str, small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        splits(small, folder, *overrides)
+
+
+def test_a_batch_that_does_not_divide_is_refused(pool: Pool, small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *small, *MLP, "strategy=ddp", "trainer.devices=3")
+    with pytest.raises(RankFailed, match="data.batch_size=32 does not divide over 3 .* set data.batch_size=30 or 33"):
+        pool.run(3, fit, cfg)
+
+
+def test_batch_size_per_device_is_the_other_way_in(pool: Pool, small: list[str], folder: Path) -> None:
+    per_device = ["data.batch_size=null", "data.batch_size_per_device=16", "trainer.max_epochs=1"]
+    cfg = compose(folder, *small, *MLP, *per_device, "strategy=ddp", "trainer.devices=2", "trainer.log_every_n_steps=1")
+    whole = fit(compose(folder / "one", *small, *MLP, "trainer.max_epochs=1", "trainer.log_every_n_steps=1"))
+    for record in pool.run(2, fit, cfg):
+        assert record.losses == pytest.approx(whole.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_evaluation_is_exact_on_any_number_of_processes(
+    world_size: int, pool: Pool, small: list[str], folder: Path
+) -> None:
+    same = [*small, "experiment=parity", "data.val_fraction=0.13"]
+    alone = fit(compose(folder / "one", *same), test=True).metrics
+    cfg = compose(folder, *same, "strategy=ddp", f"trainer.devices={world_size}")
+    for record in pool.run(world_size, fit_and_test, cfg):
+        for name in ("val/acc", "test/acc"):
+            assert record.metrics[name] == alone[name]
+        for name in ("val/loss", "test/loss"):
+            assert record.metrics[name] == pytest.approx(alone[name], rel=1e-6)
+
+
+def fit_and_test(cfg: object) -> object:
+    return fit(cfg, test=True)  # type: ignore[arg-type]

@@ -1,0 +1,65 @@
+"""Global batches do not depend on the number of processes; evaluation counts each sample once."""
+
+import pytest
+import torch
+
+from src.data.sampler import EvaluationBatches, TrainingBatches
+
+COUNT, BATCH = 103, 24
+
+
+def epoch(replicas: int, accumulate: int = 1, start: int = 0, number: int = 0, seed: int = 0) -> list[list[int]]:
+    """The samples of each micro-batch, over all ranks."""
+    ranks = [TrainingBatches(COUNT, BATCH, accumulate, seed, replicas, rank) for rank in range(replicas)]
+    for rank in ranks:
+        rank.epoch, rank.start = number, start
+    return [sorted(torch.cat(batches).tolist()) for batches in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_global_batches_are_those_of_one_process(replicas: int, accumulate: int) -> None:
+    assert epoch(replicas, accumulate) == epoch(1, accumulate)
+
+
+def test_accumulation_splits_the_same_global_batches() -> None:
+    halves = epoch(1, accumulate=2)
+    assert [sorted(a + b) for a, b in zip(halves[::2], halves[1::2], strict=True)] == epoch(1)
+
+
+def test_epoch_takes_each_sample_at_most_once_and_drops_the_remainder() -> None:
+    seen = [index for batch in epoch(2) for index in batch]
+    assert len(seen) == len(set(seen)) == COUNT // BATCH * BATCH
+    assert len(TrainingBatches(COUNT, BATCH)) == len(epoch(1))
+
+
+def test_order_is_fixed_by_seed_and_epoch() -> None:
+    assert epoch(1) == epoch(1)
+    assert epoch(1) != epoch(1, number=1)
+    assert epoch(1) != epoch(1, seed=1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_resumes_at_a_sample(replicas: int) -> None:
+    assert epoch(replicas, start=2 * BATCH) == epoch(1)[2:]
+
+
+def test_next_epoch_starts_at_its_beginning() -> None:
+    batches = TrainingBatches(COUNT, BATCH)
+    batches.epoch, batches.start = 3, 2 * BATCH
+    batches.set_epoch(3)
+    assert batches.start == 2 * BATCH
+    batches.set_epoch(4)
+    assert batches.start == 0
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 16, 90, 103])
+def test_evaluation_counts_every_sample_once_in_equal_shares(count: int, replicas: int) -> None:
+    per_device = 8
+    ranks = [list(EvaluationBatches(count, per_device, replicas, rank)) for rank in range(replicas)]
+    indices = torch.cat([batch for rank in ranks for batch in rank])
+    assert sorted(indices[indices >= 0].tolist()) == list(range(count))
+    assert {len(batch) for rank in ranks for batch in rank} == {per_device}
+    assert len({len(rank) for rank in ranks}) == 1
+    assert len(ranks[0]) * per_device < count / replicas + per_device + 1

@@ -1,0 +1,113 @@
+"""The promise: the same run under every strategy and world size is the same run, in float64 to 1e-9."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch.nn.parallel import DistributedDataParallel
+
+from src.data.sampler import TrainingBatches
+from src.strategies.sync_batchnorm import GlobalBatchNorm
+from tests.pool import Pool
+from tests.runs import Record, compose, fit, relative, spawned
+
+TOLERANCE = 1e-9
+EXPERIMENTS = {
+    "sgd": [],
+    "adamw": ["optimizer=adamw", "optimizer.lr=0.01"],
+    "accumulate": ["trainer.accumulate_grad_batches=2"],
+}
+WORLDS = {"ddp x1": ("ddp", 1), "ddp x2": ("ddp", 2), "ddp x4": ("ddp", 4), "ddp_spawn x2": ("ddp_spawn", 2)}
+
+
+def distances(run: Record, reference: Record) -> tuple[float, float]:
+    """The worst relative difference of any step's loss, and of any final weight or buffer."""
+    losses = max(abs(a - b) / abs(b) for a, b in zip(run.losses, reference.losses, strict=True))
+    weights = max(relative(run.final[name], tensor) for name, tensor in reference.final.items())
+    return losses, weights
+
+
+@pytest.fixture(scope="module", params=EXPERIMENTS)
+def experiment(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def reference(experiment: str, small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """The single process's run."""
+    return fit(compose(tmp_path_factory.mktemp("single"), *small, "experiment=parity", *EXPERIMENTS[experiment]))
+
+
+def test_reference_is_worth_comparing_with(reference: Record) -> None:
+    assert len(reference.losses) == 20
+    assert len({tuple(sorted(batch)) for batch in reference.indices}) == len(reference.indices)
+    moved = [relative(reference.final[name], tensor) for name, tensor in reference.initial.items() if tensor.ndim > 1]
+    assert min(moved) > 0.01
+    assert all(tensor.dtype == torch.float64 for tensor in reference.final.values() if tensor.is_floating_point())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_agrees_with_single_process(
+    experiment: str, reference: Record, world: str, pool: Pool, small: list[str], folder: Path
+) -> None:
+    strategy, devices = WORLDS[world]
+    chosen = [*EXPERIMENTS[experiment], f"strategy={strategy}", f"trainer.devices={devices}"]
+    cfg = compose(folder, *small, "experiment=parity", *chosen)
+    if strategy == "ddp_spawn":
+        fit(cfg)
+        records = spawned(folder, devices)
+    else:
+        records = pool.run(devices, fit, cfg)
+    for rank, record in enumerate(records):
+        losses, weights = distances(record, reference)
+        assert losses < TOLERANCE, f"rank {rank}: losses differ by {losses}"
+        assert weights < TOLERANCE, f"rank {rank}: weights differ by {weights}"
+        assert all(torch.equal(record.final[name], tensor) for name, tensor in records[0].final.items())
+
+
+class _NoAveraging(L.Callback):
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(trainer.model, DistributedDataParallel)
+        trainer.model.require_backward_grad_sync = False
+
+
+def _break_epochs(cfg: DictConfig, rank: int) -> list[L.Callback]:
+    TrainingBatches.set_epoch = lambda self, epoch: None  # type: ignore[method-assign]
+    return []
+
+
+def _break_batch_norm(cfg: DictConfig, rank: int) -> list[L.Callback]:
+    GlobalBatchNorm.apply = lambda self, model: model  # type: ignore[method-assign]
+    return []
+
+
+def _break_averaging(cfg: DictConfig, rank: int) -> list[L.Callback]:
+    return [_NoAveraging()]
+
+
+def _break_one_seed(cfg: DictConfig, rank: int) -> list[L.Callback]:
+    cfg.data.seed += rank
+    return []
+
+
+def _broken_fit(cfg: DictConfig, sabotage: Callable[[DictConfig, int], list[L.Callback]]) -> Record:
+    import os
+
+    saved = TrainingBatches.set_epoch, GlobalBatchNorm.apply
+    try:
+        return fit(cfg, *sabotage(cfg, int(os.environ["RANK"])))
+    finally:
+        TrainingBatches.set_epoch, GlobalBatchNorm.apply = saved  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("sabotage", [_break_epochs, _break_batch_norm, _break_averaging, _break_one_seed])
+def test_notices(
+    sabotage: Callable[[DictConfig, int], list[L.Callback]], pool: Pool, small: list[str], folder: Path
+) -> None:
+    reference = fit(compose(folder / "single", *small, "experiment=parity"))
+    cfg = compose(folder / "ddp", *small, "experiment=parity", "strategy=ddp", "trainer.devices=2")
+    for record in pool.run(2, _broken_fit, cfg, sabotage):
+        assert max(distances(record, reference)) > 1000 * TOLERANCE

@@ -1,0 +1,105 @@
+"""Worker processes that live through the whole test session, since starting one costs seconds.
+
+Each job gets as many of them as its world has ranks, with the variables that a launcher would set, and leaves
+neither a process group nor a variable behind.
+"""
+
+import logging
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+_TIMEOUT = 240.0  # seconds for one job; a rank that hangs is killed with the others
+_GRACE = 20.0  # seconds that the other ranks have once one has failed
+
+
+class RankFailed(Exception):
+    """A rank raised; the message is its traceback."""
+
+
+class Pool:
+    """Ranks 0 to `size - 1`, started when first needed."""
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(self, world_size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `job(*args)` returns on each rank of a fresh world.
+
+        Raises:
+            RankFailed: if any rank raised, or did not answer in time.
+        """
+        self._start()
+        port = _free_port()
+        for rank in range(world_size):
+            self._ranks[rank][1].send((job, args, _environment(rank, world_size, port)))
+        answers: list[tuple[bool, Any]] = []
+        for rank in range(world_size):
+            if not self._ranks:
+                break
+            failed = any(not ok for ok, _ in answers)
+            answers.append(self._answer(rank, _GRACE if failed else _TIMEOUT))
+        if errors := [error for ok, error in answers if not ok]:
+            raise RankFailed("\n".join(errors))
+        return [value for _, value in answers]
+
+    def stop(self) -> None:
+        for process, connection in self._ranks:
+            process.kill()
+            process.join()
+            connection.close()
+        self._ranks = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        while len(self._ranks) < self.size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._ranks.append((process, ours))
+
+    def _answer(self, rank: int, timeout: float) -> tuple[bool, Any]:
+        process, connection = self._ranks[rank]
+        mp.connection.wait([connection, process.sentinel], timeout)
+        if connection.poll():
+            return connection.recv()
+        state = "timed out" if process.is_alive() else f"died: exit code {process.exitcode}"
+        self.stop()  # what the others are left with is not worth knowing
+        return False, f"rank {rank} {state}"
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    logging.getLogger("lightning").setLevel(logging.WARNING)
+    while True:
+        job, args, variables = connection.recv()
+        os.environ.update(variables)
+        try:
+            connection.send((True, job(*args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            for name in variables:
+                os.environ.pop(name, None)
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    others = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests"}
+    return {name: str(value) for name, value in (numbers | others).items()}
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,98 @@
+"""Training runs inside the test process, or inside the ranks of the pool, with a record of what they did."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning as L
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from src.experiment import assemble
+
+CONF = Path(__file__).parents[1] / "conf"
+QUIET = ["logger=none", "trainer.accelerator=cpu", "~callbacks.progress_bar", "trainer.enable_progress_bar=false"]
+
+
+def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
+    """The resolved configuration of a run in `folder`, as the launcher hands it to the ranks."""
+    from src.launch.folder import register_resolver
+
+    register_resolver()
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = hydra.compose("train", [*(QUIET if quiet else []), *overrides])
+    cfg.run_dir, cfg.run_id = str(folder), folder.name
+    if cfg.trainer.devices == "auto":
+        cfg.trainer.devices = 1
+    OmegaConf.resolve(cfg)
+    return cfg
+
+
+@dataclass
+class Record(L.Callback):
+    """What a run did, as one rank saw it; in a process that Lightning spawned it can only tell through a file."""
+
+    file: Path
+    losses: list[float] = field(default_factory=list)
+    indices: list[list[int]] = field(default_factory=list)
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    final: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.initial = _copy(pl_module.state_dict())
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.indices.append(batch.index.tolist())
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.losses.append(float(trainer.callback_metrics["train/loss"]))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.final = _copy(pl_module.state_dict())
+        self.optimizer = moments(trainer.optimizers[0].state_dict())
+        torch.save(vars(self), self.file.with_suffix(f".{trainer.global_rank}"))
+
+
+def fit(cfg: DictConfig, *extra: L.Callback, test: bool = False) -> Record:
+    """Fit as configured, and test if asked; return what happened."""
+    trainer, module, data = assemble(cfg)
+    record = Record(Path(cfg.run_dir) / "record")
+    trainer.callbacks[:0] = [record, *extra]
+    trainer.fit(module, datamodule=data, ckpt_path=cfg.ckpt_path, weights_only=True)
+    record.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if test:
+        trainer.test(module, datamodule=data, verbose=False)
+        record.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return record
+
+
+def spawned(folder: Path, world_size: int) -> list[Record]:
+    """The records of the ranks that Lightning spawned."""
+    records = [Record(folder / "record") for _ in range(world_size)]
+    for rank, record in enumerate(records):
+        vars(record).update(torch.load(record.file.with_suffix(f".{rank}"), weights_only=False))
+    return records
+
+
+def moments(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Every tensor of an optimiser's state under `parameter/moment`."""
+    names = [name for group in state["param_groups"] for name in group["param_names"]]
+    return {
+        f"{names[number]}/{key}": value.detach().clone()
+        for number, tensors in state["state"].items()
+        for key, value in tensors.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """The norm of the difference, relative to the norm of `b`."""
+    a, b = a.double(), b.double()
+    return float((a - b).norm() / b.norm().clamp_min(1e-300)) if not torch.equal(a, b) else 0.0
+
+
+def _copy(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
