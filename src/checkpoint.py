@@ -1,4 +1,4 @@
-"""Checkpoint files: complete or absent, readable without running code, and with the configuration inside."""
+"""Checkpoint files: complete or absent, and readable without running code."""
 
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,7 @@ from src.files import replacing
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint under a temporary name, syncs it and renames it.
-
-    Args:
-        config: the run's resolved configuration as YAML, stored under `config`.
-    """
-
-    def __init__(self, config: str) -> None:
-        self.config = config
+    """Writes a checkpoint under a temporary name, syncs it and renames it."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
         """Write the file.
@@ -31,7 +24,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(file) as temporary, temporary.open("wb") as stream:
-                torch.save({**checkpoint, "config": self.config}, stream)
+                torch.save(checkpoint, stream)
         except (OSError, RuntimeError) as error:  # torch's zip writer turns some of the former into the latter
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             raise UserError(
@@ -45,11 +38,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             UserError: if it is no checkpoint, or not a whole one.
         """
-        try:
-            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
-        except Exception as error:  # a damaged file can raise anything
-            cause = str(error).split("\n")[0]
-            raise UserError(f"ckpt_path={path} is no whole checkpoint ({cause}): take another") from error
-        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-            raise UserError(f"ckpt_path={path} is no checkpoint of a training run: it has no `state_dict`")
-        return checkpoint
+        return _read(path, map_location=map_location)
+
+
+def check_is_checkpoint(path: Path) -> None:
+    """Find out, without reading the tensors, whether a run can be continued from `path`.
+
+    Raises:
+        UserError: if not.
+    """
+    if "state_dict" not in _read(path, map_location="meta", mmap=True):
+        raise UserError(f"ckpt_path={path} is no checkpoint of a training run: it has no `state_dict`")
+
+
+def _read(path: _PATH, **options: Any) -> dict[str, Any]:
+    try:
+        return torch.load(path, weights_only=True, **options)
+    except Exception as error:  # a damaged file can raise anything
+        cause = str(error).split("\n")[0]
+        raise UserError(f"ckpt_path={path} is no whole checkpoint ({cause}): take another") from error

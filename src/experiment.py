@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from src.callbacks.finite import RefuseNaN
 from src.callbacks.record import RunRecord
@@ -77,7 +77,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
         strategy=build(cfg.strategy),
         callbacks=[*required, *(build(callback) for callback in cfg.callbacks.values())],
         logger=[CSVLogger(folder), build(cfg.logger)],
-        plugins=[GlobalBatchNorm(), AtomicCheckpointIO(OmegaConf.to_yaml(cfg))],
+        plugins=[GlobalBatchNorm(), AtomicCheckpointIO()],
         default_root_dir=folder,
         use_distributed_sampler=False,  # our sampler shards itself; Lightning's wrapper would shuffle it again
     )

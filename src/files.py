@@ -17,7 +17,7 @@ def locked(file: Path) -> Iterator[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock"):
             yield file
-    except PermissionError as error:
+    except OSError as error:
         raise UserError(f"cannot write to {file.parent} ({error.strerror}): set data.root to another folder") from None
 
 

@@ -14,7 +14,13 @@ from tests.runs import CONF, compose, fit
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "callbacks"))
 CHOICES = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
 # As small as a run can be, and with data that needs no network; what a file itself is about stays as it is.
-TINY = ["data.batch_size=8", "trainer.max_steps=2", "trainer.limit_val_batches=1", "trainer.log_every_n_steps=1"]
+TINY = [
+    "data.batch_size=8",
+    "trainer.max_epochs=1",
+    "trainer.limit_train_batches=2",
+    "trainer.limit_val_batches=1",
+    "trainer.log_every_n_steps=1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +47,6 @@ def test_trains(group: str, choice: str, small: list[str], cifar: Path, pool: Po
     cfg = compose(folder, *dict.fromkeys(chosen), f"trainer.devices={devices}", quiet=False)
     alone = devices == 1 or getattr(get_object(cfg.strategy._target_), "single_process", False)
     records = [fit(cfg)] if alone else pool.run(devices, fit, cfg)
-    if not alone or devices == 1:
-        assert all(len(record.losses) in (1, 2) for record in records)
     assert (folder / "metrics.csv").read_text().count("\n") >= 2
     assert (folder / "config.yaml").is_file()
-    assert all("val/acc" in record.metrics for record in records) or group == "debug"
+    assert all("val/acc" in record.metrics for record in records)

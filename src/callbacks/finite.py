@@ -32,8 +32,7 @@ class RefuseNaN(L.Callback):
 
     def _stop(self, trainer: L.Trainer, what: str) -> NoReturn:
         saved = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        paths = [callback.last_model_path or callback.best_model_path for callback in saved]
-        good = next(filter(None, paths), "none yet")
+        good = next((callback.best_model_path for callback in saved if callback.best_model_path), "none yet")
         raise UserError(
             f"{what} at step {trainer.global_step}: training diverged; lower optimizer.lr or lengthen "
             f"scheduler.warmup; last good checkpoint: {good}"

@@ -15,7 +15,10 @@ _log = logging.getLogger(__name__)
 
 
 class RunRecord(L.Callback):
-    """Logs the resolved configuration, prints the banner, and cuts the metrics that a resumed run will make again."""
+    """Logs the resolved configuration, keeps it in every checkpoint as YAML, and prints the banner.
+
+    On resuming it cuts the metrics that are about to be made again.
+    """
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
@@ -24,6 +27,9 @@ class RunRecord(L.Callback):
         data: Any = trainer.datamodule
         for logger in trainer.loggers:
             logger.log_hyperparams({**OmegaConf.to_container(self.config), "data_source": data.source.description})
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["config"] = OmegaConf.to_yaml(self.config)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         for logger in trainer.loggers:

@@ -4,17 +4,22 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from src.errors import UserError, nearest
+from src.launch.folder import with_saved_overrides
 
+_CONF = Path(__file__).parents[2] / "conf"
 _FULL = "HYDRA_FULL_ERROR"  # Hydra's own switch: set to 1, every error keeps its traceback
 
 
 def run(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
+    sys.argv = with_saved_overrides(sys.argv)
     if os.environ.get(_FULL) == "1":
         main()
         return 0
@@ -43,5 +48,14 @@ def _explain(error: Exception) -> str:
     text = str(error)
     if unknown := re.match(r"Could not override '([\w.]+)'", text):
         option = unknown[1]
-        return f"{option} is no option of this configuration; to pass it on all the same, write +{option}=..."
+        return f"{option} is no option here; {nearest(option, _options())} (+{option}=... passes it on all the same)"
     return text.splitlines()[0]
+
+
+def _options() -> set[str]:
+    """The names of the options in the files under conf/, as the command line spells them."""
+    names = {"seed", "fit", "test", "ckpt_path"}
+    for file in _CONF.glob("*/*.yaml"):
+        prefix = f"callbacks.{file.stem}" if file.parent.name == "callbacks" else file.parent.name
+        names |= {f"{prefix}.{key}" for key in yaml.safe_load(file.read_text()) or {} if not key.startswith("_")}
+    return names

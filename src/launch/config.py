@@ -6,10 +6,9 @@ from typing import Any
 
 import hydra
 import torch
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from src.errors import UserError
 from src.launch.folder import CHECKPOINTS, CONFIG, folder_of, run_id
@@ -19,20 +18,19 @@ _OF_ONE_START = {"ckpt_path", "overrides", "run_dir", "run_id", "trainer.devices
 
 
 def prepare(cfg: DictConfig) -> DictConfig:
-    """Settle what one start decides: the checkpoint and its run's settings, the devices, the folder and the id.
+    """Settle what one start decides: the checkpoint, the devices, the folder and the id.
 
     Raises:
         UserError: if the checkpoint is missing, or there are fewer devices than asked for.
     """
     hydra_cfg = HydraConfig.get()
-    new = list(hydra_cfg.overrides.task)
     if cfg.ckpt_path:
-        checkpoint, cfg, new = _as_that_run(cfg, new)
-        cfg.ckpt_path = str(checkpoint)
+        cfg.ckpt_path = str(_checkpoint(cfg.ckpt_path))
     cfg.trainer.accelerator, cfg.trainer.devices = _resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     folder = Path(hydra_cfg.runtime.output_dir)
     cfg.run_dir, cfg.run_id = str(folder), run_id(folder, sweep=hydra_cfg.mode == RunMode.MULTIRUN)
-    cfg.overrides = [override for override in new if override.split("=")[0].lstrip("+") not in ("ckpt_path", "fit")]
+    task = hydra_cfg.overrides.task
+    cfg.overrides = [override for override in task if override.partition("=")[0] not in ("ckpt_path", "fit")]
     OmegaConf.resolve(cfg)
     return cfg
 
@@ -42,20 +40,20 @@ def device_count(trainer: DictConfig) -> int:
     return trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)
 
 
-def _as_that_run(cfg: DictConfig, new: list[str]) -> tuple[Path, DictConfig, list[str]]:
-    """The checkpoint file, and the configuration of the run it is of, changed by the new overrides."""
-    given = Path(cfg.ckpt_path).expanduser().absolute()
+def _checkpoint(ckpt_path: str) -> Path:
+    """The file that `ckpt_path` means."""
+    given = Path(ckpt_path).expanduser().absolute()
     checkpoint = given / CHECKPOINTS / "last.ckpt" if given.is_dir() else given
     if not checkpoint.is_file():
         missing = "such file or run folder" if checkpoint == given else f"checkpoint in that folder ({checkpoint})"
-        raise UserError(f"ckpt_path={cfg.ckpt_path}: there is no {missing}")
-    folder = folder_of(given)
-    if folder is None:
-        return checkpoint, cfg, new
-    saved = OmegaConf.load(folder / CONFIG)
-    overrides = list(saved.overrides)
-    _warn_of_changes(saved, hydra.compose("train", overrides))
-    return checkpoint, hydra.compose("train", overrides + new), overrides + new
+        raise UserError(f"ckpt_path={ckpt_path}: there is no {missing}")
+    from src.checkpoint import check_is_checkpoint  # late, since it imports Lightning
+
+    check_is_checkpoint(checkpoint)
+    if folder := folder_of(given):
+        saved = OmegaConf.load(folder / CONFIG)
+        _warn_of_changes(saved, hydra.compose("train", list(saved.overrides)))
+    return checkpoint
 
 
 def _warn_of_changes(saved: Any, composed: DictConfig) -> None:
@@ -85,10 +83,8 @@ def _resolve_devices(accelerator: str, devices: Any) -> tuple[str, Any]:
     available = torch.accelerator.device_count() if accelerator != "cpu" else None
     if devices in ("auto", -1, "-1"):
         return accelerator, available or 1
-    if isinstance(devices, str):
-        devices = yaml.safe_load(f"[{devices}]") if "," in devices else yaml.safe_load(devices)
-    wanted = devices if isinstance(devices, int) else len(devices)
-    if not isinstance(wanted, int) or wanted < 1:
+    wanted = devices if isinstance(devices, int) else len(devices) if isinstance(devices, ListConfig) else 0
+    if wanted < 1:
         raise UserError(f"trainer.devices={devices} is no number of devices: give a number, a list of GPUs, or auto")
     if available is not None and wanted > available:
         raise UserError(

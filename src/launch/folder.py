@@ -1,6 +1,7 @@
 """The identity of a run: a folder of its own, whose name is its id; a run that is continued keeps both."""
 
 import os
+import re
 import secrets
 from datetime import datetime
 from pathlib import Path
@@ -31,6 +32,21 @@ def run_folder(runs: str, ckpt_path: str | None, fit: bool) -> str:
 def folder_of(ckpt_path: Path) -> Path | None:
     """The run folder that `ckpt_path` is, or lies in."""
     return next((place for place in (ckpt_path, ckpt_path.parent.parent) if (place / CONFIG).is_file()), None)
+
+
+def with_saved_overrides(argv: list[str]) -> list[str]:
+    """The command line with the overrides of the run in `ckpt_path=`, if there is one, in front of its own.
+
+    A group chosen anew (`model=...`) takes that run's settings of the group with it.
+    """
+    at = next((place for place, word in enumerate(argv) if word.startswith("ckpt_path=")), None)
+    folder = folder_of(Path(argv[at].partition("=")[2].strip("'\"")).expanduser()) if at is not None else None
+    if folder is None:
+        return argv
+    chosen = {word.partition("=")[0] for word in argv if re.match(r"\w+=", word)}
+    saved = OmegaConf.load(folder / CONFIG).overrides
+    kept = [word for word in saved if re.split(r"[.=@]", word.lstrip("+~"))[0] not in chosen]
+    return [*argv[:at], *kept, *argv[at:]]
 
 
 def run_id(folder: Path, sweep: bool) -> str:

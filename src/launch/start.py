@@ -62,7 +62,8 @@ def _launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its tables would hide our line
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # their tables would hide our line
     launcher = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -122,11 +123,12 @@ def _destroy_group(failed: bool) -> None:
 def _first_error(failed: Any, run_dir: str) -> Exception:
     """The error of the rank that failed first, as the exception to raise here."""
     rank, failure = failed.get_first_failure()
-    message = failure.message
+    report = failure.error_file_data["message"]  # a rank that was killed left none, only its exit code
+    message, trace = failure.message, ""
+    if isinstance(report, dict):
+        message, trace = report["message"], report["extraInfo"]["py_callstack"]
     prefix = f"{UserError.__name__}: "
     if message.startswith(prefix):
         return UserError(message.removeprefix(prefix))
     log = Path(run_dir) / "logs" / f"rank{rank}.log"
-    data = failure.error_file_data
-    trace = data["message"]["extraInfo"]["py_callstack"] if isinstance(data.get("message"), dict) else ""
     return RuntimeError(f"rank {rank} failed ({message}); its log is {log}\n{trace}")

@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_refused(overrides: list[str], message: str, small:
 
 def test_a_batch_that_does_not_divide_is_refused(pool: Pool, small: list[str], folder: Path) -> None:
     cfg = compose(folder, *small, *MLP, "strategy=ddp", "trainer.devices=3")
-    with pytest.raises(RankFailed, match="data.batch_size=32 does not divide over 3 .* set data.batch_size=30 or 33"):
+    with pytest.raises(RankFailed, match=r"data.batch_size=32 does not divide over 3 .* set data.batch_size=30 or 33"):
         pool.run(3, fit, cfg)
 
 

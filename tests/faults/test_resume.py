@@ -84,7 +84,15 @@ def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Rec
     ],
 )
 def test_goes_on_where_it_was(
-    hook: str, step: int, done: int, before: int, after: int, reference: Record, pool: Pool, small: list[str], folder: Path
+    hook: str,
+    step: int,
+    done: int,
+    before: int,
+    after: int,
+    reference: Record,
+    pool: Pool,
+    small: list[str],
+    folder: Path,
 ) -> None:
     in_world(pool, before, die, task(folder, small, before), hook, step)
     resumed = in_world(pool, after, fit, task(folder, small, after, f"ckpt_path={folder}/died.ckpt"))
