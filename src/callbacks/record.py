@@ -1,7 +1,7 @@
 """What is told of a run as it starts: to the user, to the loggers, and to metrics.csv when it goes on."""
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 from omegaconf import DictConfig, OmegaConf
@@ -25,8 +25,9 @@ class RunRecord(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule
+        settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
         for logger in trainer.loggers:
-            logger.log_hyperparams({**OmegaConf.to_container(self.config), "data_source": data.source.description})
+            logger.log_hyperparams(settings | {"data_source": data.source.description})
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = OmegaConf.to_yaml(self.config)

@@ -11,12 +11,12 @@ class Batch(NamedTuple):
     Attributes:
         image: (n, channels, height, width), uint8 until it reaches the device, then normalised floats.
         label: (n,) class numbers.
-        index: (n,) the samples' places in their split, which is their identity; -1 for padding.
+        sample_index: (n,) the samples' places in their split, which is their identity; -1 for padding.
         weight: (n,) what each sample counts for in the loss, which is a weighted sum: 1/n in training, so that
             the sum is the mean; 1 in evaluation, and 0 for padding.
     """
 
     image: Tensor
     label: Tensor
-    index: Tensor
+    sample_index: Tensor
     weight: Tensor

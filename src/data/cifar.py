@@ -91,7 +91,7 @@ class _ArrayUnpickler(pickle.Unpickler):
     """Reads plain containers and NumPy arrays of numbers, and refuses whatever else a pickle asks for."""
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
-        allowed = {
+        allowed: dict[tuple[str, str], Any] = {
             ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
             ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
             ("numpy", "ndarray"): np.ndarray,

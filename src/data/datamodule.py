@@ -1,7 +1,7 @@
 """The DataModule of every image data set: splits, global batches, augmentation on the device."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import lightning as L
 import torch
@@ -119,14 +119,14 @@ class ImageDataModule(L.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Augment the pictures, in training, and normalise them, on the device."""
-        image, trainer, module = batch.image, self.trainer, self.trainer.lightning_module
-        keys = sample_keys(self.seed, trainer.current_epoch, batch.index)
+        image, trainer, dtype = batch.image, self.trainer, cast(torch.dtype, self.trainer.lightning_module.dtype)
+        keys = sample_keys(self.seed, trainer.current_epoch, batch.sample_index)
         if trainer.training and (self.crop_padding or self.flip):
             image = crop_and_flip(image, keys, self.crop_padding, self.flip)
-        image = normalize(image, self.mean, self.std, module.dtype)
+        image = normalize(image, self.mean, self.std, dtype)
         if trainer.training and self.cutout:
             image = cutout(image, keys, self.cutout)
-        return batch._replace(image=image, weight=batch.weight.to(module.dtype))
+        return batch._replace(image=image, weight=batch.weight.to(dtype))
 
     @property
     def accumulate(self) -> int:

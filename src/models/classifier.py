@@ -43,13 +43,15 @@ class ImageClassifier(L.LightningModule):
         channels_last: bool = True,
     ) -> None:
         super().__init__()
-        self.net = net.to(memory_format=torch.channels_last) if channels_last else net
+        self.net = net
+        if channels_last:
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer, self.schedule = optimizer, schedule
         self.reference_batch_size, self.lr_scaling = reference_batch_size, lr_scaling
         self.label_smoothing = label_smoothing
         if compile:
             self.net.compile()
-        self.metrics = nn.ModuleDict({name: MeanMetric(nan_strategy="disable") for name in ("loss", "acc")})
+        self.mean_loss, self.mean_hits = MeanMetric(nan_strategy="disable"), MeanMetric(nan_strategy="disable")
         self._step_sums: Tensor | None = None  # loss and hits of the step's micro-batches so far
 
     def forward(self, image: Tensor) -> Tensor:
@@ -100,10 +102,10 @@ class ImageClassifier(L.LightningModule):
 
     def _evaluate(self, batch: Batch, stage: str) -> None:
         outputs = self(batch.image)
-        self.metrics["loss"].update(self._losses(outputs, batch), batch.weight)
-        self.metrics["acc"].update((outputs.argmax(1) == batch.label).float(), batch.weight)
-        for name, metric in self.metrics.items():
-            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, prog_bar=stage == "val")
+        self.mean_loss.update(self._losses(outputs, batch), batch.weight)
+        self.mean_hits.update((outputs.argmax(1) == batch.label).float(), batch.weight)
+        self.log(f"{stage}/loss", self.mean_loss, on_step=False, on_epoch=True, prog_bar=True)
+        self.log(f"{stage}/acc", self.mean_hits, on_step=False, on_epoch=True, prog_bar=True)
 
     def _at_log_point(self) -> bool:
         return (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0

@@ -29,7 +29,7 @@ def scaling_factor(rule: str, batch_size: int, reference: int) -> float:
     return _RULES[rule](batch_size / reference)
 
 
-def build_optimizer(net: nn.Module, factory: partial[Optimizer], lr_factor: float, prefix: str) -> Optimizer:
+def build_optimizer(net: nn.Module, factory: partial[Any], lr_factor: float, prefix: str) -> Optimizer:
     """Build the optimiser over two groups, the second (biases, norms: all vectors) without weight decay.
 
     The parameters are given by name, as `prefix` and their name in the network, which the state dict then holds

@@ -16,16 +16,16 @@ class GlobalBatchNorm(TorchSyncBatchNorm):
     """
 
     def apply(self, model: nn.Module) -> nn.Module:
-        for module in model.modules():
-            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm | SyncedBatchNorm):
-                module.class_before, module.process_group = type(module), None
-                module.__class__ = SyncedBatchNorm
+        norms: list[Any] = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        for norm in norms:
+            if not isinstance(norm, nn.SyncBatchNorm | SyncedBatchNorm):
+                norm.class_before, norm.process_group = type(norm), None
+                norm.__class__ = SyncedBatchNorm
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
-        for module in model.modules():
-            if isinstance(module, SyncedBatchNorm):
-                module.__class__ = module.class_before
+        for norm in [module for module in model.modules() if isinstance(module, SyncedBatchNorm)]:
+            norm.__class__ = norm.class_before  # type: ignore[assignment]
         return model
 
 
@@ -43,7 +43,7 @@ class SyncedBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if input.is_cuda or not self.training:
-            return nn.SyncBatchNorm.forward(self, input)
+            return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
         values = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
         axes = [axis for axis in range(input.ndim) if axis != 1]
         mean, var = self._global_moments(*reversed(torch.var_mean(values, axes, correction=0)))
@@ -65,9 +65,9 @@ class SyncedBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, var: Tensor) -> None:
-        if not self.track_running_stats:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
-        self.num_batches_tracked += 1
+        self.num_batches_tracked.add_(1)
         share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(var.to(self.running_var.dtype), share)

@@ -17,7 +17,7 @@ def splits(small: list[str], folder: Path, *overrides: str) -> dict[str, torch.T
     trainer, _, data = assemble(compose(folder, *small, *MLP, *overrides))
     data.trainer = trainer
     data.setup("fit")
-    return {name: split.members for name, split in data.splits.items()}  # type: ignore[attr-defined]
+    return {name: split.members for name, split in data.splits.items()}
 
 
 def test_validation_split_is_stratified_and_apart(small: list[str], folder: Path) -> None:
@@ -25,7 +25,7 @@ def test_validation_split_is_stratified_and_apart(small: list[str], folder: Path
     parts = splits(small, folder)
     assert not set(parts["train"].tolist()) & set(parts["val"].tolist())
     assert sorted(torch.cat([parts["train"], parts["val"]]).tolist()) == list(range(400))
-    labels = data.source.load(data.root, "train")[1]  # type: ignore[attr-defined]
+    labels = data.source.load(data.root, "train")[1]
     assert torch.bincount(labels[parts["val"]]).tolist() == [4] * 10
     assert parts["test"].tolist() == list(range(90))
 

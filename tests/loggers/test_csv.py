@@ -1,0 +1,36 @@
+"""metrics.csv: one row a step, whole at every moment, continued and cut."""
+
+import csv
+from pathlib import Path
+
+from src.loggers.csv import CSVLogger
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_is_on_disk_at_once_with_one_row_per_step(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_hyperparams({"seed": 1})
+    logger.log_metrics({"loss": 0.1}, step=1)
+    assert rows(tmp_path) == [{"step": "1", "epoch": "", "loss": "0.1"}]
+    logger.log_metrics({"loss": 0.2, "epoch": 0}, step=2)
+    logger.log_metrics({"acc": 0.5}, step=2)
+    assert rows(tmp_path)[1] == {"step": "2", "epoch": "0", "loss": "0.2", "acc": "0.5"}
+    assert (tmp_path / "config.yaml").read_text() == "seed: 1\n"
+
+
+def test_goes_on_where_an_earlier_start_was_cut_off(tmp_path: Path) -> None:
+    first = CSVLogger(tmp_path)
+    for step in range(5):
+        first.log_metrics({"loss": step / 10}, step=step)
+    with (tmp_path / "metrics.csv").open("a") as stream:
+        stream.write("5,")  # the process died while it wrote
+    second = CSVLogger(tmp_path)
+    second.cut(3)
+    second.log_metrics({"loss": 9.0, "acc": 1.0}, step=3)
+    assert [row["step"] for row in rows(tmp_path)] == ["0", "1", "2", "3"]
+    assert rows(tmp_path)[2]["loss"] == "0.2"
+    assert rows(tmp_path)[3]["acc"] == "1.0"

@@ -1,0 +1,91 @@
+"""The LightningModule: its loss, its precision, its checkpoints, compiled or not."""
+
+import shutil
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+
+from src.data.batch import Batch
+from src.errors import UserError
+from src.experiment import assemble
+from tests.runs import compose, fit
+
+MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=1", "trainer.max_epochs=1"]
+
+
+def batch(count: int, weight: float) -> Batch:
+    label = torch.arange(count) % 10
+    return Batch(torch.zeros(count, 3, 32, 32), label, torch.arange(count), torch.full((count,), weight))
+
+
+def test_loss_is_a_weighted_sum_so_that_micro_batches_add_up(small: list[str], folder: Path) -> None:
+    _, module, _ = assemble(compose(folder, *small, *MLP, "module.label_smoothing=0.1"))
+    logits, whole = torch.randn(8, 10), batch(8, 1 / 8)
+    loss = module.loss(logits, whole)  # type: ignore[operator]
+    assert loss == pytest.approx(float(F.cross_entropy(logits, whole.label, label_smoothing=0.1)), rel=1e-6)
+    parts = [module.loss(logits[at], Batch(*(field[at] for field in whole))) for at in (slice(0, 4), slice(4, 8))]  # type: ignore[operator]
+    assert sum(parts) == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_checkpoint_is_plain_and_loads_into_the_bare_network(small: list[str], folder: Path) -> None:
+    fit(compose(folder, *small, *MLP))
+    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    _, module, _ = assemble(compose(folder, *small, *MLP))
+    weights = {name.removeprefix("net."): tensor for name, tensor in checkpoint["state_dict"].items()}
+    module.net.load_state_dict(weights)
+    groups = checkpoint["optimizer_states"][0]["param_groups"]
+    assert {name for group in groups for name in group["param_names"]} == set(checkpoint["state_dict"])
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_precisions(precision: str, small: list[str], folder: Path) -> None:
+    others = [override for override in MLP if not override.startswith("model")]
+    record = fit(compose(folder, *small, *others, "model.width=4", f"trainer.precision={precision}"))
+    assert record.losses[-1] < record.losses[0] + 1
+    assert "val/acc" in record.metrics
+
+
+def test_compiled(small: list[str], folder: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("there is no C++ compiler")
+    plain = fit(compose(folder / "plain", *small, *MLP))
+    compiled = fit(compose(folder, *small, *MLP, "module.compile=true"))
+    assert compiled.final.keys() == plain.final.keys()
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-4)
+
+
+def test_gradients_are_clipped(small: list[str], folder: Path) -> None:
+    free = fit(compose(folder / "free", *small, *MLP))
+    clipped = fit(compose(folder, *small, *MLP, "trainer.gradient_clip_val=1e-6", "optimizer.weight_decay=0"))
+    moved = {name: (clipped.final[name] - clipped.initial[name]).norm() for name in clipped.final}
+    assert max(moved.values()) < 1e-5 < max((free.final[name] - free.initial[name]).norm() for name in free.final)
+
+
+def test_divergence_stops_the_run_and_names_the_last_good_checkpoint(small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *small, *MLP, "trainer.max_epochs=3", "scheduler=constant")
+    with pytest.raises(UserError, match=r"train/loss is nan at step 1\d: .*last good checkpoint: .*last.ckpt"):
+        fit(cfg, _Explode(after=12))
+    saved = torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"]
+    assert all(torch.isfinite(tensor).all() for tensor in saved.values())
+
+
+def test_weights_that_are_not_finite_are_not_saved(small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *small, *MLP, "trainer.log_every_n_steps=1000", "trainer.max_epochs=3")
+    with pytest.raises(UserError, match="is not finite"):
+        fit(cfg, _Explode(after=12))
+    assert torch.load(folder / "checkpoints" / "last.ckpt")["global_step"] == 11
+
+
+class _Explode(L.Callback):
+    """Spoils the weights after some step, as too high a learning rate does."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
+        if trainer.global_step == self.after:
+            for parameter in pl_module.parameters():
+                parameter.data.fill_(float("nan"))
