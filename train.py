@@ -11,7 +11,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from src.errors import UserError
-from src.launch.cli import run
+from src.launch.cli import TRACEBACK_WANTED, run
 from src.launch.folder import register_resolver
 
 
@@ -22,8 +22,8 @@ def main(cfg: DictConfig) -> dict[str, float]:
     try:
         return launch(cfg)
     except UserError as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise  # the job has failed; the sweep goes on
+        if TRACEBACK_WANTED or HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise  # of a sweep, this job has failed and the next ones go on
         raise SystemExit(f"error: {error}") from None
 
 

@@ -2,11 +2,14 @@
 
 import logging
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from src.data.cifar import CIFAR10, CIFAR100
 from src.data.shapes import Shapes
 from tests.pool import Pool
 
@@ -47,6 +50,20 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     root = tmp_path_factory.mktemp("data")
     Shapes(**SIZES).prepare(root)
     return ["data=shapes", f"data.root={root}", *(f"data.source.{name}={size}" for name, size in SIZES.items())]
+
+
+@pytest.fixture(scope="session")
+def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few random pictures in the official layout of both data sets."""
+    root, rng = tmp_path_factory.mktemp("cifar"), np.random.default_rng(0)
+    for kind, classes in ((CIFAR10, 10), (CIFAR100, 100)):
+        for names in kind.members.values():
+            for name in names:
+                rows = rng.integers(0, 256, (10 * classes, 3072), dtype=np.uint8)
+                batch = {b"data": rows, kind.label_key: [i % classes for i in range(len(rows))]}
+                (root / kind.archive.folder).mkdir(exist_ok=True)
+                (root / kind.archive.folder / name).write_bytes(pickle.dumps(batch, protocol=4))
+    return root
 
 
 @pytest.fixture

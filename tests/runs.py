@@ -54,6 +54,7 @@ class Record(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.final = _copy(pl_module.state_dict())
         self.optimizer = moments(trainer.optimizers[0].state_dict())
+        self.file.parent.mkdir(exist_ok=True)  # fast_dev_run makes no folder
         torch.save(vars(self), self.file.with_suffix(f".{trainer.global_rank}"))
 
 

@@ -15,12 +15,13 @@ from src.launch.folder import with_saved_overrides
 
 _CONF = Path(__file__).parents[2] / "conf"
 _FULL = "HYDRA_FULL_ERROR"  # Hydra's own switch: set to 1, every error keeps its traceback
+TRACEBACK_WANTED = os.environ.get(_FULL) == "1"
 
 
 def run(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
     sys.argv = with_saved_overrides(sys.argv)
-    if os.environ.get(_FULL) == "1":
+    if TRACEBACK_WANTED:
         main()
         return 0
     os.environ[_FULL] = "1"  # so that Hydra hands every exception on, for this function to tell apart

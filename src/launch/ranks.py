@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -39,23 +41,36 @@ def agree(env: ClusterEnvironment, prepare: Callable[[], DictConfig]) -> DictCon
         UserError: what rank zero found wrong, or that the ranks are not as many as configured.
     """
     rank, world_size = env.global_rank(), env.world_size()
-    # The meeting takes the port below the job's own, which Lightning's process group opens right after.
-    port = env.main_port if "TORCHELASTIC_USE_AGENT_STORE" in os.environ else env.main_port - 1
-    os.environ.setdefault("MASTER_ADDR", env.main_address)
-    address = f"tcp://{env.main_address}:{port}" if port != env.main_port else "env://"
-    dist.init_process_group("gloo", address, _PATIENCE, rank=rank, world_size=world_size)
-    outcome: list[DictConfig | UserError | None] = [None]
+    store = _store(env)
     if rank == 0:
-        try:
-            outcome = [_checked(prepare(), world_size)]
-        except UserError as error:
-            outcome = [error]
-    dist.broadcast_object_list(outcome)
-    dist.destroy_process_group()
-    if isinstance(outcome[0], UserError):
-        raise outcome[0]
-    assert outcome[0] is not None
-    return outcome[0]
+        store.set("outcome", pickle.dumps(_outcome(prepare, world_size)))
+    outcome = pickle.loads(store.get("outcome"))
+    store.add("read", 1)
+    while rank == 0 and store.add("read", 0) < world_size:  # it may be this process that holds the store
+        time.sleep(0.05)
+    if isinstance(outcome, UserError):
+        raise outcome
+    return outcome
+
+
+def _store(env: ClusterEnvironment) -> dist.Store:
+    """Where the ranks meet before there is a process group.
+
+    It is the store of torchrun's agent, or else one of rank zero's own, on the port below the job's: a process group
+    here, made and destroyed, would leave its addresses behind for Lightning's to stumble over.
+    """
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    port = env.main_port if agent else env.main_port - 1
+    hosts = env.global_rank() == 0 and not agent
+    store = dist.TCPStore(env.main_address, port, env.world_size(), hosts, timeout=_PATIENCE)
+    return dist.PrefixStore(f"configuration/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _outcome(prepare: Callable[[], DictConfig], world_size: int) -> DictConfig | UserError:
+    try:
+        return _checked(prepare(), world_size)
+    except UserError as error:
+        return error
 
 
 def _checked(cfg: DictConfig, world_size: int) -> DictConfig:

@@ -47,6 +47,11 @@ def launch(cfg: DictConfig) -> dict[str, float]:
             f"trainer.devices={cfg.trainer.devices} needs torch.distributed, which this build of torch lacks: "
             "install one that has it, or set trainer.devices=1"
         )
+    if cfg.trainer.num_nodes > 1:
+        raise UserError(
+            f"trainer.num_nodes={cfg.trainer.num_nodes}: this command starts processes on one node only; "
+            "start train.py by torchrun or srun on all of them"
+        )
     if world_size == 1 and HydraConfig.get().mode == RunMode.RUN:
         return _run_rank(cfg, rank=0, local_rank=0)
     return _launch_workers(cfg, processes)

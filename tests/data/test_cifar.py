@@ -102,8 +102,8 @@ def site(archive: bytes) -> Iterator[Site]:
 
 def test_reads_an_extracted_folder_in_order(tmp_path: Path) -> None:
     write_folder(tmp_path)
-    CIFAR10(urls=[]).prepare(tmp_path)
-    images, labels = CIFAR10().load(tmp_path, "train")
+    CIFAR10([]).prepare(tmp_path)
+    images, labels = CIFAR10([]).load(tmp_path, "train")
     assert images.shape == (5 * PER_FILE, 3, 32, 32)
     assert images.dtype == torch.uint8
     assert labels.tolist() == [i % 10 for i in range(PER_FILE)] * 5
@@ -112,7 +112,7 @@ def test_reads_an_extracted_folder_in_order(tmp_path: Path) -> None:
 
 
 def test_the_folder_itself_may_be_the_root(tmp_path: Path) -> None:
-    images, _ = CIFAR10().load(write_folder(tmp_path), "test")
+    images, _ = CIFAR10([]).load(write_folder(tmp_path), "test")
     assert len(images) == PER_FILE
 
 
@@ -187,7 +187,7 @@ def test_a_poisoned_pickle_is_refused_and_not_run(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     (write_folder(tmp_path) / "data_batch_3").write_bytes(batch(3, evil=Poison()))
     with pytest.raises(UserError, match=r"would run posix\.system"):
-        CIFAR10().load(tmp_path, "train")
+        CIFAR10([]).load(tmp_path, "train")
     assert not (tmp_path / "poisoned").exists()
 
 
@@ -196,13 +196,13 @@ def test_a_damaged_batch_is_named(tmp_path: Path, damage: object) -> None:
     file = write_folder(tmp_path) / "data_batch_2"
     file.write_bytes(damage(file.read_bytes()))  # type: ignore[operator]
     with pytest.raises(UserError, match="data_batch_2 is missing or damaged"):
-        CIFAR10().load(tmp_path, "train")
+        CIFAR10([]).load(tmp_path, "train")
 
 
 def test_a_batch_of_another_shape_is_refused(tmp_path: Path) -> None:
     (write_folder(tmp_path) / "test_batch").write_bytes(batch(0, labels=[1, 2]))
     with pytest.raises(UserError, match="no CIFAR batch"):
-        CIFAR10().load(tmp_path, "test")
+        CIFAR10([]).load(tmp_path, "test")
 
 
 def test_reads_the_real_pictures(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_reads_the_real_pictures(tmp_path: Path) -> None:
     if not unpack.exists():
         pytest.skip("no real CIFAR-10 pictures beside the project")
     os.system(f"{sys.executable} {unpack} {tmp_path}")
-    images, labels = CIFAR10().load(tmp_path, "train")
+    images, labels = CIFAR10([]).load(tmp_path, "train")
     assert images.shape == (40_000, 3, 32, 32)
     assert torch.bincount(labels).min() > 3900
     means = images.float().mean((0, 2, 3)) / 255

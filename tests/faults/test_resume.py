@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 
+from src.errors import UserError
 from tests.pool import Pool
 from tests.runs import Record, compose, fit, relative
 
@@ -149,6 +150,20 @@ def test_dropout_is_the_same_after_a_restart(small: list[str], folder: Path) -> 
     reference = fit(compose(folder / "whole", *small, *dropping))
     die(compose(folder, *small, *dropping), "on_train_batch_end", 5)
     check_same([fit(compose(folder, *small, *dropping, f"ckpt_path={folder}/died.ckpt"))], reference, done=5)
+
+
+def test_loader_processes_that_fetch_ahead_change_nothing(small: list[str], folder: Path) -> None:
+    plain = [*TASK, *MLP]
+    reference = fit(compose(folder / "whole", *small, *plain))
+    workers = [*plain, "data.num_workers=2"]
+    die(compose(folder, *small, *workers), "on_train_batch_end", 5)
+    check_same([fit(compose(folder, *small, *workers, f"ckpt_path={folder}/died.ckpt"))], reference, done=5)
+
+
+def test_another_global_batch_is_refused(small: list[str], folder: Path) -> None:
+    die(compose(folder, *small, *TASK, *MLP), "on_train_batch_end", 5)
+    with pytest.raises(UserError, match=r"had a global batch of 32, this one has 64: set data.batch_size=32"):
+        fit(compose(folder, *small, *TASK, *MLP, "data.batch_size=64", f"ckpt_path={folder}/died.ckpt"))
 
 
 def test_new_hyper_parameters_count(small: list[str], folder: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -82,6 +83,7 @@ def test_help_is_quick_and_complete() -> None:
         (["ckpt_path=nowhere"], ["ckpt_path=nowhere"]),
         pytest.param(["trainer.accelerator=gpu"], ["trainer.accelerator=gpu", "cpu"], id="no gpu"),
         (["optimizer.lr"], ["optimizer.lr"]),
+        (["trainer.num_nodes=2"], ["trainer.num_nodes=2", "torchrun"]),
     ],
 )
 def test_what_the_parent_finds_wrong(arguments: list[str], hints: list[str], tmp_path: Path) -> None:
@@ -221,6 +223,25 @@ def test_under_torchrun_rank_zero_decides(small: list[str], tmp_path: Path) -> N
     assert (folder / "logs" / "rank1.log").is_file()
     _, err = run(*arguments, "trainer.devices=4", program=torchrun, code=1)
     assert "2 processes were started, but trainer.devices x trainer.num_nodes is 4" in err
+
+
+def test_under_slurm_rank_zero_decides(small: list[str], tmp_path: Path) -> None:
+    """Two tasks as srun would start them, told what they are by its variables alone."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    job = {"SLURM_NTASKS": 2, "SLURM_NNODES": 1, "SLURM_NODEID": 0, "SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "train"}
+    job |= {"SLURM_NTASKS_PER_NODE": 2, "SLURM_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    arguments = [*small, *TINY, "logger=none", "trainer.devices=2", "strategy=ddp"]
+    runs = "hydra.run.dir=${run_folder:" + f"{tmp_path},null,true" + "}"
+    variables = {name: str(value) for name, value in job.items()}
+    tasks = [start(*arguments, runs, **variables, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
+    printed = [task.communicate(timeout=200) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], printed
+    assert "done: " in printed[0][0]
+    assert "done: " not in printed[1][0]
+    (folder,) = tmp_path.iterdir()
+    assert {file.name for file in (folder / "logs").iterdir()} == {"rank0.log", "rank1.log"}
 
 
 def test_a_sweep_gives_each_job_its_own(small: list[str], tmp_path: Path) -> None:
