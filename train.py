@@ -3,7 +3,9 @@
 Nothing heavy is imported here: the workers of a run import this file too, and `--help` should not take seconds.
 """
 
+import contextlib
 import sys
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -22,6 +24,8 @@ def main(cfg: DictConfig) -> dict[str, float]:
     try:
         return launch(cfg)
     except UserError as error:
+        with contextlib.suppress(OSError):
+            Path(HydraConfig.get().runtime.output_dir).rmdir()  # if nothing came to be in it
         if TRACEBACK_WANTED or HydraConfig.get().mode == RunMode.MULTIRUN:
             raise  # of a sweep, this job has failed and the next ones go on
         raise SystemExit(f"error: {error}") from None

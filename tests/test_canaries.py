@@ -38,7 +38,7 @@ def test_lightning_still_saves_last_only_with_the_top_k() -> None:
 
 
 def test_elastic_reports_failures_as_we_read_them() -> None:
-    """src/launch/start.py reads a failed rank's message and traceback from there."""
+    """src/launch/workers.py reads a failed rank's message and traceback from there."""
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=-9, error_file="/nonexistent")
     assert failure.error_file_data["message"]
     assert "SIGKILL" in failure.message

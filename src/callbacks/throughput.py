@@ -17,8 +17,10 @@ class Throughput(L.Callback):
         if self._since is None:
             self._since = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop._should_accumulate():
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         self._steps += 1
         if trainer.global_step % trainer.log_every_n_steps == 0 and self._since is not None:

@@ -91,4 +91,4 @@ def _resolve_devices(accelerator: str, devices: Any) -> tuple[str, Any]:
             f"trainer.devices={wanted}, but this machine has {available} GPU{'s' * (available > 1)}: "
             f"set trainer.devices={available}, or trainer.accelerator=cpu to run processes on the CPU"
         )
-    return accelerator, devices
+    return accelerator, wanted if accelerator == "cpu" else devices

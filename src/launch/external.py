@@ -43,7 +43,7 @@ def agree(env: ClusterEnvironment, prepare: Callable[[], DictConfig]) -> DictCon
     rank, world_size = env.global_rank(), env.world_size()
     store = _store(env)
     if rank == 0:
-        store.set("outcome", pickle.dumps(_outcome(prepare, world_size)))
+        store.set("outcome", pickle.dumps(_outcome(prepare, world_size)))  # type: ignore[arg-type]
     outcome = pickle.loads(store.get("outcome"))
     store.add("read", 1)
     while rank == 0 and store.add("read", 0) < world_size:  # it may be this process that holds the store

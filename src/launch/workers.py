@@ -1,0 +1,80 @@
+"""Fresh processes on this node, one per rank, by torch's elastic launcher."""
+
+import ctypes
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from src.errors import UserError
+from src.launch.rank import drives_all_devices, run_rank
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those the elastic launcher takes over
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
+    """Run all ranks, and return what rank zero returns.
+
+    Raises:
+        UserError: of the first rank to fail, if that is what it raised.
+        RuntimeError: with that rank's traceback, for anything else.
+        SystemExit: with the conventional code, if a signal ended the job.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # their tables would hide our line
+    launcher = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=cfg.run_id,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        shutdown_timeout=5,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        return elastic_launch(launcher, _worker)(cfg)[0]
+    except SignalException as stopped:
+        raise SystemExit(128 + stopped.sigval) from None
+    except ChildFailedError as failed:
+        raise _first_error(failed, cfg.run_dir) from None
+    finally:
+        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _worker(cfg: DictConfig) -> dict[str, float]:
+    """The body of a fresh process."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no worker outlives its launcher, however that ends
+    rank = int(os.environ["RANK"])
+    if drives_all_devices(cfg):  # its own launcher must not take this process for one rank of many
+        for name in [name for name in os.environ if name.startswith(_LAUNCHER_VARIABLES)]:
+            del os.environ[name]
+    return run_rank(cfg, rank)
+
+
+def _first_error(failed: Any, run_dir: str) -> Exception:
+    """The error of the rank that failed first, as the exception to raise here."""
+    rank, failure = failed.get_first_failure()
+    report = failure.error_file_data["message"]  # a rank that was killed left none, only its exit code
+    message, trace = failure.message, ""
+    if isinstance(report, dict):
+        message, trace = report["message"], report["extraInfo"]["py_callstack"]
+    prefix = f"{UserError.__name__}: "
+    if message.startswith(prefix):
+        return UserError(message.removeprefix(prefix))
+    log = Path(run_dir) / "logs" / f"rank{rank}.log"
+    return RuntimeError(f"rank {rank} failed ({message}); its log is {log}\n{trace}")
