@@ -65,7 +65,7 @@ def extract(archive: Archive, file: Path, root: Path) -> None:
             with tarfile.open(file) as tar:
                 tar.extractall(temporary, filter="data")
         except (tarfile.TarError, EOFError, OSError) as error:
-            raise UserError(f"{file} cannot be unpacked ({error}): delete it and start again") from None
+            raise UserError(f"{file} cannot be unpacked ({error}): delete it, or set data.root") from None
         shutil.rmtree(root / archive.folder, ignore_errors=True)  # what is there was found incomplete
         (Path(temporary) / archive.folder).replace(root / archive.folder)
 
@@ -88,7 +88,7 @@ def _download(url: str, partial: Path) -> None:
 
 def _check(file: Path, archive: Archive) -> None:
     if (found := _md5(file)) != archive.md5:
-        raise UserError(f"{file} is damaged (MD5 {found} instead of {archive.md5}): delete it and start again")
+        raise UserError(f"{file} is damaged (MD5 {found} instead of {archive.md5}): delete it, or set data.root")
 
 
 def _md5(file: Path) -> str:

@@ -13,11 +13,8 @@ _log = logging.getLogger(__name__)
 def wandb_logger(
     project: str, run_id: str, folder: str, group: str | None = None, tags: list[str] | None = None
 ) -> WandbLogger:
-    """The logger of one training run, whatever the number of its processes and however often it is resumed.
-
-    `WANDB_MODE` decides between online and offline where it is set.
-    """
-    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+    """The logger of one training run, whatever the number of its processes and however often it is resumed."""
+    mode = online_or_offline()
     if mode == "offline":
         _log.info(
             "wandb is offline: `wandb leet %s/wandb` shows it, `wandb sync %s/wandb/offline-*` uploads it",
@@ -36,6 +33,11 @@ def wandb_logger(
         mode=mode,
         settings=settings,
     )
+
+
+def online_or_offline() -> str:
+    """What `WANDB_MODE` says, or else whether credentials are configured; nobody is asked, nothing is sent."""
+    return os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
 
 
 def finish(succeeded: bool) -> None:

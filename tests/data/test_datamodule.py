@@ -35,6 +35,12 @@ def test_validation_split_depends_on_the_seed(small: list[str], folder: Path) ->
     assert not torch.equal(splits(small, folder)["val"], splits(small, folder, "seed=1")["val"])
 
 
+def test_data_is_looked_for_where_the_environment_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CIFAR_ROOT", "/somewhere")
+    assert compose(folder).data.root == "/somewhere"
+    assert compose(folder, "data.root=elsewhere").data.root == "elsewhere"
+
+
 def test_fewer_samples_on_request(small: list[str], folder: Path) -> None:
     assert len(splits(small, folder, "data.train_samples=100")["train"]) == 100
 

@@ -1,13 +1,16 @@
 """The real command line: what it prints, where things land, and how it fails. Each start costs seconds: few, full."""
 
 import os
+import pickle
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +118,33 @@ def test_what_the_ranks_find_wrong(arguments: list[str], hints: list[str], small
     _, err = run(*tiny, "logger=none", f"hydra.run.dir={tmp_path}/run", *arguments, code=1)
     message = one_line(err)
     assert all(hint in message for hint in hints), message
+
+
+class Poison:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, ("touch poisoned",)
+
+
+@pytest.mark.parametrize("damage", ["truncated archive", "poisoned pickle", "no data"])
+def test_data_that_cannot_be_used(damage: str, cifar: Path, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    if damage == "truncated archive":
+        root.mkdir()
+        (root / "cifar-10-python.tar.gz").write_bytes(b"\x1f\x8b but not much of it")
+    if damage == "poisoned pickle":
+        shutil.copytree(cifar, root)
+        (root / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps({b"data": Poison()}, protocol=4))
+    arguments = [
+        "trainer.devices=2",
+        "strategy=ddp",
+        "trainer.accelerator=cpu",
+        "data.source.urls=[http://127.0.0.1:9]",
+    ]
+    _, err = run(*arguments, f"data.root={root}", "logger=none", f"hydra.run.dir={tmp_path}/run", code=1)
+    hints = {"truncated archive": "is damaged", "poisoned pickle": "would run posix.system", "no data": "be downloaded"}
+    assert hints[damage] in one_line(err)
+    assert "data.root" in err
+    assert not (ROOT / "poisoned").exists()
 
 
 def test_more_devices_than_gpus(tmp_path: Path) -> None:
