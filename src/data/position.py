@@ -20,21 +20,31 @@ class DataPosition(L.Callback):
         trained = trainer.fit_loop.epoch_loop.batch_progress.total.processed
         epoch, micro_batches = divmod(trained, data.micro_batches_per_epoch)
         samples = micro_batches // data.accumulate * data.global_batch_size  # a step half accumulated is done again
-        checkpoint["position"] = {"epoch": epoch, "samples": samples, "batch_size": data.global_batch_size}
+        checkpoint["position"] = {"epoch": epoch, "samples": samples, "order": _order(data)}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         data: Any = trainer.datamodule
-        position, batch = checkpoint["position"], data.global_batch_size
-        if position["batch_size"] != batch:
-            raise UserError(
-                f"the run in ckpt_path had a global batch of {position['batch_size']}, this one has {batch}: "
-                f"set data.batch_size={position['batch_size']} data.batch_size_per_device=null"
-            )
+        position, order = checkpoint["position"], _order(data)
+        for name, before in position["order"].items():
+            if order[name] != before:
+                raise UserError(
+                    f"the run in ckpt_path had {name}={before}, this one has {order[name]}: "
+                    "that is another experiment; set it back, or start a new run"
+                )
         data.resume_at = (position["epoch"], position["samples"])
-        steps = position["samples"] // position["batch_size"]
+        steps = position["samples"] // data.global_batch_size
         loops, batches = checkpoint["loops"]["fit_loop"], steps * data.accumulate
         _rewind(loops, position["epoch"], batches, position["epoch"] * data.micro_batches_per_epoch + batches)
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = position["epoch"] * data.steps_per_epoch + steps - 1
+
+
+def _order(data: Any) -> dict[str, int]:
+    """What fixes the global batches, and so what a position means."""
+    return {
+        "data.batch_size": data.global_batch_size,
+        "seed": data.seed,
+        "training pictures": len(data.splits["train"]),
+    }
 
 
 def _rewind(loops: dict[str, Any], epoch: int, current: int, total: int) -> None:

@@ -160,10 +160,18 @@ def test_loader_processes_that_fetch_ahead_change_nothing(small: list[str], fold
     check_same([fit(compose(folder, *small, *workers, f"ckpt_path={folder}/died.ckpt"))], reference, done=5)
 
 
-def test_another_global_batch_is_refused(small: list[str], folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.batch_size=64", "had data.batch_size=32, this one has 64"),
+        ("seed=1", "had seed=0, this one has 1"),
+        ("data.val_fraction=0.2", "had training pictures=360, this one has 320"),
+    ],
+)
+def test_another_order_of_the_data_is_refused(override: str, message: str, small: list[str], folder: Path) -> None:
     die(compose(folder, *small, *TASK, *MLP), "on_train_batch_end", 5)
-    with pytest.raises(UserError, match=r"had a global batch of 32, this one has 64: set data.batch_size=32"):
-        fit(compose(folder, *small, *TASK, *MLP, "data.batch_size=64", f"ckpt_path={folder}/died.ckpt"))
+    with pytest.raises(UserError, match=message):
+        fit(compose(folder, *small, *TASK, *MLP, override, f"ckpt_path={folder}/died.ckpt"))
 
 
 def test_new_hyper_parameters_count(small: list[str], folder: Path) -> None:
