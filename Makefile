@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install train test test-all lint format clean
+.PHONY: install train test lint format clean
 
 install: $(STAMP)
 

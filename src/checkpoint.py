@@ -26,10 +26,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with replacing(file) as temporary, temporary.open("wb") as stream:
                 torch.save(checkpoint, stream)
         except (OSError, RuntimeError) as error:  # torch's zip writer turns some of the former into the latter
-            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError):
+                raise
             raise UserError(
-                f"cannot write the checkpoint {file} ({cause}): free some space or point "
-                "callbacks.checkpoint.dirpath at another disk, then continue with ckpt_path; earlier ones are whole"
+                f"cannot write the checkpoint {file} ({cause}): free some space, then continue with "
+                f"ckpt_path={file.parent.parent}; the checkpoints that are there are whole"
             ) from error
 
     def load_checkpoint(self, path: _PATH, map_location: Any = "cpu", weights_only: Any = True) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import ProgressBar
 from omegaconf import DictConfig
 
 from src.callbacks.finite import RefuseNaN
@@ -72,12 +73,15 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     """The trainer of a resolved configuration, with what every run needs whatever is configured."""
     folder = Path(cfg.run_dir)
     required = [RunRecord(cfg), DataPosition(), SeedEachStep(cfg.seed), RefuseNaN()]
+    chosen = [build(callback) for callback in cfg.callbacks.values()]
+    if not cfg.trainer.enable_progress_bar:  # Lightning raises if it is given one all the same
+        chosen = [callback for callback in chosen if not isinstance(callback, ProgressBar)]
     trainer = build(cfg.trainer, _partial_=True)
     return trainer(
         strategy=build(cfg.strategy),
-        callbacks=[*required, *(build(callback) for callback in cfg.callbacks.values())],
+        callbacks=[*required, *chosen],
         logger=[CSVLogger(folder), build(cfg.logger)],
-        plugins=[GlobalBatchNorm(), AtomicCheckpointIO()],
+        plugins=[AtomicCheckpointIO(), *([GlobalBatchNorm()] if cfg.trainer.sync_batchnorm else [])],
         default_root_dir=folder,
         use_distributed_sampler=False,  # our sampler shards itself; Lightning's wrapper would shuffle it again
     )

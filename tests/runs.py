@@ -11,9 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from src.experiment import assemble
+from src.launch.rank import drives_all_devices as drives_all_devices
 
 CONF = Path(__file__).parents[1] / "conf"
-QUIET = ["logger=none", "trainer.accelerator=cpu", "~callbacks.progress_bar", "trainer.enable_progress_bar=false"]
+QUIET = ["logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
 
 
 def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
-from hydra.utils import get_object
 
 from tests.pool import Pool
-from tests.runs import CONF, compose, fit
+from tests.runs import CONF, compose, drives_all_devices, fit
 
-GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "callbacks"))
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
 CHOICES = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("[!_]*.yaml"))]
 # As small as a run can be, and with data that needs no network; what a file itself is about stays as it is.
 TINY = [
@@ -20,15 +19,23 @@ TINY = [
 ]
 
 
+def _choose(group: str, choice: str) -> str:
+    """A callback is trained with among the default ones, or beside them."""
+    if group != "callbacks" or choice == "default":
+        return f"{group}={choice}"
+    by_default = f"{choice}@" in (CONF / "callbacks" / "default.yaml").read_text()
+    return "callbacks=default" if by_default else f"+callbacks@callbacks.{choice}={choice}"
+
+
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{group}={choice}" for group, choice in CHOICES])
 def test_trains(group: str, choice: str, small: list[str], cifar: Path, pool: Pool, folder: Path) -> None:
     data = [f"data.root={cifar}"] if group == "data" and choice.startswith("cifar") else small
     model = [] if group in ("model", "experiment") else ["model=mlp", "model.hidden=[16]"]
-    quiet = ["trainer.accelerator=cpu", "~callbacks.progress_bar", "trainer.enable_progress_bar=false"]
-    chosen = [*data, *model, *quiet, *([] if group == "logger" else ["logger=none"]), f"{group}={choice}", *TINY]
+    quiet = ["trainer.accelerator=cpu"]
+    chosen = [*data, *model, *quiet, *([] if group == "logger" else ["logger=none"]), _choose(group, choice), *TINY]
     devices = 2 if group == "strategy" and choice != "auto" else 1
     cfg = compose(folder, *dict.fromkeys(chosen), f"trainer.devices={devices}", quiet=False)
-    alone = devices == 1 or getattr(get_object(cfg.strategy._target_), "single_process", False)
+    alone = devices == 1 or drives_all_devices(cfg)
     records = [fit(cfg)] if alone else pool.run(devices, fit, cfg)
     assert (folder / "metrics.csv").read_text().count("\n") >= 2
     assert (folder / "config.yaml").is_file()

@@ -1,6 +1,7 @@
 """Stop a run that has diverged, before it spends more time or writes a checkpoint that is no use."""
 
 import math
+from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning as L
@@ -32,7 +33,9 @@ class RefuseNaN(L.Callback):
 
     def _stop(self, trainer: L.Trainer, what: str) -> NoReturn:
         saved = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        good = next((callback.best_model_path for callback in saved if callback.best_model_path), "none yet")
+        files = [Path(callback.best_model_path) for callback in saved]  # named before they are written
+        written = [file for file in files if file.is_file()]
+        good = max(written, key=lambda file: file.stat().st_mtime) if written else "none yet"
         raise UserError(
             f"{what} at step {trainer.global_step}: training diverged; lower optimizer.lr or lengthen "
             f"scheduler.warmup; last good checkpoint: {good}"

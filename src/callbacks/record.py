@@ -22,33 +22,41 @@ class RunRecord(L.Callback):
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        data: Any = trainer.datamodule
-        settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
-        for logger in trainer.loggers:
-            logger.log_hyperparams(settings | {"data_source": data.source.description})
+        self._resumed_at: int | None = None
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = OmegaConf.to_yaml(self.config)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, CSVLogger):
-                logger.cut(checkpoint["global_step"])
+        self._resumed_at = checkpoint["global_step"] if trainer.training else None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write only now, when whatever could refuse to resume the run has had its say."""
+        self._log_settings(trainer)
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger) and self._resumed_at is not None:
+                logger.cut(self._resumed_at)
         if trainer.is_global_zero:
             width = max(map(len, facts := self._facts(trainer, pl_module)))
             _log.info("\n".join(f"  {name:<{width}}  {value}" for name, value in facts.items()))
 
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._log_settings(trainer)
+
+    def _log_settings(self, trainer: L.Trainer) -> None:
+        data: Any = trainer.datamodule
+        settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
+        for logger in trainer.loggers:
+            logger.log_hyperparams(settings | {"data_source": data.source.description})
+
     def _facts(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         data: Any = trainer.datamodule
         batch, lr = data.global_batch_size, trainer.optimizers[0].param_groups[0]["initial_lr"]
+        name = self.config.strategy._target_.rpartition(".")[2]
         replicas = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
         per_device = batch // replicas // data.accumulate
         return {
-            "strategy": f"{type(trainer.strategy).__name__}, {trainer.world_size} process(es) on {module.device.type}",
+            "strategy": f"{name}, {trainer.world_size} process(es) on {module.device.type}",
             "precision": trainer.precision,
             "data": f"{data.source.description}, {len(data.splits['train'])} to train on",
             "batch": f"{batch} = {replicas} x {data.accumulate} micro-batches x {per_device} per device",

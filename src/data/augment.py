@@ -1,5 +1,7 @@
 """Augmentation of a whole batch on its device, each sample's random numbers a hash of its identity."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -40,9 +42,14 @@ def cutout(image: Tensor, keys: Tensor, size: int) -> Tensor:
 
 def normalize(image: Tensor, mean: list[float], std: list[float], dtype: torch.dtype) -> Tensor:
     """Turn uint8 pixels into floats of mean 0 and standard deviation 1; `mean` and `std` are per channel, in [0, 1]."""
-    shift = torch.tensor(mean, dtype=dtype, device=image.device)[:, None, None] * 255
-    scale = torch.tensor(std, dtype=dtype, device=image.device)[:, None, None] * 255
+    shift, scale = (_per_channel(tuple(values), dtype, image.device) for values in (mean, std))
     return (image.to(dtype) - shift) / scale
+
+
+@functools.cache
+def _per_channel(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Kept on the device: sending them with each batch would make it wait."""
+    return torch.tensor(values, dtype=dtype, device=device)[:, None, None] * 255
 
 
 def _reflect(position: Tensor, size: int) -> Tensor:

@@ -12,8 +12,8 @@ class Batch(NamedTuple):
         image: (n, channels, height, width), uint8 until it reaches the device, then normalised floats.
         label: (n,) class numbers.
         sample_index: (n,) the samples' places in their split, which is their identity; -1 for padding.
-        weight: (n,) what each sample counts for in the loss, which is a weighted sum: 1/n in training, so that
-            the sum is the mean; 1 in evaluation, and 0 for padding.
+        weight: (n,) what each sample counts for in the loss, which is a weighted sum: on the device 1/n in training,
+            so that the sum is the mean; 1 in evaluation, and 0 for padding.
     """
 
     image: Tensor

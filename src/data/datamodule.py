@@ -5,6 +5,7 @@ from typing import Protocol, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -30,18 +31,15 @@ class ImageSource(Protocol):
 class ImageSplit(Dataset[Batch]):
     """A split in memory; an item is a whole batch, fetched by its samples' indices (-1: padding)."""
 
-    def __init__(self, images: Tensor, labels: Tensor, members: Tensor, training: bool) -> None:
-        self.images, self.labels, self.members, self.training = images, labels, members, training
+    def __init__(self, images: Tensor, labels: Tensor, members: Tensor) -> None:
+        self.images, self.labels, self.members = images, labels, members
 
     def __len__(self) -> int:
         return len(self.members)
 
     def __getitem__(self, positions: Tensor) -> Batch:
         index = torch.where(positions >= 0, self.members[positions], -1)
-        weight = (index >= 0).float()
-        if self.training:
-            weight /= len(index)
-        return Batch(self.images[index], self.labels[index], index, weight)
+        return Batch(self.images[index], self.labels[index], index, weight=index >= 0)
 
 
 class ImageDataModule(L.LightningDataModule):
@@ -100,9 +98,9 @@ class ImageDataModule(L.LightningDataModule):
         if not self.splits:
             train, test = self._load("train"), self._load("test")
             kept, held_out = self._divide(train[1])
-            self.splits["train"] = ImageSplit(*train, kept, training=True)
-            self.splits["val"] = ImageSplit(*train, held_out, training=False)
-            self.splits["test"] = ImageSplit(*test, torch.arange(len(test[1])), training=False)
+            self.splits["train"] = ImageSplit(*train, kept)
+            self.splits["val"] = ImageSplit(*train, held_out)
+            self.splits["test"] = ImageSplit(*test, torch.arange(len(test[1])))
         self._check_batch()
 
     def train_dataloader(self) -> DataLoader[Batch]:
@@ -126,7 +124,8 @@ class ImageDataModule(L.LightningDataModule):
         image = normalize(image, self.mean, self.std, dtype)
         if trainer.training and self.cutout:
             image = cutout(image, keys, self.cutout)
-        return batch._replace(image=image, weight=batch.weight.to(dtype))
+        weight = batch.weight.to(dtype) / (len(image) if trainer.training else 1)
+        return batch._replace(image=image, weight=weight)
 
     @property
     def accumulate(self) -> int:
@@ -150,8 +149,8 @@ class ImageDataModule(L.LightningDataModule):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimiser steps per epoch; its last one may have fewer micro-batches."""
-        return -(-self.micro_batches_per_epoch // self.accumulate)
+        """Optimiser steps per epoch."""
+        return self.micro_batches_per_epoch // self.accumulate
 
     @property
     def total_steps(self) -> int:
@@ -183,10 +182,11 @@ class ImageDataModule(L.LightningDataModule):
             members = torch.nonzero(labels == label).flatten()
             members = members[permutation(len(members), self.seed, label)]
             cut = round(len(members) * self.val_fraction)
-            share = (self.train_samples or len(labels)) / len(labels)
             held_out.append(members[:cut])
-            kept.append(members[cut:][: max(1, round(len(members) * share))])
-        return torch.cat(kept).sort().values, torch.cat(held_out).sort().values
+            kept.append(members[cut:])
+        in_turn = torch.cat([torch.arange(len(members)) / len(members) for members in kept]).argsort(stable=True)
+        chosen = torch.cat(kept)[in_turn[: self.train_samples]]  # any first part holds the classes in equal shares
+        return chosen.sort().values, torch.cat(held_out).sort().values
 
     def _check_batch(self) -> None:
         replicas, batch = self._share()[0], self.global_batch_size
@@ -201,6 +201,11 @@ class ImageDataModule(L.LightningDataModule):
             )
         if batch > len(self.splits["train"]):
             raise UserError(f"data.batch_size={batch} exceeds the {len(self.splits['train'])} pictures to train on")
+        if self.micro_batches_per_epoch % self.accumulate:
+            raise UserError(
+                f"trainer.limit_train_batches={self.trainer.limit_train_batches} leaves {self.micro_batches_per_epoch} "
+                f"batches, no multiple of trainer.accumulate_grad_batches={self.accumulate}: change one of them"
+            )
 
     def _evaluation_loader(self, name: str) -> DataLoader[Batch]:
         replicas, rank = self._share()
@@ -208,5 +213,5 @@ class ImageDataModule(L.LightningDataModule):
         return self._loader(self.splits[name], EvaluationBatches(len(self.splits[name]), per_device, replicas, rank))
 
     def _loader(self, split: ImageSplit, batches: TrainingBatches | EvaluationBatches) -> DataLoader[Batch]:
-        pin = torch.cuda.is_available()
+        pin = isinstance(self.trainer.accelerator, CUDAAccelerator)
         return DataLoader(split, sampler=batches, batch_size=None, num_workers=self.num_workers, pin_memory=pin)

@@ -24,6 +24,8 @@ class DataPosition(L.Callback):
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         data: Any = trainer.datamodule
+        if not trainer.training:
+            return
         position, order = checkpoint["position"], _order(data)
         for name, before in position["order"].items():
             if order[name] != before:
@@ -35,7 +37,9 @@ class DataPosition(L.Callback):
         steps = position["samples"] // data.global_batch_size
         loops, batches = checkpoint["loops"]["fit_loop"], steps * data.accumulate
         _rewind(loops, position["epoch"], batches, position["epoch"] * data.micro_batches_per_epoch + batches)
-        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = position["epoch"] * data.steps_per_epoch + steps - 1
+        done = position["epoch"] * data.steps_per_epoch + steps
+        counted = done if done >= data.total_steps else done - 1  # unless nothing is left, Lightning counts the last
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = counted
 
 
 def _order(data: Any) -> dict[str, int]:
@@ -52,7 +56,7 @@ def _rewind(loops: dict[str, Any], epoch: int, current: int, total: int) -> None
 
     An epoch that is ready but not started is the one state from which Lightning calls `on_train_epoch_start`, keeps
     the count of batches and runs no validation twice. `total.completed`, which nothing else reads, lags by two so
-    that no special case of restarting inside a hook applies; Lightning then counts the last logged step itself.
+    that no special case of restarting inside a hook applies.
     """
     loops["epoch_progress"] = _progress(epoch, ready=epoch + 1)
     batches = {"total": _counts(total) | {"completed": total - 2}, "current": _counts(current), "is_last_batch": False}

@@ -1,6 +1,7 @@
 """From the composed configuration to the one that every rank gets: checked, resolved, plain."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from src.errors import UserError
 from src.launch.folder import CHECKPOINTS, CONFIG, folder_of, run_id
 
 _log = logging.getLogger(__name__)
-_OF_ONE_START = {"ckpt_path", "overrides", "run_dir", "run_id", "trainer.devices", "trainer.accelerator"}
+_OF_ONE_START = ("ckpt_path", "fit", "run_dir", "run_id", "overrides", "trainer.devices", "trainer.accelerator")
 
 
 def prepare(cfg: DictConfig) -> DictConfig:
@@ -58,11 +59,12 @@ def _checkpoint(ckpt_path: str) -> Path:
 
 def _warn_of_changes(saved: Any, composed: DictConfig) -> None:
     """Say where the files under conf/ have changed since the run was made."""
-    before = _leaves(OmegaConf.to_container(saved))
+    for name in _OF_ONE_START:
+        OmegaConf.update(composed, name, OmegaConf.select(saved, name))
     OmegaConf.resolve(composed)
-    now = _leaves(OmegaConf.to_container(composed))
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name) and not any(name.startswith(known) for known in _OF_ONE_START):
+    before, now = _leaves(OmegaConf.to_container(saved)), _leaves(OmegaConf.to_container(composed))
+    for name in sorted((before.keys() | now.keys()) - {"data_source"}):
+        if before.get(name) != now.get(name):
             _log.warning("conf/ has changed since that run: %s was %s, is %s", name, before.get(name), now.get(name))
 
 
@@ -75,20 +77,21 @@ def _leaves(node: Any, prefix: str = "") -> dict[str, Any]:
 
 def _resolve_devices(accelerator: str, devices: Any) -> tuple[str, Any]:
     """The accelerator by name and the devices by number, or by index where they were listed."""
-    if accelerator in ("auto", "gpu"):
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if found is None and accelerator == "gpu":
-            raise UserError("trainer.accelerator=gpu, but this machine has no GPU: leave it at auto, or set cpu")
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator == "auto":
         accelerator = found.type if found else "cpu"
+    elif accelerator != "cpu" and found is None:
+        raise UserError(f"trainer.accelerator={accelerator}, but this machine has none: leave it at auto, or set cpu")
     available = torch.accelerator.device_count() if accelerator != "cpu" else None
-    if devices in ("auto", -1, "-1"):
-        return accelerator, available or 1
-    wanted = devices if isinstance(devices, int) else len(devices) if isinstance(devices, ListConfig) else 0
+    if devices in ("auto", -1):
+        return accelerator, int(os.environ.get("LOCAL_WORLD_SIZE", available or 1))  # torchrun has decided already
+    listed = list(devices) if isinstance(devices, ListConfig) else []
+    wanted = devices if isinstance(devices, int) else len(listed)
     if wanted < 1:
         raise UserError(f"trainer.devices={devices} is no number of devices: give a number, a list of GPUs, or auto")
-    if available is not None and wanted > available:
+    if available is not None and max(wanted, *(index + 1 for index in listed), 0) > available:
         raise UserError(
-            f"trainer.devices={wanted}, but this machine has {available} GPU{'s' * (available > 1)}: "
+            f"trainer.devices={devices}, but this machine has {available} GPU{'s' * (available > 1)}: "
             f"set trainer.devices={available}, or trainer.accelerator=cpu to run processes on the CPU"
         )
-    return accelerator, wanted if accelerator == "cpu" else devices
+    return accelerator, wanted if accelerator == "cpu" else listed or wanted

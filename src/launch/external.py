@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from src.errors import UserError
 from src.launch.config import device_count
+from src.launch.rank import drives_all_devices
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -56,11 +57,12 @@ def agree(env: ClusterEnvironment, prepare: Callable[[], DictConfig]) -> DictCon
 def _store(env: ClusterEnvironment) -> dist.Store:
     """Where the ranks meet before there is a process group.
 
-    It is the store of torchrun's agent, or else one of rank zero's own, on the port below the job's: a process group
+    It is the store of torchrun's agent, or else one of rank zero's own, on a port beside the job's: a process group
     here, made and destroyed, would leave its addresses behind for Lightning's to stumble over.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    port = env.main_port if agent else env.main_port - 1
+    other = env.main_port + (10_000 if env.main_port < 50_000 else -10_000)  # jobs beside this one have the near ones
+    port = env.main_port if agent else other
     hosts = env.global_rank() == 0 and not agent
     store = dist.TCPStore(env.main_address, port, env.world_size(), hosts, timeout=_PATIENCE)
     return dist.PrefixStore(f"configuration/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -80,4 +82,6 @@ def _checked(cfg: DictConfig, world_size: int) -> DictConfig:
             f"{world_size} processes were started, but trainer.devices x trainer.num_nodes is {configured}: "
             "make the two agree"
         )
+    if drives_all_devices(cfg):
+        raise UserError("this strategy starts its own processes, so torchrun or srun must not: use strategy=ddp there")
     return cfg

@@ -1,7 +1,6 @@
 """The identity of a run: a folder of its own, whose name is its id; a run that is continued keeps both."""
 
 import os
-import re
 import secrets
 from datetime import datetime
 from pathlib import Path
@@ -31,24 +30,31 @@ def run_folder(runs: str, ckpt_path: str | None, fit: bool) -> str:
 
 def folder_of(ckpt_path: Path) -> Path | None:
     """The run folder that `ckpt_path` is, or lies in."""
+    ckpt_path = ckpt_path.expanduser().absolute()
     return next((place for place in (ckpt_path, ckpt_path.parent.parent) if (place / CONFIG).is_file()), None)
 
 
 def with_saved_overrides(argv: list[str]) -> list[str]:
     """The command line with the overrides of the run in `ckpt_path=`, if there is one, in front of its own.
 
-    A group chosen anew (`model=...`) takes that run's settings of the group with it.
+    An option given again replaces the saved one; a group chosen anew (`model=...`) all those of the group.
     """
     at = next((place for place, word in enumerate(argv) if word.startswith("ckpt_path=")), None)
-    folder = folder_of(Path(argv[at].partition("=")[2].strip("'\"")).expanduser()) if at is not None else None
+    folder = folder_of(Path(argv[at].partition("=")[2].strip("'\""))) if at is not None else None
     if folder is None:
         return argv
-    chosen = {word.partition("=")[0] for word in argv if re.match(r"\w+=", word)}
+    given = {_name(word) for word in argv}
     saved = OmegaConf.load(folder / CONFIG).overrides
-    kept = [word for word in saved if re.split(r"[.=@]", word.lstrip("+~"))[0] not in chosen]
+    kept = [word for word in saved if not {_name(word), _name(word).partition(".")[0]} & given]
     return [*argv[:at], *kept, *argv[at:]]
 
 
+def _name(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
 def run_id(folder: Path, sweep: bool) -> str:
-    """The run's id: its folder's name, below the sweep's where there is one."""
+    """The run's id: the one it has, or else its folder's name, below the sweep's where there is one."""
+    if (folder / CONFIG).is_file():
+        return OmegaConf.load(folder / CONFIG).run_id
     return f"{folder.parent.name}-{folder.name}" if sweep else folder.name

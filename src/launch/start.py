@@ -4,6 +4,10 @@ The configuration is composed once, in the process the user started, which never
 that very object. No command line is rebuilt, and a job leaves nothing behind for the next one of a sweep.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -15,6 +19,9 @@ from src.launch.external import agree, external
 from src.launch.rank import drives_all_devices, run_rank
 from src.launch.workers import launch_workers
 
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.environments import ClusterEnvironment
+
 
 def launch(cfg: DictConfig) -> dict[str, float]:
     """Run the job on all its ranks; return rank zero's final metrics.
@@ -23,14 +30,26 @@ def launch(cfg: DictConfig) -> dict[str, float]:
         UserError: what the first rank to fail found wrong; it has already ended the others.
     """
     if env := external():
-        cfg = agree(env, lambda: prepare(cfg))
-        return run_rank(cfg, env.global_rank())
+        return _join(env, cfg)
     cfg = prepare(cfg)
     devices = device_count(cfg.trainer)
     _check_possible(cfg, devices)
     if devices == 1 and HydraConfig.get().mode == RunMode.RUN:
         return run_rank(cfg, rank=0)
     return launch_workers(cfg, processes=1 if drives_all_devices(cfg) else devices)
+
+
+def _join(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, float]:
+    """Be one of the ranks that torchrun or SLURM started; what rank zero finds wrong, it alone says."""
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise UserError("-m: a sweep starts the processes of its jobs itself; start it without torchrun or srun")
+    try:
+        cfg = agree(env, lambda: prepare(cfg))
+    except UserError:
+        if env.global_rank() > 0:
+            raise SystemExit(1) from None
+        raise
+    return run_rank(cfg, env.global_rank())
 
 
 def _check_possible(cfg: DictConfig, devices: int) -> None:

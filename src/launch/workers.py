@@ -1,6 +1,7 @@
 """Fresh processes on this node, one per rank, by torch's elastic launcher."""
 
 import ctypes
+import json
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ from omegaconf import DictConfig
 from src.errors import UserError
 from src.launch.rank import drives_all_devices, run_rank
 
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those the elastic launcher takes over
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -58,23 +59,40 @@ def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
 
 def _worker(cfg: DictConfig) -> dict[str, float]:
     """The body of a fresh process."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no worker outlives its launcher, however that ends
     rank = int(os.environ["RANK"])
     if drives_all_devices(cfg):  # its own launcher must not take this process for one rank of many
         for name in [name for name in os.environ if name.startswith(_LAUNCHER_VARIABLES)]:
             del os.environ[name]
-    return run_rank(cfg, rank)
+    try:
+        return run_rank(cfg, rank)
+    except Exception as error:
+        get_error_handler().record_exception(error)  # before the sockets close, which fails the other ranks
+        logging.shutdown()
+        os._exit(1)  # without the interpreter's clean-up, in which a live process group may abort
 
 
 def _first_error(failed: Any, run_dir: str) -> Exception:
     """The error of the rank that failed first, as the exception to raise here."""
-    rank, failure = failed.get_first_failure()
-    report = failure.error_file_data["message"]  # a rank that was killed left none, only its exit code
-    message, trace = failure.message, ""
-    if isinstance(report, dict):
-        message, trace = report["message"], report["extraInfo"]["py_callstack"]
+    rank, failure = failed.get_first_failure()  # the first that was seen: others may have failed before
+    reports = [_report(file) for file in Path(failure.error_file).parent.parent.glob("*/error.json")]
+    if not reports:  # it was killed
+        return RuntimeError(f"rank {rank} died ({failure.message}); its log is {_log_file(run_dir, rank)}")
+    _, rank, message, trace = min(reports)
     prefix = f"{UserError.__name__}: "
-    if message.startswith(prefix):
-        return UserError(message.removeprefix(prefix))
-    log = Path(run_dir) / "logs" / f"rank{rank}.log"
-    return RuntimeError(f"rank {rank} failed ({message}); its log is {log}\n{trace}")
+    if prefix in message:  # also at the end of what a process of Lightning's spawning raised
+        return UserError(message.rpartition(prefix)[2].strip())
+    return RuntimeError(f"rank {rank} failed ({message}); its log is {_log_file(run_dir, rank)}\n{trace}")
+
+
+def _report(file: Path) -> tuple[int, int, str, str]:
+    """When, on which rank, what, and the traceback."""
+    report = json.loads(file.read_text())["message"]
+    extra = report["extraInfo"]
+    return int(extra["timestamp"]), int(file.parent.name), report["message"], extra["py_callstack"]
+
+
+def _log_file(run_dir: str, rank: int) -> Path:
+    return Path(run_dir) / "logs" / f"rank{rank}.log"

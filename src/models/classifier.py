@@ -93,6 +93,8 @@ class ImageClassifier(L.LightningModule):
         factor = self.schedule(step, self.trainer.datamodule.total_steps)
         groups = configured["optimizer"].param_groups
         for saved, new in zip(checkpoint["optimizer_states"][0]["param_groups"], groups, strict=True):
+            if saved.keys() != new.keys():
+                raise UserError("ckpt_path is of a run with another `optimizer`: leave it as that run had it")
             saved.update({key: value for key, value in new.items() if key not in ("params", "param_names")})
             saved["lr"] = new["initial_lr"] * factor
         checkpoint["lr_schedulers"][0]["base_lrs"] = [group["initial_lr"] for group in groups]

@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import DDPStrategy
 
 
-def auto(devices: int, num_nodes: int) -> DDPStrategy | str:
-    """What `Trainer(strategy=...)` takes for `devices` per node on `num_nodes` nodes."""
-    return DDPStrategy() if devices * num_nodes > 1 else "auto"
+def auto(devices: int | list[int], num_nodes: int) -> DDPStrategy | str:
+    """What `Trainer(strategy=...)` takes for `devices`, by number or by index, on each of `num_nodes` nodes."""
+    count = devices if isinstance(devices, int) else len(devices)
+    return DDPStrategy() if count * num_nodes > 1 else "auto"

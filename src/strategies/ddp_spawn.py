@@ -3,9 +3,12 @@
 from typing import Any
 
 import lightning as L
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from src.launch.logs import log_to_folder
+from src.loggers.wandb import finish
 
 
 class DDPSpawn(DDPStrategy):
@@ -19,3 +22,23 @@ class DDPSpawn(DDPStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         log_to_folder(trainer.default_root_dir, self.global_rank)
         super().setup(trainer)
+
+    def _configure_launcher(self) -> None:
+        self._launcher = _Launcher(self, start_method="spawn")
+
+
+class _Launcher(_MultiProcessingLauncher):
+    """Ends each process in order, and tells the first one at which step to log what is tested after fit."""
+
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        super()._wrapping_function(*args, **kwargs)
+        finish(succeeded=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
+        return super().get_extra_results(trainer) | {"step": trainer.fit_loop.epoch_loop._batches_that_stepped}
+
+    def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        trainer.fit_loop.epoch_loop._batches_that_stepped = extra["step"]

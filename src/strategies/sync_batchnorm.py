@@ -49,8 +49,8 @@ class SyncedBatchNorm(_BatchNorm):
         mean, var = self._global_moments(*reversed(torch.var_mean(values, axes, correction=0)))
         count = input.numel() // input.shape[1] * dist.get_world_size(self.process_group)
         self._update_running(mean.detach(), var.detach() * count / max(1, count - 1))
-        scale = torch.rsqrt(var + self.eps) * (self.weight if self.affine else 1)
-        shift = (self.bias if self.affine else 0) - mean * scale
+        scale = torch.rsqrt(var + self.eps) * (1 if self.weight is None else self.weight)
+        shift = (0 if self.bias is None else self.bias) - mean * scale
         shape = [1, -1] + [1] * (input.ndim - 2)
         return torch.addcmul(shift.view(shape), values, scale.view(shape)).to(input.dtype)
 

@@ -42,7 +42,12 @@ def test_data_is_looked_for_where_the_environment_says(folder: Path, monkeypatch
 
 
 def test_fewer_samples_on_request(small: list[str], folder: Path) -> None:
-    assert len(splits(small, folder, "data.train_samples=100")["train"]) == 100
+    _, _, data = assemble(compose(folder, *small, *MLP))
+    labels = data.source.load(data.root, "train")[1]
+    for count in (100, 96, 7):
+        chosen = splits(small, folder, f"data.train_samples={count}", "data.batch_size=4")["train"]
+        assert len(chosen) == count
+        assert set(torch.bincount(labels[chosen], minlength=10).tolist()) <= {count // 10, count // 10 + 1}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,7 @@ def test_fewer_samples_on_request(small: list[str], folder: Path) -> None:
         (["data.batch_size_per_device=8"], "set the other to null"),
         (["data.batch_size=10", "trainer.accumulate_grad_batches=4"], "data.batch_size=8 or 12"),
         (["data.batch_size=1000"], "exceeds the 360 pictures"),
+        (["trainer.limit_train_batches=3", "trainer.accumulate_grad_batches=2"], "no multiple of .*accumulate_grad"),
         (["data.num_classes=5"], "data.num_classes=5"),
     ],
 )

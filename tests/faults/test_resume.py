@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 
 from src.errors import UserError
 from tests.pool import Pool
@@ -199,3 +200,34 @@ def test_extended_run_takes_its_place_on_the_longer_schedule(small: list[str], f
     fit(compose(folder, *small, *TASK, f"ckpt_path={folder}/checkpoints/last.ckpt"), longer)
     fit(compose(folder / "whole", *small, *TASK), whole)
     assert longer.seen == [(pytest.approx(lr), momentum) for lr, momentum in whole.seen[11:]]
+
+
+def test_a_worse_epoch_after_a_restart_does_not_replace_the_best(small: list[str], folder: Path) -> None:
+    """The state of `best` is in `last.ckpt`, also that of the very epoch at whose end it was written."""
+    fit(compose(folder, *small, *TASK, *MLP, "trainer.max_steps=11"))
+    best = torch.load(folder / "checkpoints" / "best.ckpt")
+    state = next(value for name, value in best["callbacks"].items() if "val/acc" in name)
+    last = torch.load(folder / "checkpoints" / "last.ckpt")
+    kept = next(value for name, value in last["callbacks"].items() if "val/acc" in name)
+    assert kept["best_model_path"] == str(folder / "checkpoints" / "best.ckpt")
+    assert kept["best_model_score"] is not None
+    assert kept["best_model_score"] == state["best_model_score"]
+
+
+def test_a_refused_resumption_changes_nothing(small: list[str], folder: Path) -> None:
+    die(compose(folder, *small, *TASK, *MLP), "on_train_batch_end", 5)
+    before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    with pytest.raises(UserError):
+        fit(compose(folder, *small, *TASK, *MLP, "data.batch_size=64", f"ckpt_path={folder}/died.ckpt"))
+    with pytest.raises(UserError, match="another `optimizer`"):
+        fit(compose(folder, *small, *TASK, *MLP, "optimizer=adamw", f"ckpt_path={folder}/died.ckpt"))
+    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
+
+
+def test_a_finished_run_is_only_tested_again(small: list[str], folder: Path) -> None:
+    plain = [*TASK, *MLP]
+    fit(compose(folder, *small, *plain, "trainer.max_steps=11"), test=True)
+    before = (folder / "metrics.csv").read_text()
+    again = [*plain, "trainer.max_steps=11", f"ckpt_path={folder}/checkpoints/last.ckpt"]
+    assert fit(compose(folder, *small, *again), test=True).losses == []
+    assert (folder / "metrics.csv").read_text() == before

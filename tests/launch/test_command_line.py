@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -111,6 +112,7 @@ def test_what_the_parent_finds_wrong(arguments: list[str], hints: list[str], tmp
         ),
         (["data=cifar10", "data.root=/proc/data"], ["/proc/data", "data.root"]),
         (["module.lr_scaling=liner"], ["module.lr_scaling=liner", "linear"]),
+        (["strategy=ddp_spawn", "trainer.devices=3"], ["data.batch_size=30 or 33"]),
     ],
 )
 def test_what_the_ranks_find_wrong(arguments: list[str], hints: list[str], small: list[str], tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_a_full_disk(small: list[str], tmp_path: Path) -> None:
     arguments = [*small, *TINY, "logger=none", "trainer.devices=2", "strategy=ddp", f"hydra.run.dir={tmp_path}/run"]
     _, err = run(*arguments, program=("-c", limited), code=1)
     assert "cannot write the checkpoint" in one_line(err)
-    assert "callbacks.checkpoint.dirpath" in one_line(err)
+    assert f"ckpt_path={tmp_path}/run" in one_line(err)
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
@@ -188,6 +190,16 @@ def test_a_bug_keeps_its_traceback(small: list[str], tmp_path: Path) -> None:
     assert "Traceback" in err
     assert "src/models/mlp.py" in err
     assert "rank0.log" in err or "rank1.log" in err
+
+
+def test_the_error_of_the_rank_that_failed_is_the_one_shown(small: list[str], tmp_path: Path) -> None:
+    """Only rank one raises; rank zero loses its connection, which is no news."""
+    callback = "+callbacks.raising={_target_: tests.launch.raising.RaiseOnRankOne}"
+    arguments = [*small, *TINY, "logger=none", "trainer.devices=2", "strategy=ddp", callback]
+    _, err = run(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
+    assert "rank 1 failed" in err
+    assert "RuntimeError: only here" in err
+    assert "rank1.log" in err
 
 
 def test_one_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
@@ -221,13 +233,17 @@ def test_one_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> N
     assert test_accuracy(evaluated) == test_accuracy(out)
     assert (tmp_path / "evaluation" / "metrics.csv").exists()
 
+    _, err = run(f"ckpt_path='{folder}'", "data.batch_size=64", code=1)
+    assert "had data.batch_size=32, this one has 64" in one_line(err)
     rows = (folder / "metrics.csv").read_text().splitlines()
     alone = ["trainer.devices=1", "strategy=auto", "trainer.max_epochs=3", "logger=none"]
-    continued, _ = run(f"ckpt_path='{folder}'", *alone)
+    continued, err = run(f"ckpt_path='{folder}'", *alone)
+    assert "conf/ has changed" not in err
     assert str(folder) in continued
     longer = (folder / "metrics.csv").read_text().splitlines()
     assert longer[: len(rows) - 1] == rows[:-1]
     assert [int(row.split(",")[0]) for row in longer[1:]][-1] == 3 * 11
+    assert OmegaConf.load(folder / "config.yaml").run_id == folder.name
 
     _, err = run(f"ckpt_path='{folder}'", "model=resnet9", *alone, code=1)
     assert "another network than this run's `model`" in one_line(err)

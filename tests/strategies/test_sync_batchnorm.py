@@ -1,12 +1,16 @@
 """Batch normalisation over all ranks is that of one process over the whole batch, gradients and buffers included."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from src.experiment import assemble
 from src.strategies.sync_batchnorm import GlobalBatchNorm, SyncedBatchNorm
 from tests.pool import Pool
+from tests.runs import compose
 
 SHAPES = {"1d": (8, 5), "1d long": (8, 5, 3), "2d": (8, 5, 4, 4)}
 
@@ -68,3 +72,9 @@ def test_apply_and_revert_keep_parameters_and_names() -> None:
     reverted = GlobalBatchNorm().revert(applied)
     assert type(reverted[1]) is nn.BatchNorm2d  # type: ignore[index]
     assert all(before[name] is parameter for name, parameter in reverted.named_parameters())
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_can_be_switched_off(on: bool, small: list[str], folder: Path) -> None:
+    trainer, _, _ = assemble(compose(folder, *small, "strategy=ddp", f"trainer.sync_batchnorm={on}"))
+    assert isinstance(trainer.strategy._layer_sync, GlobalBatchNorm) is on
