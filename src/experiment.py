@@ -8,6 +8,7 @@ import lightning as L
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
 from src.callbacks.finite import RefuseNaN
@@ -45,13 +46,19 @@ def run(cfg: DictConfig) -> dict[str, float]:
         finish(succeeded)
     results = {name: float(value) for name, value in metrics.items()}
     if trainer.is_global_zero:
-        shown = (f"{name} {results[name]:.4f}" for name in ("val/acc", "test/loss", "test/acc") if name in results)
+        shown = (
+            f"{name} {results[name]:.4f}"
+            for name in ("train/acc", "val/acc", "test/loss", "test/acc")
+            if name in results
+        )
         _log.info("done: %s; everything is in %s", ", ".join(shown), cfg.run_dir)
     return results
 
 
 def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDataModule]:
     """The trainer, the module with its initial weights, and the data: the same on every rank."""
+    if not isinstance(cfg.seed, int):
+        raise UserError(f"seed={cfg.seed} is no seed: give a whole number")
     L.seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg)
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
@@ -73,15 +80,18 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     """The trainer of a resolved configuration, with what every run needs whatever is configured."""
     folder = Path(cfg.run_dir)
     required = [RunRecord(cfg), DataPosition(), SeedEachStep(cfg.seed), RefuseNaN()]
-    chosen = [build(callback) for callback in cfg.callbacks.values()]
+    chosen = [build(callback) for callback in cfg.callbacks.values() if callback]
     if not cfg.trainer.enable_progress_bar:  # Lightning raises if it is given one all the same
         chosen = [callback for callback in chosen if not isinstance(callback, ProgressBar)]
     trainer = build(cfg.trainer, _partial_=True)
-    return trainer(
-        strategy=build(cfg.strategy),
-        callbacks=[*required, *chosen],
-        logger=[CSVLogger(folder), build(cfg.logger)],
-        plugins=[AtomicCheckpointIO(), *([GlobalBatchNorm()] if cfg.trainer.sync_batchnorm else [])],
-        default_root_dir=folder,
-        use_distributed_sampler=False,  # our sampler shards itself; Lightning's wrapper would shuffle it again
-    )
+    try:
+        return trainer(
+            strategy=build(cfg.strategy),
+            callbacks=[*required, *chosen],
+            logger=[CSVLogger(folder), build(cfg.logger)],
+            plugins=[AtomicCheckpointIO(), *([GlobalBatchNorm()] if cfg.trainer.sync_batchnorm else [])],
+            default_root_dir=folder,
+            use_distributed_sampler=False,  # our sampler shards itself; Lightning's wrapper would shuffle it again
+        )
+    except (MisconfigurationException, ValueError) as error:  # what Lightning says of its arguments
+        raise UserError(f"an option of `trainer` or `strategy` cannot be: {' '.join(str(error).split())}") from error

@@ -82,6 +82,11 @@ class ImageDataModule(L.LightningDataModule):
         super().__init__()
         if (batch_size is None) == (batch_size_per_device is None):
             raise UserError("give data.batch_size or data.batch_size_per_device, and set the other to null")
+        size = batch_size or batch_size_per_device
+        if not isinstance(size, int) or size < 1:
+            raise UserError(f"data.batch_size={size} is no batch size: give a whole number of at least one")
+        if not 0 <= val_fraction < 1:
+            raise UserError(f"data.val_fraction={val_fraction}: give the share held out, at least 0 and less than 1")
         self.source, self.root, self.num_classes = source, Path(root), num_classes
         self.image_shape, self.mean, self.std = tuple(image_shape), mean, std
         self.batch_size, self.batch_size_per_device = batch_size, batch_size_per_device

@@ -49,7 +49,9 @@ def _explain(error: Exception) -> str:
     text = str(error)
     if unknown := re.match(r"Could not override '([\w.]+)'", text):
         option = unknown[1]
-        return f"{option} is no option here; {nearest(option, _options())} (+{option}=... passes it on all the same)"
+        namesakes = sorted(name for name in _options() if name.endswith(f".{option}"))
+        hint = f"did you mean {' or '.join(namesakes)}?" if namesakes else nearest(option, _options())
+        return f"{option} is no option here; {hint} (+{option}=... passes it on all the same)"
     return text.splitlines()[0]
 
 

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # their tables would hide our line
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # their tables would hide our line
     launcher = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -48,6 +50,7 @@ def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
     try:
         return elastic_launch(launcher, _worker)(cfg)[0]
     except SignalException as stopped:
+        print(f"stopped by {stopped.sigval.name}; ckpt_path={cfg.run_dir} goes on from its last save", file=sys.stderr)
         raise SystemExit(128 + stopped.sigval) from None
     except ChildFailedError as failed:
         raise _first_error(failed, cfg.run_dir) from None

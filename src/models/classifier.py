@@ -10,10 +10,10 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import MeanMetric
 
 from src.data.batch import Batch
 from src.errors import UserError
+from src.models.metrics import WeightedMean
 from src.models.optim import Schedule, build_optimizer, scaling_factor
 
 
@@ -51,8 +51,12 @@ class ImageClassifier(L.LightningModule):
         self.label_smoothing = label_smoothing
         if compile:
             self.net.compile()
-        self.mean_loss, self.mean_hits = MeanMetric(nan_strategy="disable"), MeanMetric(nan_strategy="disable")
+        self.mean_loss, self.mean_hits = WeightedMean(), WeightedMean()
         self._step_sums: Tensor | None = None  # loss and hits of the step's micro-batches so far
+
+    def setup(self, stage: str) -> None:
+        for metric in (self.mean_loss, self.mean_hits):
+            metric.reset()  # into memory of this process's own: what was spawned shares its parent's
 
     def forward(self, image: Tensor) -> Tensor:
         """(n, channels, height, width) pictures to (n, classes) logits."""
@@ -78,6 +82,9 @@ class ImageClassifier(L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         data = self.trainer.datamodule
         factor = scaling_factor(self.lr_scaling, data.global_batch_size, self.reference_batch_size)
+        lr = self.optimizer.keywords["lr"]
+        if not isinstance(lr, int | float) or lr < 0:
+            raise UserError(f"optimizer.lr={lr} is no learning rate: give a number of at least zero")
         optimizer = build_optimizer(self.net, self.optimizer, factor, prefix="net.")
         horizon, schedule = data.total_steps, self.schedule
         scheduler = LambdaLR(optimizer, lambda step: schedule(step, horizon))

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from src.data.augment import normalize
 from src.errors import UserError
 from src.experiment import assemble
 from tests.pool import Pool, RankFailed
@@ -58,6 +60,11 @@ def test_fewer_samples_on_request(small: list[str], folder: Path) -> None:
         (["data.batch_size=1000"], "exceeds the 360 pictures"),
         (["trainer.limit_train_batches=3", "trainer.accumulate_grad_batches=2"], "no multiple of .*accumulate_grad"),
         (["data.num_classes=5"], "data.num_classes=5"),
+        (["data.batch_size=12.5"], "data.batch_size=12.5"),
+        (["data.batch_size=-1"], "data.batch_size=-1"),
+        (["data.val_fraction=1.5"], "data.val_fraction=1.5"),
+        (["seed=abc"], "seed=abc"),
+        (["trainer.precision=fp8"], "fp8"),
     ],
 )
 def test_what_does_not_fit_is_refused(overrides: list[str], message: str, small: list[str], folder: Path) -> None:
@@ -91,6 +98,30 @@ def test_evaluation_is_exact_on_any_number_of_processes(
             assert record.metrics[name] == alone[name]
         for name in ("val/loss", "test/loss"):
             assert record.metrics[name] == pytest.approx(alone[name], rel=1e-6)
+
+
+def test_evaluation_is_what_counting_by_hand_gives(small: list[str], folder: Path) -> None:
+    """90 pictures in batches of 32: six places of the last batch are padding."""
+    cfg = compose(folder, *small, *MLP, "trainer.max_epochs=1")
+    record = fit(cfg, test=True)
+    _, module, data = assemble(cfg)
+    module.load_state_dict(record.final)
+    images, labels = data.source.load(data.root, "test")
+    logits = module(normalize(images, data.mean, data.std, torch.float32)).detach()
+    assert record.metrics["test/acc"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()), abs=1e-7)
+    assert record.metrics["test/loss"] == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
+
+
+def test_spawned_ranks_evaluate_the_same(small: list[str], folder: Path) -> None:
+    """They do not share the memory that their metrics are counted in, nor keep what validation counted for test."""
+    task = [*small, *MLP, "trainer.max_epochs=2"]
+    alone = fit(compose(folder / "one", *task), test=True).metrics
+    spawned = fit(compose(folder, *task, "strategy=ddp_spawn", "trainer.devices=2"), test=True).metrics
+    for name in ("val/acc", "test/acc", "val/loss", "test/loss"):
+        assert spawned[name] == pytest.approx(alone[name], rel=1e-5)
+    steps = [int(row.split(",")[0]) for row in (folder / "metrics.csv").read_text().splitlines()[1:]]
+    assert steps == sorted(steps)
+    assert steps[-1] == 22
 
 
 def fit_and_test(cfg: object) -> object:

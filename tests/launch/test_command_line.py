@@ -88,6 +88,7 @@ def test_help_is_complete_and_imports_nothing_heavy() -> None:
         (["strategy=dpp"], ["strategy=dpp", "ddp"]),
         (["model=resnet8"], ["model=resnet8", "resnet18"]),
         (["trainer.device=4"], ["trainer.device ", "trainer.devices"]),
+        (["lr=4"], ["lr ", "optimizer.lr"]),
         (["trainer.devices=none"], ["trainer.devices=none"]),
         (["ckpt_path=nowhere"], ["ckpt_path=nowhere"]),
         pytest.param(["trainer.accelerator=gpu"], ["trainer.accelerator=gpu", "cpu"], id="no gpu"),
