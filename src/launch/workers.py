@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from omegaconf import DictConfig
 
 from src.errors import UserError
@@ -16,6 +17,8 @@ from src.launch.rank import drives_all_devices, run_rank
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those the elastic launcher takes over
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_PREFIX = f"{UserError.__name__}: "
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -31,9 +34,7 @@ def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for name in logging.root.manager.loggerDict:
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # their tables would hide our line
+    _silence_launchers()
     launcher = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -65,16 +66,27 @@ def _worker(cfg: DictConfig) -> dict[str, float]:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no worker outlives its launcher, however that ends
-    rank = int(os.environ["RANK"])
+    _silence_launchers()
+    rank, error_file = int(os.environ["RANK"]), os.environ[_ERROR_FILE]
     if drives_all_devices(cfg):  # its own launcher must not take this process for one rank of many
         for name in [name for name in os.environ if name.startswith(_LAUNCHER_VARIABLES)]:
             del os.environ[name]
     try:
         return run_rank(cfg, rank)
     except Exception as error:
+        os.environ[_ERROR_FILE] = error_file
         get_error_handler().record_exception(error)  # before the sockets close, which fails the other ranks
-        logging.shutdown()
-        os._exit(1)  # without the interpreter's clean-up, in which a live process group may abort
+        if dist.is_initialized():
+            logging.shutdown()
+            os._exit(1)  # without the interpreter's clean-up, in which a live process group may abort
+        raise
+
+
+def _silence_launchers() -> None:
+    """Keep torch's tables of failures from hiding our line."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _first_error(failed: Any, run_dir: str) -> Exception:
@@ -83,18 +95,17 @@ def _first_error(failed: Any, run_dir: str) -> Exception:
     reports = [_report(file) for file in Path(failure.error_file).parent.parent.glob("*/error.json")]
     if not reports:  # it was killed
         return RuntimeError(f"rank {rank} died ({failure.message}); its log is {_log_file(run_dir, rank)}")
+    for _, _, message, _ in sorted(reports):
+        if _PREFIX in message:  # also at the end of what a process of Lightning's spawning raised
+            return UserError(message.rpartition(_PREFIX)[2].strip())
     _, rank, message, trace = min(reports)
-    prefix = f"{UserError.__name__}: "
-    if prefix in message:  # also at the end of what a process of Lightning's spawning raised
-        return UserError(message.rpartition(prefix)[2].strip())
     return RuntimeError(f"rank {rank} failed ({message}); its log is {_log_file(run_dir, rank)}\n{trace}")
 
 
 def _report(file: Path) -> tuple[int, int, str, str]:
     """When, on which rank, what, and the traceback."""
     report = json.loads(file.read_text())["message"]
-    extra = report["extraInfo"]
-    return int(extra["timestamp"]), int(file.parent.name), report["message"], extra["py_callstack"]
+    return file.stat().st_mtime_ns, int(file.parent.name), report["message"], report["extraInfo"]["py_callstack"]
 
 
 def _log_file(run_dir: str, rank: int) -> Path:
