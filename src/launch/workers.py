@@ -93,7 +93,7 @@ def _first_error(failed: Any, run_dir: str) -> Exception:
     """The error of the rank that failed first, as the exception to raise here."""
     rank, failure = failed.get_first_failure()  # the first that was seen: others may have failed before
     reports = [_report(file) for file in Path(failure.error_file).parent.parent.glob("*/error.json")]
-    if not reports:  # it was killed
+    if not reports or failure.exitcode < 0:  # a signal ended it; what the others report is only its absence
         return RuntimeError(f"rank {rank} died ({failure.message}); its log is {_log_file(run_dir, rank)}")
     for _, _, message, _ in sorted(reports):
         if _PREFIX in message:  # also at the end of what a process of Lightning's spawning raised

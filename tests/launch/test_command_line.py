@@ -232,11 +232,11 @@ def test_one_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> N
     assert all(name.startswith("net.") for name in checkpoint["state_dict"])
     assert "strategy:" in checkpoint["config"]
 
-    def test_accuracy(printed: str) -> str:
+    def accuracy(printed: str) -> str:
         return re.findall(r"test/acc ([\d.]+)", printed)[-1]
 
     evaluated, _ = run("fit=false", f"ckpt_path='{folder}'", "logger=none", f"hydra.run.dir={tmp_path}/evaluation")
-    assert test_accuracy(evaluated) == test_accuracy(out)
+    assert accuracy(evaluated) == accuracy(out)
     assert (tmp_path / "evaluation" / "metrics.csv").exists()
 
     _, err = run(f"ckpt_path='{folder}'", "data.batch_size=64", code=1)
