@@ -1,45 +1,77 @@
-"""ResNet-18 with the stem that suits 32 x 32 pictures.
+"""ResNet-18, -34 and -50 with the stem that suits 32 x 32 pictures.
 
-He et al., "Deep residual learning for image recognition" (2015): the ImageNet network of table 1, its first
-convolution 3 x 3 with stride 1 and no pooling after it, as is usual on CIFAR. 11,173,962 parameters for ten classes.
+He et al., "Deep residual learning for image recognition" (2015): the ImageNet networks of table 1, their first
+convolution 3 x 3 with stride 1 and no pooling after it, as is usual on CIFAR. In the bottlenecks the stride is on the
+3 x 3 convolution. 11,173,962, 21,282,122 and 23,520,842 parameters for ten classes.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from src.models.norm import norm_layer
 
-def resnet18(num_classes: int) -> nn.Sequential:
+
+def resnet18(num_classes: int, norm: str = "batch") -> nn.Sequential:
     """The network as its ordered blocks; it takes (n, 3, 32, 32) pictures."""
-    return nn.Sequential(
-        OrderedDict(
-            stem=nn.Sequential(_convolution(3, 64), nn.BatchNorm2d(64), nn.ReLU()),
-            layer1=nn.Sequential(_BasicBlock(64, 64), _BasicBlock(64, 64)),
-            layer2=nn.Sequential(_BasicBlock(64, 128, stride=2), _BasicBlock(128, 128)),
-            layer3=nn.Sequential(_BasicBlock(128, 256, stride=2), _BasicBlock(256, 256)),
-            layer4=nn.Sequential(_BasicBlock(256, 512, stride=2), _BasicBlock(512, 512)),
-            head=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, num_classes)),
-        )
-    )
+    return _resnet(_basic, (2, 2, 2, 2), num_classes, norm)
 
 
-class _BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions and a shortcut, projected where the shape changes."""
+def resnet34(num_classes: int, norm: str = "batch") -> nn.Sequential:
+    """The network as its ordered blocks; it takes (n, 3, 32, 32) pictures."""
+    return _resnet(_basic, (3, 4, 6, 3), num_classes, norm)
 
-    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+
+def resnet50(num_classes: int, norm: str = "batch") -> nn.Sequential:
+    """The network as its ordered blocks; it takes (n, 3, 32, 32) pictures."""
+    return _resnet(_bottleneck, (3, 4, 6, 3), num_classes, norm, expansion=4)
+
+
+class _Residual(nn.Module):
+    """A branch of convolutions and a shortcut around it."""
+
+    def __init__(self, branch: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
-        self.conv1, self.bn1 = _convolution(inputs, outputs, stride), nn.BatchNorm2d(outputs)
-        self.conv2, self.bn2 = _convolution(outputs, outputs), nn.BatchNorm2d(outputs)
-        self.relu = nn.ReLU()
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != outputs:
-            projection = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
-            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(outputs))
+        self.branch, self.shortcut, self.relu = branch, shortcut, nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.relu(self.bn1(self.conv1(x)))
-        return self.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+        return self.relu(self.branch(x) + self.shortcut(x))
 
 
-def _convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+def _basic(inputs: int, outputs: int, stride: int, norm: str) -> nn.Sequential:
+    first, second = _convolution(inputs, outputs, 3, stride, norm), _convolution(outputs, outputs, 3, 1, norm)
+    return nn.Sequential(first, nn.ReLU(), second)
+
+
+def _bottleneck(inputs: int, outputs: int, stride: int, norm: str) -> nn.Sequential:
+    narrow = outputs // 4
+    reduce, middle = _convolution(inputs, narrow, 1, 1, norm), _convolution(narrow, narrow, 3, stride, norm)
+    return nn.Sequential(reduce, nn.ReLU(), middle, nn.ReLU(), _convolution(narrow, outputs, 1, 1, norm))
+
+
+def _convolution(inputs: int, outputs: int, size: int, stride: int, norm: str) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
+    return nn.Sequential(convolution, norm_layer(norm, outputs))
+
+
+def _resnet(
+    branch: Callable[[int, int, int, str], nn.Module],
+    depths: Sequence[int],
+    num_classes: int,
+    norm: str,
+    expansion: int = 1,
+) -> nn.Sequential:
+    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Sequential(_convolution(3, 64, 3, 1, norm), nn.ReLU()))
+    inputs = 64
+    for stage, depth in enumerate(depths):
+        layers, outputs = [], expansion * 64 * 2**stage
+        for number in range(depth):
+            stride = 2 if stage > 0 and number == 0 else 1
+            same = stride == 1 and inputs == outputs
+            shortcut = nn.Identity() if same else _convolution(inputs, outputs, 1, stride, norm)
+            layers.append(_Residual(branch(inputs, outputs, stride, norm), shortcut))
+            inputs = outputs
+        blocks[f"layer{stage + 1}"] = nn.Sequential(*layers)
+    blocks["head"] = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes))
+    return nn.Sequential(blocks)

@@ -8,24 +8,26 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
+from src.models.norm import norm_layer
 
-def resnet9(num_classes: int, width: int = 16) -> nn.Sequential:
+
+def resnet9(num_classes: int, width: int = 16, norm: str = "batch") -> nn.Sequential:
     """The network as its ordered blocks; it takes (n, 3, 32, 32) pictures."""
     return nn.Sequential(
         OrderedDict(
-            stem=_convolution(3, width),
-            layer1=nn.Sequential(_halving(width, 2 * width), _Residual(2 * width)),
-            layer2=_halving(2 * width, 4 * width),
-            layer3=nn.Sequential(_halving(4 * width, 8 * width), _Residual(8 * width)),
+            stem=_convolution(3, width, norm),
+            layer1=nn.Sequential(_halving(width, 2 * width, norm), _Residual(2 * width, norm)),
+            layer2=_halving(2 * width, 4 * width, norm),
+            layer3=nn.Sequential(_halving(4 * width, 8 * width, norm), _Residual(8 * width, norm)),
             head=nn.Sequential(nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8 * width, num_classes), _Scale(0.125)),
         )
     )
 
 
 class _Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, norm: str) -> None:
         super().__init__()
-        self.branch = nn.Sequential(_convolution(channels, channels), _convolution(channels, channels))
+        self.branch = nn.Sequential(_convolution(channels, channels, norm), _convolution(channels, channels, norm))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.branch(x)
@@ -40,9 +42,10 @@ class _Scale(nn.Module):
         return x * self.factor
 
 
-def _convolution(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU())
+def _convolution(inputs: int, outputs: int, norm: str) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    return nn.Sequential(convolution, norm_layer(norm, outputs), nn.ReLU())
 
 
-def _halving(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(_convolution(inputs, outputs), nn.MaxPool2d(2))
+def _halving(inputs: int, outputs: int, norm: str) -> nn.Sequential:
+    return nn.Sequential(_convolution(inputs, outputs, norm), nn.MaxPool2d(2))

@@ -1,14 +1,25 @@
 """Networks are plain, ordered blocks, of the published size, and nothing that a strategy would stumble over."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from src.errors import UserError
 from src.experiment import build
+from src.models.vit import vit
 from tests.runs import CONF, compose
 
 MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
-PUBLISHED = {"resnet18": 11_173_962}  # parameters, for ten classes
+PUBLISHED = {  # parameters, for ten classes
+    "resnet18": 11_173_962,
+    "resnet34": 21_282_122,
+    "resnet50": 23_520_842,
+    "wide_resnet": 36_479_194,
+    "vgg16": 14_728_266,
+}
+NORMS = [name for name in MODELS if "norm:" in (CONF / "model" / f"{name}.yaml").read_text()]
 
 
 @pytest.fixture(params=MODELS)
@@ -33,6 +44,34 @@ def test_has_the_published_size(network: tuple[str, nn.Module]) -> None:
     size = sum(parameter.numel() for parameter in net.parameters())
     assert size == PUBLISHED.get(name, size)
     assert size > 0
+
+
+def test_vit_has_the_published_size_of_deit_tiny() -> None:
+    assert sum(parameter.numel() for parameter in vit(1000, (3, 224, 224), patch=16).parameters()) == 5_717_416
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_group_normalisation_replaces_every_batch_normalisation(name: str, folder: Path) -> None:
+    def parts(norm: str) -> list[nn.Module]:
+        return list(build(compose(folder, f"model={name}", f"model.norm={norm}").model).modules())
+
+    replaced = sum(isinstance(part, nn.BatchNorm2d) for part in parts("batch"))
+    assert sum(isinstance(part, nn.GroupNorm) for part in parts("group")) == replaced > 0
+    assert not any(isinstance(part, nn.BatchNorm2d) for part in parts("group"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        (["model=resnet18", "model.norm=bach"], "model.norm=bach .* did you mean batch"),
+        (["model=wide_resnet", "model.depth=27"], "model.depth=27.*28"),
+        (["model=vit", "model.patch=5"], "model.patch=5 .* 32 x 32"),
+        (["model=vit", "model.heads=7"], "model.heads=7 .* model.width=192"),
+    ],
+)
+def test_sizes_that_do_not_fit(overrides: list[str], hint: str, folder: Path) -> None:
+    with pytest.raises(UserError, match=hint):
+        build(compose(folder, *overrides).model)
 
 
 def test_every_parameter_gets_a_gradient(network: tuple[str, nn.Module]) -> None:

@@ -1,0 +1,121 @@
+"""A vision Transformer with patches that suit 32 x 32 pictures.
+
+Dosovitskiy et al., "An image is worth 16 x 16 words" (2020), in the sizes of DeiT-Tiny (Touvron et al., 2020): twelve
+equal blocks of width 192 with three heads, a class token, learned positions. With patches of 4 x 4 pixels a picture is
+64 words, and the network has 5,362,762 parameters for ten classes (5,717,416 as published, for ImageNet).
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from src.errors import UserError
+
+
+def vit(
+    num_classes: int,
+    image_shape: Sequence[int],
+    patch: int = 4,
+    width: int = 192,
+    depth: int = 12,
+    heads: int = 3,
+    mlp_ratio: int = 4,
+    dropout: float = 0.0,
+    drop_path: float = 0.0,
+) -> nn.Sequential:
+    """The network as its ordered blocks: `embed`, `depth` equal layers, `head`.
+
+    Args:
+        image_shape: (channels, height, width) of the pictures, whole patches high and wide.
+        drop_path: probability of leaving out a branch of the last layer, rising to it from zero (Huang et al.,
+            "Deep networks with stochastic depth", 2016).
+
+    Raises:
+        UserError: if the patches do not tile the picture, or the heads do not share the width.
+    """
+    channels, *size = image_shape
+    if any(side % patch for side in size):
+        raise UserError(f"model.patch={patch} does not tile pictures of {size[0]} x {size[1]}: take a divisor")
+    if width % heads:
+        raise UserError(f"model.heads={heads} does not divide model.width={width}: take a divisor")
+    blocks: OrderedDict[str, nn.Module] = OrderedDict()
+    blocks["embed"] = _Embed(channels, (size[0] // patch) * (size[1] // patch), patch, width, dropout)
+    for number in range(depth):
+        rate = drop_path * number / max(1, depth - 1)
+        blocks[f"layer{number + 1}"] = _Layer(width, heads, mlp_ratio * width, dropout, rate)
+    blocks["head"] = _Head(width, num_classes)
+    net = nn.Sequential(blocks)
+    net.apply(_initialise)
+    return net
+
+
+class _Embed(nn.Module):
+    """Patches to words, a class token in front, and positions."""
+
+    def __init__(self, channels: int, patches: int, patch: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.projection = nn.Conv2d(channels, width, patch, stride=patch)
+        self.token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
+        self.position = nn.Parameter(torch.randn(1, patches + 1, width) * 0.02)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = self.projection(x).flatten(2).transpose(1, 2)
+        words = torch.cat([self.token.expand(len(words), -1, -1), words], 1)
+        return self.dropout(words + self.position)
+
+
+class _Layer(nn.Module):
+    """Attention and a multi-layer perceptron, each normalised before and added to what it was given."""
+
+    def __init__(self, width: int, heads: int, hidden: int, dropout: float, drop_path: float) -> None:
+        super().__init__()
+        self.attention = _Attention(width, heads, dropout)
+        self.norm1, self.norm2 = nn.LayerNorm(width, eps=1e-6), nn.LayerNorm(width, eps=1e-6)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, width), nn.Dropout(dropout)
+        )
+        self.drop_path = drop_path
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._keep(self.attention(self.norm1(x)))
+        return x + self._keep(self.mlp(self.norm2(x)))
+
+    def _keep(self, branch: Tensor) -> Tensor:
+        """Leave the branch out for some samples; the others' is scaled up, so that the mean stays."""
+        if not self.training or self.drop_path == 0:
+            return branch
+        kept = torch.rand(len(branch), 1, 1, device=branch.device) >= self.drop_path
+        return branch * kept / (1 - self.drop_path)
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, words, width = x.shape
+        query, key, value = self.qkv(x).view(count, words, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        return self.dropout(self.projection(mixed.transpose(1, 2).reshape(count, words, width)))
+
+
+class _Head(nn.Module):
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x[:, 0]))
+
+
+def _initialise(part: nn.Module) -> None:
+    if isinstance(part, nn.Linear):
+        nn.init.trunc_normal_(part.weight, std=0.02)
+        nn.init.zeros_(part.bias)

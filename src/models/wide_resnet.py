@@ -1,0 +1,38 @@
+"""Wide residual networks: few layers, many channels.
+
+Zagoruyko and Komodakis, "Wide residual networks" (2016): WRN-28-10 has 28 layers, three groups of four blocks, ten
+times the channels of the thin network, and 36,479,194 parameters for ten classes. Dropout lies between the two
+convolutions of a block; the paper uses 0.3 where it uses any.
+"""
+
+from collections import OrderedDict
+
+from torch import nn
+
+from src.errors import UserError
+from src.models.norm import norm_layer
+from src.models.preact_resnet import PreActBlock
+
+
+def wide_resnet(
+    num_classes: int, depth: int = 28, width: int = 10, dropout: float = 0.0, norm: str = "batch"
+) -> nn.Sequential:
+    """The network as its ordered blocks; it takes (n, 3, 32, 32) pictures.
+
+    Raises:
+        UserError: if no whole number of blocks makes up the depth.
+    """
+    if depth < 10 or (depth - 4) % 6:
+        raise UserError(f"model.depth={depth}: a wide ResNet has 6 n + 4 layers; take 10, 16, 22, 28 or 40")
+    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Conv2d(3, 16, 3, padding=1, bias=False))
+    inputs = 16
+    for group in range(3):
+        layers, outputs = [], 16 * width * 2**group
+        for number in range((depth - 4) // 6):
+            layers.append(PreActBlock(inputs, outputs, 2 if group and number == 0 else 1, norm, dropout))
+            inputs = outputs
+        blocks[f"layer{group + 1}"] = nn.Sequential(*layers)
+    blocks["head"] = nn.Sequential(
+        norm_layer(norm, inputs), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes)
+    )
+    return nn.Sequential(blocks)
