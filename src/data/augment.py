@@ -1,57 +1,60 @@
-"""Augmentation of a whole batch on its device, each sample's random numbers a hash of its identity."""
+"""What is done to the pictures of a training batch, by configuration: a function of seed, epoch, step and sample."""
 
-import functools
-
-import torch
+import numpy as np
 from torch import Tensor
 
-from src.data.hashing import hash_ints, integers, uniform
+from src.data import mixing
+from src.data.pixels import crop_and_flip, cutout
+from src.data.trivial_augment import trivial_augment
+from src.errors import UserError
 
 
-def sample_keys(seed: int, epoch: int, index: Tensor) -> Tensor:
-    """The key of each sample's random numbers in one epoch."""
-    return hash_ints(seed, epoch, index, device=index.device)
+class Augment:
+    """The augmentation of training batches, in the order of the arguments.
 
+    Args:
+        trivial: one random operation of TrivialAugment per picture.
+        crop_padding: pixels of reflected border from which a picture is cropped at random; 0 for no crop.
+        flip: mirror half of the pictures.
+        cutout: side of a square set to the mean colour, in pixels; 0 for none.
+        mixup, cutmix: alpha of each one's Beta distribution; 0 for none. With both, each step takes one of them.
+        mix_probability: share of the steps at which pictures are mixed.
 
-def crop_and_flip(image: Tensor, keys: Tensor, padding: int, flip: bool) -> Tensor:
-    """Crop each (channels, height, width) image at random from itself padded by reflection; mirror every second.
-
-    One gather does both. Padding and flipping as in He et al., "Deep residual learning" (2015), section 4.2,
-    but with reflected borders instead of black ones.
+    Raises:
+        UserError: if a number makes no sense.
     """
-    count, channels, height, width = image.shape
-    rows = torch.arange(height, device=image.device) + integers(keys, 0, 2 * padding + 1)[:, None] - padding
-    columns = torch.arange(width, device=image.device) + integers(keys, 1, 2 * padding + 1)[:, None] - padding
-    if flip:
-        mirrored = (uniform(keys, 2) < 0.5)[:, None]
-        columns = torch.where(mirrored, width - 1 - columns, columns)
-    source = _reflect(rows, height)[:, :, None] * width + _reflect(columns, width)[:, None, :]
-    pixels = source.view(count, 1, -1).expand(-1, channels, -1)
-    return image.flatten(2).gather(2, pixels).view_as(image)
 
+    def __init__(
+        self,
+        trivial: bool = False,
+        crop_padding: int = 4,
+        flip: bool = True,
+        cutout: int = 0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        mix_probability: float = 1.0,
+    ) -> None:
+        for name, value in {"crop_padding": crop_padding, "cutout": cutout, "mixup": mixup, "cutmix": cutmix}.items():
+            if value < 0:
+                raise UserError(f"data.augment.{name}={value}: give a number of at least zero, which means none")
+        self.trivial, self.crop_padding, self.flip, self.cutout = trivial, crop_padding, flip, cutout
+        self.mixers = [(mix, alpha) for mix, alpha in ((mixing.mixup, mixup), (mixing.cutmix, cutmix)) if alpha > 0]
+        self.mix_probability = mix_probability
 
-def cutout(image: Tensor, keys: Tensor, size: int) -> Tensor:
-    """Set a square of `size` pixels around a random centre to zero (DeVries and Taylor, 2017)."""
-    height, width = image.shape[-2:]
-    centre_row, centre_column = integers(keys, 3, height)[:, None], integers(keys, 4, width)[:, None]
-    rows = torch.arange(height, device=image.device) - centre_row + size // 2
-    columns = torch.arange(width, device=image.device) - centre_column + size // 2
-    inside = ((rows >= 0) & (rows < size))[:, :, None] & ((columns >= 0) & (columns < size))[:, None, :]
-    return image.masked_fill(inside[:, None], 0.0)
+    def pixels(self, image: Tensor, keys: Tensor) -> Tensor:
+        """Change (n, channels, height, width) uint8 pictures, each by the random numbers of its key."""
+        if self.trivial:
+            image = trivial_augment(image, keys)
+        if self.crop_padding or self.flip:
+            image = crop_and_flip(image, keys, self.crop_padding, self.flip)
+        return image
 
-
-def normalize(image: Tensor, mean: list[float], std: list[float], dtype: torch.dtype) -> Tensor:
-    """Turn uint8 pixels into floats of mean 0 and standard deviation 1; `mean` and `std` are per channel, in [0, 1]."""
-    shift, scale = (_per_channel(tuple(values), dtype, image.device) for values in (mean, std))
-    return (image.to(dtype) - shift) / scale
-
-
-@functools.cache
-def _per_channel(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Kept on the device: sending them with each batch would make it wait."""
-    return torch.tensor(values, dtype=dtype, device=device)[:, None, None] * 255
-
-
-def _reflect(position: Tensor, size: int) -> Tensor:
-    position = position.abs()
-    return torch.where(position >= size, 2 * (size - 1) - position, position)
+    def normalised(self, image: Tensor, target: Tensor, keys: Tensor, draw: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Change normalised pictures and their (n, classes) targets; what a step has in common is fixed by `draw`."""
+        if self.cutout:
+            image = cutout(image, keys, self.cutout)
+        rng = np.random.default_rng(draw)
+        if self.mixers and rng.random() < self.mix_probability:
+            mix, alpha = self.mixers[rng.integers(len(self.mixers))]
+            image, target = mix(image, target, alpha, rng)
+        return image, target

@@ -10,13 +10,14 @@ class Batch(NamedTuple):
 
     Attributes:
         image: (n, channels, height, width), uint8 until it reaches the device, then normalised floats.
-        label: (n,) class numbers.
+        target: (n,) class numbers until it reaches the device, then (n, classes) shares of the classes: one for the
+            picture's own, unless pictures are mixed.
         sample_index: (n,) the samples' places in their split, which is their identity; -1 for padding.
         weight: (n,) what each sample counts for in the loss, which is a weighted sum: on the device 1/n in training,
             so that the sum is the mean; 1 in evaluation, and 0 for padding.
     """
 
     image: Tensor
-    label: Tensor
+    target: Tensor
     sample_index: Tensor
     weight: Tensor

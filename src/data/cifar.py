@@ -6,7 +6,7 @@ a NumPy array is made of.
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +32,7 @@ class CIFAR10:
     members: ClassVar = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
     label_key = b"labels"
     description = "CIFAR-10"
+    classes: Sequence[str] = "airplane automobile bird cat deer dog frog horse ship truck".split()
 
     def __init__(self, urls: list[str]) -> None:
         self.urls = urls
@@ -84,6 +85,15 @@ class CIFAR100(CIFAR10):
     members: ClassVar = {"train": ["train"], "test": ["test"]}
     label_key = b"fine_labels"
     description = "CIFAR-100"
+    classes = """
+        apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+        castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+        elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard
+        lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear
+        pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark
+        shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
+        television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+        """.split()
 
 
 class _ArrayUnpickler(pickle.Unpickler):

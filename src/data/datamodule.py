@@ -1,5 +1,6 @@
 """The DataModule of every image data set: splits, global batches, augmentation on the device."""
 
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -9,17 +10,23 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from src.data.augment import crop_and_flip, cutout, normalize, sample_keys
+from src.data.augment import Augment
 from src.data.batch import Batch
-from src.data.hashing import permutation
+from src.data.pictures import PictureFolder
+from src.data.pixels import normalize, sample_keys
 from src.data.sampler import EvaluationBatches, TrainingBatches
+from src.data.splits import ImageSplit, divide
 from src.errors import UserError
 
 
 class ImageSource(Protocol):
-    """Where pictures come from: one file of `src/data/` each, which says in a few words what they are."""
+    """Where pictures come from: one file of `src/data/` each, which says in a few words what they are.
+
+    `classes` are the names of its classes, in the order of the labels.
+    """
 
     description: str
+    classes: Sequence[str]
 
     def prepare(self, root: Path) -> None:
         """Make the files under `root`: download, unpack, draw. Runs in one process per node."""
@@ -28,32 +35,19 @@ class ImageSource(Protocol):
         """Pictures, (n, channels, height, width) uint8, and labels, (n,) int64, of the split `train` or `test`."""
 
 
-class ImageSplit(Dataset[Batch]):
-    """A split in memory; an item is a whole batch, fetched by its samples' indices (-1: padding)."""
-
-    def __init__(self, images: Tensor, labels: Tensor, members: Tensor) -> None:
-        self.images, self.labels, self.members = images, labels, members
-
-    def __len__(self) -> int:
-        return len(self.members)
-
-    def __getitem__(self, positions: Tensor) -> Batch:
-        index = torch.where(positions >= 0, self.members[positions], -1)
-        return Batch(self.images[index], self.labels[index], index, weight=index >= 0)
-
-
 class ImageDataModule(L.LightningDataModule):
     """Pictures in memory, global batches, and augmentation that depends on the sample alone.
 
     Args:
         source: where the pictures come from.
         num_classes, image_shape, mean, std: facts of the data set; mean and std are per channel, in [0, 1].
+        augment: what is done to the pictures of training batches.
         root: folder that holds the data, or will.
         batch_size: samples the optimiser sees per step, over all processes and accumulated micro-batches.
         batch_size_per_device: the other way to say it: samples per process and micro-batch.
         val_fraction: share of each class of the training set kept for validation.
         train_samples: train on this many pictures only, the same share of each class; null for all.
-        crop_padding, flip, cutout: augmentation; pixels of padding (0: no crop), mirroring, pixels cut out (0: none).
+        pictures: a folder of image files, to be classified where prediction is asked for.
         num_workers: processes that fetch batches; the data is in memory, so none is usually fastest.
         seed: fixes the validation split, the order of the samples and their augmentation.
 
@@ -68,14 +62,13 @@ class ImageDataModule(L.LightningDataModule):
         image_shape: list[int],
         mean: list[float],
         std: list[float],
+        augment: Augment,
         root: str = "data",
         batch_size: int | None = 128,
         batch_size_per_device: int | None = None,
         val_fraction: float = 0.1,
         train_samples: int | None = None,
-        crop_padding: int = 4,
-        flip: bool = True,
-        cutout: int = 0,
+        pictures: str | None = None,
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
@@ -88,10 +81,10 @@ class ImageDataModule(L.LightningDataModule):
         if not 0 <= val_fraction < 1:
             raise UserError(f"data.val_fraction={val_fraction}: give the share held out, at least 0 and less than 1")
         self.source, self.root, self.num_classes = source, Path(root), num_classes
-        self.image_shape, self.mean, self.std = tuple(image_shape), mean, std
+        self.image_shape, self.mean, self.std = cast(tuple[int, int, int], tuple(image_shape)), mean, std
         self.batch_size, self.batch_size_per_device = batch_size, batch_size_per_device
         self.val_fraction, self.train_samples = val_fraction, train_samples
-        self.crop_padding, self.flip, self.cutout = crop_padding, flip, cutout
+        self.augment, self.pictures = augment, pictures
         self.num_workers, self.seed = num_workers, seed
         self.resume_at = (0, 0)  # epoch, and samples of it already trained
         self.splits: dict[str, ImageSplit] = {}
@@ -100,9 +93,11 @@ class ImageDataModule(L.LightningDataModule):
         self.source.prepare(self.root)
 
     def setup(self, stage: str) -> None:
+        if stage == "predict":
+            return
         if not self.splits:
             train, test = self._load("train"), self._load("test")
-            kept, held_out = self._divide(train[1])
+            kept, held_out = divide(train[1], self.val_fraction, self.train_samples, self.seed)
             self.splits["train"] = ImageSplit(*train, kept)
             self.splits["val"] = ImageSplit(*train, held_out)
             self.splits["test"] = ImageSplit(*test, torch.arange(len(test[1])))
@@ -115,22 +110,26 @@ class ImageDataModule(L.LightningDataModule):
         return self._loader(split, batches)
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        return self._evaluation_loader("val")
+        return self._evaluation_loader(self.splits["val"])
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        return self._evaluation_loader("test")
+        return self._evaluation_loader(self.splits["test"])
+
+    def predict_dataloader(self) -> DataLoader[Batch]:
+        return self._evaluation_loader(PictureFolder(Path(str(self.pictures)), self.image_shape))
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Augment the pictures, in training, and normalise them, on the device."""
-        image, trainer, dtype = batch.image, self.trainer, cast(torch.dtype, self.trainer.lightning_module.dtype)
+        """Augment the pictures, in training, and normalise them, on the device; spell targets out as shares."""
+        trainer, dtype = self.trainer, cast(torch.dtype, self.trainer.lightning_module.dtype)
         keys = sample_keys(self.seed, trainer.current_epoch, batch.sample_index)
-        if trainer.training and (self.crop_padding or self.flip):
-            image = crop_and_flip(image, keys, self.crop_padding, self.flip)
+        image = self.augment.pixels(batch.image, keys) if trainer.training else batch.image
         image = normalize(image, self.mean, self.std, dtype)
-        if trainer.training and self.cutout:
-            image = cutout(image, keys, self.cutout)
+        classes = torch.arange(self.num_classes, device=image.device)
+        target = (batch.target[:, None] == classes).to(dtype)
+        if trainer.training:
+            image, target = self.augment.normalised(image, target, keys, draw=(self.seed, trainer.global_step))
         weight = batch.weight.to(dtype) / (len(image) if trainer.training else 1)
-        return batch._replace(image=image, weight=weight)
+        return Batch(image, target, batch.sample_index, weight)
 
     @property
     def accumulate(self) -> int:
@@ -180,19 +179,6 @@ class ImageDataModule(L.LightningDataModule):
             )
         return images, labels
 
-    def _divide(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Split the training set, class by class: the samples trained on, and those held out for validation."""
-        kept, held_out = [], []
-        for label in range(self.num_classes):
-            members = torch.nonzero(labels == label).flatten()
-            members = members[permutation(len(members), self.seed, label)]
-            cut = round(len(members) * self.val_fraction)
-            held_out.append(members[:cut])
-            kept.append(members[cut:])
-        in_turn = torch.cat([torch.arange(len(members)) / len(members) for members in kept]).argsort(stable=True)
-        chosen = torch.cat(kept)[in_turn[: self.train_samples]]  # any first part holds the classes in equal shares
-        return chosen.sort().values, torch.cat(held_out).sort().values
-
     def _check_batch(self) -> None:
         replicas, batch = self._share()[0], self.global_batch_size
         parts = replicas * self.accumulate
@@ -204,6 +190,11 @@ class ImageDataModule(L.LightningDataModule):
                 f"{f' x {self.accumulate} micro-batches' if self.accumulate > 1 else ''}: "
                 f"set data.batch_size={sizes}, or change trainer.devices"
             )
+        if self.augment.mixers and batch // parts % 2:
+            raise UserError(
+                f"data.augment.mixup and cutmix pair the samples of a device, and {batch // parts} is odd: "
+                f"set data.batch_size={batch + parts}, or change trainer.devices"
+            )
         if batch > len(self.splits["train"]):
             raise UserError(f"data.batch_size={batch} exceeds the {len(self.splits['train'])} pictures to train on")
         if self.micro_batches_per_epoch % self.accumulate:
@@ -212,11 +203,11 @@ class ImageDataModule(L.LightningDataModule):
                 f"batches, no multiple of trainer.accumulate_grad_batches={self.accumulate}: change one of them"
             )
 
-    def _evaluation_loader(self, name: str) -> DataLoader[Batch]:
+    def _evaluation_loader(self, split: Dataset[Batch]) -> DataLoader[Batch]:
         replicas, rank = self._share()
-        per_device = self.global_batch_size // (replicas * self.accumulate)
-        return self._loader(self.splits[name], EvaluationBatches(len(self.splits[name]), per_device, replicas, rank))
+        per_device = max(1, self.global_batch_size // (replicas * self.accumulate))
+        return self._loader(split, EvaluationBatches(len(cast(Sized, split)), per_device, replicas, rank))
 
-    def _loader(self, split: ImageSplit, batches: TrainingBatches | EvaluationBatches) -> DataLoader[Batch]:
+    def _loader(self, split: Dataset[Batch], batches: TrainingBatches | EvaluationBatches) -> DataLoader[Batch]:
         pin = isinstance(self.trainer.accelerator, CUDAAccelerator)
         return DataLoader(split, sampler=batches, batch_size=None, num_workers=self.num_workers, pin_memory=pin)

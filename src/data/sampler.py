@@ -12,9 +12,10 @@ from src.data.hashing import permutation
 class TrainingBatches(Sampler[Tensor]):
     """One data-parallel rank's micro-batches of an epoch: a pure function of (seed, epoch, start).
 
-    The order of the whole epoch is a permutation fixed by (seed, epoch). Global batch k is its k-th slice;
-    micro-batch j of it the j-th slice of that, of which each rank takes every `replicas`-th sample. The
-    remainder that does not fill a global batch is left out; another epoch leaves out other samples.
+    The order of the whole epoch is a permutation fixed by (seed, epoch). Global batch k is its k-th slice. It is dealt
+    like cards: one sample to each micro-batch of the first rank, then of the second, and so on around. So micro-batch j
+    holds the same samples for any number of ranks, and samples half a global batch apart, which mixup pairs, come to
+    lie in the same one. The remainder that does not fill a global batch is left out, in each epoch another.
 
     `epoch` and `start` (the samples of that epoch already trained) are read when the first batch is asked for.
     """
@@ -36,10 +37,11 @@ class TrainingBatches(Sampler[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         order = permutation(self.num_samples, self.seed, self.epoch)
-        micro_batch = self.batch_size // self.accumulate
         end = self.num_samples // self.batch_size * self.batch_size
-        for first in range(self.start, end, micro_batch):
-            yield order[first + self.rank : first + micro_batch : self.replicas]
+        for first in range(self.start, end, self.batch_size):
+            for micro_batch in range(self.accumulate):
+                place = self.rank * self.accumulate + micro_batch
+                yield order[first + place : first + self.batch_size : self.replicas * self.accumulate]
 
 
 class EvaluationBatches(Sampler[Tensor]):

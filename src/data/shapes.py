@@ -22,6 +22,7 @@ class Shapes:
     """Pictures drawn from a fixed seed, kept under the data folder once drawn."""
 
     description = "drawn shapes, a stand-in for photographs"
+    classes = CLASSES
 
     def __init__(self, train_size: int = 50_000, test_size: int = 10_000) -> None:
         self.sizes = {"train": train_size, "test": test_size}

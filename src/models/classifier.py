@@ -107,12 +107,12 @@ class ImageClassifier(L.LightningModule):
         checkpoint["lr_schedulers"][0]["base_lrs"] = [group["initial_lr"] for group in groups]
 
     def _losses(self, outputs: Tensor, batch: Batch) -> Tensor:
-        return F.cross_entropy(outputs, batch.label, label_smoothing=self.label_smoothing, reduction="none")
+        return F.cross_entropy(outputs, batch.target, label_smoothing=self.label_smoothing, reduction="none")
 
     def _evaluate(self, batch: Batch, stage: str) -> None:
         outputs = self(batch.image)
         self.mean_loss.update(self._losses(outputs, batch), batch.weight)
-        self.mean_hits.update((outputs.argmax(1) == batch.label).float(), batch.weight)
+        self.mean_hits.update(_hits(outputs, batch), batch.weight)
         self.log(f"{stage}/loss", self.mean_loss, on_step=False, on_epoch=True, prog_bar=True)
         self.log(f"{stage}/acc", self.mean_hits, on_step=False, on_epoch=True, prog_bar=True)
 
@@ -121,8 +121,7 @@ class ImageClassifier(L.LightningModule):
 
     def _log_step(self, loss: Tensor, outputs: Tensor, batch: Batch, batch_idx: int) -> None:
         """Log the mean over the step's global batch: gathered over its micro-batches, reduced over ranks, once."""
-        hits = (outputs.argmax(1) == batch.label).to(loss.dtype)
-        sums = torch.stack([loss, (hits * batch.weight).sum()])
+        sums = torch.stack([loss, (_hits(outputs, batch) * batch.weight).sum()])
         self._step_sums = sums if self._step_sums is None else self._step_sums + sums
         micro_batches = self.trainer.accumulate_grad_batches
         if (batch_idx + 1) % micro_batches:
@@ -141,3 +140,8 @@ class ImageClassifier(L.LightningModule):
                 f"ckpt_path holds another network than this run's `model`: they differ in {odd[0]}"
                 f"{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}; leave `model` and `data` as that run had them"
             )
+
+
+def _hits(outputs: Tensor, batch: Batch) -> Tensor:
+    """One where the greatest logit is that of the sample's class (the one with the greatest share), else zero."""
+    return (outputs.argmax(1) == batch.target.argmax(1)).float()

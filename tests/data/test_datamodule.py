@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from src.data.augment import normalize
+from src.data.pixels import normalize
 from src.errors import UserError
-from src.experiment import assemble
+from src.experiment import assemble, build
 from tests.pool import Pool, RankFailed
-from tests.runs import compose, fit
+from tests.runs import CONF, compose, fit
 
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32"]
 
@@ -126,3 +126,9 @@ def test_spawned_ranks_evaluate_the_same(small: list[str], folder: Path) -> None
 
 def fit_and_test(cfg: object) -> object:
     return fit(cfg, test=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in (CONF / "data").glob("[!_]*.yaml")))
+def test_every_class_has_a_name(name: str, folder: Path) -> None:
+    data = build(compose(folder, f"data={name}").data)
+    assert len(set(data.source.classes)) == data.num_classes

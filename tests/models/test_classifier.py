@@ -17,15 +17,15 @@ MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_ever
 
 
 def batch(count: int, weight: float) -> Batch:
-    label = torch.arange(count) % 10
-    return Batch(torch.zeros(count, 3, 32, 32), label, torch.arange(count), torch.full((count,), weight))
+    target = F.one_hot(torch.arange(count) % 10, 10).float()
+    return Batch(torch.zeros(count, 3, 32, 32), target, torch.arange(count), torch.full((count,), weight))
 
 
 def test_loss_is_a_weighted_sum_so_that_micro_batches_add_up(small: list[str], folder: Path) -> None:
     _, module, _ = assemble(compose(folder, *small, *MLP, "module.label_smoothing=0.1"))
     logits, whole = torch.randn(8, 10), batch(8, 1 / 8)
     loss = module.loss(logits, whole)  # type: ignore[operator]
-    assert loss == pytest.approx(float(F.cross_entropy(logits, whole.label, label_smoothing=0.1)), rel=1e-6)
+    assert loss == pytest.approx(float(F.cross_entropy(logits, whole.target, label_smoothing=0.1)), rel=1e-6)
     parts = [module.loss(logits[at], Batch(*(field[at] for field in whole))) for at in (slice(0, 4), slice(4, 8))]  # type: ignore[operator]
     assert sum(parts) == pytest.approx(float(loss), rel=1e-6)
 

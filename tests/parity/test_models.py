@@ -1,4 +1,4 @@
-"""Every model under every strategy, both found by globbing: two steps that agree with the single process, in float64."""
+"""Every model under every strategy, both found by globbing: two steps in float64 that agree with one process."""
 
 from pathlib import Path
 from typing import Any

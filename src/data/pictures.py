@@ -1,0 +1,53 @@
+"""Pictures to be classified: whatever image files lie in a folder."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from src.data.batch import Batch
+from src.errors import UserError
+
+
+class PictureFolder(Dataset[Batch]):
+    """The image files of a folder and those below it, in the order of their paths; an item is a whole batch.
+
+    Each is cropped to a square around its centre, scaled to the size that the network was trained on, and read when
+    its batch is fetched.
+
+    Raises:
+        UserError: if there is no such folder, no picture in it, or one that cannot be read.
+    """
+
+    def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
+        Image.init()  # so that it knows all its formats
+        readable = {suffix for suffix, kind in Image.EXTENSION.items() if kind in Image.OPEN}
+        self.folder, (_, self.height, self.width) = folder, image_shape
+        if not folder.is_dir():
+            raise UserError(f"predict={folder}: there is no such folder")
+        self.files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in readable)
+        if not self.files:
+            raise UserError(f"predict={folder}: there is no picture in it (.png, .jpg and what else Pillow reads)")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, positions: Tensor) -> Batch:
+        images = torch.stack([self._read(self.files[position]) for position in positions])
+        return Batch(images, torch.zeros_like(positions), positions, weight=positions >= 0)
+
+    def _read(self, file: Path) -> Tensor:
+        try:
+            with Image.open(file) as picture:
+                square = picture.convert("RGB")
+        except (UnidentifiedImageError, OSError) as error:
+            raise UserError(
+                f"predict={self.folder}: {file} cannot be read ({error}); mend it or move it away"
+            ) from None
+        left, top = ((side - min(square.size)) // 2 for side in square.size)
+        box = (left, top, left + min(square.size), top + min(square.size))
+        pixels = np.array(square.resize((self.width, self.height), Image.Resampling.BICUBIC, box=box))
+        return torch.from_numpy(pixels).permute(2, 0, 1)

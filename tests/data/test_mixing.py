@@ -1,0 +1,93 @@
+"""Mixed pictures and targets: what the papers say, and the same whatever the number of processes and micro-batches."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from src.data.augment import Augment
+from src.data.mixing import cutmix, mixup
+from src.data.sampler import TrainingBatches
+from src.errors import UserError
+from tests.parity.test_parity import TOLERANCE, distances
+from tests.pool import Pool
+from tests.runs import compose, fit
+
+IMAGES = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 32, 32).contiguous()  # each picture is its own number
+TARGETS = torch.eye(8)
+MIXED = ["experiment=parity", "data.augment.mixup=0.8", "data.augment.cutmix=1.0"]
+
+
+@pytest.mark.parametrize("mix", [mixup, cutmix])
+def test_targets_follow_the_share_of_the_partner_in_the_picture(mix: object) -> None:
+    shares = set()
+    for seed in range(50):
+        image, target = mix(IMAGES, TARGETS, 1.0, np.random.default_rng(seed))  # type: ignore[operator]
+        share = target[0, 4]
+        assert torch.allclose(target, (1 - share) * TARGETS + share * TARGETS.roll(4, 0))
+        assert torch.allclose(
+            image.mean((1, 2, 3)), (1 - share) * IMAGES[:, 0, 0, 0] + share * IMAGES.roll(4, 0)[:, 0, 0, 0]
+        )
+        shares.add(round(float(share), 3))
+    assert min(shares) < 0.15
+    assert max(shares) > 0.6
+
+
+def test_cutmix_pastes_a_box() -> None:
+    image, _ = cutmix(IMAGES, TARGETS, 1.0, np.random.default_rng(1))
+    pasted = image[0, 0] == 4
+    rows, columns = pasted.any(1), pasted.any(0)
+    assert pasted.sum() == rows.sum() * columns.sum() > 0
+    assert torch.equal(image[0, 1], image[0, 0])
+
+
+def test_a_step_mixes_one_way_and_not_every_time() -> None:
+    augment = Augment(mixup=1.0, cutmix=1.0, mix_probability=0.5)
+    ways = []
+    for step in range(200):
+        image, _ = augment.normalised(IMAGES, TARGETS, torch.arange(8), draw=(0, step))
+        values = len(image[0].unique())
+        ways.append("none" if torch.equal(image, IMAGES) else "cutmix" if values == 2 else "mixup")
+    assert 80 < ways.count("none") < 120
+    assert min(ways.count("mixup"), ways.count("cutmix")) > 30
+
+
+@pytest.mark.parametrize(("replicas", "accumulate"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 3), (3, 4)])
+def test_partners_are_those_of_one_process(replicas: int, accumulate: int) -> None:
+    def pairs(replicas: int, accumulate: int) -> set[frozenset[int]]:
+        found = set()
+        for rank in range(replicas):
+            for batch in TrainingBatches(1000, 48, accumulate, 0, replicas, rank):
+                halves = batch.tolist()[: len(batch) // 2], batch.tolist()[len(batch) // 2 :]
+                found |= {frozenset(pair) for pair in zip(*halves, strict=True)}
+        return found
+
+    assert pairs(replicas, accumulate) == pairs(1, 1)
+
+
+@pytest.mark.parametrize("overrides", [["trainer.devices=2"], ["trainer.devices=4"]])
+def test_agrees_with_single_process(overrides: list[str], pool: Pool, small: list[str], folder: Path) -> None:
+    reference = fit(compose(folder / "single", *small, *MIXED))
+    cfg = compose(folder, *small, *MIXED, "strategy=ddp", *overrides)
+    for record in pool.run(cfg.trainer.devices, fit, cfg):
+        assert max(distances(record, reference)) < TOLERANCE
+
+
+def test_accumulation_changes_nothing(small: list[str], folder: Path) -> None:
+    """Without batch normalisation, which sees micro-batches."""
+    plain = [*MIXED, "model.norm=group"]
+    reference = fit(compose(folder / "whole", *small, *plain))
+    halves = fit(compose(folder, *small, *plain, "trainer.accumulate_grad_batches=2"))
+    assert max(distances(halves, reference)) < TOLERANCE
+
+
+def test_pairs_need_an_even_number(small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=r"mixup and cutmix pair .* 33 is odd: set data.batch_size=34"):
+        fit(compose(folder, *small, *MIXED, "data.batch_size=33"))
+
+
+@pytest.mark.parametrize("override", ["mixup=-1", "cutmix=-0.5", "cutout=-8", "crop_padding=-1"])
+def test_numbers_below_zero_are_refused(override: str, small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=f"data.augment.{override}"):
+        fit(compose(folder, *small, f"data.augment.{override}"))
