@@ -20,11 +20,8 @@ TINY = [
 
 
 def _choose(group: str, choice: str) -> str:
-    """A callback is trained with among the default ones, or beside them."""
-    if group != "callbacks" or choice == "default":
-        return f"{group}={choice}"
-    by_default = f"{choice}@" in (CONF / "callbacks" / "default.yaml").read_text()
-    return "callbacks=default" if by_default else f"+callbacks@callbacks.{choice}={choice}"
+    """A callback is trained with beside the default ones, which it may be one of."""
+    return f"{group}=[default,{choice}]" if group == "callbacks" and choice != "default" else f"{group}={choice}"
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{group}={choice}" for group, choice in CHOICES])

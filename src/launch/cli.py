@@ -59,6 +59,8 @@ def _options() -> set[str]:
     """The names of the options in the files under conf/, as the command line spells them."""
     names = {"seed", "fit", "test", "ckpt_path"}
     for file in _CONF.glob("*/*.yaml"):
-        prefix = f"callbacks.{file.stem}" if file.parent.name == "callbacks" else file.parent.name
-        names |= {f"{prefix}.{key}" for key in yaml.safe_load(file.read_text()) or {} if not key.startswith("_")}
+        text = file.read_text()
+        package = re.match(r"# @package ([a-z]\S*)", text)
+        prefix = package[1] if package else file.parent.name
+        names |= {f"{prefix}.{key}" for key in yaml.safe_load(text) or {} if not key.startswith("_")}
     return names

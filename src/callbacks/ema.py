@@ -1,0 +1,100 @@
+"""An exponential moving average of the weights, which is what is evaluated and what a checkpoint gives out."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from src.errors import UserError
+
+
+class EMA(L.Callback):
+    """Averages the weights over the optimiser's steps (Polyak and Juditsky, 1992), batch statistics with them.
+
+    Validation and test use the average. A checkpoint's `state_dict` is the average too, so that whoever reads it gets
+    what was evaluated; the weights in training are beside it, as `training_state_dict`. Each rank averages what it
+    holds, by name, whole or not. (torch's AveragedModel pairs tensors by their order, and copies the module, which
+    sharded ones do not survive.)
+
+    Args:
+        decay: share of the average that a step keeps; less in the first steps, where it is (1 + step) / (10 + step).
+
+    Raises:
+        UserError: if that is no share.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0 <= decay < 1:
+            raise UserError(f"callbacks.ema.decay={decay}: give a share of at least 0 and less than 1")
+        self.decay = decay
+        self._average: dict[str, Tensor] = {}
+        self._trained: dict[str, Tensor] = {}  # while the module holds the average
+        self._step = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for name, tensor in pl_module.state_dict().items():
+            self._average[name] = _precise(self._average.get(name, tensor)).to(tensor.device)
+        self._step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self._catch_up(trainer, pl_module)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._exchange(pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._exchange(pl_module)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave the average in the module, for whatever comes after."""
+        self._exchange(pl_module)
+        self._average, self._trained = {}, {}
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if not self._average:
+            return
+        self._catch_up(trainer, pl_module)
+        roles = ("state_dict", "training_state_dict")
+        held, other = roles if self._trained else reversed(roles)  # what the module holds at the moment
+        state = checkpoint["state_dict"]
+        self._exchange(pl_module)
+        exchanged: dict[str, Tensor] = trainer.strategy.lightning_module_state_dict()
+        checkpoint[other] = {name: tensor.clone() for name, tensor in exchanged.items()}
+        self._exchange(pl_module)
+        checkpoint[held] = state
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take the module's weights for the average, and go on training with the others."""
+        if trainer.training and "training_state_dict" in checkpoint:
+            self._average = {name: tensor.clone() for name, tensor in pl_module.state_dict().items()}
+            trainer.strategy.load_model_state_dict({"state_dict": checkpoint["training_state_dict"]})
+
+    @torch.no_grad()
+    def _catch_up(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Average the latest step in, unless that is done."""
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        live, decay = module.state_dict(), min(self.decay, (1 + self._step) / (10 + self._step))
+        floats = [name for name, tensor in live.items() if tensor.is_floating_point()]
+        averages = [self._average[name] for name in floats]
+        current = [live[name].to(average.dtype) for name, average in zip(floats, averages, strict=True)]
+        get_ema_multi_avg_fn(decay)(averages, current, None)
+        for name in live.keys() - floats:  # counts of batches
+            self._average[name].copy_(live[name])
+
+    @torch.no_grad()
+    def _exchange(self, module: L.LightningModule) -> None:
+        """Put the average into the module, or what was trained back; nothing, if there is no average."""
+        live = module.state_dict() if self._average else {}
+        incoming = self._trained or self._average
+        self._trained = {} if self._trained else {name: tensor.clone() for name, tensor in live.items()}
+        for name, tensor in live.items():
+            tensor.copy_(incoming[name])
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    """A copy in which small steps are not lost to rounding."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.clone()

@@ -1,0 +1,119 @@
+"""The average is what counting by hand gives, under every strategy, and is what is evaluated and given out."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from src.errors import UserError
+from src.experiment import run
+from tests.faults.test_resume import die, in_world
+from tests.parity.test_parity import STRATEGIES, TOLERANCE
+from tests.pool import Pool
+from tests.runs import compose, drives_all_devices, fit, relative
+
+TASK = ["experiment=parity", "callbacks=[default,ema]", "callbacks.ema.decay=0.8"]
+
+
+class ByHand(L.Callback):
+    """The average as the formula says, and the accuracy that was logged while it was the one validated."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+        self.steps = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.average = {name: tensor.clone() for name, tensor in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.steps:
+            return
+        self.steps += 1
+        decay = min(0.8, (1 + self.steps) / (10 + self.steps))
+        for name, tensor in pl_module.state_dict().items():
+            old = self.average[name]
+            self.average[name] = decay * old + (1 - decay) * tensor if tensor.is_floating_point() else tensor.clone()
+
+
+def task(folder: Path, small: list[str], devices: int, *overrides: str) -> DictConfig:
+    strategy = "ddp" if devices > 1 else "auto"
+    return compose(folder, *small, *TASK, f"strategy={strategy}", f"trainer.devices={devices}", *overrides)
+
+
+def checkpoint(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert max(relative(found[name], tensor) for name, tensor in expected.items()) < TOLERANCE
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_is_the_average_by_the_formula(accumulate: int, small: list[str], folder: Path) -> None:
+    by_hand = ByHand()
+    record = fit(compose(folder, *small, *TASK, f"trainer.accumulate_grad_batches={accumulate}"), by_hand)
+    saved = checkpoint(folder)
+    check_same(saved["state_dict"], by_hand.average)
+    check_same(saved["training_state_dict"], record.final)
+    assert by_hand.steps == 20
+    moved = [relative(record.final[name], tensor) for name, tensor in by_hand.average.items() if tensor.ndim > 1]
+    assert min(moved) > 1e-4
+
+
+def test_training_itself_does_not_change(small: list[str], folder: Path) -> None:
+    plain = fit(compose(folder / "plain", *small, "experiment=parity"))
+    averaged = fit(compose(folder, *small, *TASK))
+    assert averaged.losses == plain.losses
+    check_same(averaged.final, plain.final)
+
+
+def test_what_is_evaluated_is_what_the_checkpoint_gives_out(small: list[str], folder: Path) -> None:
+    metrics = run(compose(folder, *small, *TASK))
+    assert metrics["test/loss"] != run(compose(folder / "plain", *small, "experiment=parity"))["test/loss"]
+    best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
+    assert best["state_dict"].keys() == best["training_state_dict"].keys()
+    for callbacks in ("[default,ema]", "default"):
+        again = [*small, "experiment=parity", f"callbacks={callbacks}", "fit=false"]
+        from_file = compose(folder / callbacks, *again, f"ckpt_path={folder}/checkpoints/last.ckpt")
+        assert run(from_file)["test/loss"] == pytest.approx(metrics["test/loss"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_agrees_with_single_process(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
+    alone = run(compose(folder / "single", *small, *TASK))
+    cfg = compose(folder, *small, *TASK, f"strategy={strategy}", "trainer.devices=2")
+    metrics = run(cfg) if drives_all_devices(cfg) else pool.run(2, run, cfg)[0]
+    for kind in ("state_dict", "training_state_dict"):
+        check_same(checkpoint(folder)[kind], checkpoint(folder / "single")[kind])
+    for name in ("val/loss", "test/loss"):
+        assert metrics[name] == pytest.approx(alone[name], rel=1e-6)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
+def test_goes_on_where_it_was(hook: str, before: int, after: int, pool: Pool, small: list[str], folder: Path) -> None:
+    fit(task(folder / "whole", small, 1))
+    in_world(pool, before, die, task(folder, small, before), hook, 5)
+    in_world(pool, after, fit, task(folder, small, after, f"ckpt_path={folder}/died.ckpt"))
+    for kind in ("state_dict", "training_state_dict"):
+        check_same(checkpoint(folder)[kind], checkpoint(folder / "whole")[kind])
+
+
+def test_half_precision_does_not_lose_small_steps(small: list[str], folder: Path) -> None:
+    """In bfloat16 a thousandth of a small difference would round to nothing, and the average never move."""
+    task = [*small, "model=mlp", "model.hidden=[16]", "trainer.precision=bf16-true", "trainer.max_epochs=5"]
+    task += ["callbacks=[default,ema]", "data.batch_size=16", "trainer.num_sanity_val_steps=0"]
+    record = fit(compose(folder, *task))
+    average = checkpoint(folder)["state_dict"]
+    name = next(name for name, tensor in average.items() if tensor.ndim > 1)
+    assert relative(average[name], record.final[name]) < 0.8 * relative(record.initial[name], record.final[name])
+
+
+def test_a_decay_that_is_no_share_is_refused(small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=r"callbacks.ema.decay=1.5"):
+        fit(compose(folder, *small, "callbacks=[default,ema]", "callbacks.ema.decay=1.5"))

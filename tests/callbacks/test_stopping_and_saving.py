@@ -1,0 +1,35 @@
+"""Early stopping, the k best checkpoints, and the last one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.pool import Pool
+from tests.runs import compose, fit
+
+MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32"]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_stops_when_nothing_gets_better(devices: int, pool: Pool, small: list[str], folder: Path) -> None:
+    stopping = ["callbacks=[default,early_stopping]", "callbacks.early_stopping.patience=2", "optimizer.lr=0"]
+    world = [f"trainer.devices={devices}", f"strategy={'ddp' if devices > 1 else 'auto'}"]
+    cfg = compose(folder, *small, *MLP, *stopping, *world, "trainer.max_epochs=20")
+    pool.run(devices, fit, cfg) if devices > 1 else fit(cfg)
+    assert torch.load(folder / "checkpoints" / "last.ckpt")["global_step"] == 3 * 11
+
+
+def test_keeps_the_best_few_and_the_last(small: list[str], folder: Path) -> None:
+    cfg = compose(
+        folder, *small, *MLP, "callbacks=[default,top_k]", "callbacks.best.save_top_k=2", "trainer.max_epochs=5"
+    )
+    fit(cfg)
+    rows = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
+    column = rows[0].index("val/acc")
+    accuracies = sorted((float(row[column]) for row in rows[1:] if row[column]), reverse=True)
+    assert len(accuracies) == 5
+    names = {file.stem for file in (folder / "checkpoints").iterdir()} - {"last"}
+    kept = sorted((float(name.partition("-acc")[2]) for name in names), reverse=True)
+    assert kept == pytest.approx(accuracies[:2], abs=1e-4)
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
