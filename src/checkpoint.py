@@ -1,14 +1,18 @@
 """Checkpoint files: complete or absent, and readable without running code."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import nn
 
 from src.errors import UserError
 from src.files import replacing
+
+_log = logging.getLogger(__name__)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -43,19 +47,39 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return _read(path, map_location=map_location)
 
 
-def check_is_checkpoint(path: Path) -> None:
-    """Find out, without reading the tensors, whether a run can be continued from `path`.
+def check_is_checkpoint(option: str, path: Path) -> None:
+    """Find out, without reading the tensors, whether `path`, given by `option`, is a checkpoint of a run.
 
     Raises:
         UserError: if not.
     """
-    if "state_dict" not in _read(path, map_location="meta", mmap=True):
-        raise UserError(f"ckpt_path={path} is no checkpoint of a training run: it has no `state_dict`")
+    if "state_dict" not in _read(path, option, map_location="meta", mmap=True):
+        raise UserError(f"{option}={path} is no checkpoint of a training run: it has no `state_dict`")
 
 
-def _read(path: _PATH, **options: Any) -> dict[str, Any]:
+def start_from(module: nn.Module, path: str) -> None:
+    """Give the module the weights of another run, which may have had another number of classes.
+
+    Tensors that differ in their first dimension alone, which is that of the classes, stay as initialised and are named.
+
+    Raises:
+        UserError: if that run had another network.
+    """
+    saved, own = _read(path, "init_from", map_location="cpu")["state_dict"], module.state_dict()
+    strange = saved.keys() ^ own.keys() or {name for name in own if saved[name].shape[1:] != own[name].shape[1:]}
+    fresh = [name for name in own if name not in strange and saved[name].shape != own[name].shape]
+    if strange or len(fresh) == len(own) or len({(len(saved[name]), len(own[name])) for name in fresh}) > 1:
+        odd = min(strange or fresh)
+        raise UserError(f"init_from={path} holds another network than this run's `model`: they differ in {odd}")
+    module.load_state_dict({name: saved[name] for name in own if name not in fresh}, strict=False)
+    if fresh:
+        there, here = len(saved[fresh[0]]), len(own[fresh[0]])
+        _log.info("init_from: %s classes there, %s here: %s start afresh", there, here, " and ".join(fresh))
+
+
+def _read(path: _PATH, option: str = "ckpt_path", **options: Any) -> dict[str, Any]:
     try:
         return torch.load(path, weights_only=True, **options)
     except Exception as error:  # a damaged file can raise anything
         cause = str(error).split("\n")[0]
-        raise UserError(f"ckpt_path={path} is no whole checkpoint ({cause}): take another") from error
+        raise UserError(f"{option}={path} is no whole checkpoint ({cause}): take another") from error

@@ -12,9 +12,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
 from src.callbacks.finite import RefuseNaN
+from src.callbacks.predictions import PredictionWriter
 from src.callbacks.record import RunRecord
 from src.callbacks.seed import SeedEachStep
-from src.checkpoint import AtomicCheckpointIO
+from src.checkpoint import AtomicCheckpointIO, start_from
 from src.data.position import DataPosition
 from src.errors import UserError
 from src.loggers.csv import CSVLogger
@@ -25,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(cfg: DictConfig) -> dict[str, float]:
-    """Fit and test as configured; return the final metrics by name.
+    """Fit, test and predict as configured; return the final metrics by name.
 
     Raises:
         UserError: for whatever the user can mend.
@@ -37,10 +38,12 @@ def run(cfg: DictConfig) -> dict[str, float]:
         if cfg.fit:
             trainer.fit(module, datamodule=data, ckpt_path=cfg.ckpt_path, weights_only=True)
             metrics |= trainer.callback_metrics
+        weights: dict[str, Any] = {"ckpt_path": None if cfg.fit else cfg.ckpt_path, "weights_only": True}
         if cfg.test:
-            weights = None if cfg.fit else cfg.ckpt_path
-            trainer.test(module, datamodule=data, ckpt_path=weights, weights_only=True, verbose=False)
+            trainer.test(module, datamodule=data, verbose=False, **weights)
             metrics |= trainer.callback_metrics
+        if cfg.predict:
+            trainer.predict(module, datamodule=data, return_predictions=False, **weights)
         succeeded = True
     finally:
         finish(succeeded)
@@ -63,6 +66,8 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.Lightning
     trainer = build_trainer(cfg)
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
     module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
+    if cfg.init_from and not cfg.ckpt_path:
+        start_from(module, cfg.init_from)
     return trainer, module, build(cfg.data)
 
 
@@ -79,7 +84,7 @@ def build(node: DictConfig, **changes: Any) -> Any:
 def build_trainer(cfg: DictConfig) -> L.Trainer:
     """The trainer of a resolved configuration, with what every run needs whatever is configured."""
     folder = Path(cfg.run_dir)
-    required = [RunRecord(cfg), DataPosition(), SeedEachStep(cfg.seed), RefuseNaN()]
+    required = [RunRecord(cfg), DataPosition(), SeedEachStep(cfg.seed), RefuseNaN(), PredictionWriter(folder)]
     chosen = [build(callback) for callback in cfg.callbacks.values() if callback]
     if not cfg.trainer.enable_progress_bar:  # Lightning raises if it is given one all the same
         chosen = [callback for callback in chosen if not isinstance(callback, ProgressBar)]

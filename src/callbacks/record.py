@@ -43,6 +43,9 @@ class RunRecord(L.Callback):
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._log_settings(trainer)
 
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._log_settings(trainer)
+
     def _log_settings(self, trainer: L.Trainer) -> None:
         data: Any = trainer.datamodule
         settings = cast(dict[str, Any], OmegaConf.to_container(self.config))

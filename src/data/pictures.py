@@ -19,15 +19,13 @@ class PictureFolder(Dataset[Batch]):
     its batch is fetched.
 
     Raises:
-        UserError: if there is no such folder, no picture in it, or one that cannot be read.
+        UserError: if there is no picture in the folder, or one that cannot be read.
     """
 
     def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
         Image.init()  # so that it knows all its formats
         readable = {suffix for suffix, kind in Image.EXTENSION.items() if kind in Image.OPEN}
         self.folder, (_, self.height, self.width) = folder, image_shape
-        if not folder.is_dir():
-            raise UserError(f"predict={folder}: there is no such folder")
         self.files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in readable)
         if not self.files:
             raise UserError(f"predict={folder}: there is no picture in it (.png, .jpg and what else Pillow reads)")

@@ -15,23 +15,31 @@ from src.errors import UserError
 from src.launch.folder import CHECKPOINTS, CONFIG, folder_of, run_id
 
 _log = logging.getLogger(__name__)
-_OF_ONE_START = ("ckpt_path", "fit", "run_dir", "run_id", "overrides", "trainer.devices", "trainer.accelerator")
+_OF_ONE_START = (
+    *("ckpt_path", "init_from", "fit", "predict", "run_dir", "run_id", "overrides"),
+    *("trainer.devices", "trainer.accelerator"),
+)
 
 
 def prepare(cfg: DictConfig) -> DictConfig:
     """Settle what one start decides: the checkpoint, the devices, the folder and the id.
 
     Raises:
-        UserError: if the checkpoint is missing, or there are fewer devices than asked for.
+        UserError: if a checkpoint or the pictures are missing, or there are fewer devices than asked for.
     """
     hydra_cfg = HydraConfig.get()
     if cfg.ckpt_path:
-        cfg.ckpt_path = str(_checkpoint(cfg.ckpt_path))
+        cfg.ckpt_path = str(_checkpoint("ckpt_path", cfg.ckpt_path))
+        _warn_of_changes(cfg.ckpt_path)
+    elif cfg.init_from:  # a run that goes on has its weights already
+        cfg.init_from = str(_checkpoint("init_from", cfg.init_from))
+    if cfg.predict:
+        cfg.predict = str(_pictures(cfg.predict))
     cfg.trainer.accelerator, cfg.trainer.devices = _resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     folder = Path(hydra_cfg.runtime.output_dir)
     cfg.run_dir, cfg.run_id = str(folder), run_id(folder, sweep=hydra_cfg.mode == RunMode.MULTIRUN)
     task = hydra_cfg.overrides.task
-    cfg.overrides = [override for override in task if override.partition("=")[0] not in ("ckpt_path", "fit")]
+    cfg.overrides = [override for override in task if override.partition("=")[0] not in ("ckpt_path", "fit", "predict")]
     OmegaConf.resolve(cfg)
     return cfg
 
@@ -41,24 +49,34 @@ def device_count(trainer: DictConfig) -> int:
     return trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)
 
 
-def _checkpoint(ckpt_path: str) -> Path:
-    """The file that `ckpt_path` means."""
-    given = Path(ckpt_path).expanduser().absolute()
+def _checkpoint(option: str, value: str) -> Path:
+    """The file that `ckpt_path` or `init_from` means."""
+    given = Path(value).expanduser().absolute()
     checkpoint = given / CHECKPOINTS / "last.ckpt" if given.is_dir() else given
     if not checkpoint.is_file():
         missing = "such file or run folder" if checkpoint == given else f"checkpoint in that folder ({checkpoint})"
-        raise UserError(f"ckpt_path={ckpt_path}: there is no {missing}")
+        raise UserError(f"{option}={value}: there is no {missing}")
     from src.checkpoint import check_is_checkpoint  # late, since it imports Lightning
 
-    check_is_checkpoint(checkpoint)
-    if folder := folder_of(given):
-        saved = OmegaConf.load(folder / CONFIG)
-        _warn_of_changes(saved, hydra.compose("train", list(saved.overrides)))
+    check_is_checkpoint(option, checkpoint)
     return checkpoint
 
 
-def _warn_of_changes(saved: Any, composed: DictConfig) -> None:
+def _pictures(predict: str) -> Path:
+    """The folder that `predict` means, looked for now rather than after hours of training."""
+    folder = Path(predict).expanduser().absolute()
+    if not folder.is_dir():
+        raise UserError(f"predict={predict}: there is no such folder")
+    return folder
+
+
+def _warn_of_changes(ckpt_path: str) -> None:
     """Say where the files under conf/ have changed since the run was made."""
+    folder = folder_of(Path(ckpt_path))
+    if folder is None:
+        return
+    saved: Any = OmegaConf.load(folder / CONFIG)
+    composed = hydra.compose("train", list(saved.overrides))
     for name in _OF_ONE_START:
         OmegaConf.update(composed, name, OmegaConf.select(saved, name))
     OmegaConf.resolve(composed)

@@ -79,6 +79,10 @@ class ImageClassifier(L.LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate(batch, "test")
 
+    def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
+        """The samples' indices, (n,), and the probabilities of their classes, (n, classes)."""
+        return batch.sample_index, self(batch.image).float().softmax(1)
+
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         data = self.trainer.datamodule
         factor = scaling_factor(self.lr_scaling, data.global_batch_size, self.reference_batch_size)

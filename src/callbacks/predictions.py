@@ -1,0 +1,43 @@
+"""The classes of a folder's pictures, as a table."""
+
+import csv
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+from src.files import replacing
+
+_log = logging.getLogger(__name__)
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Writes `predictions.csv` into the run folder: each picture's file, likeliest class, and its probability."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("epoch")
+        self.file = folder / "predictions.csv"
+
+    def write_on_epoch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        """Gather what each rank predicted, drop the padding, and write it on rank zero."""
+        index, probabilities = (torch.cat(parts) for parts in zip(*predictions, strict=True))
+        index, probabilities = pl_module.all_gather(index).flatten(), pl_module.all_gather(probabilities).flatten(0, -2)
+        if not trainer.is_global_zero:
+            return
+        data: Any = trainer.datamodule
+        best, classes = (values.tolist() for values in probabilities.max(1))
+        found = {number: row for number, *row in zip(index.tolist(), classes, best, strict=True) if number >= 0}
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self.file) as temporary, temporary.open("w", newline="") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(["file", "class", "probability"])
+            for number, file in enumerate(trainer.predict_dataloaders.dataset.files):
+                label, probability = found[number]
+                writer.writerow([file.relative_to(data.pictures), data.source.classes[label], f"{probability:.4f}"])
+        _log.info("the classes of %d pictures are in %s", len(found), self.file)

@@ -1,0 +1,79 @@
+"""A folder of pictures is classified as the test set is, on any number of processes."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from src.errors import UserError
+from src.experiment import run
+from tests.parity.test_parity import STRATEGIES
+from tests.pool import Pool
+from tests.runs import compose, drives_all_devices, fit
+
+TASK = ["model=mlp", "model.hidden=[64]", "data.batch_size=16", "trainer.max_epochs=2"]
+PREDICT = ["fit=false", "test=false"]
+
+
+@pytest.fixture(scope="module")
+def trained(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    fit(compose(folder, *small, *TASK))
+    return folder / "checkpoints" / "last.ckpt"
+
+
+@pytest.fixture(scope="module")
+def pictures(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The test set as files, some of them below, beside something that is no picture."""
+    from src.experiment import build
+
+    folder = tmp_path_factory.mktemp("pictures")
+    data = build(compose(folder, *small).data)
+    (folder / "below").mkdir()
+    (folder / "notes.txt").write_text("no picture")
+    for number, image in enumerate(data.source.load(data.root, "test")[0]):
+        place = folder / "below" if number % 3 == 0 else folder
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(place / f"{number:03d}.png")
+    return folder
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_predicts_what_it_scores(
+    strategy: str, trained: Path, pictures: Path, pool: Pool, small: list[str], folder: Path
+) -> None:
+    world = [f"strategy={strategy}", "trainer.devices=2"]
+    cfg = compose(folder, *small, *TASK, *world, *PREDICT, f"ckpt_path={trained}", f"predict={pictures}")
+    run(cfg) if drives_all_devices(cfg) else pool.run(2, run, cfg)
+    rows = list(csv.DictReader((folder / "predictions.csv").open()))
+    assert len({row["file"] for row in rows}) == 90
+    alone = run(compose(folder / "test", *small, *TASK, "fit=false", f"ckpt_path={trained}"))
+    from src.data.shapes import CLASSES
+    from src.experiment import build
+
+    labels = build(cfg.data).source.load(build(cfg.data).root, "test")[1].tolist()
+    hits = [row["class"] == CLASSES[labels[int(Path(row["file"]).stem)]] for row in rows]
+    assert sum(hits) / len(hits) == pytest.approx(alone["test/acc"], abs=1e-6)
+    assert all(0.1 <= float(row["probability"]) <= 1 for row in rows)
+
+
+def test_larger_pictures_are_cropped_and_scaled(trained: Path, small: list[str], tmp_path: Path, folder: Path) -> None:
+    wide = torch.zeros(64, 200, 3, dtype=torch.uint8)
+    wide[:, 68:132] = 255
+    (tmp_path / "wide").mkdir()
+    Image.fromarray(wide.numpy()).save(tmp_path / "wide" / "white.jpg")
+    Image.new("L", (32, 32), 255).save(tmp_path / "wide" / "grey.png")
+    run(compose(folder, *small, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}/wide"))
+    grey, white = csv.DictReader((folder / "predictions.csv").open())
+    assert (grey["file"], white["file"]) == ("grey.png", "white.jpg")
+    assert grey["class"] == white["class"]
+
+
+def test_pictures_that_are_none(trained: Path, small: list[str], tmp_path: Path, folder: Path) -> None:
+    cfg = compose(folder, *small, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}")
+    with pytest.raises(UserError, match="there is no picture in it"):
+        run(cfg)
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG and no more")
+    with pytest.raises(UserError, match=r"broken.png cannot be read"):
+        run(cfg)

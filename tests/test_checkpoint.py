@@ -1,0 +1,53 @@
+"""Weights that start another run."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from src.errors import UserError
+from src.experiment import assemble
+from tests.runs import compose, fit
+
+MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32"]
+
+
+@pytest.fixture(scope="module")
+def trained(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    fit(compose(folder, *small, *MLP, "trainer.max_epochs=1"))
+    return folder / "checkpoints" / "last.ckpt"
+
+
+def test_starts_from_the_weights_alone(trained: Path, small: list[str], folder: Path) -> None:
+    record = fit(compose(folder, *small, *MLP, f"init_from={trained}", "trainer.max_epochs=2"))
+    saved = torch.load(trained)["state_dict"]
+    assert all(torch.equal(record.initial[name], tensor) for name, tensor in saved.items())
+    assert len(record.indices) == 2 * 11
+
+
+def test_another_number_of_classes_gets_a_new_head_and_is_said(
+    trained: Path, small: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "src"):
+        _, module, _ = assemble(compose(folder, *small, *MLP, f"init_from={trained}", "data.num_classes=20"))
+    saved, own = torch.load(trained)["state_dict"], module.state_dict()
+    assert torch.equal(own["net.layer1.0.weight"], saved["net.layer1.0.weight"])
+    assert own["net.head.weight"].shape == (20, 16)
+    assert "10 classes there, 20 here: net.head.weight and net.head.bias start afresh" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "model", [["model=mlp", "model.hidden=[32]"], ["model=mlp", "model.hidden=[16,16]"], ["model=resnet9"]]
+)
+def test_another_network_is_refused(model: list[str], trained: Path, small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=r"init_from=.* another network than this run's `model`"):
+        assemble(compose(folder, *small, *model, f"init_from={trained}"))
+
+
+def test_a_run_that_goes_on_does_not_start_afresh(trained: Path, small: list[str], folder: Path) -> None:
+    task = [*small, *MLP, f"init_from={trained}"]
+    first = fit(compose(folder, *task, "trainer.max_epochs=1"))
+    second = fit(compose(folder, *task, f"ckpt_path={folder}/checkpoints/last.ckpt", "trainer.max_epochs=2"))
+    assert all(torch.equal(second.initial[name], tensor) for name, tensor in first.final.items())
