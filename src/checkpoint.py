@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import HydraException
+from hydra.utils import instantiate
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from torch import nn
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor, nn
 
 from src.errors import UserError
 from src.files import replacing
@@ -55,6 +59,36 @@ def check_is_checkpoint(option: str, path: Path) -> None:
     """
     if "state_dict" not in _read(path, option, map_location="meta", mmap=True):
         raise UserError(f"{option}={path} is no checkpoint of a training run: it has no `state_dict`")
+
+
+def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    """Find out whether the weights of a checkpoint are those of a module of this shape.
+
+    Raises:
+        UserError: if not.
+    """
+    odd = sorted(saved.keys() ^ own.keys()) or [name for name in own if saved[name].shape != own[name].shape]
+    if odd:
+        raise UserError(
+            f"ckpt_path holds another network than this run's `model`: they differ in {odd[0]}"
+            f"{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}; leave `model` and `data` as that run had them"
+        )
+
+
+def network_of(path: str, option: str) -> tuple[nn.Module, DictConfig]:
+    """The network that a checkpoint holds, with its weights, and the configuration of its run.
+
+    Raises:
+        UserError: if it holds none, or one that this code cannot build; `option` is named.
+    """
+    checkpoint = _read(path, option, map_location="cpu")
+    config: Any = OmegaConf.create(checkpoint.get("config", ""))
+    try:
+        net = instantiate(config.module.net, _convert_="all")
+        net.load_state_dict({name.removeprefix("net."): tensor for name, tensor in checkpoint["state_dict"].items()})
+    except (HydraException, OmegaConfBaseException, RuntimeError) as error:
+        raise UserError(f"{option}={path} is no checkpoint of a classifier: {str(error).splitlines()[0]}") from error
+    return net, config
 
 
 def start_from(module: nn.Module, path: str) -> None:

@@ -20,6 +20,7 @@ from src.data.position import DataPosition
 from src.errors import UserError
 from src.loggers.csv import CSVLogger
 from src.loggers.wandb import finish
+from src.strategies.compatibility import check_can_train
 from src.strategies.sync_batchnorm import GlobalBatchNorm
 
 _log = logging.getLogger(__name__)
@@ -45,14 +46,14 @@ def run(cfg: DictConfig) -> dict[str, float]:
         if cfg.predict:
             trainer.predict(module, datamodule=data, return_predictions=False, **weights)
         succeeded = True
+    except MisconfigurationException as error:
+        raise _refusal(error) from error
     finally:
         finish(succeeded)
     results = {name: float(value) for name, value in metrics.items()}
     if trainer.is_global_zero:
         shown = (
-            f"{name} {results[name]:.4f}"
-            for name in ("train/acc", "val/acc", "test/loss", "test/acc")
-            if name in results
+            f"{name} {value:.4f}" for name, value in results.items() if name.startswith(("train/", "val/", "test/"))
         )
         _log.info("done: %s; everything is in %s", ", ".join(shown), cfg.run_dir)
     return results
@@ -66,6 +67,7 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.Lightning
     trainer = build_trainer(cfg)
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
     module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
+    check_can_train(trainer.strategy, module)
     if cfg.init_from and not cfg.ckpt_path:
         start_from(module, cfg.init_from)
     return trainer, module, build(cfg.data)
@@ -99,4 +101,8 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             use_distributed_sampler=False,  # our sampler shards itself; Lightning's wrapper would shuffle it again
         )
     except (MisconfigurationException, ValueError) as error:  # what Lightning says of its arguments
-        raise UserError(f"an option of `trainer` or `strategy` cannot be: {' '.join(str(error).split())}") from error
+        raise _refusal(error) from error
+
+
+def _refusal(error: Exception) -> UserError:
+    return UserError(f"an option of `trainer` or `strategy` cannot be: {' '.join(str(error).split())}")

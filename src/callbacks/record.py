@@ -54,7 +54,7 @@ class RunRecord(L.Callback):
 
     def _facts(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         data: Any = trainer.datamodule
-        batch, lr = data.global_batch_size, trainer.optimizers[0].param_groups[0]["initial_lr"]
+        batch, group = data.global_batch_size, trainer.optimizers[0].param_groups[0]
         name = self.config.strategy._target_.rpartition(".")[2]
         replicas = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
         per_device = batch // replicas // data.accumulate
@@ -64,7 +64,7 @@ class RunRecord(L.Callback):
             "data": f"{data.source.description}, {len(data.splits['train'])} to train on",
             "batch": f"{batch} = {replicas} x {data.accumulate} micro-batches x {per_device} per device",
             "batch norm sees": self._normalised_over(module, per_device, replicas),
-            "learning rate": f"{lr:g} after scaling, {data.total_steps} steps",
+            "learning rate": f"{group.get('initial_lr', group['lr']):g} after scaling, {data.total_steps} steps",
             "parameters": f"{sum(parameter.numel() for parameter in module.parameters()):,}",
             "run folder": self.config.run_dir,
         }

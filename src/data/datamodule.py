@@ -131,6 +131,11 @@ class ImageDataModule(L.LightningDataModule):
         weight = batch.weight.to(dtype) / (len(image) if trainer.training else 1)
         return Batch(image, target, batch.sample_index, weight)
 
+    def to_pixels(self, image: Tensor) -> Tensor:
+        """Undo the normalisation: (n, channels, height, width) pictures in [0, 1]."""
+        mean, std = (torch.tensor(values, device=image.device)[:, None, None] for values in (self.mean, self.std))
+        return (image * std + mean).clamp(0, 1)
+
     @property
     def accumulate(self) -> int:
         """Micro-batches per step."""

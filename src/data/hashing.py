@@ -52,6 +52,13 @@ def integers(keys: Tensor, draw: int, high: int) -> Tensor:
     return (_shift_right(_draw(keys, draw), 32) * high) >> 32
 
 
+def normal(keys: Tensor, count: int) -> Tensor:
+    """(n, count) float32 numbers of the standard normal distribution, `count` for each of n keys."""
+    places = torch.arange(1, count + 1, device=keys.device) * _GOLDEN
+    shares = (_shift_right(_mix(keys[:, None] + places), 40).double() + 0.5) * 2.0**-24
+    return torch.special.ndtri(shares).float()
+
+
 def permutation(count: int, *parts: int) -> Tensor:
     """A permutation of range(count), fixed by `parts`."""
     seed = int(hash_ints(*parts)) & ((1 << 63) - 1)

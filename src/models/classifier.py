@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from src.checkpoint import check_fits
 from src.data.batch import Batch
-from src.errors import UserError
 from src.models.metrics import WeightedMean
-from src.models.optim import Schedule, build_optimizer, scaling_factor
+from src.models.optim import Schedule, adopt, build_optimizer, scaling_factor
 
 
 class ImageClassifier(L.LightningModule):
@@ -86,9 +86,6 @@ class ImageClassifier(L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         data = self.trainer.datamodule
         factor = scaling_factor(self.lr_scaling, data.global_batch_size, self.reference_batch_size)
-        lr = self.optimizer.keywords["lr"]
-        if not isinstance(lr, int | float) or lr < 0:
-            raise UserError(f"optimizer.lr={lr} is no learning rate: give a number of at least zero")
         optimizer = build_optimizer(self.net, self.optimizer, factor, prefix="net.")
         horizon, schedule = data.total_steps, self.schedule
         scheduler = LambdaLR(optimizer, lambda step: schedule(step, horizon))
@@ -96,18 +93,13 @@ class ImageClassifier(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse another network's checkpoint; on resuming, let the configuration's hyper-parameters rule."""
-        self._check_fits(checkpoint["state_dict"])
+        check_fits(checkpoint["state_dict"], self.state_dict())
         if not self.trainer.training or not checkpoint.get("optimizer_states"):
             return
-        configured = self.configure_optimizers()
-        step = checkpoint["global_step"]
-        factor = self.schedule(step, self.trainer.datamodule.total_steps)
-        groups = configured["optimizer"].param_groups
-        for saved, new in zip(checkpoint["optimizer_states"][0]["param_groups"], groups, strict=True):
-            if saved.keys() != new.keys():
-                raise UserError("ckpt_path is of a run with another `optimizer`: leave it as that run had it")
-            saved.update({key: value for key, value in new.items() if key not in ("params", "param_names")})
-            saved["lr"] = new["initial_lr"] * factor
+        optimizer = self.configure_optimizers()["optimizer"]
+        factor = self.schedule(checkpoint["global_step"], self.trainer.datamodule.total_steps)
+        adopt(checkpoint["optimizer_states"][0], optimizer, factor)
+        groups = optimizer.param_groups
         checkpoint["lr_schedulers"][0]["base_lrs"] = [group["initial_lr"] for group in groups]
 
     def _losses(self, outputs: Tensor, batch: Batch) -> Tensor:
@@ -135,15 +127,6 @@ class ImageClassifier(L.LightningModule):
         self.log("train/loss", means[0], prog_bar=True)
         self.log("train/acc", means[1])
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
-
-    def _check_fits(self, saved: dict[str, Tensor]) -> None:
-        own = self.state_dict()
-        odd = sorted(saved.keys() ^ own.keys()) or [name for name in own if saved[name].shape != own[name].shape]
-        if odd:
-            raise UserError(
-                f"ckpt_path holds another network than this run's `model`: they differ in {odd[0]}"
-                f"{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}; leave `model` and `data` as that run had them"
-            )
 
 
 def _hits(outputs: Tensor, batch: Batch) -> Tensor:

@@ -34,13 +34,32 @@ def build_optimizer(net: nn.Module, factory: partial[Any], lr_factor: float, pre
 
     The parameters are given by name, as `prefix` and their name in the network, which the state dict then holds
     as `param_names`: a checkpoint says itself which moments belong to which weights.
+
+    Raises:
+        UserError: if the learning rate is no such number.
     """
+    lr = factory.keywords["lr"]
+    if not isinstance(lr, int | float) or lr < 0:
+        raise UserError(f"optimizer.lr={lr} is no learning rate: give a number of at least zero")
     named = [(f"{prefix}{name}", parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [(name, parameter) for name, parameter in named if parameter.ndim > 1]},
         {"params": [(name, parameter) for name, parameter in named if parameter.ndim <= 1], "weight_decay": 0.0},
     ]
-    return factory([group for group in groups if group["params"]], lr=factory.keywords["lr"] * lr_factor)
+    return factory([group for group in groups if group["params"]], lr=lr * lr_factor)
+
+
+def adopt(saved: dict[str, Any], optimizer: Optimizer, factor: float) -> None:
+    """Put the hyper-parameters of `optimizer` into a saved state; of its learning rate, `factor` is due.
+
+    Raises:
+        UserError: if the state is of an optimiser of another kind.
+    """
+    for old, new in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        if old.keys() != new.keys():
+            raise UserError("ckpt_path is of a run with another `optimizer`: leave it as that run had it")
+        old.update({key: value for key, value in new.items() if key not in ("params", "param_names")})
+        old["lr"] = new.get("initial_lr", new["lr"]) * factor
 
 
 def cosine(step: int, steps: int, warmup: float = 0.05) -> float:

@@ -1,0 +1,95 @@
+"""How far generated pictures are from real ones, by the features of a classifier."""
+
+import logging
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torchmetrics.image.fid import FrechetInceptionDistance
+
+from src.checkpoint import network_of
+from src.data.batch import Batch
+from src.models.resnet9 import resnet9
+
+_log = logging.getLogger(__name__)
+
+
+class FrechetDistance(L.Callback):
+    """Logs `val/frechet` and `test/frechet`: the distance of Heusel et al., "GANs trained by a two time-scale update
+    rule" (2017), between the real pictures and as many generated ones, less being better.
+
+    It is no FID: the features are not Inception's, but what the last linear layer of a classifier of this template
+    sees. So it compares generators that were judged alike, and nothing else.
+
+    Args:
+        judge: a run folder or checkpoint of a classifier; without one, a network with random weights, always the same,
+            which tells less (Naeem et al., "Reliable fidelity and diversity metrics for generative models", 2020).
+
+    Raises:
+        UserError: if the checkpoint is of no classifier.
+    """
+
+    def __init__(self, judge: str | None = None) -> None:
+        self.judge = judge
+        self._distance: FrechetInceptionDistance | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Make the metric in this process: a spawned one would share its parent's memory."""
+        features = _trained(self.judge) if self.judge else _random()
+        self._distance = FrechetInceptionDistance(feature=features)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        judge = self.judge or "a network with random weights (callbacks.frechet.judge=RUN_DIR takes a trained one)"
+        _log.info("  frechet is by the features of %s", judge)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self._compare(trainer, outputs, batch)
+
+    def on_test_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self._compare(trainer, outputs, batch)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._log(pl_module, "val/frechet")
+
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._log(pl_module, "test/frechet")
+
+    def _compare(self, trainer: L.Trainer, fake: Tensor, batch: Batch) -> None:
+        """Count the pictures that are no padding."""
+        assert self._distance is not None
+        distance, counted = self._distance.to(fake.device), batch.weight > 0
+        if counted.any():
+            distance.update(trainer.datamodule.to_pixels(batch.image[counted].float()), real=True)
+            distance.update(trainer.datamodule.to_pixels(fake[counted].float()), real=False)
+
+    def _log(self, module: L.LightningModule, name: str) -> None:
+        """All ranks' pictures together."""
+        assert self._distance is not None
+        module.log(name, self._distance.compute().float(), prog_bar=True)
+        self._distance.reset()
+
+
+class _Features(nn.Module):
+    """Pictures in [0, 1] to what the last linear layer of a network sees."""
+
+    def __init__(self, net: nn.Module, mean: list[float], std: list[float]) -> None:
+        super().__init__()
+        name, last = [(name, part) for name, part in net.named_modules() if isinstance(part, nn.Linear)][-1]
+        net.set_submodule(name, nn.Identity())
+        self.net, self.num_features = net.eval().requires_grad_(False), last.in_features
+        self.mean, self.std = (nn.Buffer(torch.tensor(values)[:, None, None]) for values in (mean, std))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.net((pixels - self.mean) / self.std)
+
+
+def _trained(judge: str) -> _Features:
+    net, config = network_of(judge, "callbacks.frechet.judge")
+    return _Features(net, list(config.data.mean), list(config.data.std))
+
+
+def _random() -> _Features:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _Features(resnet9(num_classes=10, width=32), mean=[0.5] * 3, std=[0.25] * 3)

@@ -1,0 +1,42 @@
+"""Pictures that a generator makes, always of the same noise, laid out in a square."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import WandbLogger
+from PIL import Image
+from torch import Tensor
+
+from src.files import replacing
+
+
+class SampleGrid(L.Callback):
+    """After each validation, writes `samples/step000123.png` into the run folder, and logs it to W&B.
+
+    Args:
+        count: pictures of the grid, a square number.
+    """
+
+    def __init__(self, count: int = 64) -> None:
+        self.side = math.isqrt(count)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if not trainer.is_global_zero:
+            return
+        grid = Image.fromarray(self._grid(trainer, pl_module.sample(self.side**2)).numpy())
+        file = Path(trainer.default_root_dir) / "samples" / f"step{trainer.global_step:06d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as temporary:
+            grid.save(temporary, "png")
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_image("samples", [grid], step=trainer.global_step)
+
+    def _grid(self, trainer: L.Trainer, images: Tensor) -> Tensor:
+        """(height, width, channels) uint8 of all (n, channels, height, width) normalised pictures."""
+        pixels = (trainer.datamodule.to_pixels(images.float()) * 255).round().to(torch.uint8).cpu()
+        rows = pixels.unflatten(0, (self.side, self.side)).permute(0, 3, 1, 4, 2)
+        return rows.reshape(self.side * pixels.shape[2], -1, pixels.shape[1])

@@ -1,0 +1,104 @@
+"""The LightningModule of generative adversarial networks: two networks, two optimisers, stepped by hand."""
+
+from functools import partial
+from typing import Any, cast
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from src.checkpoint import check_fits
+from src.data.batch import Batch
+from src.data.hashing import hash_ints, normal
+from src.errors import UserError
+from src.models.optim import adopt, build_optimizer
+
+_NOISE = 1  # tells these random numbers from those of augmentation
+_FOR_EVALUATION = -1  # in place of an epoch: always the same noise, so that curves can be compared
+
+
+class GAN(L.LightningModule):
+    """Goodfellow et al., "Generative adversarial nets" (2014), with the generator's loss that does not saturate.
+
+    Both networks step at the same time, on losses at the same weights. So there is one backward pass, in which every
+    weight gets its gradient, as DistributedDataParallel expects. The noise of a fake is a hash of the real sample that
+    it stands beside: the same for any number of processes.
+
+    Args:
+        generator: (n, latent) noise to pictures, normalised as those of the data are.
+        discriminator: pictures to (n,) logits, greater for real ones.
+        optimizer: makes each one's optimiser from parameter groups; the learning rate is not scaled.
+        latent: numbers of noise per picture.
+    """
+
+    def __init__(
+        self, generator: nn.Module, discriminator: nn.Module, optimizer: partial[Optimizer], latent: int = 100
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.discriminator = generator, discriminator
+        self.optimizer, self.latent = optimizer, latent
+
+    def forward(self, noise: Tensor) -> Tensor:
+        """(n, latent) noise to (n, channels, height, width) pictures."""
+        return self.generator(noise)
+
+    def sample(self, count: int) -> Tensor:
+        """Always the same `count` pictures, as the generator makes them now."""
+        return self(self._noise(torch.arange(count, device=self.device), _FOR_EVALUATION))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        at_log_point = (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
+        generator_loss, discriminator_loss = self._losses(batch)
+        counted, _ = cast(list[Any], self.optimizers())
+        _, uncounted = cast(list[Any], self.optimizers(use_pl_optimizer=False))
+        counted.zero_grad()
+        uncounted.zero_grad()
+        self.manual_backward(generator_loss + discriminator_loss)
+        uncounted.step()
+        counted.step()  # Lightning counts the steps of its own wrapper: one per batch, as everything else expects
+        if at_log_point:
+            self._log_step(torch.stack([generator_loss, discriminator_loss]).detach())
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """A fake for each real picture, for callbacks to compare."""
+        return self(self._noise(batch.sample_index, _FOR_EVALUATION))
+
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.validation_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> list[Optimizer]:
+        if self.trainer.precision == "16-mixed":
+            raise UserError("trainer.precision=16-mixed scales one loss, and a GAN has two: take bf16-mixed or 32-true")
+        networks = {"generator.": self.generator, "discriminator.": self.discriminator}
+        return [build_optimizer(net, self.optimizer, 1.0, prefix) for prefix, net in networks.items()]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse another network's checkpoint; on resuming, let the configuration's hyper-parameters rule."""
+        check_fits(checkpoint["state_dict"], self.state_dict())
+        if self.trainer.training:
+            for saved, optimizer in zip(checkpoint["optimizer_states"], self.configure_optimizers(), strict=True):
+                adopt(saved, optimizer, 1.0)
+
+    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The generator's and the discriminator's, each a weighted sum over the samples."""
+        fake = self(self._noise(batch.sample_index, self.current_epoch))
+        frozen = {name: parameter.detach() for name, parameter in self.discriminator.named_parameters()}
+        fooled = functional_call(self.discriminator, frozen, fake)
+        on_real, on_fake = self.discriminator(batch.image), self.discriminator(fake.detach())
+        generator_loss = (F.softplus(-fooled) * batch.weight).sum()
+        return generator_loss, ((F.softplus(-on_real) + F.softplus(on_fake)) * batch.weight).sum()
+
+    def _noise(self, index: Tensor, epoch: int) -> Tensor:
+        keys = hash_ints(self.trainer.datamodule.seed, epoch, _NOISE, index, device=self.device)
+        return normal(keys, self.latent).to(cast(torch.dtype, self.dtype))
+
+    def _log_step(self, losses: Tensor) -> None:
+        means = self.trainer.strategy.reduce(losses, reduce_op="mean")
+        self.log("train/loss", means.sum(), prog_bar=True)
+        self.log("train/loss_generator", means[0])
+        self.log("train/loss_discriminator", means[1])
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])

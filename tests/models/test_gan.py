@@ -1,0 +1,155 @@
+"""The GAN: the same under every strategy that can train it, resumed where it was, and judged by a classifier."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from PIL import Image
+
+from src.callbacks.frechet import FrechetDistance
+from src.data.hashing import hash_ints, normal
+from src.errors import UserError
+from src.experiment import assemble, build, run
+from src.strategies.compatibility import check_can_train
+from tests.faults.test_resume import check_same, die, in_world
+from tests.parity.test_parity import STRATEGIES, TOLERANCE, distances
+from tests.pool import Pool
+from tests.runs import Record, compose, drives_all_devices, fit, spawned
+
+TASK = [
+    "experiment=gan",
+    "module.generator.width=4",
+    "module.discriminator.width=4",
+    "module.latent=8",
+    "data.batch_size=32",
+    "trainer.precision=64-true",
+    "trainer.max_epochs=2",
+    "trainer.max_steps=20",
+    "trainer.log_every_n_steps=1",
+]
+
+
+@pytest.fixture(scope="module")
+def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Record:
+    return fit(compose(tmp_path_factory.mktemp("single"), *TASK, *small))
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_agrees_with_single_process_or_is_refused(
+    strategy: str, devices: int, reference: Record, pool: Pool, small: list[str], folder: Path
+) -> None:
+    cfg = compose(folder, *TASK, *small, f"strategy={strategy}", f"trainer.devices={devices}")
+    if strategy not in ("auto", "ddp", "ddp_spawn"):
+        with pytest.raises(UserError, match="set strategy=ddp"):
+            assemble(cfg)
+        return
+    if drives_all_devices(cfg):
+        fit(cfg)
+        records = spawned(folder, devices)
+    else:
+        records = pool.run(devices, fit, cfg)
+    assert len(reference.losses) == 20
+    for record in records:
+        assert max(distances(record, reference)) < TOLERANCE
+    rows, alone = (list(csv.DictReader((place / "metrics.csv").open())) for place in (folder, reference.file.parent))
+    for row, expected in zip(rows, alone, strict=True):
+        assert float(row["val/frechet"] or 0) == pytest.approx(float(expected["val/frechet"] or 0), rel=1e-4)
+
+
+def test_both_networks_learn_and_a_batch_is_one_step(reference: Record) -> None:
+    for name, tensor in reference.initial.items():
+        assert not torch.equal(reference.final[name], tensor), name
+    assert reference.final["generator.layer1.1.num_batches_tracked"] == 20
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1)])
+def test_goes_on_where_it_was(
+    before: int, after: int, reference: Record, pool: Pool, small: list[str], folder: Path
+) -> None:
+    def task(devices: int, *more: str) -> object:
+        strategy = "ddp" if devices > 1 else "auto"
+        return compose(folder, *TASK, *small, f"strategy={strategy}", f"trainer.devices={devices}", *more)
+
+    in_world(pool, before, die, task(before), "on_train_batch_end", 5)
+    resumed = in_world(pool, after, fit, task(after, f"ckpt_path={folder}/died.ckpt"))
+    check_same(resumed, reference, done=5)
+
+
+def test_gradients_are_each_loss_its_own_networks(small: list[str], folder: Path) -> None:
+    """One backward pass for both losses gives what two passes, with the other network left alone, would give."""
+    trainer, module, data = assemble(compose(folder, *TASK, *small))
+    trainer.callbacks.append(checker := _TwoPasses())
+    trainer.fit(module, datamodule=data)
+    assert checker.steps == 20
+
+
+class _TwoPasses(L.Callback):
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for network, which in ((pl_module.generator, 0), (pl_module.discriminator, 1)):
+            weights = list(network.parameters())
+            alone = torch.autograd.grad(pl_module._losses(batch)[which], weights)
+            both = torch.autograd.grad(torch.stack(pl_module._losses(batch)).sum(), weights)
+            for a, b in zip(alone, both, strict=True):
+                assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+        self.steps += 1
+
+
+def test_noise_is_normal_and_fixed_by_the_sample() -> None:
+    keys = hash_ints(0, torch.arange(2000))
+    noise = normal(keys, 100)
+    assert abs(float(noise.mean())) < 0.01
+    assert abs(float(noise.std()) - 1) < 0.01
+    assert abs(float(torch.corrcoef(noise.T)[0, 1])) < 0.1
+    order = torch.randperm(2000)
+    assert torch.equal(normal(keys[order], 100), noise[order])
+
+
+def test_samples_are_laid_out_in_a_square(small: list[str], folder: Path) -> None:
+    fit(compose(folder, *TASK, *small, "callbacks.samples.count=16"))
+    files = sorted(file.name for file in (folder / "samples").iterdir())
+    assert files == ["step000011.png"]  # the second epoch is not finished
+    picture = Image.open(folder / "samples" / files[0])
+    assert picture.size == (128, 128)
+    assert np.asarray(picture).std() > 10
+
+
+def test_real_pictures_are_nearer_to_real_ones_than_noise(small: list[str], folder: Path) -> None:
+    """Judged by a classifier that was trained here, and by a network with random weights."""
+    fit(compose(folder, *small, "model.width=4", "data.batch_size=16", "trainer.max_epochs=2"))
+    data = build(compose(folder, *small).data)
+    pixels = data.source.load(data.root, "train")[0].float() / 255
+    for judge in (str(folder / "checkpoints" / "last.ckpt"), None):
+        callback = FrechetDistance(judge)
+        callback.setup(L.Trainer(accelerator="cpu", logger=False), L.LightningModule(), "fit")
+        far = []
+        for fake in (pixels[200:], pixels[200:] * 0.5 + 0.5 * torch.rand(200, 3, 32, 32), torch.rand(200, 3, 32, 32)):
+            distance = callback._distance
+            assert distance is not None
+            distance.update(pixels[:200], real=True)
+            distance.update(fake, real=False)
+            far.append(float(distance.compute()))
+            distance.reset()
+        assert far[0] < far[1] < far[2]
+
+
+def test_what_cannot_be(small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=r"frechet.judge=.* is no whole checkpoint"):
+        run(compose(folder, *TASK, *small, f"callbacks.frechet.judge={Path(__file__)}"))
+    fit(compose(folder / "other", *TASK, *small, "trainer.max_epochs=1"))
+    own = folder / "other" / "checkpoints" / "last.ckpt"
+    with pytest.raises(UserError, match=r"frechet.judge=.* is no checkpoint of a classifier"):
+        run(compose(folder, *TASK, *small, f"callbacks.frechet.judge={own}"))
+    with pytest.raises(UserError, match="gradient_clip_val"):
+        run(compose(folder, *TASK, *small, "trainer.gradient_clip_val=1.0"))
+    _, module, _ = assemble(compose(folder, *TASK, *small))
+    with pytest.raises(UserError, match=r"strategy=ModelParallelStrategy .* set strategy=ddp"):
+        check_can_train(ModelParallelStrategy(), module)
