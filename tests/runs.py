@@ -1,6 +1,6 @@
 """Training runs inside the test process, or inside the ranks of the pool, with a record of what they did."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ class Record(L.Callback):
         self.final = _copy(pl_module.state_dict())
         self.optimizer = moments(trainer.optimizers[0].state_dict())
         self.file.parent.mkdir(exist_ok=True)  # fast_dev_run makes no folder
-        torch.save(vars(self), self.file.with_suffix(f".{trainer.global_rank}"))
+        told = {part.name: getattr(self, part.name) for part in fields(self)}  # not what Lightning hangs on callbacks
+        torch.save(told, self.file.with_suffix(f".{trainer.global_rank}"))
 
 
 def fit(cfg: DictConfig, *extra: L.Callback, test: bool = False) -> Record:

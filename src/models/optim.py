@@ -1,7 +1,7 @@
 """How the optimiser's numbers follow from the configuration: groups, learning-rate scaling, schedules."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,3 +81,9 @@ def one_cycle(step: int, steps: int, warmup: float = 0.25, start: float = 0.1) -
 def constant(step: int, steps: int, warmup: float = 0.0) -> float:
     """Linear warm-up over the share `warmup` of the run, then no change."""
     return min(1.0, (step + 1) / (warmup * steps + 1))
+
+
+def multi_step(step: int, steps: int, milestones: Sequence[float], factor: float = 0.2, warmup: float = 0.0) -> float:
+    """Linear warm-up, then less by `factor` at each of the milestones, which are shares of the run."""
+    passed = sum(step >= milestone * steps for milestone in milestones)
+    return constant(step, steps, warmup) * factor**passed

@@ -19,7 +19,7 @@ def resnet9(num_classes: int, width: int = 16, norm: str = "batch") -> nn.Sequen
             layer1=nn.Sequential(_halving(width, 2 * width, norm), _Residual(2 * width, norm)),
             layer2=_halving(2 * width, 4 * width, norm),
             layer3=nn.Sequential(_halving(4 * width, 8 * width, norm), _Residual(8 * width, norm)),
-            head=nn.Sequential(nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8 * width, num_classes), _Scale(0.125)),
+            head=nn.Sequential(_GlobalMax(), nn.Flatten(), nn.Linear(8 * width, num_classes), _Scale(0.125)),
         )
     )
 
@@ -31,6 +31,13 @@ class _Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.branch(x)
+
+
+class _GlobalMax(nn.Module):
+    """Each channel's maximum; torch's own pooling layer has no deterministic gradient on GPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.amax((2, 3), keepdim=True)
 
 
 class _Scale(nn.Module):

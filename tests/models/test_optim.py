@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from src.errors import UserError
-from src.models.optim import build_optimizer, constant, cosine, one_cycle, scaling_factor
+from src.models.optim import build_optimizer, constant, cosine, multi_step, one_cycle, scaling_factor
 
 
 def test_only_matrices_decay_and_every_parameter_is_named() -> None:
@@ -44,3 +44,9 @@ def test_schedules_rise_and_fall(schedule: object) -> None:
 def test_constant_schedule() -> None:
     assert {constant(step, 100) for step in range(100)} == {1.0}
     assert constant(0, 100, warmup=0.1) < constant(5, 100, warmup=0.1) < constant(50, 100, warmup=0.1) == 1.0
+
+
+def test_multi_step_schedule() -> None:
+    factors = [multi_step(step, 10, milestones=[0.3, 0.8], factor=0.1) for step in range(10)]
+    assert factors == pytest.approx([1.0] * 3 + [0.1] * 5 + [0.01] * 2)
+    assert multi_step(0, 100, [0.5], warmup=0.1) < multi_step(20, 100, [0.5], warmup=0.1) == 1.0
