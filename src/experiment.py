@@ -8,6 +8,7 @@ import lightning as L
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
@@ -85,18 +86,22 @@ def build(node: DictConfig, **changes: Any) -> Any:
 
 def build_trainer(cfg: DictConfig) -> L.Trainer:
     """The trainer of a resolved configuration, with what every run needs whatever is configured."""
-    folder = Path(cfg.run_dir)
+    folder, precision = Path(cfg.run_dir), cfg.trainer.precision
     required = [RunRecord(cfg), DataPosition(), SeedEachStep(cfg.seed), RefuseNaN(), PredictionWriter(folder)]
     chosen = [build(callback) for callback in cfg.callbacks.values() if callback]
     if not cfg.trainer.enable_progress_bar:  # Lightning raises if it is given one all the same
         chosen = [callback for callback in chosen if not isinstance(callback, ProgressBar)]
     trainer = build(cfg.trainer, _partial_=True)
+    plugins: list[Any] = [AtomicCheckpointIO(), *([GlobalBatchNorm()] if cfg.trainer.sync_batchnorm else [])]
+    if precision == "64-true":  # as a plugin, since by name Lightning does not let every strategy have it
+        plugins, precision = [*plugins, DoublePrecision()], None
     try:
         return trainer(
             strategy=build(cfg.strategy),
             callbacks=[*required, *chosen],
             logger=[CSVLogger(folder), build(cfg.logger)],
-            plugins=[AtomicCheckpointIO(), *([GlobalBatchNorm()] if cfg.trainer.sync_batchnorm else [])],
+            plugins=plugins,
+            precision=precision,
             default_root_dir=folder,
             use_distributed_sampler=False,  # our sampler shards itself; Lightning's wrapper would shuffle it again
         )

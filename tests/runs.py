@@ -9,11 +9,13 @@ import lightning as L
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from src.experiment import assemble
 from src.launch.rank import drives_all_devices as drives_all_devices
 
 CONF = Path(__file__).parents[1] / "conf"
+STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 QUIET = ["logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
 
 
@@ -43,6 +45,9 @@ class Record(L.Callback):
     optimizer: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {part.name: getattr(self, part.name) for part in fields(self)}  # not what Lightning hangs on callbacks
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.initial = _copy(pl_module.state_dict())
 
@@ -56,8 +61,7 @@ class Record(L.Callback):
         self.final = _copy(pl_module.state_dict())
         self.optimizer = moments(trainer.optimizers[0].state_dict())
         self.file.parent.mkdir(exist_ok=True)  # fast_dev_run makes no folder
-        told = {part.name: getattr(self, part.name) for part in fields(self)}  # not what Lightning hangs on callbacks
-        torch.save(told, self.file.with_suffix(f".{trainer.global_rank}"))
+        torch.save(self.__getstate__(), self.file.with_suffix(f".{trainer.global_rank}"))
 
 
 def fit(cfg: DictConfig, *extra: L.Callback, test: bool = False) -> Record:
@@ -87,7 +91,7 @@ def moments(state: dict[str, Any]) -> dict[str, Tensor]:
     return {
         f"{names[number]}/{key}": value.detach().clone()
         for number, tensors in state["state"].items()
-        for key, value in tensors.items()
+        for key, value in whole(tensors).items()
         if isinstance(value, Tensor)
     }
 
@@ -99,4 +103,9 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def _copy(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
+    return {name: tensor.detach().clone() for name, tensor in whole(state).items()}
+
+
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    """Shards put together, by all ranks in the same order."""
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}

@@ -5,6 +5,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from src.errors import UserError
@@ -31,12 +32,20 @@ class EMA(L.Callback):
         self.decay = decay
         self._average: dict[str, Tensor] = {}
         self._trained: dict[str, Tensor] = {}  # while the module holds the average
+        self._restored: dict[str, Tensor] = {}
         self._step = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for name, tensor in pl_module.state_dict().items():
-            self._average[name] = _precise(self._average.get(name, tensor)).to(tensor.device)
         self._step = trainer.global_step
+        self._average = _precise_copies(pl_module)
+        if self._restored:
+            self._exchange(pl_module)
+            trainer.strategy.load_model_state_dict(
+                {"state_dict": self._restored}
+            )  # of each tensor, what this rank holds
+            self._average = _precise_copies(pl_module)
+            self._exchange(pl_module)
+            self._restored = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self._catch_up(trainer, pl_module)
@@ -68,7 +77,7 @@ class EMA(L.Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the module's weights for the average, and go on training with the others."""
         if trainer.training and "training_state_dict" in checkpoint:
-            self._average = {name: tensor.clone() for name, tensor in pl_module.state_dict().items()}
+            self._restored = checkpoint["state_dict"]
             trainer.strategy.load_model_state_dict({"state_dict": checkpoint["training_state_dict"]})
 
     @torch.no_grad()
@@ -77,7 +86,7 @@ class EMA(L.Callback):
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        live, decay = module.state_dict(), min(self.decay, (1 + self._step) / (10 + self._step))
+        live, decay = _held(module), min(self.decay, (1 + self._step) / (10 + self._step))
         floats = [name for name, tensor in live.items() if tensor.is_floating_point()]
         averages = [self._average[name] for name in floats]
         current = [live[name].to(average.dtype) for name, average in zip(floats, averages, strict=True)]
@@ -88,13 +97,24 @@ class EMA(L.Callback):
     @torch.no_grad()
     def _exchange(self, module: L.LightningModule) -> None:
         """Put the average into the module, or what was trained back; nothing, if there is no average."""
-        live = module.state_dict() if self._average else {}
+        live = _held(module) if self._average else {}
         incoming = self._trained or self._average
         self._trained = {} if self._trained else {name: tensor.clone() for name, tensor in live.items()}
         for name, tensor in live.items():
             tensor.copy_(incoming[name])
 
 
-def _precise(tensor: Tensor) -> Tensor:
-    """A copy in which small steps are not lost to rounding."""
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.clone()
+def _held(module: L.LightningModule) -> dict[str, Tensor]:
+    """What this rank has in memory of each tensor."""
+    return {
+        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in module.state_dict().items()
+    }
+
+
+def _precise_copies(module: L.LightningModule) -> dict[str, Tensor]:
+    """Copies in which small steps are not lost to rounding."""
+    return {
+        name: tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.clone()
+        for name, tensor in _held(module).items()
+    }

@@ -12,9 +12,9 @@ from torch import Tensor
 from src.errors import UserError
 from src.experiment import run
 from tests.faults.test_resume import die, in_world
-from tests.parity.test_parity import STRATEGIES, TOLERANCE
+from tests.parity.test_parity import TOLERANCE
 from tests.pool import Pool
-from tests.runs import compose, drives_all_devices, fit, relative
+from tests.runs import STRATEGIES, compose, drives_all_devices, fit, relative
 
 TASK = ["experiment=parity", "callbacks=[default,ema]", "callbacks.ema.decay=0.8"]
 

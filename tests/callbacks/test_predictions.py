@@ -9,9 +9,8 @@ from PIL import Image
 
 from src.errors import UserError
 from src.experiment import run
-from tests.parity.test_parity import STRATEGIES
 from tests.pool import Pool
-from tests.runs import compose, drives_all_devices, fit
+from tests.runs import STRATEGIES, compose, drives_all_devices, fit
 
 TASK = ["model=mlp", "model.hidden=[64]", "data.batch_size=16", "trainer.max_epochs=2"]
 PREDICT = ["fit=false", "test=false"]

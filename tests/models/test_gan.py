@@ -17,9 +17,9 @@ from src.errors import UserError
 from src.experiment import assemble, build, run
 from src.strategies.compatibility import check_can_train
 from tests.faults.test_resume import check_same, die, in_world
-from tests.parity.test_parity import STRATEGIES, TOLERANCE, distances
+from tests.parity.test_parity import TOLERANCE, distances
 from tests.pool import Pool
-from tests.runs import Record, compose, drives_all_devices, fit, spawned
+from tests.runs import STRATEGIES, Record, compose, drives_all_devices, fit, spawned
 
 TASK = [
     "experiment=gan",

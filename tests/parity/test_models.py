@@ -10,14 +10,14 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from src.experiment import assemble
-from tests.parity.test_parity import STRATEGIES, TOLERANCE
+from tests.parity.test_parity import TOLERANCE
 from tests.pool import Pool
-from tests.runs import CONF, compose, drives_all_devices
+from tests.runs import CONF, STRATEGIES, compose, drives_all_devices, whole
 
 MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
 TASK = [
-    "data.batch_size=4",
-    "module.reference_batch_size=4",
+    "data.batch_size=2",
+    "module.reference_batch_size=2",
     "optimizer.lr=0.01",
     "scheduler=constant",
     "trainer.precision=64-true",
@@ -39,7 +39,7 @@ class Sketch(L.Callback):
         self.losses.append(float(trainer.callback_metrics["train/loss"]))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        numbers = {name: _projection(tensor.double()) for name, tensor in pl_module.state_dict().items()}
+        numbers = {name: _projection(tensor.double()) for name, tensor in whole(pl_module.state_dict()).items()}
         Path(trainer.default_root_dir).mkdir(exist_ok=True)
         torch.save({"losses": self.losses} | numbers, f"{trainer.default_root_dir}/sketch.{trainer.global_rank}")
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from src.data.sampler import TrainingBatches
 from src.strategies.sync_batchnorm import GlobalBatchNorm
 from tests.pool import Pool
-from tests.runs import CONF, Record, compose, drives_all_devices, fit, relative, spawned
+from tests.runs import STRATEGIES, Record, compose, drives_all_devices, fit, relative, spawned
 
 TOLERANCE = 1e-9
 EXPERIMENTS = {
@@ -20,7 +20,6 @@ EXPERIMENTS = {
     "adamw": ["optimizer=adamw", "optimizer.lr=0.01"],
     "accumulate": ["trainer.accumulate_grad_batches=2"],
 }
-STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 WORLDS = {f"{strategy} x{devices}": (strategy, devices) for strategy in STRATEGIES for devices in (2, 4)}
 WORLDS["ddp x1"] = ("ddp", 1)
 

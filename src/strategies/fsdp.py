@@ -1,0 +1,114 @@
+"""FSDP2: weights, gradients and optimiser state sharded over the ranks, gathered block by block where they are used.
+
+`torch.distributed.fsdp.fully_shard`, applied from outside the network, on Lightning's ModelParallelStrategy, which
+leaves that to the module. Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel" (2023).
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.strategy import Strategy
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim import Optimizer
+
+from src.errors import UserError
+from src.strategies.portable import gather, scatter
+
+
+class FSDP(ModelParallelStrategy):
+    """Every rank has its share of the data and of each tensor.
+
+    A checkpoint is restored before the network is sharded, and holds whole tensors: it is the single process's.
+
+    Args:
+        replicas: groups of ranks that hold the whole network each, sharded within (HSDP); one group is plain FSDP.
+        reshard_after_forward: free a block's gathered weights after its forward pass, and gather them again for the
+            backward pass: less memory, half as much communication again.
+        param_dtype, reduce_dtype: what weights are gathered in, and gradients reduced in, such as `bfloat16`; by
+            default what they are stored in. `trainer.precision=bf16-mixed` is another thing: autocast, as elsewhere.
+
+    Raises:
+        UserError: if the ranks do not divide among the replicas, or there is no such type.
+    """
+
+    def __init__(
+        self,
+        replicas: int = 1,
+        reshard_after_forward: bool = True,
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(save_distributed_checkpoint=False, **kwargs)
+        self.replicas, self.reshard_after_forward = replicas, reshard_after_forward
+        self.policy = MixedPrecisionPolicy(_dtype("param_dtype", param_dtype), _dtype("reduce_dtype", reduce_dtype))
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        if self.replicas < 1 or self.world_size % self.replicas:
+            raise UserError(
+                f"strategy.replicas={self.replicas} does not divide the {self.world_size} processes: "
+                "take a divisor, or change trainer.devices"
+            )
+        shape, names = (self.replicas, self.world_size // self.replicas), ("replicate", "shard")
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        self._device_mesh = mesh if self.replicas > 1 else mesh["shard"]
+
+    def setup(self, trainer: L.Trainer) -> None:
+        Strategy.setup(self, trainer)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        net = cast(nn.Module, model.net)
+        if not isinstance(net, FSDPModule):  # after fit, test finds it sharded
+            if self._layer_sync:
+                self._layer_sync.apply(model)
+            self._shard(net)
+        return model
+
+    def _shard(self, net: nn.Module) -> None:
+        net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP takes no other
+        options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.policy}
+        for block in net.children():
+            if any(True for _ in block.parameters()):
+                fully_shard(block, mesh=self.device_mesh, **options)
+        fully_shard(net, mesh=self.device_mesh, **options)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return gather(optimizer)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        set_model_state_dict(self.lightning_module, checkpoint["state_dict"], options=options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for saved, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True):
+            scatter(saved, optimizer)
+
+
+def _dtype(option: str, name: str | None) -> torch.dtype | None:
+    found = getattr(torch, name, None) if name else None
+    if name and not isinstance(found, torch.dtype):
+        raise UserError(f"strategy.{option}={name} is no type of torch: take bfloat16, float16 or float32")
+    return found
