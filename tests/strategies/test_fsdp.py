@@ -1,0 +1,93 @@
+"""Sharded: each rank holds its share, clips by the norm of the whole, and is refused what cannot be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from src.errors import UserError
+from src.experiment import assemble, run
+from tests.faults.test_resume import check_same, die
+from tests.parity.test_parity import TOLERANCE, distances
+from tests.pool import Pool, RankFailed
+from tests.runs import compose, fit
+
+PARITY = ["experiment=parity"]
+FSDP = ["strategy=fsdp", "trainer.devices=2"]
+
+
+def shares(cfg: Any) -> tuple[int, int, int]:
+    """Numbers that this rank holds: of the weights, of the optimiser's moments; and those of the whole network."""
+    trainer, module, data = assemble(cfg)
+    trainer.fit(module, datamodule=data)
+    weights = [weight for weight in module.parameters() if isinstance(weight, DTensor)]
+    assert len(weights) == len(list(module.parameters()))
+    moments = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
+    held = sum(moment.to_local().numel() for moment in moments if isinstance(moment, DTensor))
+    return sum(weight.to_local().numel() for weight in weights), held, sum(weight.numel() for weight in weights)
+
+
+@pytest.mark.parametrize(("strategy", "devices", "shards"), [("fsdp", 4, 4), ("hsdp", 4, 2)])
+def test_each_rank_holds_its_share(
+    strategy: str, devices: int, shards: int, pool: Pool, small: list[str], folder: Path
+) -> None:
+    task = ["model.width=8", "data.batch_size=16", "trainer.max_steps=2", "trainer.limit_val_batches=0"]
+    plain = ["callbacks.best=null", "callbacks.checkpoint=null"]
+    cfg = compose(folder, *small, *task, *plain, f"strategy={strategy}", f"trainer.devices={devices}")
+    for weights, moments, whole in pool.run(devices, shares, cfg):
+        assert weights == moments
+        assert weights == pytest.approx(whole / shards, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.gradient_clip_val=0.5"],
+        ["strategy.reshard_after_forward=false", "data.augment.mixup=1.0"],
+        ["model.norm=group", "optimizer.momentum=0", "optimizer.nesterov=false"],
+    ],
+    ids=" ".join,
+)
+def test_agrees_with_single_process(overrides: list[str], pool: Pool, small: list[str], folder: Path) -> None:
+    plain = [override for override in overrides if not override.startswith("strategy")]
+    reference = fit(compose(folder / "single", *small, *PARITY, *plain))
+    free = fit(compose(folder / "free", *small, *PARITY)).final
+    assert any(not torch.equal(tensor, free.get(name, tensor)) for name, tensor in reference.final.items())
+    for record in pool.run(2, fit, compose(folder, *small, *PARITY, *FSDP, *overrides)):
+        assert max(distances(record, reference)) < TOLERANCE
+
+
+def test_an_optimiser_without_state_resumes(pool: Pool, small: list[str], folder: Path) -> None:
+    stateless = [*PARITY, "optimizer.momentum=0", "optimizer.nesterov=false"]
+    reference = fit(compose(folder / "single", *small, *stateless))
+    pool.run(2, die, compose(folder, *small, *stateless, *FSDP), "on_train_batch_end", 5)
+    resumed = pool.run(2, fit, compose(folder, *small, *stateless, *FSDP, f"ckpt_path={folder}/died.ckpt"))
+    for record in resumed:
+        check_same([record], reference, done=5)
+
+
+@pytest.mark.parametrize("dtypes", [["strategy.param_dtype=bfloat16"], ["trainer.precision=bf16-mixed"]], ids=" ".join)
+def test_half_precision_follows_the_full_one(dtypes: list[str], pool: Pool, small: list[str], folder: Path) -> None:
+    task = ["model.width=8", "data.batch_size=16", "trainer.max_steps=8", "trainer.log_every_n_steps=1"]
+    reference = fit(compose(folder / "single", *small, *task))
+    for record in pool.run(2, fit, compose(folder, *small, *task, *FSDP, *dtypes)):
+        assert record.losses == pytest.approx(reference.losses, rel=0.1)
+        assert record.losses != pytest.approx(reference.losses, rel=1e-5)
+
+
+def test_evaluates_and_predicts_as_one_process(pool: Pool, small: list[str], folder: Path) -> None:
+    metrics = run(compose(folder / "single", *small, *PARITY))
+    weights = f"ckpt_path={folder}/single/checkpoints/last.ckpt"
+    for results in pool.run(2, run, compose(folder, *small, *PARITY, *FSDP, "fit=false", weights)):
+        assert results["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
+    for results in pool.run(2, run, compose(folder, *small, *PARITY, *FSDP)):
+        assert results["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
+
+
+def test_what_cannot_be(pool: Pool, small: list[str], folder: Path) -> None:
+    with pytest.raises(RankFailed, match=r"strategy.replicas=3 does not divide the 2 processes"):
+        pool.run(2, fit, compose(folder, *small, *FSDP, "strategy.replicas=3"))
+    with pytest.raises(UserError, match=r"strategy.param_dtype=half-ish is no type"):
+        assemble(compose(folder, *small, *FSDP, "strategy.param_dtype=half-ish"))
