@@ -1,6 +1,7 @@
 """Checkpoint files: complete or absent, and readable without running code."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from src.errors import UserError
 from src.files import replacing
+from src.launch.folder import checkpoint_file
 
 _log = logging.getLogger(__name__)
 
@@ -57,8 +59,7 @@ def check_is_checkpoint(option: str, path: Path) -> None:
     Raises:
         UserError: if not.
     """
-    if "state_dict" not in _read(path, option, map_location="meta", mmap=True):
-        raise UserError(f"{option}={path} is no checkpoint of a training run: it has no `state_dict`")
+    _read_run(path, option, map_location="meta", mmap=True)
 
 
 def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
@@ -81,9 +82,12 @@ def network_of(path: str, option: str) -> tuple[nn.Module, DictConfig]:
     Raises:
         UserError: if it holds none, or one that this code cannot build; `option` is named.
     """
-    checkpoint = _read(path, option, map_location="cpu")
+    checkpoint = _read_run(checkpoint_file(Path(path)), option, map_location="cpu")
     config: Any = OmegaConf.create(checkpoint.get("config", ""))
     try:
+        targets = re.findall(r"_target_: *(\S+)", OmegaConf.to_yaml(config.module.net))
+        if strange := [target for target in targets if not target.startswith("src.models.")]:
+            raise UserError(f"refused: {option}={path} would run {strange[0]}, which is none of this project's models")
         net = instantiate(config.module.net, _convert_="all")
         net.load_state_dict({name.removeprefix("net."): tensor for name, tensor in checkpoint["state_dict"].items()})
     except (HydraException, OmegaConfBaseException, RuntimeError) as error:
@@ -94,21 +98,29 @@ def network_of(path: str, option: str) -> tuple[nn.Module, DictConfig]:
 def start_from(module: nn.Module, path: str) -> None:
     """Give the module the weights of another run, which may have had another number of classes.
 
-    Tensors that differ in their first dimension alone, which is that of the classes, stay as initialised and are named.
+    The last linear layer may differ in its number of outputs: then it stays as initialised, and that is said.
 
     Raises:
         UserError: if that run had another network.
     """
-    saved, own = _read(path, "init_from", map_location="cpu")["state_dict"], module.state_dict()
-    strange = saved.keys() ^ own.keys() or {name for name in own if saved[name].shape[1:] != own[name].shape[1:]}
-    fresh = [name for name in own if name not in strange and saved[name].shape != own[name].shape]
-    if strange or len(fresh) == len(own) or len({(len(saved[name]), len(own[name])) for name in fresh}) > 1:
-        odd = min(strange or fresh)
-        raise UserError(f"init_from={path} holds another network than this run's `model`: they differ in {odd}")
+    saved, own = _read_run(path, "init_from", map_location="cpu")["state_dict"], module.state_dict()
+    head = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)][-1:]
+    fresh = [name for name in own if name in saved and saved[name].shape != own[name].shape]
+    inputs = [name for name in fresh if saved[name].shape[1:] != own[name].shape[1:]]
+    inner = [name for name in fresh if name.rpartition(".")[0] not in head]
+    if odd := sorted(saved.keys() ^ own.keys()) or inner or inputs:
+        raise UserError(f"init_from={path} holds another network than this run's `model`: they differ in {odd[0]}")
     module.load_state_dict({name: saved[name] for name in own if name not in fresh}, strict=False)
     if fresh:
         there, here = len(saved[fresh[0]]), len(own[fresh[0]])
         _log.info("init_from: %s classes there, %s here: %s start afresh", there, here, " and ".join(fresh))
+
+
+def _read_run(path: _PATH, option: str, **options: Any) -> dict[str, Any]:
+    checkpoint = _read(path, option, **options)
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise UserError(f"{option}={path} is no checkpoint of a training run: it has no `state_dict`")
+    return checkpoint
 
 
 def _read(path: _PATH, option: str = "ckpt_path", **options: Any) -> dict[str, Any]:

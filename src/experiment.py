@@ -10,6 +10,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
 from src.callbacks.finite import RefuseNaN
@@ -47,7 +48,9 @@ def run(cfg: DictConfig) -> dict[str, float]:
         if cfg.predict:
             trainer.predict(module, datamodule=data, return_predictions=False, **weights)
         succeeded = True
-    except MisconfigurationException as error:
+    except (MisconfigurationException, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not str(error).startswith("Early stopping conditioned on metric"):
+            raise
         raise _refusal(error) from error
     finally:
         finish(succeeded)
@@ -62,13 +65,15 @@ def run(cfg: DictConfig) -> dict[str, float]:
 
 def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDataModule]:
     """The trainer, the module with its initial weights, and the data: the same on every rank."""
-    if not isinstance(cfg.seed, int):
-        raise UserError(f"seed={cfg.seed} is no seed: give a whole number")
+    if not isinstance(cfg.seed, int) or cfg.seed < 0:
+        raise UserError(f"seed={cfg.seed} is no seed: give a whole number of at least zero")
     L.seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg)
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
     module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
     check_can_train(trainer.strategy, module)
+    if cfg.predict and not is_overridden("predict_step", module):
+        raise UserError(f"predict={cfg.predict}: {type(module).__name__} classifies nothing; take another `module`")
     if cfg.init_from and not cfg.ckpt_path:
         start_from(module, cfg.init_from)
     return trainer, module, build(cfg.data)
@@ -110,4 +115,4 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
 
 
 def _refusal(error: Exception) -> UserError:
-    return UserError(f"an option of `trainer` or `strategy` cannot be: {' '.join(str(error).split())}")
+    return UserError(f"an option of `trainer`, `strategy` or `callbacks` cannot be: {' '.join(str(error).split())}")

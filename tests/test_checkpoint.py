@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from src.checkpoint import network_of
 from src.errors import UserError
 from src.experiment import assemble
 from tests.runs import compose, fit
 
+GAN = ["experiment=gan", "module.generator.width=4", "module.discriminator.width=4", "data.batch_size=32"]
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32"]
 
 
@@ -44,6 +46,25 @@ def test_another_number_of_classes_gets_a_new_head_and_is_said(
 def test_another_network_is_refused(model: list[str], trained: Path, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=r"init_from=.* another network than this run's `model`"):
         assemble(compose(folder, *small, *model, f"init_from={trained}"))
+
+
+def test_inner_layers_of_another_width_are_no_head(small: list[str], folder: Path) -> None:
+    fit(compose(folder, *small, *GAN, "trainer.max_epochs=1"))
+    with pytest.raises(UserError, match=r"another network .* generator.start.1.weight"):
+        assemble(compose(folder, *small, *GAN, "module.latent=5", f"init_from={folder}/checkpoints/last.ckpt"))
+
+
+@pytest.mark.parametrize("target", ["torch.hub.load", "pathlib.Path.touch"])
+def test_a_checkpoint_runs_no_code_but_models(target: str, trained: Path, tmp_path: Path) -> None:
+    checkpoint = torch.load(trained)
+    checkpoint["config"] = f"module: {{net: {{_target_: {target}, self: {tmp_path}/made}}}}"
+    torch.save(checkpoint, tmp_path / "poisoned.ckpt")
+    with pytest.raises(UserError, match=f"would run {target}"):
+        network_of(f"{tmp_path}/poisoned.ckpt", "judge")
+    torch.save(torch.zeros(1), tmp_path / "bare.ckpt")
+    with pytest.raises(UserError, match="is no checkpoint of a training run"):
+        network_of(f"{tmp_path}/bare.ckpt", "judge")
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_run_that_goes_on_does_not_start_afresh(trained: Path, small: list[str], folder: Path) -> None:

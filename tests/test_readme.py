@@ -38,8 +38,10 @@ def with_names(words: list[str], folder: Path, *task: str) -> list[str]:
     (folder / "pictures").mkdir(parents=True)
     for colour in ("red", "blue"):
         Image.new("RGB", (40, 30), colour).save(folder / "pictures" / f"{colour}.png")
-    names = {"RUN_DIR": f"{folder}/run/checkpoints/last.ckpt", "FOLDER": f"{folder}/pictures"}
-    return [re.sub("RUN_DIR|FOLDER", lambda name: names[name[0]], word) for word in words]
+    resolved = ("ckpt_path=", "init_from=")  # by the launcher, which has tests of its own
+    run_of = {True: f"{folder}/run/checkpoints/last.ckpt", False: f"{folder}/run"}
+    words = [word.replace("RUN_DIR", run_of[word.startswith(resolved)]) for word in words]
+    return [word.replace("FOLDER", f"{folder}/pictures") for word in words]
 
 
 @pytest.mark.parametrize("words", [list(words) for words in dict.fromkeys(map(tuple, TRAIN))], ids=" ".join)

@@ -23,7 +23,7 @@ class EMA(L.Callback):
         decay: share of the average that a step keeps; less in the first steps, where it is (1 + step) / (10 + step).
 
     Raises:
-        UserError: if that is no share.
+        UserError: if that is no share, or checkpoints are saved in a way that leaves the average out.
     """
 
     def __init__(self, decay: float = 0.999) -> None:
@@ -34,6 +34,10 @@ class EMA(L.Callback):
         self._trained: dict[str, Tensor] = {}  # while the module holds the average
         self._restored: dict[str, Tensor] = {}
         self._step = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if any(getattr(callback, "save_weights_only", False) for callback in trainer.checkpoint_callbacks):
+            raise UserError("save_weights_only leaves out the average that callbacks.ema keeps: set it to false")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step

@@ -10,6 +10,7 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 
 from src.checkpoint import network_of
 from src.data.batch import Batch
+from src.errors import UserError
 from src.models.resnet9 import resnet9
 
 _log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class FrechetDistance(L.Callback):
             which tells less (Naeem et al., "Reliable fidelity and diversity metrics for generative models", 2020).
 
     Raises:
-        UserError: if the checkpoint is of no classifier.
+        UserError: if the checkpoint is of no classifier, or the module makes no pictures.
     """
 
     def __init__(self, judge: str | None = None) -> None:
@@ -36,6 +37,8 @@ class FrechetDistance(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Make the metric in this process: a spawned one would share its parent's memory."""
+        if not hasattr(pl_module, "sample"):
+            raise UserError("callbacks.frechet is for modules that make pictures: leave it out, or take experiment=gan")
         features = _trained(self.judge) if self.judge else _random()
         self._distance = FrechetInceptionDistance(feature=features)
 

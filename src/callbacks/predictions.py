@@ -37,7 +37,7 @@ class PredictionWriter(BasePredictionWriter):
         with replacing(self.file) as temporary, temporary.open("w", newline="") as stream:
             writer = csv.writer(stream)
             writer.writerow(["file", "class", "probability"])
-            for number, file in enumerate(trainer.predict_dataloaders.dataset.files):
-                label, probability = found[number]
-                writer.writerow([file.relative_to(data.pictures), data.source.classes[label], f"{probability:.4f}"])
+            for number, (label, probability) in sorted(found.items()):
+                file = trainer.predict_dataloaders.dataset.files[number].relative_to(data.pictures)
+                writer.writerow([file, data.source.classes[label], f"{probability:.4f}"])
         _log.info("the classes of %d pictures are in %s", len(found), self.file)

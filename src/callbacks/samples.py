@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import WandbLogger
 from PIL import Image
 from torch import Tensor
 
+from src.errors import UserError
 from src.files import replacing
 
 
@@ -18,10 +19,19 @@ class SampleGrid(L.Callback):
 
     Args:
         count: pictures of the grid, a square number.
+
+    Raises:
+        UserError: if it is none, or the module makes no pictures.
     """
 
     def __init__(self, count: int = 64) -> None:
-        self.side = math.isqrt(count)
+        self.side = math.isqrt(max(0, count))
+        if count < 1 or self.side**2 != count:
+            raise UserError(f"callbacks.samples.count={count} is no square number: take 16, 64 or 100")
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not hasattr(pl_module, "sample"):
+            raise UserError("callbacks.samples is for modules that make pictures: leave it out, or take experiment=gan")
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not trainer.is_global_zero:

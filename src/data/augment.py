@@ -37,6 +37,8 @@ class Augment:
         for name, value in {"crop_padding": crop_padding, "cutout": cutout, "mixup": mixup, "cutmix": cutmix}.items():
             if value < 0:
                 raise UserError(f"data.augment.{name}={value}: give a number of at least zero, which means none")
+        if not 0 <= mix_probability <= 1:
+            raise UserError(f"data.augment.mix_probability={mix_probability}: give a share between 0 and 1")
         self.trivial, self.crop_padding, self.flip, self.cutout = trivial, crop_padding, flip, cutout
         self.mixers = [(mix, alpha) for mix, alpha in ((mixing.mixup, mixup), (mixing.cutmix, cutmix)) if alpha > 0]
         self.mix_probability = mix_probability

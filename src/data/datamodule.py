@@ -52,7 +52,8 @@ class ImageDataModule(L.LightningDataModule):
         seed: fixes the validation split, the order of the samples and their augmentation.
 
     Raises:
-        UserError: if both batch sizes are given, or the batch does not divide among the processes.
+        UserError: if both batch sizes are given, the batch does not divide among the processes, or a number makes no
+            sense.
     """
 
     def __init__(
@@ -80,6 +81,10 @@ class ImageDataModule(L.LightningDataModule):
             raise UserError(f"data.batch_size={size} is no batch size: give a whole number of at least one")
         if not 0 <= val_fraction < 1:
             raise UserError(f"data.val_fraction={val_fraction}: give the share held out, at least 0 and less than 1")
+        if train_samples is not None and train_samples < 1:
+            raise UserError(f"data.train_samples={train_samples}: give a number of at least one, or null for all")
+        if augment.crop_padding >= min(image_shape[1:]):
+            raise UserError(f"data.augment.crop_padding={augment.crop_padding} is more than the picture has to reflect")
         self.source, self.root, self.num_classes = source, Path(root), num_classes
         self.image_shape, self.mean, self.std = cast(tuple[int, int, int], tuple(image_shape)), mean, std
         self.batch_size, self.batch_size_per_device = batch_size, batch_size_per_device
@@ -90,7 +95,8 @@ class ImageDataModule(L.LightningDataModule):
         self.splits: dict[str, ImageSplit] = {}
 
     def prepare_data(self) -> None:
-        self.source.prepare(self.root)
+        if not self.trainer.predicting:
+            self.source.prepare(self.root)
 
     def setup(self, stage: str) -> None:
         if stage == "predict":

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -34,18 +34,19 @@ class PictureFolder(Dataset[Batch]):
         return len(self.files)
 
     def __getitem__(self, positions: Tensor) -> Batch:
-        images = torch.stack([self._read(self.files[position]) for position in positions])
+        blank = torch.zeros(3, self.height, self.width, dtype=torch.uint8)
+        images = torch.stack([self._read(self.files[place]) if place >= 0 else blank for place in positions.tolist()])
         return Batch(images, torch.zeros_like(positions), positions, weight=positions >= 0)
 
     def _read(self, file: Path) -> Tensor:
         try:
             with Image.open(file) as picture:
-                square = picture.convert("RGB")
-        except (UnidentifiedImageError, OSError) as error:
+                upright = ImageOps.exif_transpose(picture).convert("RGB")
+        except Exception as error:  # a damaged file can raise anything
             raise UserError(
                 f"predict={self.folder}: {file} cannot be read ({error}); mend it or move it away"
             ) from None
-        left, top = ((side - min(square.size)) // 2 for side in square.size)
-        box = (left, top, left + min(square.size), top + min(square.size))
-        pixels = np.array(square.resize((self.width, self.height), Image.Resampling.BICUBIC, box=box))
+        left, top = ((side - min(upright.size)) // 2 for side in upright.size)
+        box = (left, top, left + min(upright.size), top + min(upright.size))
+        pixels = np.array(upright.resize((self.width, self.height), Image.Resampling.BICUBIC, box=box))
         return torch.from_numpy(pixels).permute(2, 0, 1)

@@ -69,7 +69,8 @@ def _move(image: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
 def _recoloured(pixels: Tensor, level: Tensor, signed: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Each operation on colours, on every one of the (n, 3, height, width) floats in [0, 255]."""
     factor = 1 + 0.99 * signed
-    grey = (pixels * pixels.new_tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True).round()
+    red, green, blue = pixels.split(1, dim=1)
+    grey = (0.299 * red + 0.587 * green + 0.114 * blue).round()
     yield "brightness", factor * pixels
     yield "colour", torch.lerp(grey.expand_as(pixels), pixels, factor)
     yield "contrast", torch.lerp(grey.mean((1, 2, 3), keepdim=True).round().expand_as(pixels), pixels, factor)

@@ -52,12 +52,13 @@ def _explain(error: Exception) -> str:
         namesakes = sorted(name for name in _options() if name.endswith(f".{option}"))
         hint = f"did you mean {' or '.join(namesakes)}?" if namesakes else nearest(option, _options())
         return f"{option} is no option here; {hint} (+{option}=... passes it on all the same)"
-    return text.splitlines()[0]
+    cause = f" {error.__cause__}".splitlines()[0] if error.__cause__ else ""
+    return text.splitlines()[0] + cause
 
 
 def _options() -> set[str]:
     """The names of the options in the files under conf/, as the command line spells them."""
-    names = {"seed", "fit", "test", "ckpt_path"}
+    names = set(yaml.safe_load((_CONF / "train.yaml").read_text())) - {"defaults", "hydra"}
     for file in _CONF.glob("*/*.yaml"):
         text = file.read_text()
         package = re.match(r"# @package ([a-z]\S*)", text)

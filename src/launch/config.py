@@ -12,7 +12,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from src.errors import UserError
-from src.launch.folder import CHECKPOINTS, CONFIG, folder_of, run_id
+from src.launch.folder import CONFIG, checkpoint_file, folder_of, run_id
 
 _log = logging.getLogger(__name__)
 _OF_ONE_START = (
@@ -51,10 +51,9 @@ def device_count(trainer: DictConfig) -> int:
 
 def _checkpoint(option: str, value: str) -> Path:
     """The file that `ckpt_path` or `init_from` means."""
-    given = Path(value).expanduser().absolute()
-    checkpoint = given / CHECKPOINTS / "last.ckpt" if given.is_dir() else given
+    checkpoint = checkpoint_file(Path(value))
     if not checkpoint.is_file():
-        missing = "such file or run folder" if checkpoint == given else f"checkpoint in that folder ({checkpoint})"
+        missing = f"checkpoint in that folder ({checkpoint})" if Path(value).is_dir() else "such file or run folder"
         raise UserError(f"{option}={value}: there is no {missing}")
     from src.checkpoint import check_is_checkpoint  # late, since it imports Lightning
 
@@ -67,6 +66,9 @@ def _pictures(predict: str) -> Path:
     folder = Path(predict).expanduser().absolute()
     if not folder.is_dir():
         raise UserError(f"predict={predict}: there is no such folder")
+    from src.data.pictures import PictureFolder  # late, since it need not be imported otherwise
+
+    PictureFolder(folder, (3, 1, 1))
     return folder
 
 

@@ -28,6 +28,12 @@ def run_folder(runs: str, ckpt_path: str | None, fit: bool) -> str:
     return f"{runs}/{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
 
 
+def checkpoint_file(given: Path) -> Path:
+    """The checkpoint that a run folder, or a file's own name, stands for."""
+    given = given.expanduser().absolute()
+    return given / CHECKPOINTS / "last.ckpt" if given.is_dir() else given
+
+
 def folder_of(ckpt_path: Path) -> Path | None:
     """The run folder that `ckpt_path` is, or lies in."""
     ckpt_path = ckpt_path.expanduser().absolute()

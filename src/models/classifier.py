@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from src.checkpoint import check_fits
 from src.data.batch import Batch
+from src.errors import UserError
 from src.models.metrics import WeightedMean
 from src.models.optim import Schedule, adopt, build_optimizer, scaling_factor
 
@@ -43,6 +44,8 @@ class ImageClassifier(L.LightningModule):
         channels_last: bool = True,
     ) -> None:
         super().__init__()
+        if not 0 <= label_smoothing <= 1:
+            raise UserError(f"module.label_smoothing={label_smoothing}: give a share between 0 and 1")
         self.net = net
         if channels_last:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -21,8 +21,10 @@ class WeightedMean(Metric):
         self.add_state("weight", torch.zeros(()), dist_reduce_fx="sum")
 
     def update(self, values: Tensor, weights: Tensor) -> None:
-        self.total += (values * weights).sum()
-        self.weight += weights.sum()
+        dtype = torch.promote_types(values.dtype, torch.float32)  # half precision would count to 256 and no further
+        weights = weights.to(dtype)
+        self.total = self.total.to(dtype) + (values.to(dtype) * weights).sum()
+        self.weight = self.weight.to(dtype) + weights.sum()
 
     def compute(self) -> Tensor:
         return self.total / self.weight

@@ -63,8 +63,12 @@ def test_larger_pictures_are_cropped_and_scaled(trained: Path, small: list[str],
     (tmp_path / "wide").mkdir()
     Image.fromarray(wide.numpy()).save(tmp_path / "wide" / "white.jpg")
     Image.new("L", (32, 32), 255).save(tmp_path / "wide" / "grey.png")
-    run(compose(folder, *small, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}/wide"))
+    (tmp_path / "nothing").mkdir()
+    no_data = [f"data.root={tmp_path}/nothing"]
+    run(compose(folder, *small, *no_data, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}/wide"))
+    assert not list((tmp_path / "nothing").iterdir()), "training data is not needed"
     grey, white = csv.DictReader((folder / "predictions.csv").open())
+    assert len(list(csv.DictReader((folder / "predictions.csv").open()))) == 2
     assert (grey["file"], white["file"]) == ("grey.png", "white.jpg")
     assert grey["class"] == white["class"]
 
@@ -73,6 +77,8 @@ def test_pictures_that_are_none(trained: Path, small: list[str], tmp_path: Path,
     cfg = compose(folder, *small, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}")
     with pytest.raises(UserError, match="there is no picture in it"):
         run(cfg)
+    with pytest.raises(UserError, match="GAN classifies nothing"):
+        run(compose(folder, *small, "experiment=gan", "data.batch_size=16", *PREDICT, f"predict={tmp_path}"))
     (tmp_path / "broken.png").write_bytes(b"\x89PNG and no more")
     with pytest.raises(UserError, match=r"broken.png cannot be read"):
         run(cfg)

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from src.errors import UserError
+from src.experiment import run
 from tests.pool import Pool
 from tests.runs import compose, fit
 
@@ -18,6 +20,22 @@ def test_stops_when_nothing_gets_better(devices: int, pool: Pool, small: list[st
     cfg = compose(folder, *small, *MLP, *stopping, *world, "trainer.max_epochs=20")
     pool.run(devices, fit, cfg) if devices > 1 else fit(cfg)
     assert torch.load(folder / "checkpoints" / "last.ckpt")["global_step"] == 3 * 11
+    cfg.ckpt_path = f"{folder}/checkpoints/last.ckpt"
+    for record in pool.run(devices, fit, cfg) if devices > 1 else [fit(cfg)]:
+        assert record.indices == [], "a run that was stopped early stays so"
+
+
+def test_a_monitor_that_is_not_logged(small: list[str], folder: Path) -> None:
+    for name, monitor in (("early_stopping", "val/ac"), ("best", "val/ac")):
+        task = ["callbacks=[default,early_stopping]", f"callbacks.{name}.monitor={monitor}"]
+        with pytest.raises(UserError, match="val/ac"):
+            run(compose(folder / name, *small, *MLP, *task, "trainer.max_epochs=1"))
+
+
+def test_an_average_is_not_left_out(small: list[str], folder: Path) -> None:
+    task = ["callbacks=[default,ema]", "+callbacks.best.save_weights_only=true"]
+    with pytest.raises(UserError, match="save_weights_only"):
+        fit(compose(folder, *small, *MLP, *task))
 
 
 def test_keeps_the_best_few_and_the_last(small: list[str], folder: Path) -> None:

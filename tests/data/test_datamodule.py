@@ -64,6 +64,9 @@ def test_fewer_samples_on_request(small: list[str], folder: Path) -> None:
         (["data.batch_size=-1"], "data.batch_size=-1"),
         (["data.val_fraction=1.5"], "data.val_fraction=1.5"),
         (["seed=abc"], "seed=abc"),
+        (["seed=-1"], "seed=-1"),
+        (["data.train_samples=-100"], "data.train_samples=-100"),
+        (["module.label_smoothing=2"], "module.label_smoothing=2"),
         (["trainer.precision=fp8"], "fp8"),
     ],
 )

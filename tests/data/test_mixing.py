@@ -87,7 +87,9 @@ def test_pairs_need_an_even_number(small: list[str], folder: Path) -> None:
         fit(compose(folder, *small, *MIXED, "data.batch_size=33"))
 
 
-@pytest.mark.parametrize("override", ["mixup=-1", "cutmix=-0.5", "cutout=-8", "crop_padding=-1"])
-def test_numbers_below_zero_are_refused(override: str, small: list[str], folder: Path) -> None:
+@pytest.mark.parametrize(
+    "override", ["mixup=-1", "cutmix=-0.5", "cutout=-8", "crop_padding=-1", "crop_padding=40", "mix_probability=5"]
+)
+def test_numbers_that_make_no_sense_are_refused(override: str, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=f"data.augment.{override}"):
         fit(compose(folder, *small, f"data.augment.{override}"))

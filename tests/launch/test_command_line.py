@@ -93,6 +93,10 @@ def test_help_is_complete_and_imports_nothing_heavy() -> None:
         (["ckpt_path=nowhere"], ["ckpt_path=nowhere"]),
         pytest.param(["trainer.accelerator=gpu"], ["trainer.accelerator=gpu", "cpu"], id="no gpu"),
         (["optimizer.lr"], ["optimizer.lr"]),
+        (["init_form=x"], ["init_form ", "init_from"]),
+        (["init_from=nowhere"], ["init_from=nowhere"]),
+        (["predict=nowhere"], ["predict=nowhere", "no such folder"]),
+        (["predict=tests"], ["predict=", "no picture"]),
         (["trainer.num_nodes=2"], ["trainer.num_nodes=2", "torchrun"]),
     ],
 )

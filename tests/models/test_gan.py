@@ -132,9 +132,10 @@ def test_real_pictures_are_nearer_to_real_ones_than_noise(small: list[str], fold
     fit(compose(folder, *small, "model.width=4", "data.batch_size=16", "trainer.max_epochs=2"))
     data = build(compose(folder, *small).data)
     pixels = data.source.load(data.root, "train")[0].float() / 255
+    _, gan, _ = assemble(compose(folder, *TASK, *small))
     for judge in (str(folder / "checkpoints" / "last.ckpt"), None):
         callback = FrechetDistance(judge)
-        callback.setup(L.Trainer(accelerator="cpu", logger=False), L.LightningModule(), "fit")
+        callback.setup(L.Trainer(accelerator="cpu", logger=False), gan, "fit")
         far = []
         for fake in (pixels[200:], pixels[200:] * 0.5 + 0.5 * torch.rand(200, 3, 32, 32), torch.rand(200, 3, 32, 32)):
             distance = callback._distance
@@ -153,6 +154,11 @@ def test_what_cannot_be(small: list[str], folder: Path) -> None:
     own = folder / "other" / "checkpoints" / "last.ckpt"
     with pytest.raises(UserError, match=r"frechet.judge=.* is no checkpoint of a classifier"):
         run(compose(folder, *TASK, *small, f"callbacks.frechet.judge={own}"))
+    for alone in ("samples", "frechet"):
+        with pytest.raises(UserError, match=f"callbacks.{alone} is for modules that make pictures"):
+            run(compose(folder, *small, "model=mlp", "data.batch_size=16", f"callbacks=[default,{alone}]"))
+    with pytest.raises(UserError, match=r"callbacks.samples.count=50"):
+        run(compose(folder, *TASK, *small, "callbacks.samples.count=50"))
     with pytest.raises(UserError, match="gradient_clip_val"):
         run(compose(folder, *TASK, *small, "trainer.gradient_clip_val=1.0"))
     _, module, _ = assemble(compose(folder, *TASK, *small))
