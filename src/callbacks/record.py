@@ -56,13 +56,14 @@ class RunRecord(L.Callback):
         data: Any = trainer.datamodule
         batch, group = data.global_batch_size, trainer.optimizers[0].param_groups[0]
         name = self.config.strategy._target_.rpartition(".")[2]
-        replicas = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
-        per_device = batch // replicas // data.accumulate
+        dealt = {"num_replicas": 1, "interleaved": 1} | (trainer.distributed_sampler_kwargs or {})
+        replicas, micro_batches = dealt["num_replicas"], data.accumulate * dealt["interleaved"]
+        per_device = batch // replicas // micro_batches
         return {
             "strategy": f"{name}, {trainer.world_size} process(es) on {module.device.type}",
             "precision": trainer.precision,
             "data": f"{data.source.description}, {len(data.splits['train'])} to train on",
-            "batch": f"{batch} = {replicas} x {data.accumulate} micro-batches x {per_device} per device",
+            "batch": f"{batch} = {replicas} x {micro_batches} micro-batches x {per_device} per device",
             "batch norm sees": self._normalised_over(module, per_device, replicas),
             "learning rate": f"{group.get('initial_lr', group['lr']):g} after scaling, {data.total_steps} steps",
             "parameters": f"{sum(parameter.numel() for parameter in module.parameters()):,}",

@@ -1,8 +1,8 @@
 """The DataModule of every image data set: splits, global batches, augmentation on the device."""
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sized
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import lightning as L
 import torch
@@ -15,24 +15,9 @@ from src.data.batch import Batch
 from src.data.pictures import PictureFolder
 from src.data.pixels import normalize, sample_keys
 from src.data.sampler import EvaluationBatches, TrainingBatches
+from src.data.source import ImageSource
 from src.data.splits import ImageSplit, divide
 from src.errors import UserError
-
-
-class ImageSource(Protocol):
-    """Where pictures come from: one file of `src/data/` each, which says in a few words what they are.
-
-    `classes` are the names of its classes, in the order of the labels.
-    """
-
-    description: str
-    classes: Sequence[str]
-
-    def prepare(self, root: Path) -> None:
-        """Make the files under `root`: download, unpack, draw. Runs in one process per node."""
-
-    def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
-        """Pictures, (n, channels, height, width) uint8, and labels, (n,) int64, of the split `train` or `test`."""
 
 
 class ImageDataModule(L.LightningDataModule):
@@ -111,7 +96,8 @@ class ImageDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         split = self.splits["train"]
-        batches = TrainingBatches(len(split), self.global_batch_size, self.accumulate, self.seed, *self._share())
+        share = (*self._share(), self._micro_batches_per_pass)
+        batches = TrainingBatches(len(split), self.global_batch_size, self.accumulate, self.seed, *share)
         batches.epoch, batches.start = self.resume_at
         return self._loader(split, batches)
 
@@ -181,6 +167,16 @@ class ImageDataModule(L.LightningDataModule):
         kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         return kwargs["num_replicas"], kwargs["rank"]
 
+    @property
+    def samples_per_micro_batch(self) -> int:
+        """What one process passes through the network at once."""
+        return self.global_batch_size // (self._share()[0] * self.accumulate * self._micro_batches_per_pass)
+
+    @property
+    def _micro_batches_per_pass(self) -> int:
+        """Into how many the strategy itself takes a batch apart, as a pipeline does."""
+        return (self.trainer.distributed_sampler_kwargs or {}).get("interleaved", 1)
+
     def _load(self, split: str) -> tuple[Tensor, Tensor]:
         images, labels = self.source.load(self.root, split)
         highest = int(labels.max())
@@ -192,13 +188,14 @@ class ImageDataModule(L.LightningDataModule):
 
     def _check_batch(self) -> None:
         replicas, batch = self._share()[0], self.global_batch_size
-        parts = replicas * self.accumulate
+        micro_batches = self.accumulate * self._micro_batches_per_pass
+        parts = replicas * micro_batches
         if batch % parts:
             below = batch // parts * parts
             sizes = f"{below} or {below + parts}" if below else f"{parts}"
             raise UserError(
                 f"data.batch_size={batch} does not divide over {replicas} data-parallel processes"
-                f"{f' x {self.accumulate} micro-batches' if self.accumulate > 1 else ''}: "
+                f"{f' x {micro_batches} micro-batches' if micro_batches > 1 else ''}: "
                 f"set data.batch_size={sizes}, or change trainer.devices"
             )
         if self.augment.mixers and batch // parts % 2:

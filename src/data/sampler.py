@@ -17,14 +17,24 @@ class TrainingBatches(Sampler[Tensor]):
     holds the same samples for any number of ranks, and samples half a global batch apart, which mixup pairs, come to
     lie in the same one. The remainder that does not fill a global batch is left out, in each epoch another.
 
+    Of the micro-batches of a rank, `interleaved` ones at a time lie in one batch that is yielded, every such-th sample
+    belonging to the same: a pipeline takes them apart again.
+
     `epoch` and `start` (the samples of that epoch already trained) are read when the first batch is asked for.
     """
 
     def __init__(
-        self, num_samples: int, batch_size: int, accumulate: int = 1, seed: int = 0, replicas: int = 1, rank: int = 0
+        self,
+        num_samples: int,
+        batch_size: int,
+        accumulate: int = 1,
+        seed: int = 0,
+        replicas: int = 1,
+        rank: int = 0,
+        interleaved: int = 1,
     ) -> None:
         self.num_samples, self.batch_size, self.accumulate = num_samples, batch_size, accumulate
-        self.seed, self.replicas, self.rank = seed, replicas, rank
+        self.seed, self.replicas, self.rank, self.interleaved = seed, replicas, rank, interleaved
         self.epoch, self.start = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -39,9 +49,8 @@ class TrainingBatches(Sampler[Tensor]):
         order = permutation(self.num_samples, self.seed, self.epoch)
         end = self.num_samples // self.batch_size * self.batch_size
         for first in range(self.start, end, self.batch_size):
-            for micro_batch in range(self.accumulate):
-                place = self.rank * self.accumulate + micro_batch
-                yield order[first + place : first + self.batch_size : self.replicas * self.accumulate]
+            rounds = order[first : first + self.batch_size].view(-1, self.replicas, self.accumulate, self.interleaved)
+            yield from rounds[:, self.rank].transpose(0, 1).flatten(1)
 
 
 class EvaluationBatches(Sampler[Tensor]):

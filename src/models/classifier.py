@@ -102,8 +102,8 @@ class ImageClassifier(L.LightningModule):
         optimizer = self.configure_optimizers()["optimizer"]
         factor = self.schedule(checkpoint["global_step"], self.trainer.datamodule.total_steps)
         adopt(checkpoint["optimizer_states"][0], optimizer, factor)
-        groups = optimizer.param_groups
-        checkpoint["lr_schedulers"][0]["base_lrs"] = [group["initial_lr"] for group in groups]
+        for key in ("base_lrs", "_last_lr"):  # one per group of that run's optimiser: the configuration has them too
+            checkpoint["lr_schedulers"][0].pop(key)
 
     def _losses(self, outputs: Tensor, batch: Batch) -> Tensor:
         return F.cross_entropy(outputs, batch.target, label_smoothing=self.label_smoothing, reduction="none")

@@ -43,8 +43,12 @@ def build_optimizer(net: nn.Module, factory: partial[Any], lr_factor: float, pre
         raise UserError(f"optimizer.lr={lr} is no learning rate: give a number of at least zero")
     named = [(f"{prefix}{name}", parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
-        {"params": [(name, parameter) for name, parameter in named if parameter.ndim > 1]},
-        {"params": [(name, parameter) for name, parameter in named if parameter.ndim <= 1], "weight_decay": 0.0},
+        {"name": "decay", "params": [(name, weight) for name, weight in named if weight.ndim > 1]},
+        {
+            "name": "no decay",
+            "params": [(name, weight) for name, weight in named if weight.ndim <= 1],
+            "weight_decay": 0.0,
+        },
     ]
     return factory([group for group in groups if group["params"]], lr=lr * lr_factor)
 

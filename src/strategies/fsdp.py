@@ -7,10 +7,7 @@ leaves that to the module. Zhao et al., "PyTorch FSDP: experiences on scaling fu
 from collections.abc import Mapping
 from typing import Any, cast
 
-import lightning as L
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.strategies.strategy import Strategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,13 +15,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from src.errors import UserError
-from src.strategies.portable import gather, scatter
+from src.strategies.portable import PortableStrategy, gather
 
 
-class FSDP(ModelParallelStrategy):
+class FSDP(PortableStrategy):
     """Every rank has its share of the data and of each tensor.
-
-    A checkpoint is restored before the network is sharded, and holds whole tensors: it is the single process's.
 
     Args:
         replicas: groups of ranks that hold the whole network each, sharded within (HSDP); one group is plain FSDP.
@@ -45,21 +40,13 @@ class FSDP(ModelParallelStrategy):
         reduce_dtype: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(save_distributed_checkpoint=False, **kwargs)
+        super().__init__(**kwargs)
         self.replicas, self.reshard_after_forward = replicas, reshard_after_forward
         self.policy = MixedPrecisionPolicy(_dtype("param_dtype", param_dtype), _dtype("reduce_dtype", reduce_dtype))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return False
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
 
     def setup_environment(self) -> None:
         self._setup_distributed()
@@ -71,9 +58,6 @@ class FSDP(ModelParallelStrategy):
         shape, names = (self.replicas, self.world_size // self.replicas), ("replicate", "shard")
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         self._device_mesh = mesh if self.replicas > 1 else mesh["shard"]
-
-    def setup(self, trainer: L.Trainer) -> None:
-        Strategy.setup(self, trainer)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         net = cast(nn.Module, model.net)
@@ -94,17 +78,10 @@ class FSDP(ModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return gather(optimizer)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         options = StateDictOptions(full_state_dict=True, strict=strict)
         set_model_state_dict(self.lightning_module, checkpoint["state_dict"], options=options)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for saved, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True):
-            scatter(saved, optimizer)
 
 
 def _dtype(option: str, name: str | None) -> torch.dtype | None:

@@ -1,11 +1,51 @@
-"""Optimiser state that travels: whole tensors by the names of their parameters, whatever a rank holds in memory."""
+"""Checkpoints that travel: whole tensors by the names of their parameters, whatever a rank holds in memory."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import lightning as L
 import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.strategy import Strategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+
+
+class PortableStrategy(ModelParallelStrategy):
+    """Restores a checkpoint before the network is taken apart, and its optimiser's state, by name, after.
+
+    So a checkpoint is that of a single process, whichever strategy wrote it, and any reads it.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(save_distributed_checkpoint=False, **kwargs)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def setup(self, trainer: L.Trainer) -> None:
+        Strategy.setup(self, trainer)  # Lightning's own wants a module that parallelises itself
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for saved, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True):
+            scatter(saved, optimizer)
+
+
+def collect(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What each rank of the group has, on the first of them; nothing elsewhere. Every one must take part."""
+    parts: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(own, parts, dst=dist.get_global_rank(group, 0), group=group)
+    return parts or []
 
 
 def gather(optimizer: Optimizer) -> dict[str, Any]:
@@ -17,22 +57,43 @@ def gather(optimizer: Optimizer) -> dict[str, Any]:
     return state
 
 
+def merge(parts: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
+    """One state of several, each of other parameters, in the order that `names` gives to all."""
+    if not parts:
+        return {}
+    moments: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for group in part["param_groups"]:
+            known = groups.setdefault(group["name"], {**group, "param_names": []})
+            known["param_names"] += group["param_names"]
+            moments |= {name: part["state"].get(number, {}) for name, number in _numbered(group)}
+    merged: dict[str, Any] = {"state": {}, "param_groups": []}
+    for _, group in sorted(groups.items()):
+        ordered = sorted(group["param_names"], key=names.index)
+        first = sum(len(before["params"]) for before in merged["param_groups"])
+        numbers = range(first, first + len(ordered))
+        merged["param_groups"].append(group | {"params": list(numbers), "param_names": ordered})
+        merged["state"] |= {
+            number: moments[name] for number, name in zip(numbers, ordered, strict=True) if moments[name]
+        }
+    return merged
+
+
 def scatter(saved: dict[str, Any], optimizer: Optimizer) -> None:
     """Load a whole state into `optimizer`, of each tensor the part that this rank holds.
 
     Tensors find their parameters by `param_names`, so the order of either's does not matter.
     """
     numbers = {name: number for group in saved["param_groups"] for name, number in _numbered(group)}
-    state = {}
+    state, kept = {}, []
     own = optimizer.state_dict()["param_groups"]
     for group, described in zip(optimizer.param_groups, own, strict=True):
         for parameter, (name, number) in zip(group["params"], _numbered(described), strict=True):
             moments = saved["state"].get(numbers[name], {})
             state[number] = {key: _part(value, parameter) for key, value in moments.items()}
-    kept = [
-        {**theirs, "params": mine["params"], "param_names": mine["param_names"]}
-        for theirs, mine in zip(saved["param_groups"], own, strict=True)
-    ]
+        theirs = next(group for group in saved["param_groups"] if described["param_names"][0] in group["param_names"])
+        kept.append({**theirs, "params": described["params"], "param_names": described["param_names"]})
     optimizer.load_state_dict({"state": {key: value for key, value in state.items() if value}, "param_groups": kept})
 
 

@@ -16,7 +16,8 @@ TASK = ["experiment=parity", "scheduler=cosine"]
 MLP = ["model=mlp", "~model.width", "model.hidden=[16]"]
 
 
-TRAVELLER = ["optimizer=adamw", "optimizer.lr=0.01", "callbacks=[default,ema]"]
+# No batch normalisation, since a pipeline's sees micro-batches.
+TRAVELLER = ["optimizer=adamw", "optimizer.lr=0.01", "callbacks=[default,ema]", "model.norm=group"]
 
 
 class Died(Exception):

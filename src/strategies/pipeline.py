@@ -1,0 +1,230 @@
+"""Pipeline parallelism: each rank holds some blocks of the network, micro-batches flow through all of them.
+
+`torch.distributed.pipelining` inside Lightning, with no change to network or LightningModule. The schedule runs forward
+and backward passes at once, so it runs in `training_step`, and its gradients are held until Lightning calls `backward`;
+the logits go to every rank, where the module's own `training_step` makes loss and logs of them. Huang et al., "GPipe"
+(2018); Narayanan et al., "Efficient large-scale language model training on GPU clusters" (2021); Qi et al., "Zero
+bubble pipeline parallelism" (2023).
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.optim import Optimizer
+
+from src.data.batch import Batch
+from src.errors import UserError
+from src.strategies.portable import PortableStrategy, collect, gather, merge
+from src.strategies.schedules import build_schedule, kind_of
+from src.strategies.split import Block, cut, ordered_blocks, table
+from src.strategies.sync_batchnorm import SyncedBatchNorm
+
+_log = logging.getLogger(__name__)
+
+
+class Pipeline(PortableStrategy):
+    """The network's blocks in stages, in order over the ranks; with more ranks than `stages` take, replicas of that.
+
+    Args:
+        stages: ranks of one pipeline; null for all of them.
+        schedule: gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble or zbv_zero_bubble. The latter three give each
+            rank two stages.
+        microbatches: parts that a rank's batch is taken apart into. One makes it the tutorials' naive split, in which
+            one rank works at a time. Batch normalisation sees micro-batches.
+        split: `auto`, or the names of the blocks before which to cut.
+
+    Raises:
+        UserError: if the ranks, the blocks, the micro-batches or the precision do not fit.
+    """
+
+    def __init__(
+        self,
+        stages: int | None = None,
+        schedule: str = "1f1b",
+        microbatches: int = 4,
+        split: str | Sequence[str] = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if not isinstance(microbatches, int) or microbatches < 1:
+            raise UserError(f"strategy.microbatches={microbatches}: give a number of at least one")
+        self.stages, self.schedule, self.kind = stages, schedule, kind_of(schedule)
+        self.microbatches, self.split = microbatches, split
+        self._pipeline: Any = None  # torch's schedule, once the network is taken apart
+        self._modules: dict[int, nn.Module] = {}  # of this rank's stages
+        self._outputs: Tensor | None = None  # of the batch that the schedule has just trained on
+        self._batch: Batch | None = None
+        self._held: list[tuple[nn.Parameter, Tensor]] = []
+        self._all_names: list[str] = []
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        mesh = self.device_mesh["data_parallel"]
+        return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank(), "interleaved": self.microbatches}
+
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        ranks = self.stages or self.world_size
+        if ranks < 1 or self.world_size % ranks:
+            raise UserError(f"strategy.stages={ranks} does not divide the {self.world_size} processes: take a divisor")
+        if self.precision_plugin.precision == "16-mixed":
+            raise UserError("trainer.precision=16-mixed scales the loss, which a schedule does not: take bf16-mixed")
+        shape, names = (self.world_size // ranks, ranks), ("data_parallel", "pipeline")
+        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        self._group = self._device_mesh["pipeline"].get_group()
+        self._place = self._device_mesh["pipeline"].get_local_rank()
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        if self._pipeline is None:  # after fit, test finds it taken apart
+            if self._layer_sync:
+                self._layer_sync.apply(model)
+            for part in model.modules():
+                if isinstance(part, SyncedBatchNorm):
+                    part.process_group = self.device_mesh["data_parallel"].get_group()
+            self._take_apart(cast(nn.Module, model.net))
+            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        return model
+
+    def _take_apart(self, net: nn.Module) -> None:
+        """Keep the blocks of this rank's stages, and put the pipeline in the place of the network's forward pass."""
+        if net._compiled_call_impl is not None:
+            raise UserError("module.compile=true compiles the whole network, of which a pipeline's rank holds a part")
+        net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # what is sent must be contiguous
+        self._all_names = list(net.state_dict())
+        data, ranks = self.lightning_module.trainer.datamodule, self.device_mesh["pipeline"].size()
+        shape = (data.samples_per_micro_batch, *data.image_shape)
+        weight = next(net.parameters())
+        pictures = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        with self.precision_plugin.forward_context():
+            blocks = ordered_blocks(net, pictures)
+        self._owners = self.kind.owners(ranks)
+        stages = self._agreed(cut(blocks, len(self._owners), self.split), blocks)
+        self._shapes = [pictures.to("meta"), *(stage[-1].output for stage in stages)]
+        for stage, owner in zip(stages, self._owners, strict=True):
+            for block in stage if owner != self._place else []:
+                net.set_submodule(block.name, nn.Identity())
+        own = [number for number, owner in enumerate(self._owners) if owner == self._place]
+        self._modules = {number: nn.Sequential(*(block.module for block in stages[number])) for number in own}
+        parts = [self._stage(number) for number in own]
+        self._pipeline = build_schedule(self.schedule, parts, self.microbatches, self._loss)
+        net.forward = self._forward
+        if self.is_global_zero:
+            bubble = self.kind.bubble(ranks, self.microbatches)
+            title = f"  pipeline: {self.schedule}, {self.microbatches} micro-batches, ideal bubble {bubble:.0%}"
+            _log.info("\n".join([title, *table(stages, self._owners)]))
+
+    def _agreed(self, stages: list[list[Block]], blocks: list[Block]) -> list[list[Block]]:
+        """Rank zero's cuts, for all."""
+        names = self.broadcast([[block.name for block in stage] for stage in stages])
+        by_name = {block.name: block for block in blocks}
+        return [[by_name[name] for name in stage] for stage in names]
+
+    def _stage(self, stage: int) -> PipelineStage:
+        """With shapes told in advance: finding them out would run batch normalisation once more."""
+        floats = [shape.detach().requires_grad_(place > 0) for place, shape in enumerate(self._shapes)]
+        return PipelineStage(
+            self._modules[stage],
+            stage,
+            len(self._owners),
+            self.root_device,
+            input_args=(floats[stage],),
+            output_args=(floats[stage + 1],),
+            group=self._group,
+        )
+
+    def _loss(self, outputs: Tensor, chosen: Tensor) -> Tensor:
+        """Of one micro-batch, whose samples are `chosen`."""
+        assert self._batch is not None
+        return cast(Any, self.lightning_module).loss(outputs, Batch(*(field[chosen] for field in self._batch)))
+
+    def training_step(self, batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            self._outputs = self._run_schedule(batch)
+        try:
+            return super().training_step(batch, *args, **kwargs)
+        finally:
+            self._outputs = self._batch = None
+
+    def _run_schedule(self, batch: Batch) -> Tensor:
+        """All passes of a batch: its logits, on every rank; the gradients are held, and what was there is put back."""
+        count = len(batch.image)
+        order = torch.arange(count, device=self.root_device).view(-1, self.microbatches).T.flatten()
+        self._batch = Batch(*(field[order] for field in batch))
+        parameters = list(self.lightning_module.parameters())
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        first, last = self._owners[0] == self._place, self._owners[-1] == self._place
+        given = (self._batch.image,) if first else ()
+        goal = {"target": torch.arange(count, device=self.root_device), "losses": []} if last else {}
+        outputs = self._pipeline.step(*given, **goal)
+        self._held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+        return self._to_all(outputs.detach()[order.argsort()] if last else None, count)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Hand over the gradients that the schedule left, averaged over the replicas."""
+        module, replicas = cast(Any, self.lightning_module), self.device_mesh["data_parallel"]
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        share = 1 / (module.trainer.accumulate_grad_batches * replicas.size())
+        for parameter, gradient in self._held:
+            gradient.mul_(share)
+            if replicas.size() > 1:
+                dist.all_reduce(gradient, group=replicas.get_group())
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._held = []
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    def _forward(self, image: Tensor) -> Tensor:
+        """What the network would give: the logits just trained on, or one stage after another."""
+        if self._outputs is not None:
+            return self._outputs
+        x, last = image, len(self._owners) - 1
+        ranks = [dist.get_global_rank(self._group, owner) for owner in self._owners]
+        for stage, owner in enumerate(self._owners):
+            if owner != self._place:
+                continue
+            if stage > 0 and self._owners[stage - 1] != owner:
+                x = self._empty(stage, len(image))
+                dist.recv(x, ranks[stage - 1], group=self._group)
+            x = self._modules[stage](x)
+            if stage < last and self._owners[stage + 1] != owner:
+                dist.send(x.contiguous(), ranks[stage + 1], group=self._group)
+        return self._to_all(x if self._owners[-1] == self._place else None, len(image))
+
+    def _empty(self, place: int, count: int) -> Tensor:
+        """Memory for what goes into stage `place`, of `count` samples."""
+        shape = self._shapes[place]
+        return torch.empty(count, *shape.shape[1:], dtype=shape.dtype, device=self.root_device)
+
+    def _to_all(self, logits: Tensor | None, count: int) -> Tensor:
+        """Send the last stage's logits to every rank of the pipeline."""
+        logits = self._empty(-1, count) if logits is None else logits.contiguous()
+        dist.broadcast(logits, dist.get_global_rank(self._group, self._owners[-1]), group=self._group)
+        return logits
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the norm over all stages."""
+        weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+        square = nn.utils.get_total_norm([weight.grad for weight in weights]) ** 2
+        dist.all_reduce(square, group=self._group)
+        nn.utils.clip_grads_with_norm_(weights, clip_val, square.sqrt())
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        own = {name: tensor.cpu() for name, tensor in self.lightning_module.state_dict().items()}
+        whole = {name: tensor for part in collect(own, self._group) for name, tensor in part.items()}
+        return {f"net.{name}": whole[f"net.{name}"] for name in self._all_names} if self.is_global_zero else {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        own = self.lightning_module.state_dict()
+        self.lightning_module.load_state_dict({name: checkpoint["state_dict"][name] for name in own}, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return merge(collect(gather(optimizer), self._group), [f"net.{name}" for name in self._all_names])

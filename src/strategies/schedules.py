@@ -1,0 +1,80 @@
+"""The schedules of torch.distributed.pipelining by name, and how their stages lie on the ranks."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from src.errors import UserError, nearest
+
+
+class Kind(NamedTuple):
+    """A schedule of torch's.
+
+    Attributes:
+        stages_per_rank: two where each rank gets two stages, so that it idles less.
+        there_and_back: whether the second half of the stages lies on the ranks in reverse order, which makes a V.
+        idle: time without work, as a share of that of 1F1B with as many stages per rank.
+    """
+
+    schedule: Any
+    stages_per_rank: int = 1
+    there_and_back: bool = False
+    idle: float = 1.0
+
+    def owners(self, ranks: int) -> list[int]:
+        """The rank of each stage."""
+        stages = range(ranks * self.stages_per_rank)
+        return [2 * ranks - 1 - k if self.there_and_back and k >= ranks else k % ranks for k in stages]
+
+    def bubble(self, ranks: int, microbatches: int) -> float:
+        """The share of a step in which a rank waits, were all stages equal and sending free."""
+        idle = self.idle * (ranks - 1)
+        return idle / (self.stages_per_rank * microbatches + idle)
+
+
+SCHEDULES = {
+    "gpipe": Kind(ScheduleGPipe),
+    "1f1b": Kind(Schedule1F1B),
+    "interleaved_1f1b": Kind(ScheduleInterleaved1F1B, stages_per_rank=2),
+    "interleaved_zero_bubble": Kind(ScheduleInterleavedZeroBubble, stages_per_rank=2, idle=1 / 3),
+    "zbv_zero_bubble": Kind(ScheduleZBVZeroBubble, stages_per_rank=2, there_and_back=True, idle=0.0),
+}
+
+
+def kind_of(name: str) -> Kind:
+    """The schedule of that name.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if name not in SCHEDULES:
+        raise UserError(f"strategy.schedule={name} is no schedule: {nearest(name, SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def build_schedule(
+    name: str, stages: list[PipelineStage], microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    """torch's schedule for this rank's stages; `loss` is a weighted sum, so micro-batches' gradients simply add up.
+
+    Raises:
+        UserError: if the schedule cannot do with that number of micro-batches.
+    """
+    kind = kind_of(name)
+    given: Any = stages[0] if kind.stages_per_rank == 1 else stages
+    try:
+        return kind.schedule(given, microbatches, loss_fn=loss, scale_grads=False)
+    except ValueError as error:
+        raise UserError(
+            f"strategy.schedule={name} with strategy.microbatches={microbatches}: {error} "
+            "Raise strategy.microbatches; gpipe takes any number"
+        ) from error

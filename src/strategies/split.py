@@ -1,0 +1,115 @@
+"""Where a network is cut into the stages of a pipeline: at named blocks, or where the stages cost the same."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from src.errors import UserError, nearest
+
+_FLOPS_PER_BYTE = 100  # what a link takes to send a byte, a device takes to do so many operations, or thereabouts
+
+
+@dataclass
+class Block:
+    """One of the ordered blocks of a network: its name in it, and what a micro-batch makes of it."""
+
+    name: str
+    module: nn.Module
+    flops: int
+    output: Tensor  # without memory: its shape and type
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.output.numel() * self.output.element_size()
+
+
+def ordered_blocks(net: nn.Module, pictures: Tensor) -> list[Block]:
+    """The network's blocks, measured on a micro-batch; a sequence of composite blocks counts as those."""
+    was_training, blocks, x = net.training, [], pictures
+    net.eval()  # statistics of batch normalisation stay as they are
+    with torch.no_grad():
+        for name, module in _leaves(net):
+            with FlopCounterMode(display=False) as counter:
+                x = module(x)
+            blocks.append(Block(name, module, counter.get_total_flops(), torch.empty_like(x, device="meta")))
+    net.train(was_training)
+    return blocks
+
+
+def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> list[list[Block]]:
+    """The blocks of each stage.
+
+    Args:
+        split: `auto`, which makes the dearest stage as cheap as can be, in operations and bytes to be sent; or the
+            names of the blocks before which to cut.
+
+    Raises:
+        UserError: if there are more stages than blocks, or no such blocks, or not as many cuts as it takes.
+    """
+    if stages > len(blocks):
+        raise UserError(
+            f"strategy=pipeline: {stages} stages, but `model` has {len(blocks)} blocks: lower trainer.devices, or take "
+            "a strategy.schedule with one stage per process"
+        )
+    cuts = _balanced(blocks, stages) if isinstance(split, str) else _named(blocks, stages, split)
+    return [list(blocks[first:last]) for first, last in pairwise([0, *cuts, len(blocks)])]
+
+
+def table(stages: Sequence[Sequence[Block]], owners: Sequence[int]) -> list[str]:
+    """The split in lines: of each stage its rank, parameters, share of the operations, and bytes per micro-batch."""
+    total = sum(block.flops for blocks in stages for block in blocks) or 1
+    lines = ["  stage  rank  parameters  cost   sends       blocks"]
+    for number, (blocks, owner) in enumerate(zip(stages, owners, strict=True)):
+        size = sum(weight.numel() for block in blocks for weight in block.module.parameters())
+        cost = sum(block.flops for block in blocks) / total
+        sent = blocks[-1].bytes_sent / 2**20 if number < len(stages) - 1 else 0.0
+        names = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} ... {blocks[-1].name}"
+        lines.append(f"  {number:<5}  {owner:<4}  {size:<10,}  {cost:<5.0%}  {sent:6.2f} MiB  {names}")
+    return lines
+
+
+def _leaves(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in net.named_children():
+        parts = list(child.children())
+        if isinstance(child, nn.Sequential) and all(any(True for _ in part.children()) for part in parts):
+            yield from _leaves(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
+
+
+def _named(blocks: Sequence[Block], stages: int, split: Sequence[str]) -> list[int]:
+    """A name may be that of a sequence of blocks: then the cut is before its first."""
+    names = [block.name for block in blocks]
+    cuts = []
+    for wanted in split:
+        found = [place for place, name in enumerate(names) if name == wanted or name.startswith(f"{wanted}.")]
+        if not found or found[0] == 0:
+            raise UserError(f"strategy.split: no cut can be before {wanted}; {nearest(wanted, names[1:])}")
+        cuts.append(found[0])
+    if len(cuts) != stages - 1 or cuts != sorted(set(cuts)):
+        raise UserError(f"strategy.split={list(split)}: {stages} stages take {stages - 1} cuts, in the blocks' order")
+    return cuts
+
+
+def _balanced(blocks: Sequence[Block], stages: int) -> list[int]:
+    """The cuts for which the dearest stage is cheapest, by dynamic programming over (stages, blocks)."""
+
+    def cost(first: int, last: int) -> int:
+        sent = blocks[last - 1].bytes_sent if last < len(blocks) else 0
+        return sum(block.flops for block in blocks[first:last]) + sent * _FLOPS_PER_BYTE
+
+    best: dict[tuple[int, int], tuple[int, list[int]]] = {
+        (1, last): (cost(0, last), []) for last in range(1, len(blocks) + 1)
+    }
+    for count in range(2, stages + 1):
+        for last in range(count, len(blocks) + 1):
+            options = [
+                (max(best[count - 1, middle][0], cost(middle, last)), [*best[count - 1, middle][1], middle])
+                for middle in range(count - 1, last)
+            ]
+            best[count, last] = min(options)
+    return best[stages, len(blocks)][1]

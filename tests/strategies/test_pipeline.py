@@ -1,0 +1,193 @@
+"""The pipeline: schedules give one process's run, each rank holds its stages, cuts lie where they should."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from src.errors import UserError
+from src.experiment import assemble, run
+from src.strategies.pipeline import Pipeline
+from src.strategies.schedules import SCHEDULES
+from src.strategies.split import Block, cut, ordered_blocks
+from tests.parity.test_parity import TOLERANCE, distances
+from tests.pool import Pool, RankFailed
+from tests.runs import Record, compose, fit
+
+PARITY = ["experiment=parity", "data.batch_size=32"]
+PIPELINE = ["strategy=pipeline", "trainer.devices=2"]
+IN_FOUR = "trainer.accumulate_grad_batches=4"  # what four micro-batches are to a single process
+
+
+@pytest.fixture(scope="module")
+def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Record:
+    return fit(compose(tmp_path_factory.mktemp("single"), *small, *PARITY, IN_FOUR))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_agrees_with_single_process(
+    schedule: str, reference: Record, pool: Pool, small: list[str], folder: Path
+) -> None:
+    cfg = compose(folder, *small, *PARITY, *PIPELINE, f"strategy.schedule={schedule}")
+    records = pool.run(2, fit, cfg)
+    names = [set(record.final) for record in records]
+    assert names[0] | names[1] == set(reference.final)
+    assert not names[0] & names[1], "a rank holds another one's stage"
+    for record in records:
+        assert max(distances(record, reference)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.gradient_clip_val=0.5"],
+        ["strategy.split=[layer3]"],
+        ["strategy.microbatches=1", "strategy.schedule=gpipe"],
+        ["data.augment.mixup=1.0", "module.label_smoothing=0.1"],
+        ["strategy=hybrid", "trainer.devices=4", "trainer.gradient_clip_val=0.5"],
+    ],
+    ids=" ".join,
+)
+def test_agrees_with_single_process(overrides: list[str], pool: Pool, small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *small, *PARITY, *PIPELINE, *overrides)
+    plain = [word for word in overrides if not word.startswith(("strategy", "trainer.devices"))]
+    micro_batches = f"trainer.accumulate_grad_batches={cfg.strategy.microbatches}"
+    reference = fit(compose(folder / "single", *small, *PARITY, micro_batches, *plain))
+    for record in pool.run(cfg.trainer.devices, fit, cfg):
+        assert max(distances(record, reference)) < TOLERANCE
+
+
+def trace(cfg: Any) -> list[str]:
+    """The forward and backward passes of one step, in the order in which this rank did them."""
+    done: list[str] = []
+    trainer, module, data = assemble(cfg)
+    take_apart = Pipeline._take_apart
+
+    def watched(self: Pipeline, net: nn.Module) -> None:
+        take_apart(self, net)
+        for stage in self._modules.values():
+            stage.register_forward_hook(lambda *_: done.append("F") if torch.is_grad_enabled() else None)
+            stage.register_full_backward_hook(lambda *_: done.append("B"))
+
+    Pipeline._take_apart = watched  # type: ignore[method-assign]
+    try:
+        trainer.fit(module, datamodule=data)
+    finally:
+        Pipeline._take_apart = take_apart  # type: ignore[method-assign]
+    return done
+
+
+@pytest.mark.parametrize(
+    ("schedule", "first", "second"), [("gpipe", "FFFFBBBB", "FFFFBBBB"), ("1f1b", "FFBFBFBB", "FBFBFBFB")]
+)
+def test_passes_come_in_the_order_of_the_schedule(
+    schedule: str, first: str, second: str, pool: Pool, small: list[str], folder: Path
+) -> None:
+    """GPipe holds the activations of all micro-batches at once, 1F1B of no more than there are stages."""
+    one_step = ["trainer.max_steps=1", "trainer.limit_val_batches=0", "callbacks.best=null"]
+    cfg = compose(folder, *small, *PARITY, *PIPELINE, *one_step, f"strategy.schedule={schedule}")
+    assert ["".join(rank) for rank in pool.run(2, trace, cfg)] == [first, second]
+
+
+def holdings(cfg: Any) -> tuple[int, int, int]:
+    trainer, module, data = assemble(cfg)
+    whole = sum(weight.numel() for weight in module.parameters())
+    trainer.fit(module, datamodule=data)
+    moments = sum(value.numel() for state in trainer.optimizers[0].state.values() for value in state.values())
+    return sum(weight.numel() for weight in module.parameters()), moments, whole
+
+
+def test_each_rank_holds_its_stages_only(pool: Pool, small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *small, *PARITY, "strategy=pipeline", "trainer.devices=4", "trainer.max_steps=2")
+    ranks = pool.run(4, holdings, cfg)
+    assert sum(weights for weights, _, _ in ranks) == ranks[0][2]
+    assert all(weights == moments for weights, moments, _ in ranks)
+
+
+def test_evaluates_predicts_and_follows_in_half_precision(pool: Pool, small: list[str], folder: Path) -> None:
+    metrics = run(compose(folder / "single", *small, *PARITY, IN_FOUR))
+    weights = f"ckpt_path={folder}/single/checkpoints/last.ckpt"
+    for results in pool.run(2, run, compose(folder, *small, *PARITY, *PIPELINE, "fit=false", weights)):
+        assert results["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
+    half = ["trainer.precision=bf16-mixed", "trainer.max_steps=8"]
+    single = fit(compose(folder / "half", *small, *PARITY, IN_FOUR, *half)).losses
+    for record in pool.run(2, fit, compose(folder, *small, *PARITY, *PIPELINE, *half)):
+        assert record.losses == pytest.approx(single, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["strategy.schedule=1f1"], r"strategy.schedule=1f1 is no schedule: did you mean 1f1b"),
+        (["strategy.microbatches=0"], r"strategy.microbatches=0"),
+        (
+            ["strategy.microbatches=3"],
+            r"does not divide .* x 3 micro-batches: set data.batch_size=30 or 33",
+        ),
+        (
+            ["strategy.microbatches=1"],
+            r"1f1b with strategy.microbatches=1: .* gpipe takes any number",
+        ),
+        (["strategy.stages=3"], r"strategy.stages=3 does not divide the 2 processes"),
+        (["strategy.split=[layer9]"], r"strategy.split: no cut can be before layer9; did you mean layer"),
+        (["strategy.split=[layer2,layer3]"], r"2 stages take 1 cuts"),
+        (["trainer.precision=16-mixed"], r"16-mixed"),
+        (["module.compile=true"], r"module.compile=true"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be(overrides: list[str], message: str, pool: Pool, small: list[str], folder: Path) -> None:
+    with pytest.raises(RankFailed, match=message):
+        pool.run(2, fit, compose(folder, *small, *PARITY, *PIPELINE, *overrides))
+
+
+def test_more_stages_than_blocks(pool: Pool, small: list[str], folder: Path) -> None:
+    schedule = "strategy.schedule=interleaved_1f1b"
+    with pytest.raises(RankFailed, match="8 stages, but `model` has 7 blocks"):
+        pool.run(4, fit, compose(folder, *small, *PARITY, "strategy=pipeline", "trainer.devices=4", schedule))
+
+
+def blocks(costs: list[int], sent: list[int]) -> list[Block]:
+    outputs = [torch.empty(size // 4, device="meta") for size in sent]
+    return [
+        Block(f"b{k}", nn.Identity(), cost, output) for k, (cost, output) in enumerate(zip(costs, outputs, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("costs", "sent", "stages", "sizes"),
+    [
+        ([1, 1, 1, 1], [0, 0, 0, 0], 2, [2, 2]),
+        ([10, 1, 1, 1], [0, 0, 0, 0], 2, [1, 3]),
+        ([1, 1, 1, 9, 1], [0, 0, 0, 0, 0], 3, [3, 1, 1]),
+        ([100, 100, 100, 100], [0, 400, 0, 0], 2, [1, 3]),  # the even cut would send the most
+    ],
+)
+def test_the_dearest_stage_is_as_cheap_as_can_be(
+    costs: list[int], sent: list[int], stages: int, sizes: list[int]
+) -> None:
+    assert [len(stage) for stage in cut(blocks(costs, sent), stages, "auto")] == sizes
+
+
+def test_blocks_are_the_composite_parts_in_order() -> None:
+    residual = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU())
+    net = nn.Sequential()
+    net.add_module("stem", nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()))
+    net.add_module("layer1", nn.Sequential(nn.Sequential(residual, nn.ReLU()), nn.Sequential(residual, nn.ReLU())))
+    net.add_module("head", nn.Flatten())
+    found = ordered_blocks(net, torch.zeros(2, 3, 8, 8))
+    assert [block.name for block in found] == ["stem", "layer1.0", "layer1.1", "head"]
+    assert found[0].flops == 2 * 2 * 3 * 3 * 64
+    assert found[0].bytes_sent == 2 * 3 * 64 * 4
+
+
+def test_the_split_is_told(small: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UserError, match="no schedule"):
+        Pipeline(schedule="2f2b")
+    with caplog.at_level(logging.INFO, "src"):
+        fit(compose(folder, *small, *PARITY, "strategy=pipeline", "trainer.devices=1", "trainer.max_steps=1"))
+    assert "1f1b, 4 micro-batches, ideal bubble 0%" in caplog.text
+    assert "stem ... head" in caplog.text
