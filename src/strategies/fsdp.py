@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from src.errors import UserError
@@ -69,6 +70,8 @@ class FSDP(PortableStrategy):
 
     def _shard(self, net: nn.Module) -> None:
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP takes no other
+        for norm in [part for part in net.modules() if isinstance(part, _BatchNorm) and self.policy.param_dtype]:
+            fully_shard(norm, mesh=self.device_mesh)  # its statistics are kept in full precision, and so its weights
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.policy}
         for block in net.children():
             if any(True for _ in block.parameters()):

@@ -70,11 +70,12 @@ def test_an_optimiser_without_state_resumes(pool: Pool, small: list[str], folder
 
 @pytest.mark.parametrize("dtypes", [["strategy.param_dtype=bfloat16"], ["trainer.precision=bf16-mixed"]], ids=" ".join)
 def test_half_precision_follows_the_full_one(dtypes: list[str], pool: Pool, small: list[str], folder: Path) -> None:
-    task = ["model.width=8", "data.batch_size=16", "trainer.max_steps=8", "trainer.log_every_n_steps=1"]
+    task = ["model.width=8", "data.batch_size=32", "trainer.max_epochs=1", "trainer.log_every_n_steps=1"]
     reference = fit(compose(folder / "single", *small, *task))
     for record in pool.run(2, fit, compose(folder, *small, *task, *FSDP, *dtypes)):
         assert record.losses == pytest.approx(reference.losses, rel=0.1)
         assert record.losses != pytest.approx(reference.losses, rel=1e-5)
+        assert record.metrics["val/loss"] == pytest.approx(reference.metrics["val/loss"], rel=0.2)
 
 
 def test_evaluates_and_predicts_as_one_process(pool: Pool, small: list[str], folder: Path) -> None:
