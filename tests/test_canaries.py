@@ -3,10 +3,16 @@
 import inspect
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import Strategy
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extract_tensor_metas
 
 
 def test_loop_counters_that_a_resumption_rewrites_exist() -> None:
@@ -41,3 +47,32 @@ def test_elastic_reports_failures_as_we_read_them() -> None:
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=-9, error_file="/nonexistent")
     assert failure.error_file_data["message"]
     assert "SIGKILL" in failure.message
+
+
+def test_lightning_clears_gradients_between_the_training_step_and_the_backward_pass() -> None:
+    """Which is why src/strategies/pipeline.py holds those of its schedule until `backward`."""
+    source = inspect.getsource(Closure.closure)
+    assert source.index("_step_fn()") < source.index("_zero_grad_fn()") < source.index("_backward_fn(")
+
+
+def test_lightning_lets_a_strategy_take_the_model_apart() -> None:
+    """src/strategies/portable.py calls Strategy.setup, which calls `_setup_model` before it makes the optimisers."""
+    source = inspect.getsource(Strategy.setup)
+    assert source.index("model_to_device()") < source.index("_setup_model(") < source.index("setup_optimizers(")
+
+
+def test_autocast_keeps_no_cast_weights() -> None:
+    """Micro-batches of a schedule have a graph each; a cached cast would be in the first one's alone."""
+    assert "cache_enabled=False" in inspect.getsource(MixedPrecision.autocast_context_manager)
+
+
+def test_a_stage_whose_shapes_are_told_finds_none_out() -> None:
+    """Finding them out would run batch normalisation once more (src/strategies/pipeline.py)."""
+    shapes = torch.empty(2, 3, device="meta")
+    meta = _StageMeta(inputs=extract_tensor_metas((shapes,)), outputs=extract_tensor_metas((shapes,)))
+    assert not InferenceMode.needs_dynamic(meta, stage_has_backward=True)
+
+
+def test_lightning_counts_the_steps_of_its_own_optimisers_only() -> None:
+    """src/models/gan.py steps the second one unwrapped, so that a batch counts as one step."""
+    assert "trainer.strategy._lightning_optimizers" in inspect.getsource(_ManualOptimization.on_run_start)

@@ -23,6 +23,10 @@ class RunRecord(L.Callback):
     def __init__(self, config: DictConfig) -> None:
         self.config = config
         self._resumed_at: int | None = None
+        self._parameters = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._parameters = self._parameters or sum(weight.numel() for weight in pl_module.parameters())
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = OmegaConf.to_yaml(self.config)
@@ -66,7 +70,7 @@ class RunRecord(L.Callback):
             "batch": f"{batch} = {replicas} x {micro_batches} micro-batches x {per_device} per device",
             "batch norm sees": self._normalised_over(module, per_device, replicas),
             "learning rate": f"{group.get('initial_lr', group['lr']):g} after scaling, {data.total_steps} steps",
-            "parameters": f"{sum(parameter.numel() for parameter in module.parameters()):,}",
+            "parameters": f"{self._parameters:,}",
             "run folder": self.config.run_dir,
         }
 
