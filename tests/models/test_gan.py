@@ -127,6 +127,14 @@ def test_samples_are_laid_out_in_a_square(small: list[str], folder: Path) -> Non
     assert torch.equal(second_row_third, (samples[6] * 255).round().to(torch.uint8))
 
 
+def test_samples_are_logged_as_pictures(small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *TASK, *small, "logger=wandb", "trainer.accelerator=cpu", "trainer.max_epochs=1", quiet=False)
+    run(cfg)
+    (logged,) = folder.glob("wandb/offline-run-*/files/media/images/samples_*.png")
+    written = folder / "samples" / "step000011.png"
+    assert np.array_equal(np.asarray(Image.open(logged)), np.asarray(Image.open(written)))
+
+
 def test_real_pictures_are_nearer_to_real_ones_than_noise(small: list[str], folder: Path) -> None:
     """Judged by a classifier that was trained here, and by a network with random weights."""
     fit(compose(folder, *small, "model.width=4", "data.batch_size=16", "trainer.max_epochs=2"))
