@@ -59,7 +59,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
         shown = (
             f"{name} {value:.4f}" for name, value in results.items() if name.startswith(("train/", "val/", "test/"))
         )
-        _log.info("done: %s; everything is in %s", ", ".join(shown), cfg.run_dir)
+        _log.info("done: %s", "; ".join([", ".join(shown), f"everything is in {cfg.run_dir}"]).removeprefix("; "))
     return results
 
 

@@ -40,6 +40,7 @@ def with_names(words: list[str], folder: Path, *task: str) -> list[str]:
         Image.new("RGB", (40, 30), colour).save(folder / "pictures" / f"{colour}.png")
     resolved = ("ckpt_path=", "init_from=")  # by the launcher, which has tests of its own
     run_of = {True: f"{folder}/run/checkpoints/last.ckpt", False: f"{folder}/run"}
+    words = [word.replace("RUN_DIR/", f"{folder}/run/") for word in words]
     words = [word.replace("RUN_DIR", run_of[word.startswith(resolved)]) for word in words]
     return [word.replace("FOLDER", f"{folder}/pictures") for word in words]
 

@@ -43,9 +43,10 @@ def _fail(message: str) -> int:
 
 def _explain(error: Exception) -> str:
     """Hydra's message in one line, with the names that would have done."""
-    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+    if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return f"{group}={name}: there is no {name} in conf/{group}; {nearest(name, error.options)}"
+        known = [file.stem for file in (_CONF / group).glob("[!_]*.yaml")]
+        return f"{group}={name}: there is no {name} in conf/{group}; {nearest(name, known)}"
     text = str(error)
     if unknown := re.match(r"Could not override '([\w.]+)'", text):
         option = unknown[1]

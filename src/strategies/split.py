@@ -1,5 +1,6 @@
 """Where a network is cut into the stages of a pipeline: at named blocks, or where the stages cost the same."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,7 @@ class Block:
 
     name: str
     module: nn.Module
+    parameters: int
     flops: int
     output: Tensor  # without memory: its shape and type
 
@@ -35,7 +37,8 @@ def ordered_blocks(net: nn.Module, pictures: Tensor) -> list[Block]:
         for name, module in _leaves(net):
             with FlopCounterMode(display=False) as counter:
                 x = module(x)
-            blocks.append(Block(name, module, counter.get_total_flops(), torch.empty_like(x, device="meta")))
+            size = sum(weight.numel() for weight in module.parameters())
+            blocks.append(Block(name, module, size, counter.get_total_flops(), torch.empty_like(x, device="meta")))
     net.train(was_training)
     return blocks
 
@@ -48,15 +51,21 @@ def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> lis
             names of the blocks before which to cut.
 
     Raises:
-        UserError: if there are more stages than blocks, or no such blocks, or not as many cuts as it takes.
+        UserError: if there are more stages than blocks, or no such blocks, not as many cuts as it takes, or a stage
+            without parameters.
     """
-    if stages > len(blocks):
+    weighted = sum(block.parameters > 0 for block in blocks)
+    if stages > weighted:
         raise UserError(
-            f"strategy=pipeline: {stages} stages, but `model` has {len(blocks)} blocks: lower trainer.devices, or take "
-            "a strategy.schedule with one stage per process"
+            f"strategy=pipeline: {stages} stages, but `model` has {weighted} blocks with parameters: lower "
+            "trainer.devices (interleaved and zero-bubble schedules make two stages per process)"
         )
     cuts = _balanced(blocks, stages) if isinstance(split, str) else _named(blocks, stages, split)
-    return [list(blocks[first:last]) for first, last in pairwise([0, *cuts, len(blocks)])]
+    parts = [list(blocks[first:last]) for first, last in pairwise([0, *cuts, len(blocks)])]
+    for part in parts:
+        if not any(block.parameters for block in part):
+            raise UserError(f"strategy.split: a stage of {part[0].name} alone has no parameters; cut elsewhere")
+    return parts
 
 
 def table(stages: Sequence[Sequence[Block]], owners: Sequence[int]) -> list[str]:
@@ -64,7 +73,7 @@ def table(stages: Sequence[Sequence[Block]], owners: Sequence[int]) -> list[str]
     total = sum(block.flops for blocks in stages for block in blocks) or 1
     lines = ["  stage  rank  parameters  cost   sends       blocks"]
     for number, (blocks, owner) in enumerate(zip(stages, owners, strict=True)):
-        size = sum(weight.numel() for block in blocks for weight in block.module.parameters())
+        size = sum(block.parameters for block in blocks)
         cost = sum(block.flops for block in blocks) / total
         sent = blocks[-1].bytes_sent / 2**20 if number < len(stages) - 1 else 0.0
         names = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} ... {blocks[-1].name}"
@@ -98,11 +107,13 @@ def _named(blocks: Sequence[Block], stages: int, split: Sequence[str]) -> list[i
 def _balanced(blocks: Sequence[Block], stages: int) -> list[int]:
     """The cuts for which the dearest stage is cheapest, by dynamic programming over (stages, blocks)."""
 
-    def cost(first: int, last: int) -> int:
+    def cost(first: int, last: int) -> float:
+        if not any(block.parameters for block in blocks[first:last]):
+            return math.inf  # a rank must have something to train
         sent = blocks[last - 1].bytes_sent if last < len(blocks) else 0
         return sum(block.flops for block in blocks[first:last]) + sent * _FLOPS_PER_BYTE
 
-    best: dict[tuple[int, int], tuple[int, list[int]]] = {
+    best: dict[tuple[int, int], tuple[float, list[int]]] = {
         (1, last): (cost(0, last), []) for last in range(1, len(blocks) + 1)
     }
     for count in range(2, stages + 1):

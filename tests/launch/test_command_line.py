@@ -87,6 +87,7 @@ def test_help_is_complete_and_imports_nothing_heavy() -> None:
     [
         (["strategy=dpp"], ["strategy=dpp", "ddp"]),
         (["model=resnet8"], ["model=resnet8", "resnet18"]),
+        (["callbacks=[default,emma]"], ["callbacks=emma", "ema"]),
         (["trainer.device=4"], ["trainer.device ", "trainer.devices"]),
         (["lr=4"], ["lr ", "optimizer.lr"]),
         (["trainer.devices=none"], ["trainer.devices=none"]),

@@ -134,6 +134,7 @@ def test_evaluates_predicts_and_follows_in_half_precision(pool: Pool, small: lis
         (["strategy.stages=3"], r"strategy.stages=3 does not divide the 2 processes"),
         (["strategy.split=[layer9]"], r"strategy.split: no cut can be before layer9; did you mean layer"),
         (["strategy.split=[layer2,layer3]"], r"2 stages take 1 cuts"),
+        (["model=mlp", "~model.width", "strategy.split=[layer1]"], r"a stage of flatten alone has no parameters"),
         (["trainer.precision=16-mixed"], r"16-mixed"),
         (["module.compile=true"], r"module.compile=true"),
     ],
@@ -146,15 +147,13 @@ def test_what_cannot_be(overrides: list[str], message: str, pool: Pool, small: l
 
 def test_more_stages_than_blocks(pool: Pool, small: list[str], folder: Path) -> None:
     schedule = "strategy.schedule=interleaved_1f1b"
-    with pytest.raises(RankFailed, match="8 stages, but `model` has 7 blocks"):
+    with pytest.raises(RankFailed, match="8 stages, but `model` has 7 blocks with parameters"):
         pool.run(4, fit, compose(folder, *small, *PARITY, "strategy=pipeline", "trainer.devices=4", schedule))
 
 
 def blocks(costs: list[int], sent: list[int]) -> list[Block]:
     outputs = [torch.empty(size // 4, device="meta") for size in sent]
-    return [
-        Block(f"b{k}", nn.Identity(), cost, output) for k, (cost, output) in enumerate(zip(costs, outputs, strict=True))
-    ]
+    return [Block(f"b{k}", nn.Identity(), 1, cost, outputs[k]) for k, cost in enumerate(costs)]
 
 
 @pytest.mark.parametrize(
@@ -170,6 +169,13 @@ def test_the_dearest_stage_is_as_cheap_as_can_be(
     costs: list[int], sent: list[int], stages: int, sizes: list[int]
 ) -> None:
     assert [len(stage) for stage in cut(blocks(costs, sent), stages, "auto")] == sizes
+
+
+def test_no_stage_is_without_parameters() -> None:
+    """Though it would be the even cut: flattening costs nothing, but sends a whole picture on."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3072, 16), nn.Linear(16, 10))
+    stages = cut(ordered_blocks(net, torch.zeros(2, 3, 32, 32)), 2, "auto")
+    assert [len(stage) for stage in stages] == [2, 1]
 
 
 def test_blocks_are_the_composite_parts_in_order() -> None:
