@@ -9,6 +9,7 @@ bubble pipeline parallelism" (2023).
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 
 from src.data.batch import Batch
 from src.errors import UserError
+from src.strategies.clipping import clip_by_norm_over
 from src.strategies.portable import PortableStrategy, collect, gather, merge
 from src.strategies.schedules import build_schedule, kind_of
 from src.strategies.split import Block, cut, ordered_blocks, table
@@ -88,7 +90,7 @@ class Pipeline(PortableStrategy):
                 if isinstance(part, SyncedBatchNorm):
                     part.process_group = self.device_mesh["data_parallel"].get_group()
             self._take_apart(cast(nn.Module, model.net))
-            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+            self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
         return model
 
     def _take_apart(self, net: nn.Module) -> None:
@@ -98,9 +100,7 @@ class Pipeline(PortableStrategy):
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # what is sent must be contiguous
         self._all_names = list(net.state_dict())
         data, ranks = self.lightning_module.trainer.datamodule, self.device_mesh["pipeline"].size()
-        shape = (data.samples_per_micro_batch, *data.image_shape)
-        weight = next(net.parameters())
-        pictures = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        pictures = next(net.parameters()).new_zeros(data.samples_per_micro_batch, *data.image_shape)
         with self.precision_plugin.forward_context():
             blocks = ordered_blocks(net, pictures)
         self._owners = self.kind.owners(ranks)
@@ -210,17 +210,17 @@ class Pipeline(PortableStrategy):
         dist.broadcast(logits, dist.get_global_rank(self._group, self._owners[-1]), group=self._group)
         return logits
 
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm over all stages."""
-        weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
-        square = nn.utils.get_total_norm([weight.grad for weight in weights]) ** 2
-        dist.all_reduce(square, group=self._group)
-        nn.utils.clip_grads_with_norm_(weights, clip_val, square.sqrt())
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         own = {name: tensor.cpu() for name, tensor in self.lightning_module.state_dict().items()}
         whole = {name: tensor for part in collect(own, self._group) for name, tensor in part.items()}
         return {f"net.{name}": whole[f"net.{name}"] for name in self._all_names} if self.is_global_zero else {}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._pipeline is not None:  # a second look, as predict after test takes: at this rank's stages alone
+            saved, own = checkpoint["state_dict"], self.lightning_module.state_dict()
+            checkpoint["state_dict"] = {name: saved[name] for name in own if name in saved}
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         own = self.lightning_module.state_dict()

@@ -43,8 +43,8 @@ def test_predicts_what_it_scores(
     strategy: str, trained: Path, pictures: Path, pool: Pool, small: list[str], folder: Path
 ) -> None:
     world = [f"strategy={strategy}", "trainer.devices=2"]
-    cfg = compose(folder, *small, *TASK, *world, *PREDICT, f"ckpt_path={trained}", f"predict={pictures}")
-    run(cfg) if drives_all_devices(cfg) else pool.run(2, run, cfg)
+    cfg = compose(folder, *small, *TASK, *world, "fit=false", f"ckpt_path={trained}", f"predict={pictures}")
+    run(cfg) if drives_all_devices(cfg) else pool.run(2, run, cfg)  # tests, then predicts
     rows = list(csv.DictReader((folder / "predictions.csv").open()))
     assert len({row["file"] for row in rows}) == 90
     alone = run(compose(folder / "test", *small, *TASK, "fit=false", f"ckpt_path={trained}"))
