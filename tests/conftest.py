@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from src.data.cifar import CIFAR10, CIFAR100
 from src.data.shapes import Shapes
@@ -34,6 +35,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if UNEXPECTED_SKIPS:
         print(f"\nskipped, but not on the list in {Path(__file__).name}: {', '.join(UNEXPECTED_SKIPS)}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_left() -> Iterator[None]:
+    """A run of one rank in this process keeps its port, and Lightning leaves that in the environment for the next."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")
