@@ -85,10 +85,11 @@ def network_of(path: str, option: str) -> tuple[nn.Module, DictConfig]:
     checkpoint = _read_run(checkpoint_file(Path(path)), option, map_location="cpu")
     config: Any = OmegaConf.create(checkpoint.get("config", ""))
     try:
-        targets = re.findall(r"_target_: *(\S+)", OmegaConf.to_yaml(config.module.net))
-        if strange := [target for target in targets if not target.startswith("src.models.")]:
-            raise UserError(f"refused: {option}={path} would run {strange[0]}, which is none of this project's models")
-        net = instantiate(config.module.net, _convert_="all")
+        described = config.module.net
+        target = str(described._target_)  # exactly src.models.FILE.NAME: a longer path leads to what the file imports
+        if not re.fullmatch(r"src\.models\.\w+\.\w+", target) or OmegaConf.to_yaml(described).count("_target_") > 1:
+            raise UserError(f"refused: {option}={path} would run {target}, which is no model of this project")
+        net = instantiate(described, _convert_="all")
         net.load_state_dict({name.removeprefix("net."): tensor for name, tensor in checkpoint["state_dict"].items()})
     except (HydraException, OmegaConfBaseException, RuntimeError) as error:
         raise UserError(f"{option}={path} is no checkpoint of a classifier: {str(error).splitlines()[0]}") from error

@@ -54,7 +54,7 @@ def test_inner_layers_of_another_width_are_no_head(small: list[str], folder: Pat
         assemble(compose(folder, *small, *GAN, "module.latent=5", f"init_from={folder}/checkpoints/last.ckpt"))
 
 
-@pytest.mark.parametrize("target", ["torch.hub.load", "pathlib.Path.touch"])
+@pytest.mark.parametrize("target", ["torch.hub.load", "pathlib.Path.touch", "src.models.vit.torch.load"])
 def test_a_checkpoint_runs_no_code_but_models(target: str, trained: Path, tmp_path: Path) -> None:
     checkpoint = torch.load(trained)
     checkpoint["config"] = f"module: {{net: {{_target_: {target}, self: {tmp_path}/made}}}}"

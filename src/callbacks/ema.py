@@ -44,9 +44,8 @@ class EMA(L.Callback):
         self._average = _precise_copies(pl_module)
         if self._restored:
             self._exchange(pl_module)
-            trainer.strategy.load_model_state_dict(
-                {"state_dict": self._restored}
-            )  # of each tensor, what this rank holds
+            # Through the strategy, which gives each rank what it holds of a whole tensor.
+            trainer.strategy.load_model_state_dict({"state_dict": self._restored})
             self._average = _precise_copies(pl_module)
             self._exchange(pl_module)
             self._restored = {}

@@ -14,7 +14,8 @@ from src.errors import UserError
 class RefuseNaN(L.Callback):
     """Looks at the training loss where it is logged, and at every weight before it is saved.
 
-    Both are the same on every rank, so that all stop together.
+    The loss is the same on every rank, so that all stop together; where only rank zero has the whole weights, it alone
+    stops, and the launcher ends the others.
 
     Raises:
         UserError: if one is not finite; the message names the last good checkpoint.
