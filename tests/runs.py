@@ -59,7 +59,7 @@ class Record(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.final = _copy(pl_module.state_dict())
-        self.optimizer = moments(trainer.optimizers[0].state_dict())
+        self.optimizer = moments(trainer.strategy.optimizer_state(trainer.optimizers[0]))
         self.file.parent.mkdir(exist_ok=True)  # fast_dev_run makes no folder
         torch.save(self.__getstate__(), self.file.with_suffix(f".{trainer.global_rank}"))
 
@@ -86,11 +86,11 @@ def spawned(folder: Path, world_size: int) -> list[Record]:
 
 
 def moments(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Every tensor of an optimiser's state under `parameter/moment`."""
-    names = [name for group in state["param_groups"] for name in group["param_names"]]
+    """Every tensor of an optimiser's state under `parameter/moment`; none where another rank was given the state."""
+    names = [name for group in state.get("param_groups", []) for name in group["param_names"]]
     return {
         f"{names[number]}/{key}": value.detach().clone()
-        for number, tensors in state["state"].items()
+        for number, tensors in state.get("state", {}).items()
         for key, value in whole(tensors).items()
         if isinstance(value, Tensor)
     }

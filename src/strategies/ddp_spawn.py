@@ -4,14 +4,14 @@ from typing import Any
 
 import lightning as L
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from src.launch.logs import log_to_folder
 from src.loggers.wandb import finish
+from src.strategies.ddp import DDP
 
 
-class DDPSpawn(DDPStrategy):
+class DDPSpawn(DDP):
     """Runs in one process, which spawns a process per device for each of fit and test."""
 
     single_process = True

@@ -41,10 +41,10 @@ class PortableStrategy(ModelParallelStrategy):
             scatter(saved, optimizer)
 
 
-def collect(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What each rank of the group has, on the first of them; nothing elsewhere. Every one must take part."""
+def collect(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of the group has (null: of all), on the first; nothing elsewhere. Every one must take part."""
     parts: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-    dist.gather_object(own, parts, dst=dist.get_global_rank(group, 0), group=group)
+    dist.gather_object(own, parts, group_dst=0, group=group)
     return parts or []
 
 

@@ -1,0 +1,167 @@
+"""DistributedDataParallel with a choice of how gradients travel, and of who keeps the optimiser's state.
+
+Lightning's DDPStrategy takes hooks as objects, on GPUs only, and leaves their memory out of checkpoints.
+"""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, cast
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from src.callbacks.ema import EMA
+from src.errors import UserError, nearest
+
+
+def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """gloo continues a hook on threads of its own, where its next reductions may overtake others on some ranks only."""
+    future = powerSGD_hook(state, bucket)
+    if not bucket.buffer().is_cuda:
+        future.wait()
+    return future
+
+
+_HOOKS: dict[str, Any] = {
+    "fp16": fp16_compress_hook,
+    "bf16": bf16_compress_hook,
+    "powersgd": _powersgd_in_order,
+    "post_local_sgd": post_localSGD_hook,
+}
+
+
+class DDP(DDPStrategy):
+    """Every rank has the whole network and its share of the data.
+
+    Args:
+        comm_hook: `fp16` or `bf16`: gradients are reduced in that type. `powersgd`: as products of two thin matrices,
+            with error feedback (Vogels et al., 2019). `post_local_sgd`: not at all; weights are averaged instead, every
+            `model_averaging_period` steps, and before validation and saving (Lin et al., "Don't use large mini-batches,
+            use local SGD", 2020); a checkpoint then holds the averages of the optimisers' states. Null: as they are.
+        comm_start_step: steps with plain averaging of gradients before the latter two begin.
+        matrix_approximation_rank: of PowerSGD: columns of its matrices.
+        model_averaging_period: of post-local SGD.
+        shard_optimizer: each rank keeps the optimiser's state of its share of the weights only, steps these, and sends
+            them to the others (ZeRO stage 1: Rajbhandari et al., 2020).
+        **kwargs: what DistributedDataParallel takes, such as `bucket_cap_mb`.
+
+    Raises:
+        UserError: if there is no such hook, or it does not go with another option.
+    """
+
+    def __init__(
+        self,
+        comm_hook: str | None = None,
+        comm_start_step: int = 100,
+        matrix_approximation_rank: int = 4,
+        model_averaging_period: int = 4,
+        shard_optimizer: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model_averaging_period=model_averaging_period, **kwargs)
+        self.comm_hook, self.comm_start_step, self.shard_optimizer = comm_hook, comm_start_step, shard_optimizer
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self._restored: dict[str, dict[int, Tensor]] = {}
+        if comm_hook is not None and comm_hook not in _HOOKS:
+            raise UserError(f"strategy.comm_hook={comm_hook} is no hook: {nearest(comm_hook, _HOOKS)}")
+        if comm_start_step < 2 or model_averaging_period < 1 or matrix_approximation_rank < 1:
+            raise UserError(
+                "strategy.comm_start_step is at least 2, since DDP settles its buckets in the first step; "
+                "strategy.model_averaging_period and strategy.matrix_approximation_rank are at least 1"
+            )
+        if comm_hook == "post_local_sgd" and shard_optimizer:
+            raise UserError("strategy.shard_optimizer=true with post_local_sgd: its ranks have weights of their own")
+        if comm_hook == "powersgd":
+            if kwargs.get("static_graph"):
+                raise UserError("strategy.static_graph=true changes the buckets that powersgd remembers: set it false")
+            self._ddp_kwargs["find_unused_parameters"] = True  # so the buckets of its memory are those of a resumed run
+
+    def setup(self, trainer: L.Trainer) -> None:
+        if self.comm_hook == "bf16" and self.root_device.type == "cpu":
+            raise UserError("strategy.comm_hook=bf16: gloo, which CPUs use, does not reduce that type; take fp16")
+        if self.comm_hook == "post_local_sgd":
+            if any(isinstance(callback, EMA) for callback in trainer.callbacks):
+                raise UserError(
+                    "callbacks.ema averages a rank's own weights under post_local_sgd: leave one of them out"
+                )
+            if not self.lightning_module.automatic_optimization:
+                raise UserError("strategy.comm_hook=post_local_sgd averages the weights of one optimiser; take fp16")
+            self.lightning_module.to(memory_format=torch.contiguous_format)  # which torch's averaging returns
+        super().setup(trainer)
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.shard_optimizer:
+            warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # not overridden, but another's
+            whole = self.optimizers
+            self.optimizers = [
+                ZeroRedundancyOptimizer([dict(group) for group in one.param_groups], type(one)) for one in whole
+            ]
+            for config in self.lr_scheduler_configs:
+                config.scheduler.optimizer = self.optimizers[whole.index(config.scheduler.optimizer)]
+
+    def _register_ddp_hooks(self) -> None:
+        if self.comm_hook == "powersgd":
+            self._ddp_comm_state = PowerSGDState(None, self.matrix_approximation_rank, self.comm_start_step)
+        elif self.comm_hook == "post_local_sgd":
+            self._ddp_comm_state = PostLocalSGDState(
+                None, None, self.comm_start_step, post_local_gradient_allreduce=False
+            )
+        if self.comm_hook:
+            cast(DistributedDataParallel, self.model).register_comm_hook(self._ddp_comm_state, _HOOKS[self.comm_hook])
+
+    def on_train_start(self) -> None:
+        """Put the hook where a run that was not interrupted would have it."""
+        state: Any = self._ddp_comm_state
+        if state is not None:
+            state.iter = self.lightning_module.trainer.global_step
+        if self._model_averager is not None:
+            self._model_averager.step = state.iter
+        for name, tensors in self._restored.items():
+            setattr(state, name, {bucket: tensor.to(self.root_device) for bucket, tensor in tensors.items()})
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """With it what PowerSGD remembers: it is linear, so the ranks' errors can be given back as their mean."""
+        state: Any = self._ddp_comm_state
+        if self.comm_hook == "powersgd" and state is not None:
+            memory = {name: dict(getattr(state, name)) for name in ("error_dict", "p_memory_dict", "q_memory_dict")}
+            for bucket, error in memory["error_dict"].items():
+                memory["error_dict"][bucket] = self.reduce(error.clone(), reduce_op="mean")
+            checkpoint["powersgd"] = memory
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._restored = checkpoint.get("powersgd", {}) if self.comm_hook == "powersgd" else {}
+        return checkpoint
+
+    def on_validation_start(self) -> None:
+        self._average(self.lightning_module.parameters())
+
+    def on_train_end(self) -> None:
+        self._average(self.lightning_module.parameters())
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._average(self.lightning_module.parameters())
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._model_averager is not None:
+            self._average(value for moments in optimizer.state.values() for value in moments.values())
+        return super().optimizer_state(optimizer)
+
+    def _average(self, values: Iterable[Any]) -> None:
+        """Under post-local SGD, make them those of all ranks. Every rank must take part."""
+        if self._model_averager is not None:
+            floats = [value for value in values if isinstance(value, Tensor) and value.ndim]  # no counts of steps
+            average_parameters(cast(Any, iter(floats)), self._model_averager.process_group)

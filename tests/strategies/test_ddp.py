@@ -1,0 +1,179 @@
+"""DDP's options: the exact ones change nothing, the others little; all ranks end alike, and so does a resumed run."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+
+from src.errors import UserError
+from src.experiment import assemble
+from tests.faults.test_resume import SaveOnce, check_same, die
+from tests.parity.test_parity import TOLERANCE, distances
+from tests.pool import Pool, RankFailed
+from tests.runs import Record, compose, fit
+
+PARITY = ["experiment=parity"]
+ADAMW = ["optimizer=adamw", "optimizer.lr=0.01", "trainer.gradient_clip_val=0.5"]
+TWO = ["strategy=ddp", "trainer.devices=2"]
+POWERSGD = [
+    "strategy.comm_hook=powersgd",
+    "strategy.comm_start_step=3",
+    "strategy.matrix_approximation_rank=1",
+    "strategy.bucket_cap_mb=0.02",
+]
+LOCAL = ["strategy.comm_hook=post_local_sgd", "strategy.comm_start_step=3", "strategy.model_averaging_period=4"]
+
+
+@pytest.fixture(scope="module")
+def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Record:
+    return fit(compose(tmp_path_factory.mktemp("single"), *small, *PARITY))
+
+
+def check_replicas(records: list[Record]) -> None:
+    for other in records[1:]:
+        assert all(torch.equal(other.final[name], tensor) for name, tensor in records[0].final.items())
+
+
+@pytest.mark.parametrize(
+    "option", ["bucket_cap_mb=0.02", "static_graph=true", "gradient_as_bucket_view=true", "shard_optimizer=true"]
+)
+def test_agrees_with_single_process(option: str, reference: Record, pool: Pool, small: list[str], folder: Path) -> None:
+    records = pool.run(2, fit, compose(folder, *small, *PARITY, *TWO, f"strategy.{option}"))
+    check_replicas(records)
+    assert max(distances(records[0], reference)) < TOLERANCE
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize(
+    ("hook", "bound"),
+    [(["strategy.comm_hook=fp16"], 1e-3), (POWERSGD, 1e-2), (LOCAL, 1e-2)],
+    ids=["fp16", "powersgd", "local"],
+)
+def test_lossy_communication_stays_near(
+    hook: list[str], bound: float, devices: int, pool: Pool, small: list[str], folder: Path
+) -> None:
+    gentle = [*PARITY, "optimizer.lr=0.001", "model.norm=group"]  # or any difference would grow in 20 steps
+    reference = fit(compose(folder / "single", *small, *gentle))
+    cfg = compose(folder, *small, *gentle, *hook, "strategy=ddp", f"trainer.devices={devices}")
+    records = pool.run(devices, fit, cfg)
+    check_replicas(records)
+    losses, _ = distances(records[0], reference)
+    assert 1e-7 < losses < bound
+
+
+class Spread(L.Callback):
+    """Notes after each step, and when validation begins, whether all ranks have the same weights."""
+
+    def __init__(self) -> None:
+        self.alike: list[bool] = []
+        self.validated: list[bool] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self.alike.append(alike(pl_module))
+
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self.validated.append(alike(pl_module))
+
+
+def alike(module: L.LightningModule) -> bool:
+    own = torch.cat([weight.detach().flatten() for weight in module.parameters()])
+    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, own)
+    return all(torch.equal(rank, own) for rank in ranks)
+
+
+def spread(cfg: Any) -> Spread:
+    watch = Spread()
+    fit(cfg, watch)
+    return watch
+
+
+def test_local_sgd_averages_periodically_and_before_validation(pool: Pool, small: list[str], folder: Path) -> None:
+    quiet = ["callbacks.best=null", "callbacks.checkpoint=null", "trainer.max_steps=11"]
+    for watch in pool.run(2, spread, compose(folder, *small, *PARITY, *TWO, *LOCAL, *quiet)):
+        assert watch.alike == [step in (0, 1, 2, 3, 7) for step in range(11)]
+        assert watch.validated
+        assert all(watch.validated)
+
+
+@pytest.mark.parametrize(
+    "options", [POWERSGD, LOCAL, [*ADAMW, "strategy.shard_optimizer=true"]], ids=["powersgd", "local", "zero"]
+)
+def test_goes_on_where_it_was(options: list[str], pool: Pool, small: list[str], folder: Path) -> None:
+    """Post-local SGD is compared with a run that saved, and so averaged, at the same step."""
+    task = [*PARITY, *TWO, *options]
+    reference = pool.run(2, fit, compose(folder / "whole", *small, *task), SaveOnce(6))
+    pool.run(2, die, compose(folder, *small, *task), "on_train_batch_end", 6)
+    resumed = pool.run(2, fit, compose(folder, *small, *task, f"ckpt_path={folder}/died.ckpt"))
+    for rank, record in enumerate(resumed):
+        check_same([record], reference[rank], done=6)
+
+
+def test_a_sharded_optimiser_travels(pool: Pool, small: list[str], folder: Path) -> None:
+    task = [*PARITY, *ADAMW]
+    reference = fit(compose(folder / "single", *small, *task))
+    die(compose(folder, *small, *task), "on_train_batch_end", 5)
+    resumed = [*task, *TWO, f"ckpt_path={folder}/died.ckpt"]
+    pool.run(2, die, compose(folder, *small, *resumed, "strategy.shard_optimizer=true"), "on_train_batch_end", 13)
+    check_same([fit(compose(folder, *small, *task, f"ckpt_path={folder}/died.ckpt"))], reference, done=13)
+
+
+def held(cfg: Any) -> tuple[int, int]:
+    """Bytes of the moments that this rank holds, and of all weights."""
+    trainer, module, data = assemble(cfg)
+    trainer.fit(module, datamodule=data)
+    moments = [value for state in trainer.optimizers[0].optim.state.values() for value in state.values()]
+    return sum(moment.nbytes for moment in moments), sum(weight.nbytes for weight in module.parameters())
+
+
+def test_each_rank_holds_its_share_of_the_optimiser(pool: Pool, small: list[str], folder: Path) -> None:
+    one_step = [
+        "trainer.max_steps=1",
+        "trainer.limit_val_batches=0",
+        "callbacks.best=null",
+        "callbacks.checkpoint=null",
+    ]
+    cfg = compose(folder, *small, *PARITY, *TWO, *one_step, "strategy.shard_optimizer=true")
+    ranks = pool.run(2, held, cfg)
+    assert sum(moments for moments, _ in ranks) == ranks[0][1]  # SGD has one moment per weight
+    assert all(0.3 * weights < moments < 0.7 * weights for moments, weights in ranks)
+
+
+def test_powersgd_does_not_depend_on_the_world_size(pool: Pool, small: list[str], folder: Path) -> None:
+    """It is linear in the gradients; so what two ranks had left to send, four can."""
+    task = [*PARITY, *POWERSGD, "strategy=ddp"]
+    reference = pool.run(2, fit, compose(folder / "whole", *small, *task, "trainer.devices=2"))
+    pool.run(2, die, compose(folder, *small, *task, "trainer.devices=2"), "on_train_batch_end", 6)
+    resumed = compose(folder, *small, *task, "trainer.devices=4", f"ckpt_path={folder}/died.ckpt")
+    for record in pool.run(4, fit, resumed):
+        check_same([record], reference[0], done=6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["strategy.comm_hook=powersdg"], "powersdg is no hook: did you mean powersgd"),
+        (["strategy.comm_hook=powersgd", "strategy.static_graph=true"], "strategy.static_graph=true"),
+        (["strategy.comm_hook=post_local_sgd", "strategy.shard_optimizer=true"], "strategy.shard_optimizer=true"),
+        (["strategy.comm_start_step=1"], "at least 2"),
+    ],
+)
+def test_what_cannot_be(options: list[str], message: str, small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        assemble(compose(folder, *small, *TWO, *options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["strategy.comm_hook=bf16"], "take fp16"),
+        (["strategy.comm_hook=post_local_sgd", "callbacks=[default,ema]"], "callbacks.ema"),
+        (["strategy.comm_hook=post_local_sgd", "experiment=gan", "data=shapes"], "post_local_sgd"),
+    ],
+)
+def test_what_cannot_be_there(options: list[str], message: str, pool: Pool, small: list[str], folder: Path) -> None:
+    with pytest.raises(RankFailed, match=message):
+        pool.run(2, fit, compose(folder, *options, *small, *TWO))
