@@ -15,7 +15,8 @@ from src.experiment import assemble
 from src.launch.rank import drives_all_devices as drives_all_devices
 
 CONF = Path(__file__).parents[1] / "conf"
-STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
+NEED_GPUS = ("dp",)
+STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml") if file.stem not in NEED_GPUS)
 QUIET = ["logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
 
 

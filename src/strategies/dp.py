@@ -1,0 +1,62 @@
+"""torch.nn.DataParallel: one process, a thread per GPU. For comparison: `strategy=ddp` is faster, and exact.
+
+Each step copies the network to every GPU and gathers the outputs on the first one, and the threads share one
+interpreter. Batch normalisation sees a GPU's share of the batch, and keeps the statistics of the first one's.
+"""
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor, nn
+
+from src.errors import UserError
+
+
+class DP(ParallelStrategy):
+    """The whole batch is on the first GPU; the network's forward pass takes it apart.
+
+    Raises:
+        UserError: if there are fewer than two GPUs: on a CPU torch would do nothing, without a word.
+    """
+
+    single_process = True
+
+    @property
+    def root_device(self) -> torch.device:
+        return (self.parallel_devices or [torch.device("cpu")])[0]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0, "interleaved": len(self.parallel_devices or [])}
+
+    def setup_environment(self) -> None:
+        gpus = [device for device in self.parallel_devices or [] if device.type != "cpu"]
+        if len(gpus) < 2:
+            raise UserError(
+                f"strategy=dp divides a batch among GPUs, but trainer.devices gives it {len(gpus)}: "
+                "give it two, or take strategy=ddp, which runs on CPUs too"
+            )
+        super().setup_environment()
+
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        net: Any = self.lightning_module.net
+        blocks = nn.DataParallel(nn.Sequential(*net.children()), self.parallel_devices)
+        net.forward = lambda image: blocks(image)  # a function, lest its parameters be registered twice
+
+    def model_to_device(self) -> None:
+        self.lightning_module.to(self.root_device)
+
+    def reduce(self, tensor: Tensor | Any, *args: Any, **kwargs: Any) -> Tensor | Any:
+        return tensor
+
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor
+
+    def barrier(self, name: str | None = None) -> None:
+        """There is no other process."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj

@@ -1,0 +1,39 @@
+"""DataParallel, as far as one can see it without GPUs: it is refused, and around torch's own part all is in place."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.strategies import ParallelStrategy
+
+from src.errors import UserError
+from src.experiment import run
+from src.strategies.dp import DP
+from tests.parity.test_parity import TOLERANCE, distances
+from tests.runs import compose, fit
+
+PARITY = ["experiment=parity", "strategy=dp", "trainer.devices=2"]
+
+
+def test_refused_without_gpus(small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=r"gives it 0: give it two, or take strategy=ddp"):
+        run(compose(folder, *small, *PARITY))
+
+
+def test_trains_around_it(
+    small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a CPU torch's DataParallel passes the batch on whole, which makes the run a single process's."""
+    monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
+    reference = fit(compose(folder / "single", *small, "experiment=parity"), test=True)
+    with caplog.at_level(logging.INFO, "src"):
+        record = fit(compose(folder, *small, *PARITY), test=True)
+    assert max(distances(record, reference)) < TOLERANCE
+    assert record.metrics["test/acc"] == reference.metrics["test/acc"]
+    assert "1 x 2 micro-batches x 16 per device" in caplog.text
+
+
+def test_a_batch_must_divide(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
+    with pytest.raises(UserError, match=r"set data.batch_size="):
+        fit(compose(folder, *small, *PARITY, "data.batch_size=33"))
