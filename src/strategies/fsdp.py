@@ -4,12 +4,10 @@
 leaves that to the module. Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel" (2023).
 """
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -80,11 +78,6 @@ class FSDP(PortableStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return gather(optimizer)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        options = StateDictOptions(full_state_dict=True, strict=strict)
-        set_model_state_dict(self.lightning_module, checkpoint["state_dict"], options=options)
 
 
 def _dtype(option: str, name: str | None) -> torch.dtype | None:

@@ -8,21 +8,22 @@ bubble pipeline parallelism" (2023).
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.optim import Optimizer
 
 from src.data.batch import Batch
 from src.errors import UserError
-from src.strategies.clipping import clip_by_norm_over
-from src.strategies.portable import PortableStrategy, collect, gather, merge
+from src.strategies.gradients import average_over, clip_by_norm_over
+from src.strategies.portable import PortableStrategy, collect, gather, merge, whole
+from src.strategies.relay import Relay
 from src.strategies.schedules import build_schedule, kind_of
 from src.strategies.split import Block, cut, ordered_blocks, table
 from src.strategies.sync_batchnorm import SyncedBatchNorm
@@ -40,6 +41,7 @@ class Pipeline(PortableStrategy):
         microbatches: parts that a rank's batch is taken apart into. One makes it the tutorials' naive split, in which
             one rank works at a time. Batch normalisation sees micro-batches.
         split: `auto`, or the names of the blocks before which to cut.
+        data_parallel: with replicas, `ddp` for a whole stage on each, or `fsdp` for its shards (FSDP2).
 
     Raises:
         UserError: if the ranks, the blocks, the micro-batches or the precision do not fit.
@@ -51,19 +53,26 @@ class Pipeline(PortableStrategy):
         schedule: str = "1f1b",
         microbatches: int = 4,
         split: str | Sequence[str] = "auto",
+        data_parallel: str = "ddp",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        if data_parallel not in ("ddp", "fsdp"):
+            raise UserError(f"strategy.data_parallel={data_parallel}: take ddp or fsdp")
         if not isinstance(microbatches, int) or microbatches < 1:
             raise UserError(f"strategy.microbatches={microbatches}: give a number of at least one")
         self.stages, self.schedule, self.kind = stages, schedule, kind_of(schedule)
-        self.microbatches, self.split = microbatches, split
+        self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
         self._pipeline: Any = None  # torch's schedule, once the network is taken apart
         self._modules: dict[int, nn.Module] = {}  # of this rank's stages
         self._outputs: Tensor | None = None  # of the batch that the schedule has just trained on
         self._batch: Batch | None = None
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._all_names: list[str] = []
+
+    @property
+    def _sharded(self) -> bool:
+        return self.data_parallel == "fsdp" and self.device_mesh["data_parallel"].size() > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -105,14 +114,18 @@ class Pipeline(PortableStrategy):
             blocks = ordered_blocks(net, pictures)
         self._owners = self.kind.owners(ranks)
         stages = self._agreed(cut(blocks, len(self._owners), self.split), blocks)
-        self._shapes = [pictures.to("meta"), *(stage[-1].output for stage in stages)]
+        shapes = [pictures.to("meta"), *(stage[-1].output for stage in stages)]
         for stage, owner in zip(stages, self._owners, strict=True):
             for block in stage if owner != self._place else []:
                 net.set_submodule(block.name, nn.Identity())
         own = [number for number, owner in enumerate(self._owners) if owner == self._place]
         self._modules = {number: nn.Sequential(*(block.module for block in stages[number])) for number in own}
-        parts = [self._stage(number) for number in own]
+        if self._sharded:
+            for module in self._modules.values():  # gathered once per batch, not per micro-batch
+                fully_shard(module, mesh=self.device_mesh["data_parallel"], reshard_after_forward=False)
+        parts = [self._stage(number, shapes) for number in own]
         self._pipeline = build_schedule(self.schedule, parts, self.microbatches, self._loss)
+        self._relay = Relay(self._modules, self._owners, shapes, self._group, self.root_device)
         net.forward = self._forward
         if self.is_global_zero:
             bubble = self.kind.bubble(ranks, self.microbatches)
@@ -125,9 +138,9 @@ class Pipeline(PortableStrategy):
         by_name = {block.name: block for block in blocks}
         return [[by_name[name] for name in stage] for stage in names]
 
-    def _stage(self, stage: int) -> PipelineStage:
+    def _stage(self, stage: int, shapes: Sequence[Tensor]) -> PipelineStage:
         """With shapes told in advance: finding them out would run batch normalisation once more."""
-        floats = [shape.detach().requires_grad_(place > 0) for place, shape in enumerate(self._shapes)]
+        floats = [shape.detach().requires_grad_(place > 0) for place, shape in enumerate(shapes)]
         return PipelineStage(
             self._modules[stage],
             stage,
@@ -167,53 +180,28 @@ class Pipeline(PortableStrategy):
         self._held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
-        return self._to_all(outputs.detach()[order.argsort()] if last else None, count)
+        return self._relay.to_all(outputs.detach()[order.argsort()] if last else None, count)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Hand over the gradients that the schedule left, averaged over the replicas."""
-        module, replicas = cast(Any, self.lightning_module), self.device_mesh["data_parallel"]
+        module = cast(Any, self.lightning_module)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        share = 1 / (module.trainer.accumulate_grad_batches * replicas.size())
+        if not self._sharded:  # FSDP2 has done it. DDP would not: some schedules get gradients past its hooks.
+            average_over(self.device_mesh["data_parallel"].get_group(), [gradient for _, gradient in self._held])
         for parameter, gradient in self._held:
-            gradient.mul_(share)
-            if replicas.size() > 1:
-                dist.all_reduce(gradient, group=replicas.get_group())
+            gradient.div_(module.trainer.accumulate_grad_batches)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._held = []
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def _forward(self, image: Tensor) -> Tensor:
-        """What the network would give: the logits just trained on, or one stage after another."""
-        if self._outputs is not None:
-            return self._outputs
-        x, last = image, len(self._owners) - 1
-        ranks = [dist.get_global_rank(self._group, owner) for owner in self._owners]
-        for stage, owner in enumerate(self._owners):
-            if owner != self._place:
-                continue
-            if stage > 0 and self._owners[stage - 1] != owner:
-                x = self._empty(stage, len(image))
-                dist.recv(x, ranks[stage - 1], group=self._group)
-            x = self._modules[stage](x)
-            if stage < last and self._owners[stage + 1] != owner:
-                dist.send(x.contiguous(), ranks[stage + 1], group=self._group)
-        return self._to_all(x if self._owners[-1] == self._place else None, len(image))
-
-    def _empty(self, place: int, count: int) -> Tensor:
-        """Memory for what goes into stage `place`, of `count` samples."""
-        shape = self._shapes[place]
-        return torch.empty(count, *shape.shape[1:], dtype=shape.dtype, device=self.root_device)
-
-    def _to_all(self, logits: Tensor | None, count: int) -> Tensor:
-        """Send the last stage's logits to every rank of the pipeline."""
-        logits = self._empty(-1, count) if logits is None else logits.contiguous()
-        dist.broadcast(logits, dist.get_global_rank(self._group, self._owners[-1]), group=self._group)
-        return logits
+        """What the network would give: the logits just trained on, or those of one stage after another."""
+        return self._relay(image) if self._outputs is None else self._outputs
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        own = {name: tensor.cpu() for name, tensor in self.lightning_module.state_dict().items()}
-        whole = {name: tensor for part in collect(own, self._group) for name, tensor in part.items()}
-        return {f"net.{name}": whole[f"net.{name}"] for name in self._all_names} if self.is_global_zero else {}
+        own = {name: whole(tensor).cpu() for name, tensor in self.lightning_module.state_dict().items()}
+        every = {name: tensor for part in collect(own, self._group) for name, tensor in part.items()}
+        return {f"net.{name}": every[f"net.{name}"] for name in self._all_names} if self.is_global_zero else {}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -221,10 +209,6 @@ class Pipeline(PortableStrategy):
             saved, own = checkpoint["state_dict"], self.lightning_module.state_dict()
             checkpoint["state_dict"] = {name: saved[name] for name in own if name in saved}
         return checkpoint
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        own = self.lightning_module.state_dict()
-        self.lightning_module.load_state_dict({name: checkpoint["state_dict"][name] for name in own}, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return merge(collect(gather(optimizer), self._group), [f"net.{name}" for name in self._all_names])

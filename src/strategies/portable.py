@@ -36,6 +36,12 @@ class PortableStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
 
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        own, saved = self.lightning_module.state_dict(), checkpoint["state_dict"]
+        state = {name: _part(saved[name], tensor) for name, tensor in own.items()}
+        self.lightning_module.load_state_dict(state, strict=strict)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for saved, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True):
             scatter(saved, optimizer)
@@ -52,7 +58,7 @@ def gather(optimizer: Optimizer) -> dict[str, Any]:
     """The state as a single process would have it, its shards put together. Every rank must take part."""
     state = optimizer.state_dict()
     state["state"] = {
-        number: {key: _whole(value) for key, value in moments.items()} for number, moments in state["state"].items()
+        number: {key: whole(value) for key, value in moments.items()} for number, moments in state["state"].items()
     }
     return state
 
@@ -101,7 +107,8 @@ def _numbered(group: dict[str, Any]) -> list[tuple[str, int]]:
     return list(zip(group["param_names"], group["params"], strict=True))
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
+    """A sharded tensor put together, by all ranks of its mesh; anything else as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

@@ -48,6 +48,7 @@ def test_every_schedule_agrees_with_single_process(
         ["strategy.microbatches=1", "strategy.schedule=gpipe"],
         ["data.augment.mixup=1.0", "module.label_smoothing=0.1"],
         ["strategy=hybrid", "trainer.devices=4", "trainer.gradient_clip_val=0.5"],
+        ["strategy=hybrid", "trainer.devices=4", "trainer.gradient_clip_val=0.5", "strategy.data_parallel=fsdp"],
     ],
     ids=" ".join,
 )

@@ -1,0 +1,26 @@
+"""Gradients of a network of which each rank of a group holds a part, or a replica."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from src.strategies.portable import whole
+
+
+def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
+    """Make them the means of the ranks of `group`, in one all-reduce."""
+    if dist.get_world_size(group) == 1:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(dist.get_world_size(group))
+    dist.all_reduce(flat, group=group)
+    for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def clip_by_norm_over(group: dist.ProcessGroup, optimizer: Optimizer, clip_val: float) -> None:
+    """Scale the gradients such that their norm, over the parameters of every rank of `group`, is at most `clip_val`."""
+    weights = [weight for part in optimizer.param_groups for weight in part["params"] if weight.grad is not None]
+    square = whole(nn.utils.get_total_norm([weight.grad for weight in weights])) ** 2
+    dist.all_reduce(square, group=group)
+    nn.utils.clip_grads_with_norm_(weights, clip_val, square.sqrt())
