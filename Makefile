@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install train test lint format clean
+.PHONY: install train test test-all lint format clean
 
 install: $(STAMP)
 
@@ -18,6 +18,9 @@ train: install
 
 test: install lint
 	$(BIN)/python -m pytest $(ARGS)
+
+test-all: install lint
+	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

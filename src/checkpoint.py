@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
+from src import sharded
 from src.errors import UserError
 from src.files import replacing
 from src.launch.folder import checkpoint_file
@@ -50,7 +51,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             UserError: if it is no checkpoint, or not a whole one.
         """
-        return _read(path, map_location=map_location)
+        return read_checkpoint(path, map_location=map_location)
+
+    def remove_checkpoint(self, path: _PATH) -> None:
+        super().remove_checkpoint(path)
+        sharded.discard(Path(path))
 
 
 def check_is_checkpoint(option: str, path: Path) -> None:
@@ -118,15 +123,27 @@ def start_from(module: nn.Module, path: str) -> None:
 
 
 def _read_run(path: _PATH, option: str, **options: Any) -> dict[str, Any]:
-    checkpoint = _read(path, option, **options)
+    checkpoint = read_checkpoint(path, option, **options)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise UserError(f"{option}={path} is no checkpoint of a training run: it has no `state_dict`")
     return checkpoint
 
 
-def _read(path: _PATH, option: str = "ckpt_path", **options: Any) -> dict[str, Any]:
+def read_checkpoint(path: _PATH, option: str = "ckpt_path", moments: bool = True, **options: Any) -> dict[str, Any]:
+    """What `torch.load` reads, of a sharded checkpoint with its tensors, but for the optimisers' if not `moments`.
+
+    Raises:
+        UserError: if it cannot be read; `option` is named.
+    """
     try:
-        return torch.load(path, weights_only=True, **options)
+        checkpoint = torch.load(path, weights_only=True, **options)
+        looked_at = options.get("map_location") == "meta"
+        return checkpoint if looked_at else sharded.fill(checkpoint, Path(path), moments)
     except Exception as error:  # a damaged file can raise anything
-        cause = str(error).split("\n")[0]
-        raise UserError(f"{option}={path} is no whole checkpoint ({cause}): take another") from error
+        raise damaged(path, error, option) from error
+
+
+def damaged(path: _PATH, error: Exception, option: str = "ckpt_path") -> UserError:
+    """What to say of a checkpoint that cannot be read."""
+    cause = str(error).split("\n")[0]
+    return UserError(f"{option}={path} is no whole checkpoint ({cause}): take another")

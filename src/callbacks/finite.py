@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.tensor import DTensor
 
 from src.errors import UserError
 
@@ -14,8 +15,8 @@ from src.errors import UserError
 class RefuseNaN(L.Callback):
     """Looks at the training loss where it is logged, and at every weight before it is saved.
 
-    The loss is the same on every rank, so that all stop together; where only rank zero has the whole weights, it alone
-    stops, and the launcher ends the others.
+    The loss is the same on every rank, so that all stop together; where a rank has other weights than the rest, it
+    alone may stop, and the launcher ends the others.
 
     Raises:
         UserError: if one is not finite; the message names the last good checkpoint.
@@ -29,7 +30,8 @@ class RefuseNaN(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         for name, tensor in checkpoint["state_dict"].items():
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if held.is_floating_point() and not torch.isfinite(held).all():
                 self._stop(trainer, f"{name} is not finite")
 
     def _stop(self, trainer: L.Trainer, what: str) -> NoReturn:

@@ -6,15 +6,15 @@ leaves that to the module. Zhao et al., "PyTorch FSDP: experiences on scaling fu
 
 from typing import Any, cast
 
+import lightning as L
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
 
 from src.errors import UserError
-from src.strategies.portable import PortableStrategy, gather
+from src.strategies.portable import PortableStrategy
 
 
 class FSDP(PortableStrategy):
@@ -58,15 +58,8 @@ class FSDP(PortableStrategy):
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         self._device_mesh = mesh if self.replicas > 1 else mesh["shard"]
 
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        net = cast(nn.Module, model.net)
-        if not isinstance(net, FSDPModule):  # after fit, test finds it sharded
-            if self._layer_sync:
-                self._layer_sync.apply(model)
-            self._shard(net)
-        return model
-
-    def _shard(self, net: nn.Module) -> None:
+    def distribute(self, module: L.LightningModule) -> None:
+        net = cast(nn.Module, module.net)
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP takes no other
         for norm in [part for part in net.modules() if isinstance(part, _BatchNorm) and self.policy.param_dtype]:
             fully_shard(norm, mesh=self.device_mesh)  # its statistics are kept in full precision, and so its weights
@@ -75,9 +68,6 @@ class FSDP(PortableStrategy):
             if any(True for _ in block.parameters()):
                 fully_shard(block, mesh=self.device_mesh, **options)
         fully_shard(net, mesh=self.device_mesh, **options)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return gather(optimizer)
 
 
 def _dtype(option: str, name: str | None) -> torch.dtype | None:

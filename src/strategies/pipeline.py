@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
+import lightning as L
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +24,7 @@ from torch.optim import Optimizer
 from src.data.batch import Batch
 from src.errors import UserError
 from src.strategies.gradients import average_over, clip_by_norm_over
-from src.strategies.portable import PortableStrategy, collect, gather, merge, whole
+from src.strategies.portable import PortableStrategy
 from src.strategies.relay import Relay
 from src.strategies.schedules import build_schedule, kind_of
 from src.strategies.split import Block, cut, ordered_blocks, table
@@ -68,7 +70,6 @@ class Pipeline(PortableStrategy):
         self._outputs: Tensor | None = None  # of the batch that the schedule has just trained on
         self._batch: Batch | None = None
         self._held: list[tuple[nn.Parameter, Tensor]] = []
-        self._all_names: list[str] = []
 
     @property
     def _sharded(self) -> bool:
@@ -91,23 +92,16 @@ class Pipeline(PortableStrategy):
         self._group = self._device_mesh["pipeline"].get_group()
         self._place = self._device_mesh["pipeline"].get_local_rank()
 
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        if self._pipeline is None:  # after fit, test finds it taken apart
-            if self._layer_sync:
-                self._layer_sync.apply(model)
-            for part in model.modules():
-                if isinstance(part, SyncedBatchNorm):
-                    part.process_group = self.device_mesh["data_parallel"].get_group()
-            self._take_apart(cast(nn.Module, model.net))
-            self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
-        return model
-
-    def _take_apart(self, net: nn.Module) -> None:
+    def distribute(self, module: L.LightningModule) -> None:
         """Keep the blocks of this rank's stages, and put the pipeline in the place of the network's forward pass."""
+        for norm in module.modules():
+            if isinstance(norm, SyncedBatchNorm):
+                norm.process_group = self.device_mesh["data_parallel"].get_group()
+        self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
+        net = cast(nn.Module, module.net)
         if net._compiled_call_impl is not None:
             raise UserError("module.compile=true compiles the whole network, of which a pipeline's rank holds a part")
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # what is sent must be contiguous
-        self._all_names = list(net.state_dict())
         data, ranks = self.lightning_module.trainer.datamodule, self.device_mesh["pipeline"].size()
         pictures = next(net.parameters()).new_zeros(data.samples_per_micro_batch, *data.image_shape)
         with self.precision_plugin.forward_context():
@@ -121,8 +115,8 @@ class Pipeline(PortableStrategy):
         own = [number for number, owner in enumerate(self._owners) if owner == self._place]
         self._modules = {number: nn.Sequential(*(block.module for block in stages[number])) for number in own}
         if self._sharded:
-            for module in self._modules.values():  # gathered once per batch, not per micro-batch
-                fully_shard(module, mesh=self.device_mesh["data_parallel"], reshard_after_forward=False)
+            for held in self._modules.values():  # gathered once per batch, not per micro-batch
+                fully_shard(held, mesh=self.device_mesh["data_parallel"], reshard_after_forward=False)
         parts = [self._stage(number, shapes) for number in own]
         self._pipeline = build_schedule(self.schedule, parts, self.microbatches, self._loss)
         self._relay = Relay(self._modules, self._owners, shapes, self._group, self.root_device)
@@ -198,17 +192,7 @@ class Pipeline(PortableStrategy):
         """What the network would give: the logits just trained on, or those of one stage after another."""
         return self._relay(image) if self._outputs is None else self._outputs
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        own = {name: whole(tensor).cpu() for name, tensor in self.lightning_module.state_dict().items()}
-        every = {name: tensor for part in collect(own, self._group) for name, tensor in part.items()}
-        return {f"net.{name}": every[f"net.{name}"] for name in self._all_names} if self.is_global_zero else {}
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if self._pipeline is not None:  # a second look, as predict after test takes: at this rank's stages alone
-            saved, own = checkpoint["state_dict"], self.lightning_module.state_dict()
-            checkpoint["state_dict"] = {name: saved[name] for name in own if name in saved}
-        return checkpoint
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return merge(collect(gather(optimizer), self._group), [f"net.{name}" for name in self._all_names])
+    def collect(self, own: Any) -> list[Any]:
+        parts: list[Any] | None = [None] * dist.get_world_size(self._group) if self._place == 0 else None
+        dist.gather_object(own, parts, group=self._group, group_dst=0)
+        return parts or []

@@ -1,26 +1,44 @@
 """Checkpoints that travel: whole tensors by the names of their parameters, whatever a rank holds in memory."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+
+from src import sharded
+from src.checkpoint import damaged, read_checkpoint
 
 
 class PortableStrategy(ModelParallelStrategy):
     """Restores a checkpoint before the network is taken apart, and its optimiser's state, by name, after.
 
     So a checkpoint is that of a single process, whichever strategy wrote it, and any reads it.
+
+    Args:
+        sharded_checkpoints: each rank writes what it holds, into a folder beside the checkpoint (`src/sharded.py`),
+            instead of all of it going through the memory of the first.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, sharded_checkpoints: bool = False, **kwargs: Any) -> None:
         super().__init__(save_distributed_checkpoint=False, **kwargs)
+        self.sharded_checkpoints = sharded_checkpoints
+        self._names: list[str] = []  # of the whole network's tensors, in order, once it is distributed
+
+    @abstractmethod
+    def distribute(self, module: L.LightningModule) -> None:
+        """Leave each rank its part of the module's network, under the names of the whole one."""
+
+    def collect(self, own: Any) -> list[Any]:
+        """On rank zero, what the ranks have who together have the whole network. Every rank must take part."""
+        return [own]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -33,34 +51,82 @@ class PortableStrategy(ModelParallelStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         Strategy.setup(self, trainer)  # Lightning's own wants a module that parallelises itself
 
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        if not self._names:  # after fit, test finds it distributed
+            self._names = list(model.state_dict())
+            if self._layer_sync:
+                self._layer_sync.apply(model)
+            assert self.lightning_module is not None
+            self.distribute(self.lightning_module)
+        return model
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        own = self.lightning_module.state_dict()
+        if self.sharded_checkpoints:
+            return own
+        return self._joined({name: whole(tensor).cpu() for name, tensor in own.items()})
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = optimizer.state_dict()
+        if self.sharded_checkpoints:
+            return state
+        moments = {
+            number: {key: whole(value) for key, value in kept.items()} for number, kept in state["state"].items()
+        }
+        return merge(self.collect(state | {"state": moments}), self._names)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.sharded_checkpoints:
+            folder = self.broadcast(sharded.new_folder(Path(filepath)))
+            sharded.write(checkpoint, folder)
+            checkpoint = self._without_tensors(checkpoint) | {sharded.SHARDS: folder.name}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero:
+            sharded.discard(Path(filepath), keep=checkpoint.get(sharded.SHARDS))
+
+    def _without_tensors(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The whole network's, on rank zero. Every rank must take part."""
+        own = sharded.replaced(
+            checkpoint, lambda _, tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        )
+        for section in sharded.WEIGHTS:
+            if section in own:
+                own[section] = self._joined(own[section])
+        own["optimizer_states"] = [merge(self.collect(state), self._names) for state in own["optimizer_states"]]
+        return own
+
+    def _joined(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        every = {name: tensor for part in self.collect(own) for name, tensor in part.items()}
+        return {name: every[name] for name in self._names} if self.is_global_zero else {}
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+        self._read_from = Path(checkpoint_path)
+        checkpoint = read_checkpoint(checkpoint_path, moments=False)
+        if self._names:  # a second look, as predict after test takes: at what this rank holds
+            checkpoint["state_dict"] = self._parts(checkpoint["state_dict"])
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        own, saved = self.lightning_module.state_dict(), checkpoint["state_dict"]
-        state = {name: _part(saved[name], tensor) for name, tensor in own.items()}
-        self.lightning_module.load_state_dict(state, strict=strict)
+        self.lightning_module.load_state_dict(self._parts(checkpoint["state_dict"]), strict=strict)
+
+    def _parts(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of a whole network's tensors, what this rank holds."""
+        assert self.lightning_module is not None
+        own = self.lightning_module.state_dict()
+        return {name: _part(saved[name], tensor) for name, tensor in own.items() if name in saved}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for saved, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True):
-            scatter(saved, optimizer)
-
-
-def collect(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of the group has (null: of all), on the first; nothing elsewhere. Every one must take part."""
-    parts: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-    dist.gather_object(own, parts, group_dst=0, group=group)
-    return parts or []
-
-
-def gather(optimizer: Optimizer) -> dict[str, Any]:
-    """The state as a single process would have it, its shards put together. Every rank must take part."""
-    state = optimizer.state_dict()
-    state["state"] = {
-        number: {key: whole(value) for key, value in moments.items()} for number, moments in state["state"].items()
-    }
-    return state
+        saved = zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
+        states = [parts_of(state, optimizer) for state, optimizer in saved]
+        if sharded.SHARDS in checkpoint:
+            try:
+                sharded.read({"optimizer_states": states}, self._read_from, dict(checkpoint))
+            except Exception as error:  # as a damaged file can raise anything
+                raise damaged(self._read_from, error) from error
+        for state, optimizer in zip(states, self.optimizers, strict=True):
+            optimizer.load_state_dict(state)
 
 
 def merge(parts: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
@@ -86,8 +152,8 @@ def merge(parts: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
     return merged
 
 
-def scatter(saved: dict[str, Any], optimizer: Optimizer) -> None:
-    """Load a whole state into `optimizer`, of each tensor the part that this rank holds.
+def parts_of(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Of a whole state, what `optimizer` on this rank holds: parameters, and of each tensor a shard or all.
 
     Tensors find their parameters by `param_names`, so the order of either's does not matter.
     """
@@ -100,7 +166,7 @@ def scatter(saved: dict[str, Any], optimizer: Optimizer) -> None:
             state[number] = {key: _part(value, parameter) for key, value in moments.items()}
         theirs = next(group for group in saved["param_groups"] if described["param_names"][0] in group["param_names"])
         kept.append({**theirs, "params": described["params"], "param_names": described["param_names"]})
-    optimizer.load_state_dict({"state": {key: value for key, value in state.items() if value}, "param_groups": kept})
+    return {"state": {key: value for key, value in state.items() if value}, "param_groups": kept}
 
 
 def _numbered(group: dict[str, Any]) -> list[tuple[str, int]]:
@@ -113,8 +179,15 @@ def whole(value: Any) -> Any:
 
 
 def _part(value: Any, parameter: Tensor) -> Any:
-    """Of a tensor that is shaped like a sharded parameter, this rank's shard; else the value itself."""
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+    """Of a tensor that is shaped like a sharded parameter, this rank's shard; else the value itself.
+
+    For one without memory, memory of that size, to be read into.
+    """
+    if not isinstance(value, Tensor):
         return value
+    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        return torch.empty_like(value, device="cpu") if value.is_meta else value
+    if value.is_meta:
+        return torch.empty_like(parameter, dtype=value.dtype)
     value = value.to(device=parameter.device, memory_format=torch.contiguous_format)
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -9,15 +9,11 @@ import torch
 
 from src.errors import UserError
 from tests.pool import Pool
-from tests.runs import STRATEGIES, Record, compose, drives_all_devices, fit, relative
+from tests.runs import Record, compose, fit, relative
 
 STEPS_PER_EPOCH = 11
 TASK = ["experiment=parity", "scheduler=cosine"]
 MLP = ["model=mlp", "~model.width", "model.hidden=[16]"]
-
-
-# No batch normalisation, since a pipeline's sees micro-batches.
-TRAVELLER = ["optimizer=adamw", "optimizer.lr=0.01", "callbacks=[default,ema]", "model.norm=group"]
 
 
 class Died(Exception):
@@ -106,32 +102,6 @@ def test_goes_on_where_it_was(
     check_same(resumed, reference, done)
     for k, batch in enumerate(reference.indices[done:]):
         assert sorted(index for rank in resumed for index in rank.indices[k]) == sorted(batch)
-
-
-@pytest.fixture(scope="module")
-def traveller(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, Path]:
-    folder = tmp_path_factory.mktemp("at home")
-    return fit(task(folder, small, 1, *TRAVELLER)), folder
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_travels_to_another_strategy_and_back(
-    strategy: str, traveller: tuple[Record, Path], pool: Pool, small: list[str], folder: Path
-) -> None:
-    """Begun on one process, continued on two under each strategy, ended on one: weights, moments, average, losses."""
-    reference, home = traveller
-    die(task(folder, small, 1, *TRAVELLER), "on_train_batch_end", 5)
-    away = [f"strategy={strategy}", "trainer.devices=2", f"ckpt_path={folder}/died.ckpt"]
-    cfg = compose(folder, *small, *TASK, *TRAVELLER, *away)
-    if drives_all_devices(cfg):
-        with pytest.raises(Exception, match="Died"):
-            fit(cfg, SaveAndDie("on_train_batch_end", 13))
-    else:
-        pool.run(2, die, cfg, "on_train_batch_end", 13)
-    back = fit(task(folder, small, 1, *TRAVELLER, f"ckpt_path={folder}/died.ckpt"))
-    check_same([back], reference, done=13)
-    average, expected = (torch.load(place / "checkpoints" / "last.ckpt")["state_dict"] for place in (folder, home))
-    assert max(relative(average[name], tensor) for name, tensor in expected.items()) < 1e-9
 
 
 def test_metrics_have_one_row_per_step(reference: Record, small: list[str], folder: Path) -> None:

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -65,19 +66,19 @@ def trace(cfg: Any) -> list[str]:
     """The forward and backward passes of one step, in the order in which this rank did them."""
     done: list[str] = []
     trainer, module, data = assemble(cfg)
-    take_apart = Pipeline._take_apart
+    distribute = Pipeline.distribute
 
-    def watched(self: Pipeline, net: nn.Module) -> None:
-        take_apart(self, net)
+    def watched(self: Pipeline, module: L.LightningModule) -> None:
+        distribute(self, module)
         for stage in self._modules.values():
             stage.register_forward_hook(lambda *_: done.append("F") if torch.is_grad_enabled() else None)
             stage.register_full_backward_hook(lambda *_: done.append("B"))
 
-    Pipeline._take_apart = watched  # type: ignore[method-assign]
+    Pipeline.distribute = watched  # type: ignore[method-assign]
     try:
         trainer.fit(module, datamodule=data)
     finally:
-        Pipeline._take_apart = take_apart  # type: ignore[method-assign]
+        Pipeline.distribute = distribute  # type: ignore[method-assign]
     return done
 
 

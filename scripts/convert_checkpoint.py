@@ -1,0 +1,51 @@
+"""Write a checkpoint anew: whole, in one file, or sharded, its tensors in a folder beside it. Nothing is left out.
+
+What a run saved with strategy.sharded_checkpoints=true becomes one file that torch.load reads; and the other way round.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from src import sharded
+from src.checkpoint import AtomicCheckpointIO
+from src.errors import UserError
+from src.launch.folder import checkpoint_file
+
+
+def convert(source: Path, target: Path, shards: bool) -> None:
+    """Copy `source` to `target`, which is replaced if it is there.
+
+    Raises:
+        UserError: if there is no whole checkpoint, or no place to write to.
+    """
+    files = AtomicCheckpointIO()
+    checkpoint = files.load_checkpoint(checkpoint_file(source))
+    checkpoint.pop(sharded.SHARDS, None)
+    if shards:
+        folder = sharded.new_folder(target)
+        sharded.write(checkpoint, folder)
+        checkpoint = sharded.replaced(checkpoint, lambda _, tensor: torch.empty_like(tensor, device="meta"))
+        checkpoint[sharded.SHARDS] = folder.name
+    files.save_checkpoint(checkpoint, target)
+    sharded.discard(target, keep=checkpoint.get(sharded.SHARDS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="a checkpoint, or a run folder")
+    parser.add_argument("target", type=Path, help="the file to write")
+    parser.add_argument("--sharded", action="store_true", help="write the tensors into a folder beside it")
+    arguments = parser.parse_args()
+    try:
+        convert(arguments.source, arguments.target, arguments.sharded)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Checkpoints of large networks: a small file, and beside it a folder into which every rank writes what it holds.
+
+The file is a checkpoint like any other, but its tensors have no memory (`meta`), and its key `shards` names the
+folder, which is torch.distributed.checkpoint's. A new folder is written before the file is replaced, and the one it
+replaces is removed after that, so that at any moment the file's folder is complete.
+"""
+
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+SHARDS = "shards"
+WEIGHTS = ("state_dict", "training_state_dict")
+
+
+def new_folder(file: Path) -> Path:
+    """A folder for the tensors of the checkpoint that will be `file`."""
+    return file.with_name(f"{file.stem}.{secrets.token_hex(4)}.{SHARDS}")
+
+
+def write(checkpoint: dict[str, Any], folder: Path) -> None:
+    """Save the tensors, of which each rank gives what it holds. Every rank must take part."""
+    dcp.save(tensors_of(checkpoint), checkpoint_id=folder)
+
+
+def fill(checkpoint: dict[str, Any], file: Path, moments: bool = True) -> dict[str, Any]:
+    """The checkpoint with whole tensors, if those of `file` lie in a folder; a rank reads them for itself.
+
+    Args:
+        moments: also the optimisers' state.
+
+    Raises:
+        FileNotFoundError: if the folder is not there.
+    """
+    if SHARDS not in checkpoint:
+        return checkpoint
+    wanted = {name: checkpoint[name] for name in WEIGHTS if name in checkpoint}
+    if moments:
+        wanted["optimizer_states"] = checkpoint["optimizer_states"]
+    whole = replaced(wanted, lambda _, tensor: torch.empty_like(tensor, device="cpu"))
+    read(whole, file, checkpoint)
+    return checkpoint | whole
+
+
+def read(wanted: dict[str, Any], file: Path, checkpoint: dict[str, Any]) -> None:
+    """Read the parts of `wanted`, whole or sharded, in place, from the folder of the checkpoint in `file`."""
+    folder = file.parent / checkpoint[SHARDS]
+    if not (folder / ".metadata").is_file():
+        raise FileNotFoundError(f"its folder {folder.name} is not there")
+    dcp.load(tensors_of(wanted), checkpoint_id=folder, no_dist=True)
+
+
+def discard(file: Path, keep: str | None = None) -> None:
+    """Remove the folders of `file`, but for the one that it names now."""
+    for folder in file.parent.glob(f"{file.stem}.*.{SHARDS}"):
+        if folder.name != keep:
+            shutil.rmtree(folder)
+
+
+def tensors_of(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
+    """Its tensors under names that do not depend on which of them a rank holds."""
+    found: dict[str, Tensor] = {}
+    replaced(checkpoint, found.setdefault)
+    return found
+
+
+def replaced(checkpoint: dict[str, Any], swap: Callable[[str, Tensor], Any]) -> dict[str, Any]:
+    """The checkpoint with `swap(name, tensor)` in the place of each tensor of weights and optimisers."""
+    result = dict(checkpoint)
+    for section in WEIGHTS:
+        if section in checkpoint:
+            result[section] = {name: swap(f"{section}.{name}", value) for name, value in checkpoint[section].items()}
+    if "optimizer_states" in checkpoint:
+        states = enumerate(checkpoint["optimizer_states"])
+        result["optimizer_states"] = [_swapped(state, f"optimizer_states.{number}", swap) for number, state in states]
+    return result
+
+
+def _swapped(state: dict[str, Any], prefix: str, swap: Callable[[str, Tensor], Any]) -> dict[str, Any]:
+    groups = state["param_groups"]
+    names = {
+        number: name for group in groups for number, name in zip(group["params"], group["param_names"], strict=True)
+    }
+    moments = {
+        number: {
+            key: swap(f"{prefix}.{names[number]}.{key}", value) if isinstance(value, Tensor) else value
+            for key, value in values.items()
+        }
+        for number, values in state["state"].items()
+    }
+    return state | {"state": moments}

@@ -1,0 +1,167 @@
+"""Begun under one strategy, continued under another, at another world size: the run that was not interrupted."""
+
+import functools
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from src.checkpoint import AtomicCheckpointIO
+from src.errors import UserError
+from tests.faults.test_resume import SaveAndDie, check_same, die, in_world
+from tests.pool import Pool, RankFailed
+from tests.runs import Record, compose, drives_all_devices, fit, moments, relative
+
+ROOT = Path(__file__).parents[2]
+STEPS = ["trainer.max_steps=8", "trainer.limit_val_batches=1"]
+TASK = [
+    "experiment=parity",
+    "scheduler=cosine",
+    "optimizer=adamw",
+    "optimizer.lr=0.01",
+    "callbacks=[default,ema]",
+    *STEPS,
+]
+GROUP_NORM = "model.norm=group"  # since a pipeline's batch normalisation sees micro-batches
+SAVED_AT = 5
+PLACES = {
+    "single": ("auto", 1, []),
+    "ddp x4": ("ddp", 4, []),
+    "zero-1 x2": ("ddp", 2, ["strategy.shard_optimizer=true"]),
+    "fsdp x2": ("fsdp", 2, []),
+    "hsdp x4": ("hsdp", 4, []),
+    "pipeline x4": ("pipeline", 4, []),
+    "hybrid x4": ("hybrid", 4, ["strategy.data_parallel=fsdp"]),
+    "fsdp x4, sharded": ("fsdp", 4, ["strategy.sharded_checkpoints=true"]),
+    "pipeline x2, sharded": ("pipeline", 2, ["strategy.sharded_checkpoints=true"]),
+    "hybrid x4, sharded": ("hybrid", 4, ["strategy.sharded_checkpoints=true", "strategy.data_parallel=fsdp"]),
+}
+SHARDED = [place for place in PLACES if "sharded" in place]
+WAYS = [
+    pytest.param(here, there, marks=[] if "single" in (here, there) or here == there else pytest.mark.slow)
+    for here in PLACES
+    for there in PLACES
+]
+
+
+def at(place: str, folder: Path, small: list[str], *overrides: str) -> Any:
+    strategy, devices, options = PLACES[place]
+    chosen = [f"strategy={strategy}", f"trainer.devices={devices}", *options, *overrides]
+    return compose(folder, *small, *TASK, GROUP_NORM, *chosen)
+
+
+@pytest.fixture(scope="module")
+def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, Path]:
+    folder = tmp_path_factory.mktemp("whole")
+    return fit(at("single", folder, small)), folder / "checkpoints" / "last.ckpt"
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Pool, small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The checkpoint, at step five, of a run in the place of that name."""
+
+    @functools.cache
+    def run(place: str) -> Path:
+        folder = tmp_path_factory.mktemp("begun")
+        cfg = at(place, folder, small)
+        in_world(pool, cfg.trainer.devices, die, cfg, "on_train_batch_end", SAVED_AT)
+        return folder / "died.ckpt"
+
+    return run
+
+
+def content(file: Path) -> dict[str, Tensor]:
+    """Every tensor of weights, average and optimiser by name."""
+    checkpoint = AtomicCheckpointIO().load_checkpoint(file)
+    weights = {
+        f"{part}/{name}": value
+        for part in ("state_dict", "training_state_dict")
+        for name, value in checkpoint[part].items()
+    }
+    return weights | moments(checkpoint["optimizer_states"][0])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_saves_what_a_single_process_would(place: str, saved: Callable[[str], Path]) -> None:
+    expected, found = content(saved("single")), content(saved(place))
+    assert list(found) == list(expected)
+    assert max(relative(found[name], tensor) for name, tensor in expected.items()) < 1e-9
+
+
+@pytest.mark.parametrize(("here", "there"), WAYS)
+def test_goes_on_anywhere(
+    here: str,
+    there: str,
+    saved: Callable[[str], Path],
+    reference: tuple[Record, Path],
+    pool: Pool,
+    small: list[str],
+    folder: Path,
+) -> None:
+    run, last = reference
+    cfg = at(there, folder, small, f"ckpt_path={saved(here)}")
+    for record in in_world(pool, cfg.trainer.devices, fit, cfg):
+        assert record.losses == pytest.approx(run.losses[SAVED_AT:], rel=1e-9)
+    expected, found = content(last), content(folder / "checkpoints" / "last.ckpt")
+    assert list(found) == list(expected)
+    assert max(relative(found[name], tensor) for name, tensor in expected.items()) < 1e-8
+
+
+def test_spawned_processes_go_on_too(
+    saved: Callable[[str], Path], reference: tuple[Record, Path], small: list[str], folder: Path
+) -> None:
+    cfg = compose(
+        folder, *small, *TASK, GROUP_NORM, "strategy=ddp_spawn", "trainer.devices=2", f"ckpt_path={saved('single')}"
+    )
+    assert drives_all_devices(cfg)
+    with pytest.raises(Exception, match="Died"):
+        fit(cfg, SaveAndDie("on_train_batch_end", 7))
+    back = fit(at("single", folder, small, f"ckpt_path={folder}/died.ckpt"))
+    check_same([back], reference[0], done=7)
+
+
+def test_batch_statistics_travel_too(pool: Pool, small: list[str], folder: Path) -> None:
+    task = [*TASK, "trainer.accumulate_grad_batches=4"]
+    reference = fit(compose(folder / "whole", *small, *task))
+    die(compose(folder, *small, *task), "on_train_batch_end", 5)
+    there = compose(folder, *small, *TASK, "strategy=pipeline", "trainer.devices=2", f"ckpt_path={folder}/died.ckpt")
+    pool.run(2, die, there, "on_train_batch_end", 7)
+    check_same([fit(compose(folder, *small, *task, f"ckpt_path={folder}/died.ckpt"))], reference, done=7)
+
+
+@pytest.mark.parametrize("place", SHARDED)
+def test_a_sharded_checkpoint_is_one_folder_per_file(place: str, pool: Pool, small: list[str], folder: Path) -> None:
+    cfg = at(place, folder, small, "trainer.max_steps=22")  # two epochs, so that both files are replaced
+    pool.run(cfg.trainer.devices, fit, cfg)
+    names = sorted(path.name.split(".")[0] for path in (folder / "checkpoints").iterdir())
+    assert names == ["best", "best", "last", "last"]
+    file = folder / "checkpoints" / "last.ckpt"
+    skeleton = torch.load(file, weights_only=True)
+    assert all(tensor.is_meta for tensor in skeleton["state_dict"].values())
+    assert file.stat().st_size < 200_000
+    shutil.rmtree(file.parent / skeleton["shards"])
+    with pytest.raises(UserError, match=r"its folder last.* is not there"):
+        AtomicCheckpointIO().load_checkpoint(file)
+    with pytest.raises(RankFailed, match="is no whole checkpoint"):
+        pool.run(cfg.trainer.devices, fit, at(place, folder, small, f"ckpt_path={file}"))
+
+
+def test_conversion_there_and_back(saved: Callable[[str], Path], folder: Path) -> None:
+    folder.mkdir()
+    command = [sys.executable, str(ROOT / "scripts" / "convert_checkpoint.py")]
+    subprocess.run([*command, str(saved("single")), str(folder / "sharded.ckpt"), "--sharded"], check=True)
+    assert all(tensor.is_meta for tensor in torch.load(folder / "sharded.ckpt")["state_dict"].values())
+    subprocess.run([*command, str(folder / "sharded.ckpt"), str(folder / "whole.ckpt")], check=True)
+    for file in ("sharded.ckpt", "whole.ckpt"):
+        expected, found = content(saved("single")), content(folder / file)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert torch.load(folder / "whole.ckpt")["loops"] == torch.load(saved("single"))["loops"]
+    refused = subprocess.run([*command, str(folder), str(folder / "x.ckpt")], capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert refused.stderr.count("\n") == 1
