@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install train test test-all lint format clean
+.PHONY: install train test test-all parity lint format clean
 
 install: $(STAMP)
 
@@ -21,6 +21,9 @@ test: install lint
 
 test-all: install lint
 	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+parity: install
+	$(BIN)/python scripts/parity.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from torch.nn.parallel import DistributedDataParallel
 
 from src.data.sampler import TrainingBatches
+from src.strategies.schedules import SCHEDULES, kind_of
 from src.strategies.sync_batchnorm import GlobalBatchNorm
 from tests.pool import Pool
 from tests.runs import STRATEGIES, Record, compose, drives_all_devices, fit, relative, spawned
@@ -20,9 +21,32 @@ EXPERIMENTS = {
     "sgd": [],
     "adamw": ["optimizer=adamw", "optimizer.lr=0.01"],
     "accumulate": ["trainer.accumulate_grad_batches=2"],
+    "deep": ["model=wide_resnet", "model.width=1", "model.depth=16", "data.batch_size=16"],  # blocks for eight stages
 }
-WORLDS = {f"{strategy} x{devices}": (strategy, devices) for strategy in STRATEGIES for devices in (2, 4)}
-WORLDS["ddp x1"] = ("ddp", 1)
+WORLDS = {f"{strategy} x{devices}": (strategy, devices, []) for strategy in STRATEGIES for devices in (2, 4)}
+OPTIONS = {
+    "ddp x1": ("ddp", 1, []),
+    "ddp x2, ZeRO-1": ("ddp", 2, ["strategy.shard_optimizer=true"]),
+    "ddp x4, ZeRO-1": ("ddp", 4, ["strategy.shard_optimizer=true"]),
+    "hybrid x4 of fsdp": ("hybrid", 4, ["strategy.data_parallel=fsdp"]),
+}
+SCHEDULED = {
+    f"pipeline x{devices}, {name}": ("pipeline", devices, [f"strategy.schedule={name}"])
+    for name in SCHEDULES
+    for devices in (2, 4)
+}
+FEW_BLOCKS = 4  # stages that the default model's blocks make
+
+
+def _experiment(schedule: str, devices: int) -> str:
+    return "deep" if kind_of(schedule).stages_per_rank * devices > FEW_BLOCKS else "sgd"
+
+
+RUNS = [
+    *[(experiment, world) for experiment in ("sgd", "adamw", "accumulate") for world in WORLDS],
+    *[("sgd", world) for world in OPTIONS],
+    *[(_experiment(world.partition(", ")[2], devices), world) for world, (_, devices, _) in SCHEDULED.items()],
+]
 
 
 def distances(run: Record, reference: Record) -> tuple[float, float]:
@@ -32,17 +56,12 @@ def distances(run: Record, reference: Record) -> tuple[float, float]:
     return losses, weights
 
 
-@pytest.fixture(scope="module", params=EXPERIMENTS)
-def experiment(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def alone(experiment: str, small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Record]:
+def alone(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Record]:
     """The single process's run, which accumulates the micro-batches that a pipeline makes of each batch."""
 
     @functools.cache
-    def run(micro_batches: int) -> Record:
+    def run(experiment: str, micro_batches: int) -> Record:
         cfg = compose(tmp_path_factory.mktemp("single"), *small, "experiment=parity", *EXPERIMENTS[experiment])
         cfg.trainer.accumulate_grad_batches *= micro_batches
         return fit(cfg)
@@ -51,8 +70,11 @@ def alone(experiment: str, small: list[str], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_reference_is_worth_comparing_with(alone: Callable[[int], Record], micro_batches: int) -> None:
-    reference = alone(micro_batches)
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_reference_is_worth_comparing_with(
+    experiment: str, micro_batches: int, alone: Callable[[str, int], Record]
+) -> None:
+    reference = alone(experiment, micro_batches)
     assert len(reference.losses) == 20
     assert len({tuple(sorted(batch)) for batch in reference.indices}) == len(reference.indices)
     moved = [relative(reference.final[name], tensor) for name, tensor in reference.initial.items() if tensor.ndim > 1]
@@ -60,27 +82,36 @@ def test_reference_is_worth_comparing_with(alone: Callable[[int], Record], micro
     assert all(tensor.dtype == torch.float64 for tensor in reference.final.values() if tensor.is_floating_point())
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("experiment", "world"), RUNS, ids=[f"{experiment}, {world}" for experiment, world in RUNS])
 def test_agrees_with_single_process(
-    experiment: str, alone: Callable[[int], Record], world: str, pool: Pool, small: list[str], folder: Path
+    experiment: str,
+    world: str,
+    alone: Callable[[str, int], Record],
+    pool: Pool,
+    small: list[str],
+    folder: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    strategy, devices = WORLDS[world]
-    chosen = [*EXPERIMENTS[experiment], f"strategy={strategy}", f"trainer.devices={devices}"]
+    strategy, devices, options = (WORLDS | OPTIONS | SCHEDULED)[world]
+    chosen = [*EXPERIMENTS[experiment], f"strategy={strategy}", f"trainer.devices={devices}", *options]
     cfg = compose(folder, *small, "experiment=parity", *chosen)
     if drives_all_devices(cfg):
         fit(cfg)
         records = spawned(folder, devices)
     else:
         records = pool.run(devices, fit, cfg)
-    reference = alone(cfg.strategy.get("microbatches", 1))
+    reference = alone(experiment, cfg.strategy.get("microbatches", 1))
     assert {name for record in records for name in record.final} == set(reference.final)
-    for rank, record in enumerate(records):
-        losses, weights = distances(record, reference)
-        assert losses < TOLERANCE, f"rank {rank}: losses differ by {losses}"
-        assert weights < TOLERANCE, f"rank {rank}: weights differ by {weights}"
-        same = [other.final[name] for other in records for name in record.final if name in other.final]
-        mine = [record.final[name] for other in records for name in record.final if name in other.final]
-        assert all(torch.equal(a, b) for a, b in zip(mine, same, strict=True)), f"rank {rank} has other replicas"
+    found = [distances(record, reference) for record in records]
+    losses, weights = (max(values) for values in zip(*found, strict=True))
+    record_property("parity", (world, experiment, losses, weights))  # for `make parity`
+    assert losses < TOLERANCE
+    assert weights < TOLERANCE
+    for record in records:
+        same = [
+            (mine, other.final[name]) for other in records for name, mine in record.final.items() if name in other.final
+        ]
+        assert all(torch.equal(mine, theirs) for mine, theirs in same), "a rank has another replica"
 
 
 def test_three_processes_agree_too(pool: Pool, small: list[str], folder: Path) -> None:

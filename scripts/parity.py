@@ -1,0 +1,44 @@
+"""Run the parity tests, and print what they found: how far each strategy's run is from that of one process.
+
+A row is a strategy on so many processes. Its numbers are the largest relative differences in the loss of any of the 20
+steps, and in the norm of any final weight or buffer. Exit code 1 if any is above what the tests allow.
+"""
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEST = ROOT / "tests" / "parity" / "test_parity.py"
+
+
+class Found:
+    """A plugin of pytest's that keeps what the tests record."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, str]] = defaultdict(dict)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties:
+            if name == "parity" and report.when == "call":
+                world, experiment, losses, weights = value
+                mark = "" if report.passed else " **fails**"
+                self.rows[world][experiment] = f"{losses:.0e}, {weights:.0e}{mark}"
+
+
+def main() -> int:
+    """Print the table in Markdown."""
+    sys.path.insert(0, str(ROOT))
+    found = Found()
+    code = pytest.main([str(TEST), "--rootdir", str(ROOT), "-k", "agrees_with_single", *sys.argv[1:]], plugins=[found])
+    columns = list(dict.fromkeys(experiment for row in found.rows.values() for experiment in row))
+    lines = [["", *columns], ["---"] * (len(columns) + 1)]
+    lines += [[world, *(row.get(column, "") for column in columns)] for world, row in found.rows.items()]
+    print("\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
