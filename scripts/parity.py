@@ -7,6 +7,7 @@ steps, and in the norm of any final weight or buffer. Exit code 1 if any is abov
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,9 @@ class Found:
         self.rows: dict[str, dict[str, str]] = defaultdict(dict)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for name, value in report.user_properties:
-            if name == "parity" and report.when == "call":
-                world, experiment, losses, weights = value
+        kept: list[Any] = [value for name, value in report.user_properties if name == "parity"]
+        if report.when == "call":
+            for world, experiment, losses, weights in kept:
                 mark = "" if report.passed else " **fails**"
                 self.rows[world][experiment] = f"{losses:.0e}, {weights:.0e}{mark}"
 

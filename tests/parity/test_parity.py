@@ -17,20 +17,23 @@ from tests.pool import Pool
 from tests.runs import STRATEGIES, Record, compose, drives_all_devices, fit, relative, spawned
 
 TOLERANCE = 1e-9
-EXPERIMENTS = {
+EXPERIMENTS: dict[str, list[str]] = {
     "sgd": [],
     "adamw": ["optimizer=adamw", "optimizer.lr=0.01"],
     "accumulate": ["trainer.accumulate_grad_batches=2"],
     "deep": ["model=wide_resnet", "model.width=1", "model.depth=16", "data.batch_size=16"],  # blocks for eight stages
 }
-WORLDS = {f"{strategy} x{devices}": (strategy, devices, []) for strategy in STRATEGIES for devices in (2, 4)}
-OPTIONS = {
+World = tuple[str, int, list[str]]  # strategy, processes, options
+WORLDS: dict[str, World] = {
+    f"{strategy} x{devices}": (strategy, devices, []) for strategy in STRATEGIES for devices in (2, 4)
+}
+OPTIONS: dict[str, World] = {
     "ddp x1": ("ddp", 1, []),
     "ddp x2, ZeRO-1": ("ddp", 2, ["strategy.shard_optimizer=true"]),
     "ddp x4, ZeRO-1": ("ddp", 4, ["strategy.shard_optimizer=true"]),
     "hybrid x4 of fsdp": ("hybrid", 4, ["strategy.data_parallel=fsdp"]),
 }
-SCHEDULED = {
+SCHEDULED: dict[str, World] = {
     f"pipeline x{devices}, {name}": ("pipeline", devices, [f"strategy.schedule={name}"])
     for name in SCHEDULES
     for devices in (2, 4)
