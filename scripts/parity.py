@@ -4,6 +4,7 @@ A row is a strategy on so many processes. Its numbers are the largest relative d
 steps, and in the norm of any final weight or buffer. Exit code 1 if any is above what the tests allow.
 """
 
+import argparse
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -31,9 +32,13 @@ class Found:
 
 def main() -> int:
     """Print the table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="of the rows, those whose name contains this")
+    only = parser.parse_args().only
+    wanted = f"agrees_with_single and {only}" if only else "agrees_with_single"
     sys.path.insert(0, str(ROOT))
     found = Found()
-    code = pytest.main([str(TEST), "--rootdir", str(ROOT), "-k", "agrees_with_single", *sys.argv[1:]], plugins=[found])
+    code = pytest.main([str(TEST), "--rootdir", str(ROOT), "-k", wanted], plugins=[found])
     columns = list(dict.fromkeys(experiment for row in found.rows.values() for experiment in row))
     lines = [["", *columns], ["---"] * (len(columns) + 1)]
     lines += [[world, *(row.get(column, "") for column in columns)] for world, row in found.rows.items()]

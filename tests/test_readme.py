@@ -5,6 +5,7 @@ Started inside these processes: the real command line, sweeps, torchrun and run 
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,22 @@ def test_the_table_of_recipes_is_right() -> None:
     for name, parameters in rows:
         net = build(compose(ROOT, f"experiment={name}").model)
         assert f"{sum(parameter.numel() for parameter in net.parameters()):,}" == parameters, name
+
+
+def test_the_strategy_of_the_guide_joins_the_parity_table(tmp_path: Path) -> None:
+    """One file and one YAML, as docs/strategies.md has them, in a copy of the project."""
+    guide = (ROOT / "docs" / "strategies.md").read_text()
+    for folder in ("src", "conf", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (code,), (config,) = (
+        re.findall(r"```python\n(.*?)```", guide, re.DOTALL),
+        re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL),
+    )
+    (tmp_path / "src" / "strategies" / "by_hand.py").write_text(code)
+    (tmp_path / "conf" / "strategy" / "by_hand.yaml").write_text(config)
+    command = [sys.executable, "-m", "pytest", "tests/parity/test_parity.py", "-k", "sgd and by_hand"]
+    result = subprocess.run([*command, "--rootdir", "."], cwd=tmp_path, capture_output=True, text=True)
+    assert "2 passed" in result.stdout, result.stdout[-2000:]
 
 
 def test_make_targets_exist() -> None:

@@ -19,23 +19,24 @@ FSDP = ["strategy=fsdp", "trainer.devices=2"]
 
 
 def shares(cfg: Any) -> tuple[int, int, int]:
-    """Numbers that this rank holds: of the weights, of the optimiser's moments; and those of the whole network."""
+    """Bytes that this rank holds: of the weights, of the optimiser's moments; and those of the whole (stage)."""
     trainer, module, data = assemble(cfg)
     trainer.fit(module, datamodule=data)
     weights = [weight for weight in module.parameters() if isinstance(weight, DTensor)]
     assert len(weights) == len(list(module.parameters()))
     moments = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
-    held = sum(moment.to_local().numel() for moment in moments if isinstance(moment, DTensor))
-    return sum(weight.to_local().numel() for weight in weights), held, sum(weight.numel() for weight in weights)
+    held = sum(moment.to_local().nbytes for moment in moments if isinstance(moment, DTensor))
+    return sum(weight.to_local().nbytes for weight in weights), held, sum(4 * weight.numel() for weight in weights)
 
 
-@pytest.mark.parametrize(("strategy", "devices", "shards"), [("fsdp", 4, 4), ("hsdp", 4, 2)])
+@pytest.mark.parametrize(("strategy", "devices", "shards"), [("fsdp", 4, 4), ("hsdp", 4, 2), ("hybrid", 4, 2)])
 def test_each_rank_holds_its_share(
     strategy: str, devices: int, shards: int, pool: Pool, small: list[str], folder: Path
 ) -> None:
     task = ["model.width=8", "data.batch_size=16", "trainer.max_steps=2", "trainer.limit_val_batches=0"]
     plain = ["callbacks.best=null", "callbacks.checkpoint=null"]
-    cfg = compose(folder, *small, *task, *plain, f"strategy={strategy}", f"trainer.devices={devices}")
+    sharded = ["strategy.data_parallel=fsdp"] if strategy == "hybrid" else []
+    cfg = compose(folder, *small, *task, *plain, f"strategy={strategy}", f"trainer.devices={devices}", *sharded)
     for weights, moments, whole in pool.run(devices, shares, cfg):
         assert weights == moments
         assert weights == pytest.approx(whole / shards, rel=0.1)

@@ -115,11 +115,12 @@ def test_passes_come_in_the_order_of_the_schedule(schedule: str, pool: Pool, sma
 
 
 def holdings(cfg: Any) -> tuple[int, int, int]:
+    """Bytes: this rank's weights, its moments, and the whole network's weights."""
     trainer, module, data = assemble(cfg)
-    whole = sum(weight.numel() for weight in module.parameters())
+    whole = sum(weight.nbytes for weight in module.parameters())
     trainer.fit(module, datamodule=data)
-    moments = sum(value.numel() for state in trainer.optimizers[0].state.values() for value in state.values())
-    return sum(weight.numel() for weight in module.parameters()), moments, whole
+    moments = sum(value.nbytes for state in trainer.optimizers[0].state.values() for value in state.values())
+    return sum(weight.nbytes for weight in module.parameters()), moments, whole
 
 
 def test_each_rank_holds_its_stages_only(pool: Pool, small: list[str], folder: Path) -> None:
