@@ -38,7 +38,7 @@ def main() -> int:
     wanted = f"agrees_with_single and {only}" if only else "agrees_with_single"
     sys.path.insert(0, str(ROOT))
     found = Found()
-    code = pytest.main([str(TEST), "--rootdir", str(ROOT), "-k", wanted], plugins=[found])
+    code = pytest.main([str(TEST), "--rootdir", str(ROOT), "-k", wanted, "-m", ""], plugins=[found])
     columns = list(dict.fromkeys(experiment for row in found.rows.values() for experiment in row))
     lines = [["", *columns], ["---"] * (len(columns) + 1)]
     lines += [[world, *(row.get(column, "") for column in columns)] for world, row in found.rows.items()]

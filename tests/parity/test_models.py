@@ -80,7 +80,12 @@ def reference(
     return run
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+SPAWNING = "ddp_spawn"  # takes ten seconds and more to start, and then does what ddp does
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=[pytest.mark.slow] if name == SPAWNING else []) for name in STRATEGIES]
+)
 def test_agrees_with_single_process(
     model: str, reference: Callable[[int], dict[str, Any]], strategy: str, pool: Pool, small: list[str], folder: Path
 ) -> None:

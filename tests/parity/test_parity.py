@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -85,7 +86,14 @@ def test_reference_is_worth_comparing_with(
     assert all(tensor.dtype == torch.float64 for tensor in reference.final.values() if tensor.is_floating_point())
 
 
-@pytest.mark.parametrize(("experiment", "world"), RUNS, ids=[f"{experiment}, {world}" for experiment, world in RUNS])
+def _marked(experiment: str, world: str) -> Any:
+    """Lightning takes ten seconds and more to spawn processes, which then do what those of ddp do."""
+    spawned_again = "spawn" in world and experiment != "sgd"
+    marks = [pytest.mark.slow] if spawned_again else []
+    return pytest.param(experiment, world, marks=marks, id=f"{experiment}, {world}")
+
+
+@pytest.mark.parametrize(("experiment", "world"), [_marked(*run) for run in RUNS])
 def test_agrees_with_single_process(
     experiment: str,
     world: str,
