@@ -7,7 +7,13 @@ import warnings
 from pathlib import Path
 
 # Advice that does not hold here: the data is in memory, and the sampler, not the loader, knows how to resume.
-_MISPLACED = ["does not have many workers", "dataloader is not resumable", "Checkpoint directory .* exists", "LeafSpec"]
+_MISPLACED = [
+    "does not have many workers",
+    "dataloader is not resumable",
+    "Checkpoint directory .* exists",
+    "LeafSpec",
+    "The `srun` command is available",
+]
 
 
 def log_to_folder(run_dir: str | Path, rank: int) -> None:

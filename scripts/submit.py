@@ -1,0 +1,95 @@
+"""Write a batch script for SLURM from the configuration, and submit it.
+
+Nodes and tasks are those of trainer.num_nodes and trainer.devices. The job has a run folder of its own and resume=auto:
+before its time is up, or when it is pre-empted, it saves, stops and is queued again, and goes on from there.
+
+    python scripts/submit.py --time 4:00:00 strategy=fsdp trainer.num_nodes=2 trainer.devices=4
+"""
+
+import argparse
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from src.errors import UserError
+from src.files import replacing
+from src.launch.folder import register_resolver, run_folder
+from src.launch.rank import drives_all_devices
+
+ROOT = Path(__file__).parents[1]
+_SCRIPT = """\
+#!/bin/bash
+{options}
+
+srun {command}
+code=$?
+if [ "$code" -eq {stopped} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$code"
+"""
+
+
+def script(cfg: DictConfig, overrides: list[str], folder: Path, arguments: argparse.Namespace) -> str:
+    """The batch script of a run in `folder`.
+
+    Raises:
+        UserError: if the configuration leaves the number of devices to the machine.
+    """
+    devices = cfg.trainer.devices if isinstance(cfg.trainer.devices, int) else len(cfg.trainer.devices or [])
+    if cfg.trainer.devices == "auto" or devices < 1:
+        raise UserError(f"trainer.devices={cfg.trainer.devices}: a job asks for a number of devices per node; give one")
+    options = {
+        "job-name": arguments.name,
+        "nodes": cfg.trainer.num_nodes,
+        "ntasks-per-node": 1 if drives_all_devices(cfg) else devices,
+        **({} if cfg.trainer.accelerator == "cpu" else {"gpus-per-node": devices}),
+        "time": arguments.time,
+        "signal": f"USR1@{arguments.save_before}",
+        "output": folder / "slurm.out",
+        "chdir": ROOT,
+        "open-mode": "append",
+    }
+    words = ["--requeue", *(f"--{name}={value}" for name, value in options.items()), *arguments.option]
+    command = [sys.executable, str(ROOT / "train.py"), *overrides, f"run_dir={folder}", "resume=auto"]
+    lines = "\n".join(f"#SBATCH {word}" for word in words)
+    return _SCRIPT.format(options=lines, command=shlex.join(command), stopped=128 + signal.SIGUSR1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="what train.py is given")
+    parser.add_argument("--name", default="train", help="the job's name (default: %(default)s)")
+    parser.add_argument("--time", default="1:00:00", help="limit of one stretch (default: %(default)s)")
+    parser.add_argument(
+        "--save-before", type=int, default=120, help="seconds before that to stop (default: %(default)s)"
+    )
+    parser.add_argument("--option", action="append", default=[], help="for sbatch as it is: --option=--partition=gpu")
+    parser.add_argument("--dry-run", action="store_true", help="print the script instead")
+    arguments = parser.parse_args()
+    register_resolver()
+    try:
+        with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            cfg = hydra.compose("train", arguments.overrides)
+        folder = (ROOT / run_folder("runs", None, True)).absolute()
+        text = script(cfg, arguments.overrides, folder, arguments)
+    except (UserError, HydraException) as error:
+        sys.exit(f"error: {error}")
+    if arguments.dry_run:
+        print(text, end="")
+        return
+    folder.mkdir(parents=True)
+    with replacing(folder / "job.sh") as file:
+        file.write_text(text)
+    print(folder)
+    sys.exit(subprocess.run(["sbatch", str(folder / "job.sh")]).returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Jobs of a real SLURM: over two nodes, and stopped, queued again and finished as if nothing had been."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch.slurm import Slurm, why_not
+from tests.parity.test_parity import TOLERANCE
+from tests.runs import compose, fit, relative
+
+ROOT = Path(__file__).parents[2]
+REASON = why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+TASK = ["experiment=parity", "trainer.accelerator=cpu", "trainer.num_nodes=2", "trainer.devices=1"]
+QUIET = ["logger=none", "trainer.enable_progress_bar=false", "test=false"]
+SLOW = "+callbacks.slow={_target_:tests.faults.misbehaving.Slow,seconds:0.5}"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
+    cluster = Slurm(tmp_path)
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
+
+
+def submit(slurm: Slurm, *words: str) -> tuple[str, Path]:
+    """The job's number, and its run folder."""
+    command = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--time=10", *words]
+    result = subprocess.run(command, env=slurm.environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    folder, answer = result.stdout.splitlines()
+    return answer.split()[-1], Path(folder)
+
+
+def rows(folder: Path) -> list[int]:
+    """The steps in metrics.csv so far."""
+    file = folder / "metrics.csv"
+    lines = file.read_text().splitlines()[1:] if file.is_file() else []
+    return [int(line.split(",")[0]) for line in lines]
+
+
+def test_a_job_on_two_nodes_is_stopped_and_goes_on(slurm: Slurm, small: list[str], tmp_path: Path) -> None:
+    reference = fit(compose(tmp_path / "single", *small, "experiment=parity"))
+    job, folder = submit(slurm, *TASK, *QUIET, *small, "strategy=ddp", SLOW)
+    try:
+        slurm.until(lambda: len(rows(folder)) >= 5, 90, "fifth step")
+        slurm.ask("scancel", "--signal=USR1", job)
+        slurm.until(lambda: slurm.state(job) != "RUNNING", 60, "end of the first stretch")
+        assert len(rows(folder)) < 20
+        slurm.until(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), 120, "end of the job")
+        assert slurm.state(job) == "COMPLETED", (folder / "slurm.out").read_text()
+        assert rows(folder) == list(range(20))
+        found = torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"]
+        assert max(relative(found[name], tensor) for name, tensor in reference.final.items()) < TOLERANCE
+    finally:
+        print((folder / "slurm.out").read_text() if (folder / "slurm.out").is_file() else "no output")
+        subprocess.run(["rm", "-r", str(folder)])
+
+
+def test_the_script_asks_for_what_the_configuration_says() -> None:
+    words = [
+        "strategy=fsdp",
+        "trainer.num_nodes=2",
+        "trainer.devices=4",
+        "optimizer.lr=0.1",
+        "--option=--partition=gpu",
+    ]
+    command = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--dry-run", "--time=4:00:00", "--save-before=60"]
+    text = subprocess.run([*command, *words], capture_output=True, text=True, check=True).stdout
+    for line in ("--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--time=4:00:00", "--signal=USR1@60"):
+        assert f"#SBATCH {line}\n" in text
+    assert "#SBATCH --partition=gpu\n" in text
+    assert "strategy=fsdp trainer.num_nodes=2 trainer.devices=4 optimizer.lr=0.1 run_dir=/" in text
+    refused = subprocess.run([*command, "strategy=fsdp"], capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert refused.stderr == "error: trainer.devices=auto: a job asks for a number of devices per node; give one\n"
