@@ -32,7 +32,7 @@ def convert(source: Path, target: Path, shards: bool) -> None:
         checkpoint = sharded.replaced(checkpoint, lambda _, tensor: torch.empty_like(tensor, device="meta"))
         checkpoint[sharded.SHARDS] = folder.name
     files.save_checkpoint(checkpoint, target)
-    sharded.discard(target, keep=checkpoint.get(sharded.SHARDS))
+    sharded.discard(target)
 
 
 def main() -> None:

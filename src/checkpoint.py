@@ -1,7 +1,10 @@
 """Checkpoint files: complete or absent, and readable without running code."""
 
 import logging
+import os
 import re
+import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 from src import sharded
 from src.errors import UserError
 from src.files import replacing
-from src.launch.folder import checkpoint_file
+from src.launch.folder import LAST, PREVIOUS, checkpoint_file
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +37,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         file = Path(path)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(file) as temporary, temporary.open("wb") as stream:
-                torch.save(checkpoint, stream)
+            with replacing(file) as temporary:
+                with temporary.open("wb") as stream:
+                    torch.save(checkpoint, stream)
+                if file.name == LAST and file.exists():
+                    _keep(file, file.with_name(PREVIOUS))
         except (OSError, RuntimeError) as error:  # torch's zip writer turns some of the former into the latter
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):
@@ -56,6 +62,31 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def remove_checkpoint(self, path: _PATH) -> None:
         super().remove_checkpoint(path)
         sharded.discard(Path(path))
+
+
+def _keep(file: Path, name: Path) -> None:
+    """Give the file a second name, under which it outlives its replacement."""
+    with replacing(name) as temporary:
+        try:
+            os.link(file, temporary)
+        except OSError:  # not every file system can
+            shutil.copyfile(file, temporary)
+
+
+def check_is_whole(path: Path, option: str = "ckpt_path") -> None:
+    """Find out whether `path` is a checkpoint of a run with every byte in its place.
+
+    Raises:
+        UserError: if not.
+    """
+    try:
+        if spoilt := zipfile.ZipFile(path).testzip():  # torch reads over a wrong check sum
+            raise zipfile.BadZipFile(f"{spoilt} is damaged")
+        sharded.check(_read_run(path, option, map_location="meta", mmap=True), path)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file can raise anything
+        raise damaged(path, error, option) from error
 
 
 def check_is_checkpoint(option: str, path: Path) -> None:

@@ -56,11 +56,35 @@ def read(wanted: dict[str, Any], file: Path, checkpoint: dict[str, Any]) -> None
     dcp.load(tensors_of(wanted), checkpoint_id=folder, no_dist=True)
 
 
-def discard(file: Path, keep: str | None = None) -> None:
-    """Remove the folders of `file`, but for the one that it names now."""
-    for folder in file.parent.glob(f"{file.stem}.*.{SHARDS}"):
-        if folder.name != keep:
-            shutil.rmtree(folder)
+def check(checkpoint: dict[str, Any], file: Path) -> None:
+    """Find out, without reading them, whether the tensors of a checkpoint in `file` are all there.
+
+    Raises:
+        FileNotFoundError: if a file is missing or too short.
+    """
+    if SHARDS in checkpoint:
+        folder = file.parent / checkpoint[SHARDS]
+        for part in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
+            size = (folder / part.relative_path).stat().st_size
+            if size < part.offset + part.length:
+                raise FileNotFoundError(f"{folder.name}/{part.relative_path} is cut short")
+
+
+def discard(file: Path) -> None:
+    """Remove the folders of `file`, and of what was there before it, that no checkpoint beside it names."""
+    if folders := list(file.parent.glob(f"{file.stem}.*.{SHARDS}")):
+        named = {_folder_of(checkpoint) for checkpoint in {file, *file.parent.glob("*.ckpt")}}
+        for folder in folders:
+            if folder.name not in named:
+                shutil.rmtree(folder)
+
+
+def _folder_of(file: Path) -> str | None:
+    """The folder that a checkpoint names; of one that cannot be read, none."""
+    try:
+        return torch.load(file, map_location="meta", mmap=True, weights_only=True).get(SHARDS)
+    except Exception:  # a damaged file can raise anything
+        return None
 
 
 def tensors_of(checkpoint: dict[str, Any]) -> dict[str, Tensor]:

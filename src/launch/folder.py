@@ -9,15 +9,20 @@ from omegaconf import OmegaConf
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
+LAST, PREVIOUS = "last.ckpt", "previous.ckpt"  # the latest state, and the one it replaced
 
 
 def register_resolver() -> None:
-    """Let `hydra.run.dir` be `${run_folder:runs,${ckpt_path},${fit}}`."""
+    """Let `hydra.run.dir` be `${run_folder:runs,${ckpt_path},${fit},${run_dir},${resume}}`."""
     OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
 
 
-def run_folder(runs: str, ckpt_path: str | None, fit: bool) -> str:
-    """The folder of the run that starts now: the one it continues, or a new one that no other run can have.
+def run_folder(
+    runs: str, ckpt_path: str | None, fit: bool, run_dir: str | None = None, resume: str | None = None
+) -> str:
+    """The folder of the run that starts now: the given one, the one it continues, or one that no other run can have.
+
+    A SLURM job that resumes by itself has one of its own, which it finds again when it is requeued.
 
     Ranks above zero that torchrun or SLURM started make none: they learn rank zero's.
     """
@@ -25,13 +30,17 @@ def run_folder(runs: str, ckpt_path: str | None, fit: bool) -> str:
         return "."
     if fit and ckpt_path and (known := folder_of(Path(ckpt_path))):
         return str(known)
+    if run_dir:
+        return str(Path(run_dir).expanduser())
+    if resume and "SLURM_JOB_ID" in os.environ:
+        return f"{runs}/slurm-{os.environ['SLURM_JOB_ID']}"
     return f"{runs}/{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
 
 
 def checkpoint_file(given: Path) -> Path:
     """The checkpoint that a run folder, or a file's own name, stands for."""
     given = given.expanduser().absolute()
-    return given / CHECKPOINTS / "last.ckpt" if given.is_dir() else given
+    return given / CHECKPOINTS / LAST if given.is_dir() else given
 
 
 def folder_of(ckpt_path: Path) -> Path | None:

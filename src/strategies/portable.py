@@ -83,7 +83,7 @@ class PortableStrategy(ModelParallelStrategy):
             checkpoint = self._without_tensors(checkpoint) | {sharded.SHARDS: folder.name}
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
-            sharded.discard(Path(filepath), keep=checkpoint.get(sharded.SHARDS))
+            sharded.discard(Path(filepath))
 
     def _without_tensors(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The whole network's, on rank zero. Every rank must take part."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from src.checkpoint import AtomicCheckpointIO
 from src.errors import UserError
+from src.launch.resume import newest_checkpoint
 from tests.faults.test_resume import SaveAndDie, check_same, die, in_world
 from tests.pool import Pool, RankFailed
 from tests.runs import Record, compose, drives_all_devices, fit, moments, relative
@@ -140,11 +141,14 @@ def test_a_sharded_checkpoint_is_one_folder_per_file(place: str, pool: Pool, sma
     cfg = at(place, folder, small, "trainer.max_steps=22")  # two epochs, so that both files are replaced
     pool.run(cfg.trainer.devices, fit, cfg)
     names = sorted(path.name.split(".")[0] for path in (folder / "checkpoints").iterdir())
-    assert names == ["best", "best", "last", "last"]
+    assert names == ["best", "best", "last", "last", "last", "previous"]  # whose folder was the last one's
     file = folder / "checkpoints" / "last.ckpt"
     skeleton = torch.load(file, weights_only=True)
     assert all(tensor.is_meta for tensor in skeleton["state_dict"].values())
     assert file.stat().st_size < 200_000
+    part = next((file.parent / skeleton["shards"]).glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:-1000])
+    assert newest_checkpoint(folder) == file.with_name("previous.ckpt")
     shutil.rmtree(file.parent / skeleton["shards"])
     with pytest.raises(UserError, match=r"its folder last.* is not there"):
         AtomicCheckpointIO().load_checkpoint(file)

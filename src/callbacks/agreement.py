@@ -1,0 +1,34 @@
+"""Decisions that all ranks take at the same step."""
+
+import time
+from collections.abc import Callable
+
+import lightning as L
+import torch
+
+_MOST = 200  # steps between two agreements, lest the steps grow slow before the next
+
+
+class Agreement:
+    """Asks all ranks about once a second: a collective at every step would slow them down.
+
+    Each agreement also settles the number of steps to the next one, so that ranks whose clocks differ meet at the same.
+    """
+
+    def __init__(self, seconds: float = 1.0) -> None:
+        self._seconds = seconds
+        self._steps, self._left = 1, 1
+        self._since = time.monotonic()
+
+    def reached(self, trainer: L.Trainer, ask: Callable[[], int]) -> int:
+        """The greatest answer of any rank where they meet; 0 in the steps between. Every rank calls it every step."""
+        self._left -= 1
+        if self._left:
+            return 0
+        now = time.monotonic()
+        rate = self._steps / max(now - self._since, 1e-6)
+        wanted = min(max(1, int(rate * self._seconds)), 2 * self._steps, _MOST)  # the first step tells little
+        answers = torch.tensor([ask(), -wanted], device=trainer.strategy.root_device)
+        answer, steps = trainer.strategy.reduce(answers, reduce_op="max").tolist()
+        self._since, self._steps, self._left = now, -steps, -steps
+        return answer

@@ -1,0 +1,78 @@
+"""The latest state, saved as often as asked for."""
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from src.callbacks.agreement import Agreement
+from src.errors import UserError
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Keeps one checkpoint: the state at the end of the latest epoch, after its validation, or of a later step.
+
+    (Of Lightning's own, a step or a time replaces the end of the epoch, a time costs a broadcast in every step, and
+    `save_last` skips the epochs in which the monitored metric did not improve.) After the last step of an epoch the
+    next checkpoint is that of its end: one between them would resume with the next epoch, and lose its validation.
+
+    Args:
+        dirpath: the folder.
+        every_n_train_steps: also after each so many steps.
+        train_time_interval: also when so much time has gone by on any rank since the last, as timedelta's arguments,
+            such as {minutes: 10}.
+        filename: without its ending.
+
+    Raises:
+        UserError: if one of them is no such thing.
+    """
+
+    def __init__(
+        self,
+        dirpath: str,
+        every_n_train_steps: int | None = None,
+        train_time_interval: dict[str, float] | None = None,
+        filename: str = "last",
+    ) -> None:
+        super().__init__(dirpath, filename, enable_version_counter=False, save_on_train_epoch_end=True)
+        if every_n_train_steps is not None and every_n_train_steps < 1:
+            raise UserError(
+                f"callbacks.checkpoint.every_n_train_steps={every_n_train_steps}: give one or more, or null"
+            )
+        self._steps = every_n_train_steps
+        self._seconds = _seconds(train_time_interval)
+        self._saved_at = time.monotonic()
+        self._agreement = Agreement()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._saved_at, self._agreement = time.monotonic(), Agreement()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        due = self._steps is not None and trainer.global_step % self._steps == 0
+        if self._seconds is not None:
+            due = bool(self._agreement.reached(trainer, self._is_time)) or due
+        ends_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if due and not ends_epoch and not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        self._saved_at = time.monotonic()
+
+    def _is_time(self) -> int:
+        return int(time.monotonic() - self._saved_at >= (self._seconds or 0.0))
+
+
+def _seconds(interval: dict[str, float] | None) -> float | None:
+    try:
+        return timedelta(**interval).total_seconds() if interval is not None else None
+    except TypeError:
+        raise UserError(
+            f"callbacks.checkpoint.train_time_interval={interval}: give a time, such as '{{minutes: 10}}', or null"
+        ) from None
