@@ -14,14 +14,17 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
 from src.callbacks.finite import RefuseNaN
+from src.callbacks.heartbeat import Heartbeat
 from src.callbacks.predictions import PredictionWriter
+from src.callbacks.preemption import StopTogether
 from src.callbacks.record import RunRecord
 from src.callbacks.seed import SeedEachStep
 from src.checkpoint import AtomicCheckpointIO, start_from
 from src.data.position import DataPosition
 from src.errors import UserError
+from src.launch.signals import Stopped
 from src.loggers.csv import CSVLogger
-from src.loggers.wandb import finish
+from src.loggers.wandb import finish, preempted
 from src.strategies.compatibility import check_can_train
 from src.strategies.sync_batchnorm import GlobalBatchNorm
 
@@ -48,6 +51,9 @@ def run(cfg: DictConfig) -> dict[str, float]:
         if cfg.predict:
             trainer.predict(module, datamodule=data, return_predictions=False, **weights)
         succeeded = True
+    except Stopped:
+        preempted()
+        raise
     except (MisconfigurationException, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not str(error).startswith("Early stopping conditioned on metric"):
             raise
@@ -92,6 +98,7 @@ def build(node: DictConfig, **changes: Any) -> Any:
 def build_trainer(cfg: DictConfig) -> L.Trainer:
     """The trainer of a resolved configuration, with what every run needs whatever is configured."""
     folder, precision = Path(cfg.run_dir), cfg.trainer.precision
+    together = [Heartbeat(folder, cfg.launch.timeout), StopTogether(folder)]
     required = [RunRecord(cfg), DataPosition(), SeedEachStep(cfg.seed), RefuseNaN(), PredictionWriter(folder)]
     chosen = [build(callback) for callback in cfg.callbacks.values() if callback]
     if not cfg.trainer.enable_progress_bar:  # Lightning raises if it is given one all the same
@@ -101,9 +108,9 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     if precision == "64-true":  # as a plugin, since by name Lightning does not let every strategy have it
         plugins, precision = [*plugins, DoublePrecision()], None
     try:
-        return trainer(
+        built = trainer(
             strategy=build(cfg.strategy),
-            callbacks=[*required, *chosen],
+            callbacks=[*together, *required, *chosen],
             logger=[CSVLogger(folder), build(cfg.logger)],
             plugins=plugins,
             precision=precision,
@@ -112,6 +119,12 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
         )
     except (MisconfigurationException, ValueError) as error:  # what Lightning says of its arguments
         raise _refusal(error) from error
+    built._signal_connector.register_signal_handlers = _register_nothing
+    return built
+
+
+def _register_nothing() -> None:
+    """In place of Lightning's handler of SIGTERM, which runs a collective wherever the signal finds the process."""
 
 
 def _refusal(error: Exception) -> UserError:

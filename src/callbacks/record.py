@@ -22,7 +22,7 @@ class RunRecord(L.Callback):
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
-        self._resumed_at: int | None = None
+        self._resumed_at = 0
         self._parameters = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -32,13 +32,13 @@ class RunRecord(L.Callback):
         checkpoint["config"] = OmegaConf.to_yaml(self.config)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._resumed_at = checkpoint["global_step"] if trainer.training else None
+        self._resumed_at = checkpoint["global_step"] if trainer.training else 0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write only now, when whatever could refuse to resume the run has had its say."""
         self._log_settings(trainer)
         for logger in trainer.loggers:
-            if isinstance(logger, CSVLogger) and self._resumed_at is not None:
+            if isinstance(logger, CSVLogger):
                 logger.cut(self._resumed_at)
         if trainer.is_global_zero:
             width = max(map(len, facts := self._facts(trainer, pl_module)))

@@ -80,7 +80,7 @@ class ImageDataModule(L.LightningDataModule):
         self.splits: dict[str, ImageSplit] = {}
 
     def prepare_data(self) -> None:
-        if not self.trainer.predicting:
+        if not self.splits and not self.trainer.predicting:  # what is in memory need not be on the disk
             self.source.prepare(self.root)
 
     def setup(self, stage: str) -> None:

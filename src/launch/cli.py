@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from traceback import extract_tb
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException
@@ -31,6 +32,12 @@ def run(main: Callable[[], None]) -> int:
         return _fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(_explain(error))
+    except OSError as error:
+        if any(
+            frame.name == "main" and frame.filename.endswith("train.py") for frame in extract_tb(error.__traceback__)
+        ):
+            raise
+        return _fail(f"cannot make the run folder {error.filename} ({error.strerror}): set run_dir to another")
     finally:
         del os.environ[_FULL]
     return 0

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from src.errors import UserError
 from src.launch.folder import CONFIG, checkpoint_file, folder_of, run_id
+from src.launch.resume import newest_checkpoint, remove_fragments
 
 _log = logging.getLogger(__name__)
-_OF_ONE_START = (
-    *("ckpt_path", "init_from", "fit", "predict", "run_dir", "run_id", "overrides"),
-    *("trainer.devices", "trainer.accelerator"),
-)
+_OF_ONE_START = ("ckpt_path", "resume", "fit", "predict", "run_dir")  # overrides that a continued run does not inherit
+_OF_ITS_PLACE = (*_OF_ONE_START, "init_from", "run_id", "overrides", "trainer.devices", "trainer.accelerator")
 
 
 def prepare(cfg: DictConfig) -> DictConfig:
@@ -28,6 +28,8 @@ def prepare(cfg: DictConfig) -> DictConfig:
         UserError: if a checkpoint or the pictures are missing, or there are fewer devices than asked for.
     """
     hydra_cfg = HydraConfig.get()
+    folder = Path(hydra_cfg.runtime.output_dir)
+    _settle_start(cfg, folder)
     if cfg.ckpt_path:
         cfg.ckpt_path = str(_checkpoint("ckpt_path", cfg.ckpt_path))
         _warn_of_changes(cfg.ckpt_path)
@@ -36,10 +38,9 @@ def prepare(cfg: DictConfig) -> DictConfig:
     if cfg.predict:
         cfg.predict = str(_pictures(cfg.predict))
     cfg.trainer.accelerator, cfg.trainer.devices = _resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
-    folder = Path(hydra_cfg.runtime.output_dir)
     cfg.run_dir, cfg.run_id = str(folder), run_id(folder, sweep=hydra_cfg.mode == RunMode.MULTIRUN)
     task = hydra_cfg.overrides.task
-    cfg.overrides = [override for override in task if override.partition("=")[0] not in ("ckpt_path", "fit", "predict")]
+    cfg.overrides = [override for override in task if override.partition("=")[0] not in _OF_ONE_START]
     OmegaConf.resolve(cfg)
     return cfg
 
@@ -49,8 +50,34 @@ def device_count(trainer: DictConfig) -> int:
     return trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)
 
 
+def _settle_start(cfg: DictConfig, folder: Path) -> None:
+    """Check that the run folder can be written to; find the checkpoint from which `resume=auto` goes on.
+
+    Raises:
+        UserError: if not, or if it is not clear whether the run in that folder is meant.
+    """
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"cannot write to the run folder {folder} ({error.strerror}): set run_dir to another") from None
+    if cfg.resume not in (None, "auto"):
+        raise UserError(f"resume={cfg.resume}: give auto, or null")
+    if cfg.resume and not cfg.ckpt_path:
+        hydra_cfg = HydraConfig.get()
+        known = cfg.run_dir or "SLURM_JOB_ID" in os.environ or hydra_cfg.mode == RunMode.MULTIRUN
+        if not known and not any(word.startswith("hydra.run.dir=") for word in hydra_cfg.overrides.hydra):
+            raise UserError("resume=auto needs run_dir=FOLDER, so that the next start finds what this one has saved")
+        remove_fragments(folder)
+        newest = newest_checkpoint(folder)
+        cfg.ckpt_path = str(newest) if newest else None
+    elif cfg.run_dir and cfg.fit and not cfg.ckpt_path and (folder / CONFIG).exists():
+        raise UserError(f"run_dir={cfg.run_dir} holds a run: add resume=auto to go on with it, or give another folder")
+
+
 def _checkpoint(option: str, value: str) -> Path:
-    """The file that `ckpt_path` or `init_from` means."""
+    """The file that `ckpt_path` or `init_from` means: of a run folder, the newest that is whole."""
+    if newest := newest_checkpoint(Path(value).expanduser().absolute()):
+        return newest
     checkpoint = checkpoint_file(Path(value))
     if not checkpoint.is_file():
         missing = f"checkpoint in that folder ({checkpoint})" if Path(value).is_dir() else "such file or run folder"
@@ -79,19 +106,20 @@ def _warn_of_changes(ckpt_path: str) -> None:
         return
     saved: Any = OmegaConf.load(folder / CONFIG)
     composed = hydra.compose("train", list(saved.overrides))
-    for name in _OF_ONE_START:
+    for name in _OF_ITS_PLACE:
         OmegaConf.update(composed, name, OmegaConf.select(saved, name))
     OmegaConf.resolve(composed)
-    before, now = _leaves(OmegaConf.to_container(saved)), _leaves(OmegaConf.to_container(composed))
+    before, now = leaves(OmegaConf.to_container(saved)), leaves(OmegaConf.to_container(composed))
     for name in sorted((before.keys() | now.keys()) - {"data_source"}):
         if before.get(name) != now.get(name):
             _log.warning("conf/ has changed since that run: %s was %s, is %s", name, before.get(name), now.get(name))
 
 
-def _leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of a nested configuration by their dotted names."""
     if not isinstance(node, dict):
         return {prefix: node}
-    children = [_leaves(child, f"{prefix}.{key}".strip(".")) for key, child in node.items()]
+    children = [leaves(child, f"{prefix}.{key}".strip(".")) for key, child in node.items()]
     return {name: leaf for leaves in children for name, leaf in leaves.items()}
 
 

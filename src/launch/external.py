@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+import yaml
 from omegaconf import DictConfig
 
 from src.errors import UserError
-from src.launch.config import device_count
+from src.launch.config import device_count, leaves
 from src.launch.rank import drives_all_devices
 
 if TYPE_CHECKING:
@@ -35,16 +38,24 @@ def external() -> ClusterEnvironment | None:
     return None
 
 
-def agree(env: ClusterEnvironment, prepare: Callable[[], DictConfig]) -> DictConfig:
+def agree(env: ClusterEnvironment, composed: str, prepare: Callable[[], DictConfig]) -> DictConfig:
     """Rank zero's configuration, on every rank; if it is at fault, every rank learns so.
 
+    Args:
+        env: what started the ranks.
+        composed: the configuration that this rank was started with, as YAML, nothing of it resolved.
+        prepare: gives the resolved one; called on rank zero.
+
     Raises:
-        UserError: what rank zero found wrong, or that the ranks are not as many as configured.
+        UserError: what rank zero found wrong, that the ranks are not as many as configured, or that they were started
+            with different configurations.
     """
     rank, world_size = env.global_rank(), env.world_size()
     store = _store(env)
+    store.set(f"hash/{rank}", hashlib.sha256(composed.encode()).hexdigest())
+    store.set(f"composed/{rank}", composed)
     if rank == 0:
-        store.set("outcome", pickle.dumps(_outcome(prepare, world_size)))  # type: ignore[arg-type]
+        store.set("outcome", pickle.dumps(_outcome(store, prepare, world_size)))  # type: ignore[arg-type]
     outcome = pickle.loads(store.get("outcome"))
     store.add("read", 1)
     while rank == 0 and store.add("read", 0) < world_size:  # it may be this process that holds the store
@@ -64,15 +75,39 @@ def _store(env: ClusterEnvironment) -> dist.Store:
     other = env.main_port + (10_000 if env.main_port < 50_000 else -10_000)  # jobs beside this one have the near ones
     port = env.main_port if agent else other
     hosts = env.global_rank() == 0 and not agent
+    if hosts:
+        for wanted in (port, env.main_port):  # the second is the process group's
+            _check_free(wanted)
     store = dist.TCPStore(env.main_address, port, env.world_size(), hosts, timeout=_PATIENCE)
     return dist.PrefixStore(f"configuration/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def _outcome(prepare: Callable[[], DictConfig], world_size: int) -> DictConfig | UserError:
+def _check_free(port: int) -> None:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            raise UserError(f"port {port} of this host cannot be had ({error.strerror}): set MASTER_PORT") from None
+
+
+def _outcome(store: dist.Store, prepare: Callable[[], DictConfig], world_size: int) -> DictConfig | UserError:
     try:
+        _check_same(store, world_size)
         return _checked(prepare(), world_size)
     except UserError as error:
         return error
+
+
+def _check_same(store: dist.Store, world_size: int) -> None:
+    for rank in range(1, world_size):
+        if store.get(f"hash/{rank}") != store.get("hash/0"):
+            ours, theirs = (leaves(yaml.safe_load(store.get(f"composed/{which}"))) for which in (0, rank))
+            name = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+            raise UserError(
+                f"rank {rank} was started with {name}={theirs.get(name)}, rank 0 with {name}={ours.get(name)}: "
+                "give every process the same command and the same files under conf/"
+            )
 
 
 def _checked(cfg: DictConfig, world_size: int) -> DictConfig:

@@ -16,9 +16,14 @@ _MISPLACED = [
 ]
 
 
+def log_file(run_dir: str | Path, rank: int) -> Path:
+    """Where a rank's log is."""
+    return Path(run_dir) / "logs" / f"rank{rank}.log"
+
+
 def log_to_folder(run_dir: str | Path, rank: int) -> None:
     """Send this process's log to `run_dir/logs/rankN.log`; above rank zero, whatever it prints as well."""
-    file = Path(run_dir) / "logs" / f"rank{rank}.log"
+    file = log_file(run_dir, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
     handlers: list[logging.Handler] = [logging.FileHandler(file)]
     handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

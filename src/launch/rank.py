@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from src.launch.config import device_count
 from src.launch.logs import log_to_folder
+from src.launch.signals import Stopped
 
 
 def run_rank(cfg: DictConfig, rank: int) -> dict[str, float]:
@@ -22,10 +23,19 @@ def run_rank(cfg: DictConfig, rank: int) -> dict[str, float]:
     log_to_folder(cfg.run_dir, rank)
     if cfg.trainer.accelerator == "cpu" and (sharers := device_count(cfg.trainer)) > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // sharers))
-    metrics = run(cfg)
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()  # a gloo process that exits with its group alive may abort
+    try:
+        metrics = run(cfg)
+    except Stopped:  # on all ranks at once
+        close_process_group()
+        raise
+    close_process_group()
     return metrics
+
+
+def close_process_group() -> None:
+    """Leave the others: a gloo process that exits with its group alive may abort."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def drives_all_devices(cfg: DictConfig) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from src.errors import UserError
 from src.launch.config import device_count, prepare
@@ -44,7 +44,7 @@ def _join(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, float]:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise UserError("-m: a sweep starts the processes of its jobs itself; start it without torchrun or srun")
     try:
-        cfg = agree(env, lambda: prepare(cfg))
+        cfg = agree(env, OmegaConf.to_yaml(cfg), lambda: prepare(cfg))
     except UserError:
         if env.global_rank() > 0:
             raise SystemExit(1) from None

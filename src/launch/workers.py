@@ -1,35 +1,53 @@
 """Fresh processes on this node, one per rank, by torch's elastic launcher."""
 
 import ctypes
-import json
 import logging
 import os
+import re
 import signal
 import sys
-from pathlib import Path
+import time
 from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig
 
 from src.errors import UserError
+from src.launch import signals
+from src.launch.failures import RankFailed, first_error, log_sizes
 from src.launch.rank import drives_all_devices, run_rank
+from src.launch.resume import continued
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those the elastic launcher takes over
+_ELASTICS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that the elastic launcher takes over
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_PREFIX = f"{UserError.__name__}: "
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_LOST = re.compile("gloo|nccl|connection|socket|peer|timed out", re.IGNORECASE)  # of a rank whose peer is gone
+_PATIENCE = 10.0  # seconds in which the launcher surely sees who went first
 
 
 def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
-    """Run all ranks, and return what rank zero returns.
+    """Run all ranks, up to `launch.max_restarts` times once more, and return what rank zero returns.
 
     Raises:
-        UserError: of the first rank to fail, if that is what it raised.
-        RuntimeError: with that rank's traceback, for anything else.
+        UserError: of the first rank to fail, if that is what it raised: no restart would help.
+        RankFailed: for anything else, with that rank's error.
         SystemExit: with the conventional code, if a signal ended the job.
     """
+    with signals.passed_on():
+        for restarts_left in range(cfg.launch.max_restarts, -1, -1):
+            try:
+                return _run_group(cfg, processes)
+            except RankFailed as failed:
+                if not restarts_left:
+                    raise
+                print(f"{failed}\nstarting again; restarts left after this: {restarts_left - 1}", file=sys.stderr)
+            cfg = continued(cfg)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
+    """Run all ranks once. (Elastic's own restarts would repeat also what the user has to mend, and tell nothing.)"""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -45,24 +63,35 @@ def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=5,
+        signals_to_handle=",".join(number.name for number in _ELASTICS),
         logs_specs=DefaultLogsSpecs(),
     )
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    handlers, sizes = {number: signal.getsignal(number) for number in _ELASTICS}, log_sizes(cfg.run_dir)
     try:
-        return elastic_launch(launcher, _worker)(cfg)[0]
+        outcome = elastic_launch(launcher, _worker)(cfg)[0]
     except SignalException as stopped:
-        print(f"stopped by {stopped.sigval.name}; ckpt_path={cfg.run_dir} goes on from its last save", file=sys.stderr)
-        raise SystemExit(128 + stopped.sigval) from None
+        raise _stopped(cfg, signals.requested() or stopped.sigval) from None
     except ChildFailedError as failed:
-        raise _first_error(failed, cfg.run_dir) from None
+        if number := signals.requested():  # it came before they could save, or was sent once more
+            raise _stopped(cfg, number) from None
+        raise first_error(failed, cfg.run_dir, sizes) from None
     finally:
         os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    if isinstance(outcome, int):
+        raise signals.Stopped(outcome)
+    return outcome
 
 
-def _worker(cfg: DictConfig) -> dict[str, float]:
-    """The body of a fresh process."""
+def _stopped(cfg: DictConfig, number: int) -> SystemExit:
+    name = signal.Signals(number).name
+    print(f"stopped by {name}; ckpt_path={cfg.run_dir} goes on from its last save", file=sys.stderr)
+    return signals.Stopped(number)
+
+
+def _worker(cfg: DictConfig) -> Any:
+    """The body of a fresh process: it returns the metrics, or the number of the signal that ended the run."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no worker outlives its launcher, however that ends
@@ -73,13 +102,24 @@ def _worker(cfg: DictConfig) -> dict[str, float]:
             del os.environ[name]
     try:
         return run_rank(cfg, rank)
+    except signals.Stopped as stopped:
+        return stopped.number
     except Exception as error:
         os.environ[_ERROR_FILE] = error_file
         get_error_handler().record_exception(error)  # before the sockets close, which fails the other ranks
         if dist.is_initialized():
             logging.shutdown()
+            _let_the_first_go_first(error)
             os._exit(1)  # without the interpreter's clean-up, in which a live process group may abort
         raise
+
+
+def _let_the_first_go_first(error: Exception) -> None:
+    """If this rank only lost another, wait until the launcher, which sees who ended first, ends this one too."""
+    deadline = time.monotonic() + _PATIENCE
+    consequence = not isinstance(error, UserError) and _LOST.search(f"{type(error).__name__} {error}")
+    while consequence and not signals.requested() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _silence_launchers() -> None:
@@ -87,26 +127,3 @@ def _silence_launchers() -> None:
     for name in logging.root.manager.loggerDict:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _first_error(failed: Any, run_dir: str) -> Exception:
-    """The error of the rank that failed first, as the exception to raise here."""
-    rank, failure = failed.get_first_failure()  # the first that was seen: others may have failed before
-    reports = [_report(file) for file in Path(failure.error_file).parent.parent.glob("*/error.json")]
-    if not reports or failure.exitcode < 0:  # a signal ended it; what the others report is only its absence
-        return RuntimeError(f"rank {rank} died ({failure.message}); its log is {_log_file(run_dir, rank)}")
-    for _, _, message, _ in sorted(reports):
-        if _PREFIX in message:  # also at the end of what a process of Lightning's spawning raised
-            return UserError(message.rpartition(_PREFIX)[2].strip())
-    _, rank, message, trace = min(reports)
-    return RuntimeError(f"rank {rank} failed ({message}); its log is {_log_file(run_dir, rank)}\n{trace}")
-
-
-def _report(file: Path) -> tuple[int, int, str, str]:
-    """When, on which rank, what, and the traceback."""
-    report = json.loads(file.read_text())["message"]
-    return file.stat().st_mtime_ns, int(file.parent.name), report["message"], report["extraInfo"]["py_callstack"]
-
-
-def _log_file(run_dir: str, rank: int) -> Path:
-    return Path(run_dir) / "logs" / f"rank{rank}.log"

@@ -64,8 +64,9 @@ class CSVLogger(Logger):
     @rank_zero_only
     def cut(self, step: int) -> None:
         """Drop the rows of `step` and after, which are about to be trained again."""
-        self._rows = [row for row in self._read() if row["step"] < step]
-        self._rewrite()
+        if self._read():
+            self._rows = [row for row in self._read() if row["step"] < step]
+            self._rewrite()
 
     def _read(self) -> list[dict[str, Any]]:
         """The rows of an earlier start, a last line cut short by its death left out."""

@@ -40,6 +40,12 @@ def online_or_offline() -> str:
     return os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
 
 
+def preempted() -> None:
+    """Tell wandb that this run was stopped from outside and is to go on: a sweep's agent would start it again."""
+    if wandb.run is not None:
+        wandb.mark_preempting()
+
+
 def finish(succeeded: bool) -> None:
     """End this process's wandb run, if it has one."""
     if wandb.run is not None:

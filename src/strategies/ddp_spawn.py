@@ -3,11 +3,13 @@
 from typing import Any
 
 import lightning as L
-import torch.distributed as dist
+import torch.multiprocessing as mp
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
+from src.launch import signals
 from src.launch.logs import log_to_folder
-from src.loggers.wandb import finish
+from src.launch.rank import close_process_group
+from src.loggers.wandb import finish, preempted
 from src.strategies.ddp import DDP
 
 
@@ -30,11 +32,27 @@ class DDPSpawn(DDP):
 class _Launcher(_MultiProcessingLauncher):
     """Ends each process in order, and tells the first one at which step to log what is tested after fit."""
 
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        handlers = signals.handle(signals.note)  # the spawned ones have theirs; this process waits for them
+        try:
+            return super().launch(*args, **kwargs)
+        except mp.ProcessExitedException as ended:
+            if ended.exit_code > 128:
+                raise signals.Stopped(ended.exit_code - 128) from None
+            raise
+        finally:
+            signals.restore(handlers)
+
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
-        super()._wrapping_function(*args, **kwargs)
+        try:
+            super()._wrapping_function(*args, **kwargs)
+        except signals.Stopped:
+            preempted()
+            finish(succeeded=False)
+            close_process_group()
+            raise
         finish(succeeded=True)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        close_process_group()
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
         return super().get_extra_results(trainer) | {"step": trainer.fit_loop.epoch_loop._batches_that_stepped}

@@ -1,0 +1,51 @@
+"""Every step tells the watchdog that the rank gets on."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from src.errors import UserError
+from src.launch.watchdog import Watchdog
+
+
+class Heartbeat(L.Callback):
+    """Ends this rank if it takes no step within `timeout` seconds, whatever it does instead.
+
+    Args:
+        folder: the run folder, where its stack goes into its log.
+        timeout: seconds; longer than the slowest of: making the data, compiling, a step, saving a checkpoint.
+
+    Raises:
+        UserError: if that is no time.
+    """
+
+    def __init__(self, folder: Path, timeout: float) -> None:
+        if not isinstance(timeout, int | float) or timeout <= 0:
+            raise UserError(f"launch.timeout={timeout}: give seconds, more than zero")
+        self.folder = folder
+        self._watchdog = Watchdog(timeout)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._watchdog.arm(self.folder, trainer.global_rank)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._watchdog.disarm()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._watchdog.disarm()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._watchdog.beat()
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self._watchdog.beat()
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        self._watchdog.beat()
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        self._watchdog.beat()
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self._watchdog.beat()

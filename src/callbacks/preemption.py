@@ -1,0 +1,66 @@
+"""A job that is pre-empted saves and stops, all ranks together."""
+
+import logging
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+import lightning as L
+
+from src.callbacks.agreement import Agreement
+from src.launch import signals
+from src.launch.folder import CHECKPOINTS, LAST
+
+_log = logging.getLogger(__name__)
+
+
+class StopTogether(L.Callback):
+    """Ends the run between two steps once any rank, or the launcher, was sent SIGTERM or SIGUSR1.
+
+    Lightning's handlers, which run collectives wherever a signal finds the process, are not installed. A signal that
+    comes during validation is heeded after it.
+
+    Raises:
+        Stopped: on all ranks in the same step, once `last.ckpt` is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._agreement = Agreement()
+        self._handlers: dict[int, Any] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._agreement = Agreement()
+        self._handlers = signals.handle(signals.note)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        signals.restore(self._handlers)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        signals.restore(self._handlers)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
+        """Here, where all that belongs to the step before is logged and saved, its validation too."""
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        if number := self._agreement.reached(trainer, signals.requested):
+            if not trainer.fast_dev_run:
+                trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST)
+            self._say(trainer, number)
+            raise signals.Stopped(number)
+
+    def on_test_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._stop(trainer)
+
+    def on_predict_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._stop(trainer)
+
+    def _stop(self, trainer: L.Trainer) -> None:
+        if number := self._agreement.reached(trainer, signals.requested):
+            self._say(trainer, number)
+            raise signals.Stopped(number)
+
+    def _say(self, trainer: L.Trainer, number: int) -> None:
+        if trainer.is_global_zero:
+            at = f"stopped by {Signals(number).name} at step {trainer.global_step}"
+            _log.info("%s; ckpt_path=%s goes on from there", at, self.folder)

@@ -1,0 +1,81 @@
+"""Signals that ask a run to save and stop, as schedulers send before they end a job.
+
+A handler sets a flag and nothing else; `src/callbacks/preemption.py` asks for it between two steps. A launcher's flag
+is a file, whose name its workers inherit.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+FLAG_FILE = "STOP_FLAG_FILE"  # in the environment of a launcher's workers
+_COPIES = 2.0  # seconds in which one request may come several times: from the scheduler, its step and a launcher
+_received: list[tuple[int, float]] = []
+
+
+class Stopped(SystemExit):
+    """The run was asked to stop, has saved and ends; the exit code is the conventional one."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
+def handle(act: Callable[[int, Any], None]) -> dict[int, Any]:
+    """Make `act` the handler of the signals; return the handlers there were."""
+    return {number: signal.signal(number, act) for number in SIGNALS}
+
+
+def restore(handlers: dict[int, Any]) -> None:
+    """Undo `handle`; after a request the handlers stay, since a late copy of it must not spoil the exit code."""
+    if not _received:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def note(number: int, frame: Any) -> None:
+    """The handler of a rank: the first request is noted, one that is no copy of it ends the process at once."""
+    if is_repeated(number):
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def is_repeated(number: int) -> bool:
+    """Note a signal; tell whether it was sent once more."""
+    _received.append((number, time.monotonic()))
+    return _received[-1][1] - _received[0][1] > _COPIES
+
+
+def requested() -> int:
+    """The number of the signal that this process, or its launcher, got first; 0 for none."""
+    if _received:
+        return _received[0][0]
+    flag = os.environ.get(FLAG_FILE)
+    return int(Path(flag).read_text() or signal.SIGTERM) if flag and Path(flag).exists() else 0
+
+
+@contextmanager
+def passed_on() -> Iterator[None]:
+    """Let a launcher hand the first request on to its workers; one that is sent once more ends them at once."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    with TemporaryDirectory(prefix="launcher-") as folder:
+        flag = Path(folder) / "stop"
+
+        def act(number: int, frame: Any) -> None:
+            if is_repeated(number):
+                raise SignalException("sent once more", signal.SIGKILL)  # elastic's own way out
+            flag.write_text(str(number))
+
+        handlers, os.environ[FLAG_FILE] = handle(act), str(flag)
+        try:
+            yield
+        finally:
+            del os.environ[FLAG_FILE]
+            restore(handlers)
