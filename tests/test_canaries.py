@@ -10,9 +10,12 @@ from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import nn
+from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extract_tensor_metas
+from torch.multiprocessing.spawn import ProcessContext
 
 
 def test_loop_counters_that_a_resumption_rewrites_exist() -> None:
@@ -76,3 +79,33 @@ def test_a_stage_whose_shapes_are_told_finds_none_out() -> None:
 def test_lightning_counts_the_steps_of_its_own_optimisers_only() -> None:
     """src/models/gan.py steps the second one unwrapped, so that a batch counts as one step."""
     assert "trainer.strategy._lightning_optimizers" in inspect.getsource(_ManualOptimization.on_run_start)
+
+
+def test_lightning_installs_its_signal_handlers_where_we_stop_it() -> None:
+    """src/experiment.py puts nothing in their place: they run collectives."""
+    assert "self._signal_connector.register_signal_handlers()" in inspect.getsource(L.Trainer._run)
+    assert "broadcast" in inspect.getsource(_SignalConnector._sigterm_notifier_fn)
+
+
+def test_what_the_checkpoint_callback_overrides_exists() -> None:
+    """src/callbacks/checkpoint.py decides when; Lightning's class saves, and does so at the end of each epoch."""
+    source = inspect.getsource(ModelCheckpoint._save_none_monitor_checkpoint)
+    assert "self._save_checkpoint(" in source
+    assert "_last_global_step_saved == trainer.global_step" in inspect.getsource(
+        ModelCheckpoint._should_skip_saving_checkpoint
+    )
+
+
+def test_torch_writes_check_sums() -> None:
+    """src/checkpoint.py tells a damaged checkpoint by them."""
+    assert torch.serialization.get_crc32_options()
+
+
+def test_elastic_leaves_the_signals_that_we_take() -> None:
+    """src/launch/workers.py keeps SIGTERM from it."""
+    assert "TORCHELASTIC_SIGNALS_TO_HANDLE" in inspect.getsource(PContext.start)
+
+
+def test_elastic_stops_at_the_first_failure_it_sees() -> None:
+    """Which is why a rank that lost another waits: src/launch/workers.py."""
+    assert "error_index = index" in inspect.getsource(ProcessContext.join)

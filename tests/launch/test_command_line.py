@@ -260,7 +260,7 @@ def test_one_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> N
     assert "another network than this run's `model`" in one_line(err)
     whole = (folder / "checkpoints" / "last.ckpt").read_bytes()
     (folder / "checkpoints" / "last.ckpt").write_bytes(whole[:-2000])
-    _, err = run(f"ckpt_path='{folder}'", code=1)
+    _, err = run(f"ckpt_path='{folder}/checkpoints/last.ckpt'", code=1)
     assert "is no whole checkpoint" in one_line(err)
 
 

@@ -1,0 +1,188 @@
+"""Kills uniform in wall time, each followed by a resumption elsewhere: `python -m tests.faults.kills --trials 50`."""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from src.data.shapes import Shapes
+from src.launch.resume import newest_checkpoint, remove_fragments
+from tests.conftest import SIZES
+from tests.faults.commands import TASK, TWO, end, ranks, start
+from tests.pool import Pool
+from tests.runs import Record, compose, fit, relative
+
+# No batch normalisation, since a pipeline's sees micro-batches.
+KILLED = [*TASK, "model.norm=group", "callbacks.checkpoint.every_n_train_steps=2", "test=false"]
+ELSEWHERE = {"auto": [1], "ddp": [2, 4], "fsdp": [2], "pipeline": [2]}
+VICTIMS = ["rank 0", "rank 1", "launcher", "all"]
+
+
+class Trial(NamedTuple):
+    """One kill and what followed."""
+
+    victim: str
+    seconds: float
+    phase: str
+    saved: int
+    strategy: str
+    devices: int
+
+    def __str__(self) -> str:
+        world = f"{self.strategy} x {self.devices}"
+        return f"{self.victim:<8} after {self.seconds:5.2f} s, {self.phase:<10}: from step {self.saved:>2} on {world}"
+
+
+def trials(number: int, seed: int, pool: Pool, folder: Path) -> Iterator[Trial]:
+    """Kill a run so many times; each is resumed under another strategy and compared with one that was left alone.
+
+    Raises:
+        AssertionError: if a sample was trained on twice or never, a row of metrics.csv is missing or another, or a
+            weight differs by more than a relative 1e-9.
+    """
+    draw, small = random.Random(seed), _data(folder)
+    reference = fit(compose(folder / "whole", *small, *KILLED))
+    duration = _duration(_command(small, folder / "timed"), folder / "timed")
+    for number_of_trial in range(number):
+        place = folder / f"trial{number_of_trial}"
+        victim, moment = VICTIMS[number_of_trial % len(VICTIMS)], draw.uniform(0, duration)
+        phase = _kill(_command(small, place), place, victim, moment)
+        strategy = draw.choice(list(ELSEWHERE))
+        devices = draw.choice(ELSEWHERE[strategy])
+        remove_fragments(place)
+        newest = newest_checkpoint(place)
+        resume = [f"ckpt_path={newest}"] if newest else []
+        saved = torch.load(newest)["global_step"] if newest else 0
+        cfg = compose(place, *small, *KILLED, f"strategy={strategy}", f"trainer.devices={devices}", *resume)
+        records = pool.run(devices, fit, cfg) if devices > 1 else [fit(cfg)]
+        trial = Trial(victim, moment, phase, saved, strategy, devices)
+        _check(trial, records, reference, place, folder / "whole")
+        yield trial
+
+
+def table(done: list[Trial]) -> str:
+    """How many kills hit which phase, and whom."""
+    count = Counter((trial.phase, trial.victim) for trial in done)
+    phases = sorted({trial.phase for trial in done})
+    lines = [f"| killed in | {' | '.join(VICTIMS)} |", f"| --- |{' --- |' * len(VICTIMS)}"]
+    lines += [f"| {phase} | {' | '.join(str(count[phase, victim]) for victim in VICTIMS)} |" for phase in phases]
+    return "\n".join(lines)
+
+
+def _data(folder: Path) -> list[str]:
+    Shapes(**SIZES).prepare(folder / "data")
+    sizes = (f"data.source.{name}={size}" for name, size in SIZES.items())
+    return ["data=shapes", f"data.root={folder}/data", *sizes]
+
+
+def _command(small: list[str], folder: Path) -> list[str]:
+    folder.mkdir()
+    phases = f"+callbacks.phases={{_target_: tests.faults.misbehaving.Phases, folder: {folder}}}"
+    return [*small, *KILLED, *TWO, phases, f"run_dir={folder}"]
+
+
+def _duration(command: list[str], folder: Path) -> float:
+    """Seconds from the command to the end of training."""
+    before = time.time()
+    code, _, err = end(start(*command))
+    assert code == 0, err
+    return (folder / "phase").stat().st_mtime - before
+
+
+def _kill(command: list[str], folder: Path, victim: str, moment: float) -> str:
+    """Kill, wait until all processes have ended, and tell what the run was doing."""
+    process = start(*command)
+    time.sleep(moment)
+    started = ranks(process.pid)
+    phase = _phase(folder, process)
+    targets = started if victim == "all" else [started[int(victim[-1])]] if victim[-1] in "01" and started[1:] else []
+    for pid in [*targets, *([process.pid] if victim == "all" or not targets else [])]:
+        if Path(f"/proc/{pid}").exists():
+            os.kill(pid, signal.SIGKILL)
+    _, _, err = end(process)
+    if targets and victim != "all" and phase not in ("over", "ending"):
+        assert f"{victim} died" in err, err[-3000:]
+    for _ in range(100):
+        if not subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True).stdout:
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError("processes left running")
+    return phase
+
+
+def _phase(folder: Path, process: "subprocess.Popen[str]") -> str:
+    if process.poll() is not None:
+        return "over"
+    return (folder / "phase").read_text() or "training" if (folder / "phase").exists() else "start"
+
+
+def _check(trial: Trial, resumed: list[Record], reference: Record, folder: Path, whole: Path) -> None:
+    before = _samples(folder)
+    for step, expected in enumerate(reference.indices):
+        parts = before[step] if step < trial.saved else [record.indices[step - trial.saved] for record in resumed]
+        if trial.strategy == "pipeline" and step >= trial.saved:  # each stage is told of the whole batch
+            assert all(sorted(part) == sorted(expected) for part in parts), trial
+        else:
+            assert sorted(index for part in parts for index in part) == sorted(expected), trial
+    assert all(len(record.indices) == len(reference.indices) - trial.saved for record in resumed), trial
+    ours, theirs = (torch.load(place / "checkpoints" / "last.ckpt")["state_dict"] for place in (folder, whole))
+    assert max(relative(ours[name], tensor) for name, tensor in theirs.items()) < 1e-9, trial
+    assert _losses(folder) == _Close(_losses(whole)), trial
+
+
+def _samples(folder: Path) -> dict[int, list[list[int]]]:
+    """Of each step what each rank trained on, according to the run that was killed."""
+    steps: dict[int, list[list[int]]] = {}
+    for file in folder.glob("samples.*"):
+        for line in file.read_text().splitlines():
+            step, *indices = map(int, line.split())
+            steps.setdefault(step, []).append(indices)
+    return steps
+
+
+def _losses(folder: Path) -> list[tuple[int, float, float]]:
+    """Step, training and validation loss of each row of training."""
+    lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
+    names = ("step", "train/loss", "val/loss")
+    columns = [lines[0].index(name) for name in names]
+    rows = [[float(row[column] or 0) for column in columns] for row in lines[1:] if int(row[0]) < 20]
+    return [(int(step), train, val) for step, train, val in rows]
+
+
+class _Close(list[tuple[int, float, float]]):
+    """Equal to rows of numbers that differ by a relative 1e-9 at most."""
+
+    def __eq__(self, other: object) -> bool:
+        ours, theirs = torch.tensor(self, dtype=torch.float64), torch.tensor(other, dtype=torch.float64)
+        return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    pool = Pool(4)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            done = []
+            for trial in trials(options.trials, options.seed, pool, Path(folder)):
+                done.append(trial)
+                print(f"{len(done):>3} {trial}", flush=True)
+        print(f"\n{table(done)}\n\n{len(done)} of {options.trials} trials passed")
+    finally:
+        pool.stop()
+
+
+if __name__ == "__main__":
+    main()

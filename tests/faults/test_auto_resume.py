@@ -1,0 +1,102 @@
+"""`resume=auto`, and what it makes of damaged checkpoints."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from src.checkpoint import check_is_whole
+from src.errors import UserError
+from src.launch.folder import run_folder
+from src.launch.resume import newest_checkpoint
+from tests.faults.commands import TASK
+from tests.launch.test_command_line import TINY, one_line, run
+from tests.runs import compose, fit
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-2000])
+
+
+def spoil(file: Path) -> None:
+    """Change one byte of a tensor: the archive stays in order."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    file.write_bytes(content)
+
+
+@pytest.fixture
+def trained(small: list[str], folder: Path) -> Path:
+    fit(compose(folder, *small, *TASK, "trainer.max_steps=12"))
+    return folder
+
+
+@pytest.mark.parametrize("damage", [cut, spoil, Path.unlink])
+def test_the_newest_whole_checkpoint_is_found(damage: Any, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints = trained / "checkpoints"
+    assert newest_checkpoint(trained) == checkpoints / "last.ckpt"
+    damage(checkpoints / "last.ckpt")
+    assert newest_checkpoint(trained) == checkpoints / "previous.ckpt"
+    assert torch.load(checkpoints / "previous.ckpt")["global_step"] == 11
+    assert ("last.ckpt is no whole checkpoint" in capsys.readouterr().err) == (damage is not Path.unlink)
+    damage(checkpoints / "previous.ckpt")
+    assert newest_checkpoint(trained) == checkpoints / "best.ckpt"
+    damage(checkpoints / "best.ckpt")
+    assert newest_checkpoint(trained) is None
+
+
+def test_a_copied_folder_that_lost_its_times(trained: Path) -> None:
+    os.utime(trained / "checkpoints" / "last.ckpt", (0, 0))
+    assert newest_checkpoint(trained) == trained / "checkpoints" / "last.ckpt"
+
+
+def test_a_wrong_byte_is_noticed(trained: Path) -> None:
+    check_is_whole(trained / "checkpoints" / "last.ckpt")
+    spoil(trained / "checkpoints" / "last.ckpt")
+    torch.load(trained / "checkpoints" / "last.ckpt")  # torch itself does not notice
+    with pytest.raises(UserError, match="is damaged"):
+        check_is_whole(trained / "checkpoints" / "last.ckpt")
+
+
+def test_the_same_command_starts_and_goes_on(small: list[str], folder: Path) -> None:
+    command = [*small, *TINY, "trainer.max_epochs=1", "logger=none", "resume=auto", f"run_dir={folder}"]
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / ".last.ckpt.7.part").write_text("of one that was killed while it saved")
+    (folder / "metrics.csv").write_text("step,epoch,train/loss\n0,0,1.0\n")  # and had not saved before
+    run(*command)
+    steps = [int(row.split(",")[0]) for row in (folder / "metrics.csv").read_text().splitlines()[1:]]
+    assert steps == list(range(12))
+    assert {file.name for file in (folder / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
+    cut(folder / "checkpoints" / "last.ckpt")
+    _, err = run(*command, "trainer.max_epochs=2")
+    assert "last.ckpt is no whole checkpoint" in err
+    steps = [int(row.split(",")[0]) for row in (folder / "metrics.csv").read_text().splitlines()[1:]]
+    assert steps == list(range(23))
+    _, err = run(*[word for word in command if word != "resume=auto"], code=1)
+    assert "holds a run: add resume=auto" in one_line(err)
+
+
+def test_a_slurm_job_finds_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By its number, which it keeps when it is requeued."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert run_folder("runs", None, True, None, "auto") == "runs/slurm-7"
+    assert run_folder("runs", None, True, str(tmp_path), "auto") == str(tmp_path)
+    assert run_folder("runs", None, True) != run_folder("runs", None, True)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert run_folder("runs", None, True, None, "auto") == "."
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["resume=auto"], "resume=auto needs run_dir=FOLDER"),
+        (["resume=yes", "run_dir=RUN"], "resume=yes: give auto, or null"),
+        (["run_dir=/proc/nothing"], "run_dir"),
+        (["run_dir=/sys/kernel"], "cannot write to the run folder /sys/kernel"),
+    ],
+)
+def test_what_cannot_be(words: list[str], hint: str, folder: Path) -> None:
+    _, err = run("data=shapes", *(word.replace("RUN", str(folder)) for word in words), code=1)
+    assert hint in one_line(err)

@@ -1,0 +1,82 @@
+"""A rank that dies or hangs: the others end in bounded time, the message names it, a restart goes on."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.commands import TASK, TWO, end, ranks, same_weights, slow, start, wait_for_rows
+from tests.launch.test_command_line import run
+from tests.runs import compose, fit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named(rank: int, small: list[str], folder: Path) -> None:
+    process = start(*small, *TASK, *TWO, slow(0.1), f"run_dir={folder}")
+    wait_for_rows(folder, 3, process)
+    os.kill(ranks(process.pid)[rank], signal.SIGKILL)
+    before = time.monotonic()
+    code, _, err = end(process)
+    assert code == 1
+    assert time.monotonic() - before < 30
+    assert f"rank {rank} died (Signal 9 (SIGKILL)" in err
+    assert f"rank{rank}.log" in err
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack(small: list[str], folder: Path) -> None:
+    """The other one waits for it in a collective."""
+    hang = "+callbacks.hang={_target_: tests.faults.misbehaving.HangOnRankOne}"
+    before = time.monotonic()
+    _, err = run(*small, *TASK, *TWO, hang, "launch.timeout=8", f"run_dir={folder}", code=1)
+    assert time.monotonic() - before < 60
+    assert "no step within launch.timeout; rank 1 hangs" in err
+    assert "rank 0 hangs" not in err
+    assert "misbehaving.py" in err
+    assert "in on_train_batch_start" in err
+    assert "Timeout (" in (folder / "logs" / "rank0.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_lone_process_that_hangs_ends(small: list[str], folder: Path) -> None:
+    run(*small, *TASK, slow(0.0), "+callbacks.slow.at=3", "launch.timeout=3", f"run_dir={folder}", code=1)
+    assert "misbehaving.py" in (folder / "logs" / "rank0.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named(small: list[str], folder: Path) -> None:
+    """It cannot even tell its stack, and heeds nothing but SIGKILL, which torch sends after half a minute."""
+    process = start(*small, *TASK, *TWO, slow(0.1), "launch.timeout=5", f"run_dir={folder}")
+    wait_for_rows(folder, 3, process)
+    os.kill(ranks(process.pid)[1], signal.SIGSTOP)
+    code, _, err = end(process)
+    assert code == 1
+    assert "rank 1 hangs" in err
+    assert "its stack could not be had" in err
+
+
+def test_restarts_from_the_last_checkpoint(small: list[str], folder: Path) -> None:
+    task = [*small, *TASK, *TWO, "callbacks.checkpoint.every_n_train_steps=1"]
+    process = start(*task, slow(0.1), "launch.max_restarts=1", f"run_dir={folder}")
+    wait_for_rows(folder, 5, process)
+    os.kill(ranks(process.pid)[1], signal.SIGKILL)
+    code, out, err = end(process)
+    assert code == 0, err[-3000:]
+    assert "rank 1 died" in err
+    assert "starting again; restarts left after this: 0" in err
+    assert out.count("done: ") == 1
+    fit(compose(folder.parent / "whole", *small, *TASK))
+    same_weights(folder, folder.parent / "whole")
+    steps = [int(row.split(",")[0]) for row in (folder / "metrics.csv").read_text().splitlines()[1:]]
+    assert steps == [*range(20), 20]
+
+
+@pytest.mark.slow
+def test_what_a_user_can_mend_is_not_tried_again(small: list[str], folder: Path) -> None:
+    wrong = ["optimizer.lr=1e300", "launch.max_restarts=5"]
+    _, err = run(*small, *TASK, *TWO, *wrong, f"run_dir={folder}", code=1)
+    assert err.count("error: ") == 1
+    assert "training diverged" in err
+    assert "starting again" not in err

@@ -1,0 +1,88 @@
+"""Disks, ports, data and commands that are not as they should be. (Full disk, damaged archives: tests/launch.)"""
+
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from tests.faults.commands import TASK, TWO
+from tests.launch.test_command_line import TINY, one_line, run, start
+from tests.runs import compose, fit
+
+TRAIN = ("train.py",)
+SLURM = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
+SLURM |= {"SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1"}
+
+
+def task_of(rank: int, port: int) -> dict[str, str]:
+    return SLURM | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "MASTER_PORT": str(port)}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("offset", [0, -10_000], ids=["of the process group", "where ranks meet"])
+def test_a_port_in_use(offset: int, small: list[str], folder: Path) -> None:
+    port = 51_234
+    with socket.socket() as other:
+        other.bind(("", port + offset))
+        other.listen()
+        _, err = run(*small, *TASK, *TWO, f"run_dir={folder}", code=1, program=TRAIN, **task_of(0, port))
+    assert f"port {port + offset} of this host cannot be had" in one_line(err)
+    assert "MASTER_PORT" in err
+
+
+def test_a_rank_with_another_configuration(small: list[str], folder: Path) -> None:
+    port = free_port()
+    rates = ["optimizer.lr=0.1", "optimizer.lr=0.2"]
+    command = [*small, *TASK, *TWO, f"run_dir={folder}"]
+    both = [start(*command, rates[rank], program=TRAIN, **task_of(rank, port)) for rank in (0, 1)]
+    printed = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [1, 1]
+    assert "rank 1 was started with optimizer.lr=0.2, rank 0 with optimizer.lr=0.1" in one_line(printed[0][1])
+    assert printed[1][1] == "", "rank zero alone says it"
+
+
+@pytest.mark.parametrize(
+    "damage", ["cut", *(pytest.param(more, marks=pytest.mark.slow) for more in ("missing", "empty"))]
+)
+def test_a_data_file_in_the_middle(damage: str, cifar: Path, tmp_path: Path) -> None:
+    """Of six files the third; there is no network to fetch another from."""
+    root = tmp_path / "data"
+    shutil.copytree(cifar, root)
+    file = root / "cifar-10-batches-py" / "data_batch_3"
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[: 5000 if damage == "cut" else 0])
+    arguments = [*TWO, *TINY[:3], "trainer.accelerator=cpu", "logger=none", "data.source.urls=[http://127.0.0.1:9]"]
+    _, err = run(*arguments, f"data.root={root}", f"run_dir={tmp_path}/run", code=1)
+    assert "data_batch_3" in one_line(err) or damage == "missing"
+    assert "data.root" in err
+
+
+def test_data_that_goes_away_in_the_middle(cifar: Path, tmp_path: Path) -> None:
+    """The pictures are in memory: training, validation and test do not notice."""
+    root = tmp_path / "data"
+    shutil.copytree(cifar, root)
+    gone = Remove(root)
+    task = [f"data.root={root}", "data=cifar10", *TINY[:3], "trainer.max_epochs=1"]
+    record = fit(compose(tmp_path / "run", *task), gone, test=True)
+    assert not root.exists()
+    assert set(record.metrics) >= {"val/acc", "test/acc"}
+
+
+class Remove(L.Callback):
+    """Deletes a folder after the first step."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)

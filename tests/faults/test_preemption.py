@@ -1,0 +1,99 @@
+"""SIGTERM or SIGUSR1, to whichever process: all ranks save and stop together, and the run goes on as if nothing was."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.commands import TASK, TWO, end, ranks, rows, same_weights, slow, start, wait_for_rows
+from tests.launch.test_command_line import run
+from tests.pool import Pool
+from tests.runs import compose, fit
+
+SPAWN = ["strategy=ddp_spawn", "trainer.devices=2"]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
+
+
+@pytest.fixture(scope="module")
+def whole(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    fit(compose(folder, *small, *TASK))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("number", "to", "program", "world"),
+    [
+        pytest.param(signal.SIGTERM, "the process", ("train.py",), [], id="alone", marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, "the process", ("train.py",), TWO, id="launcher", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "a rank", ("train.py",), TWO, id="one rank"),
+        pytest.param(signal.SIGTERM, "all of them", ("train.py",), SPAWN, id="spawned", marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, "a rank", TORCHRUN, TWO, id="torchrun", marks=pytest.mark.slow),
+    ],
+)
+def test_saves_stops_and_goes_on(
+    number: signal.Signals,
+    to: str,
+    program: tuple[str, ...],
+    world: list[str],
+    whole: Path,
+    pool: Pool,
+    small: list[str],
+    folder: Path,
+) -> None:
+    process = start(*small, *TASK, *world, slow(0.1), f"run_dir={folder}", program=program)
+    wait_for_rows(folder, 4, process)
+    if to == "all of them":
+        os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid if to == "the process" else ranks(process.pid)[-1], number)
+    code, out, err = end(process)
+    assert code == (1 if program == TORCHRUN else 128 + number), err[-3000:]  # torchrun has codes of its own
+    assert out.count(f"stopped by {number.name} at step") == 1
+    assert "Traceback" not in err or program == TORCHRUN
+    saved = torch.load(folder / "checkpoints" / "last.ckpt")["global_step"]
+    assert 4 <= saved < 20
+    assert rows(folder) == 1 + saved, "nothing of the last step is missing"
+    cfg = compose(folder, *small, *TASK, f"ckpt_path={folder}/checkpoints/last.ckpt", *(TWO if not world else []))
+    pool.run(2, fit, cfg) if not world else fit(cfg)
+    same_weights(folder, whole)
+    steps = [int(row.split(",")[0]) for row in (folder / "metrics.csv").read_text().splitlines()[1:]]
+    assert steps == list(range(20))
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once(small: list[str], folder: Path) -> None:
+    """A rank that sleeps heeds no first one."""
+    process = start(*small, *TASK, *TWO, slow(0.0), "+callbacks.slow.at=3", f"run_dir={folder}")
+    wait_for_rows(folder, 3, process)
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(3)
+    assert process.poll() is None
+    before = time.monotonic()
+    os.kill(process.pid, signal.SIGTERM)
+    code, _, err = end(process)
+    assert code == 128 + signal.SIGTERM
+    assert time.monotonic() - before < 10
+    assert "stopped by SIGTERM" in err
+
+
+def test_a_job_that_is_requeued_goes_on_by_itself(small: list[str], whole: Path, folder: Path) -> None:
+    """The very same command twice, as SLURM would give it; in the same wandb run."""
+    command = [*small, *(word for word in TASK if word != "logger=none"), "resume=auto", f"run_dir={folder}"]
+    process = start(*command, *TWO, slow(0.1), WANDB_MODE="offline")
+    wait_for_rows(folder, 4, process)
+    os.kill(process.pid, signal.SIGUSR1)
+    assert end(process)[0] == 128 + signal.SIGUSR1
+    run(*command, WANDB_MODE="offline")
+    same_weights(folder, whole)
+    runs = {file.name.partition("run-")[2] for file in (folder / "wandb").glob("offline-run-*/*.wandb")}
+    assert runs == {f"{folder.name}.wandb"}
+
+
+def test_the_handlers_are_given_back(small: list[str], folder: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    fit(compose(folder, *small, *TASK, "trainer.max_steps=2"))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before

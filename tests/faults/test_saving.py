@@ -1,0 +1,63 @@
+"""How often the latest state is saved."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from src.errors import UserError
+from tests.faults.commands import TASK, TWO
+from tests.pool import Pool
+from tests.runs import compose, fit
+
+
+class Saves(L.Callback):
+    """Notes the steps at which something is saved, and what is known of the validation then."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.steps.append(trainer.global_step)
+
+
+def saved_at(cfg: Any) -> list[int]:
+    saves = Saves()
+    fit(cfg, saves)
+    return saves.steps
+
+
+def test_every_few_steps_and_at_the_end_of_each_epoch(small: list[str], folder: Path) -> None:
+    only = [*TASK, "callbacks.best=null", "trainer.max_epochs=2", "trainer.max_steps=-1"]
+    every = "callbacks.checkpoint.every_n_train_steps"
+    assert saved_at(compose(folder / "a", *small, *only, f"{every}=4")) == [4, 8, 11, 12, 16, 20, 22]
+    assert saved_at(compose(folder / "b", *small, *only, f"{every}=11")) == [11, 22]
+    halves = "trainer.accumulate_grad_batches=2"
+    assert saved_at(compose(folder / "c", *small, *only, f"{every}=5", halves)) == [5, 10, 11, 15, 20, 22]
+    assert torch.load(folder / "c" / "checkpoints" / "previous.ckpt")["global_step"] == 20
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_after_some_time(devices: int, pool: Pool, small: list[str], folder: Path) -> None:
+    """Of two ranks one is slow to notice: they save together all the same."""
+    task = [*TASK, "callbacks.best=null", "callbacks.checkpoint.train_time_interval={seconds: 1}"]
+    cfg = compose(folder, *small, *task, *(TWO if devices == 2 else []))
+    steps = pool.run(2, timed, cfg) if devices == 2 else [timed(cfg)]
+    assert all(taken == steps[0] for taken in steps)
+    assert 1 <= len([step for step in steps[0] if step not in (11, 20)]) < 15
+
+
+def timed(cfg: Any) -> list[int]:
+    from tests.faults.misbehaving import Slow
+
+    saves = Saves()
+    fit(cfg, saves, Slow(0.15))
+    return saves.steps
+
+
+@pytest.mark.parametrize("wrong", ["every_n_train_steps=0", "train_time_interval=5", "train_time_interval={lunes: 3}"])
+def test_what_is_no_interval(wrong: str, small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=f"callbacks.checkpoint.{wrong.partition('=')[0]}"):
+        fit(compose(folder, *small, *TASK, f"callbacks.checkpoint.{wrong}"))
