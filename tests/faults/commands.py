@@ -2,17 +2,33 @@
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
 
 import torch
 
-from tests.launch.test_command_line import start
+from tests.launch.test_command_line import start as start
 from tests.runs import relative
 
 TASK = ["experiment=parity", "logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
 TWO = ["strategy=ddp", "trainer.devices=2"]
+TRAIN = ("train.py",)
+SLURM = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
+SLURM |= {"SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1"}
+
+
+def task_of(rank: int, port: int) -> dict[str, str]:
+    """The variables by which srun tells one of two tasks what it is."""
+    return SLURM | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "MASTER_PORT": str(port)}
+
+
+def free_port() -> int:
+    """A port that nobody has at the moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def rows(folder: Path) -> int:
@@ -56,6 +72,3 @@ def same_weights(folder: Path, other: Path) -> None:
     ours, theirs = (torch.load(place / "checkpoints" / "last.ckpt") for place in (folder, other))
     assert ours["global_step"] == theirs["global_step"]
     assert max(relative(ours["state_dict"][name], tensor) for name, tensor in theirs["state_dict"].items()) < 1e-9
-
-
-__all__ = ["TASK", "TWO", "end", "ranks", "rows", "same_weights", "slow", "start", "wait_for_rows"]

@@ -8,23 +8,9 @@ from typing import Any
 import lightning as L
 import pytest
 
-from tests.faults.commands import TASK, TWO
+from tests.faults.commands import TASK, TRAIN, TWO, free_port, task_of
 from tests.launch.test_command_line import TINY, one_line, run, start
 from tests.runs import compose, fit
-
-TRAIN = ("train.py",)
-SLURM = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
-SLURM |= {"SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1"}
-
-
-def task_of(rank: int, port: int) -> dict[str, str]:
-    return SLURM | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "MASTER_PORT": str(port)}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.mark.parametrize("offset", [0, -10_000], ids=["of the process group", "where ranks meet"])
@@ -49,9 +35,8 @@ def test_a_rank_with_another_configuration(small: list[str], folder: Path) -> No
     assert printed[1][1] == "", "rank zero alone says it"
 
 
-@pytest.mark.parametrize(
-    "damage", ["cut", *(pytest.param(more, marks=pytest.mark.slow) for more in ("missing", "empty"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["cut", "missing", "empty"])
 def test_a_data_file_in_the_middle(damage: str, cifar: Path, tmp_path: Path) -> None:
     """Of six files the third; there is no network to fetch another from."""
     root = tmp_path / "data"

@@ -8,7 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.commands import TASK, TWO, end, ranks, rows, same_weights, slow, start, wait_for_rows
+from tests.faults.commands import (
+    TASK,
+    TRAIN,
+    TWO,
+    end,
+    free_port,
+    ranks,
+    rows,
+    same_weights,
+    slow,
+    start,
+    task_of,
+    wait_for_rows,
+)
 from tests.launch.test_command_line import run
 from tests.pool import Pool
 from tests.runs import compose, fit
@@ -27,10 +40,10 @@ def whole(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("number", "to", "program", "world"),
     [
-        pytest.param(signal.SIGTERM, "the process", ("train.py",), [], id="alone", marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR1, "the process", ("train.py",), TWO, id="launcher", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, "a rank", ("train.py",), TWO, id="one rank"),
-        pytest.param(signal.SIGTERM, "all of them", ("train.py",), SPAWN, id="spawned", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "the process", TRAIN, [], id="alone", marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, "the process", TRAIN, TWO, id="launcher", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "a rank", TRAIN, TWO, id="one rank"),
+        pytest.param(signal.SIGTERM, "all of them", TRAIN, SPAWN, id="spawned", marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, "a rank", TORCHRUN, TWO, id="torchrun", marks=pytest.mark.slow),
     ],
 )
@@ -91,6 +104,22 @@ def test_a_job_that_is_requeued_goes_on_by_itself(small: list[str], whole: Path,
     same_weights(folder, whole)
     runs = {file.name.partition("run-")[2] for file in (folder / "wandb").glob("offline-run-*/*.wandb")}
     assert runs == {f"{folder.name}.wandb"}
+
+
+@pytest.mark.slow
+def test_tasks_of_a_slurm_job(small: list[str], whole: Path, folder: Path) -> None:
+    """All are signalled at once; Lightning's own requeueing, which would save in its handler, is not there."""
+    port = free_port()
+    command = [*small, *TASK, *TWO, slow(0.1), f"run_dir={folder}", "resume=auto"]
+    tasks = [start(*command, program=TRAIN, **task_of(rank, port)) for rank in (0, 1)]
+    wait_for_rows(folder, 4, tasks[0])
+    for process in tasks:
+        os.kill(process.pid, signal.SIGUSR1)
+    ended = [end(process) for process in tasks]
+    assert [code for code, _, _ in ended] == [128 + signal.SIGUSR1] * 2, ended
+    tasks = [start(*command, program=TRAIN, **task_of(rank, port)) for rank in (0, 1)]
+    assert [end(process)[0] for process in tasks] == [0, 0]
+    same_weights(folder, whole)
 
 
 def test_the_handlers_are_given_back(small: list[str], folder: Path) -> None:
