@@ -68,7 +68,7 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
     )
     handlers, sizes = {number: signal.getsignal(number) for number in _ELASTICS}, log_sizes(cfg.run_dir)
     try:
-        outcome = elastic_launch(launcher, _worker)(cfg)[0]
+        outcome = elastic_launch(launcher, _worker)(cfg, os.getpid())[0]
     except SignalException as stopped:
         raise _stopped(cfg, signals.requested() or stopped.sigval) from None
     except ChildFailedError as failed:
@@ -90,11 +90,13 @@ def _stopped(cfg: DictConfig, number: int) -> SystemExit:
     return signals.Stopped(number)
 
 
-def _worker(cfg: DictConfig) -> Any:
+def _worker(cfg: DictConfig, launcher: int) -> Any:
     """The body of a fresh process: it returns the metrics, or the number of the signal that ended the run."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no worker outlives its launcher, however that ends
+    if os.getppid() != launcher:  # which it did before that call
+        os._exit(1)
     _silence_launchers()
     rank, error_file = int(os.environ["RANK"]), os.environ[_ERROR_FILE]
     if drives_all_devices(cfg):  # its own launcher must not take this process for one rank of many
