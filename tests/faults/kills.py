@@ -1,4 +1,7 @@
-"""Kills uniform in wall time, each followed by a resumption elsewhere: `python -m tests.faults.kills --trials 50`."""
+"""Kills uniform in wall time, each followed by a resumption elsewhere: `python -m tests.faults.kills --trials 50`.
+
+Every third is uniform over the whole run, of which most is its start; the others over what comes after that.
+"""
 
 import argparse
 import os
@@ -31,7 +34,7 @@ class Trial(NamedTuple):
     """One kill and what followed."""
 
     victim: str
-    seconds: float
+    seconds: float  # since the command, or since training began
     phase: str
     saved: int
     strategy: str
@@ -51,11 +54,12 @@ def trials(number: int, seed: int, pool: Pool, folder: Path) -> Iterator[Trial]:
     """
     draw, small = random.Random(seed), _data(folder)
     reference = fit(compose(folder / "whole", *small, *KILLED))
-    duration = _duration(_command(small, folder / "timed"), folder / "timed")
+    whole, training = _durations(_command(small, folder / "timed"), folder / "timed")
     for number_of_trial in range(number):
         place = folder / f"trial{number_of_trial}"
-        victim, moment = VICTIMS[number_of_trial % len(VICTIMS)], draw.uniform(0, duration)
-        phase = _kill(_command(small, place), place, victim, moment)
+        victim, from_start = VICTIMS[number_of_trial % len(VICTIMS)], number_of_trial % 3 == 0
+        moment = draw.uniform(0, whole if from_start else training)
+        phase = _kill(_command(small, place), place, victim, moment, from_start)
         strategy = draw.choice(list(ELSEWHERE))
         devices = draw.choice(ELSEWHERE[strategy])
         remove_fragments(place)
@@ -90,17 +94,20 @@ def _command(small: list[str], folder: Path) -> list[str]:
     return [*small, *KILLED, *TWO, phases, f"run_dir={folder}"]
 
 
-def _duration(command: list[str], folder: Path) -> float:
-    """Seconds from the command to the end of training."""
+def _durations(command: list[str], folder: Path) -> tuple[float, float]:
+    """Seconds from the command, and from the beginning of training, to its end."""
     before = time.time()
     code, _, err = end(start(*command))
     assert code == 0, err
-    return (folder / "phase").stat().st_mtime - before
+    begun, ended = ((folder / name).stat().st_mtime for name in ("config.yaml", "phase"))
+    return ended - before, ended - begun
 
 
-def _kill(command: list[str], folder: Path, victim: str, moment: float) -> str:
+def _kill(command: list[str], folder: Path, victim: str, moment: float, from_start: bool) -> str:
     """Kill, wait until all processes have ended, and tell what the run was doing."""
     process = start(*command)
+    while not from_start and not (folder / "config.yaml").exists() and process.poll() is None:
+        time.sleep(0.05)
     time.sleep(moment)
     started = ranks(process.pid)
     phase = _phase(folder, process)
