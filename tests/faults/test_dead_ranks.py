@@ -73,6 +73,15 @@ def test_restarts_from_the_last_checkpoint(small: list[str], folder: Path) -> No
     assert steps == [*range(20), 20]
 
 
+def test_no_rank_outlives_a_launcher_that_dies_as_they_start(small: list[str], folder: Path) -> None:
+    """Before they can ask the kernel to die with it. (That nothing is left is looked for after every test.)"""
+    process = start(*small, *TASK, *TWO, f"run_dir={folder}")
+    while len(ranks(process.pid)) < 2 and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    assert end(process)[0] == -signal.SIGKILL
+
+
 @pytest.mark.slow
 def test_what_a_user_can_mend_is_not_tried_again(small: list[str], folder: Path) -> None:
     wrong = ["optimizer.lr=1e300", "launch.max_restarts=5"]
