@@ -11,7 +11,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from src.errors import UserError, nearest
-from src.launch.folder import with_saved_overrides
+from src.launch.folder import with_saved_overrides, with_saved_sweep
 
 _CONF = Path(__file__).parents[2] / "conf"
 _FULL = "HYDRA_FULL_ERROR"  # Hydra's own switch: set to 1, every error keeps its traceback
@@ -20,7 +20,10 @@ TRACEBACK_WANTED = os.environ.get(_FULL) == "1"
 
 def run(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
-    sys.argv = with_saved_overrides(sys.argv)
+    try:
+        sys.argv = with_saved_sweep(with_saved_overrides(sys.argv))
+    except UserError as error:
+        return _fail(str(error))
     if TRACEBACK_WANTED:
         main()
         return 0
@@ -60,7 +63,7 @@ def _explain(error: Exception) -> str:
 def _options() -> set[str]:
     """The names of the options in the files under conf/, as the command line spells them."""
     names = set(yaml.safe_load((_CONF / "train.yaml").read_text())) - {"defaults", "hydra"}
-    for file in _CONF.glob("*/*.yaml"):
+    for file in set(_CONF.glob("*/*.yaml")) - set(_CONF.glob("sweep/*")):
         text = file.read_text()
         package = re.match(r"# @package ([a-z]\S*)", text)
         prefix = package[1] if package else file.parent.name

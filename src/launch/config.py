@@ -12,11 +12,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from src.errors import UserError
-from src.launch.folder import CONFIG, checkpoint_file, folder_of, run_id
+from src.launch.folder import CONFIG, checkpoint_file, folder_of, identity
 
 _log = logging.getLogger(__name__)
 _OF_ONE_START = (
-    *("ckpt_path", "init_from", "fit", "predict", "run_dir", "run_id", "overrides"),
+    *("ckpt_path", "init_from", "fit", "predict", "run_dir", "run_id", "sweep_id", "overrides"),
     *("trainer.devices", "trainer.accelerator"),
 )
 
@@ -37,7 +37,8 @@ def prepare(cfg: DictConfig) -> DictConfig:
         cfg.predict = str(_pictures(cfg.predict))
     cfg.trainer.accelerator, cfg.trainer.devices = _resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     folder = Path(hydra_cfg.runtime.output_dir)
-    cfg.run_dir, cfg.run_id = str(folder), run_id(folder, sweep=hydra_cfg.mode == RunMode.MULTIRUN)
+    cfg.run_dir = str(folder)
+    cfg.run_id, cfg.sweep_id = identity(folder, sweep=hydra_cfg.mode == RunMode.MULTIRUN)
     task = hydra_cfg.overrides.task
     cfg.overrides = [override for override in task if override.partition("=")[0] not in ("ckpt_path", "fit", "predict")]
     OmegaConf.resolve(cfg)

@@ -18,6 +18,7 @@ from src.launch.config import device_count, prepare
 from src.launch.external import agree, external
 from src.launch.rank import drives_all_devices, run_rank
 from src.launch.workers import launch_workers
+from src.sweeps.devices import share_of_machine
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -36,13 +37,12 @@ def launch(cfg: DictConfig) -> dict[str, float]:
     _check_possible(cfg, devices)
     if devices == 1 and HydraConfig.get().mode == RunMode.RUN:
         return run_rank(cfg, rank=0)
-    return launch_workers(cfg, processes=1 if drives_all_devices(cfg) else devices)
+    with share_of_machine(cfg):
+        return launch_workers(cfg, processes=1 if drives_all_devices(cfg) else devices)
 
 
 def _join(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, float]:
     """Be one of the ranks that torchrun or SLURM started; what rank zero finds wrong, it alone says."""
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise UserError("-m: a sweep starts the processes of its jobs itself; start it without torchrun or srun")
     try:
         cfg = agree(env, lambda: prepare(cfg))
     except UserError:
