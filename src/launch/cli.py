@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,9 @@ def run(main: Callable[[], None]) -> int:
         main()
     except UserError as error:
         return _fail(str(error))
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(_explain(error))
     finally:

@@ -4,6 +4,7 @@ import os
 import secrets
 from collections.abc import Iterable
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -86,12 +87,14 @@ def with_saved_sweep(argv: list[str]) -> list[str]:
 
 
 def _not_given(saved: Iterable[str], argv: list[str]) -> list[str]:
+    """The saved overrides of options that are not given again, nor is the group they belong to."""
     given = {_name(word) for word in argv}
-    return [word for word in saved if not {_name(word), _name(word).partition(".")[0]} & given]
+    parents = {word: accumulate(_name(word).split("."), "{}.{}".format) for word in saved}
+    return [word for word, names in parents.items() if not given.intersection(names)]
 
 
 def _name(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0]
+    return override.lstrip("+~").partition("=")[0].replace("/", ".")
 
 
 def identity(folder: Path, sweep: bool) -> tuple[str, str | None]:

@@ -6,7 +6,9 @@ that very object. No command line is rebuilt, and a job leaves nothing behind fo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
@@ -18,14 +20,15 @@ from src.launch.config import device_count, prepare
 from src.launch.external import agree, external
 from src.launch.rank import drives_all_devices, run_rank
 from src.launch.workers import launch_workers
-from src.sweeps.devices import share_of_machine
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 
-def launch(cfg: DictConfig) -> dict[str, float]:
-    """Run the job on all its ranks; return rank zero's final metrics.
+def launch(
+    cfg: DictConfig, share: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext
+) -> dict[str, float]:
+    """Run the job on all its ranks, within its `share` of the machine; return rank zero's final metrics.
 
     Raises:
         UserError: what the first rank to fail found wrong; it has already ended the others.
@@ -37,7 +40,7 @@ def launch(cfg: DictConfig) -> dict[str, float]:
     _check_possible(cfg, devices)
     if devices == 1 and HydraConfig.get().mode == RunMode.RUN:
         return run_rank(cfg, rank=0)
-    with share_of_machine(cfg):
+    with share(cfg):
         return launch_workers(cfg, processes=1 if drives_all_devices(cfg) else devices)
 
 

@@ -65,7 +65,7 @@ def _worker(cfg: DictConfig) -> dict[str, float]:
     """The body of a fresh process."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no worker outlives its launcher, however that ends
+    die_with_parent()  # no worker outlives its launcher, however that ends
     _silence_launchers()
     rank, error_file = int(os.environ["RANK"]), os.environ[_ERROR_FILE]
     if drives_all_devices(cfg):  # its own launcher must not take this process for one rank of many
@@ -80,6 +80,11 @@ def _worker(cfg: DictConfig) -> dict[str, float]:
             logging.shutdown()
             os._exit(1)  # without the interpreter's clean-up, in which a live process group may abort
         raise
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process as soon as the one that started it is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _silence_launchers() -> None:

@@ -1,5 +1,6 @@
 """Hydra's hooks around a sweep. This file is imported at every start: nothing heavy here."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ register_resolvers()  # joblib and submitit import this in their processes, wher
 class SweepReport(Callback):
     """Refuses a sweep that torchrun or srun started; reports at the end, and says by the exit code if a job failed."""
 
+    def __init__(self) -> None:
+        self._sweep = os.getpid()  # also where the launcher unpickles this
+
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         from src.launch.external import external
 
@@ -22,6 +26,15 @@ class SweepReport(Callback):
             if env.global_rank() == 0:
                 print("error: -m: a sweep starts the processes of its jobs: no torchrun or srun", file=sys.stderr)
             raise SystemExit(1)
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Have joblib's processes end with the sweep, which by themselves go on with their job; submitit's should."""
+        if config.hydra.launcher._target_.endswith("JoblibLauncher"):
+            from src.launch.workers import die_with_parent
+
+            die_with_parent()
+            if os.getppid() != self._sweep:  # it has died already
+                os._exit(1)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         from src.sweeps.table import report

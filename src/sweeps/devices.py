@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from src.launch.config import device_count
@@ -19,10 +18,9 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 def share_of_machine(cfg: DictConfig) -> Iterator[None]:
     """Within it, new processes see the job's own GPUs or cores only; waits until there are enough.
 
-    A run, and a job of a sweep that runs one after the other, has the whole machine.
+    Where a launcher runs one job after the other, each has the whole machine.
     """
-    hydra_cfg = HydraConfig.get()
-    if hydra_cfg.mode != RunMode.MULTIRUN or hydra_cfg.launcher._target_.endswith("BasicLauncher"):
+    if HydraConfig.get().launcher._target_.endswith("BasicLauncher"):
         yield
     elif cfg.trainer.accelerator == "cpu":
         with _cores(device_count(cfg.trainer)):

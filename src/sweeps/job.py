@@ -1,8 +1,11 @@
 """One job of a sweep: whatever becomes of it is recorded, and the sweep goes on."""
 
+import multiprocessing
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import nan
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from omegaconf import DictConfig
 from src.errors import UserError
 from src.launch.folder import checkpoint_file, rank_zero
 from src.launch.start import launch
+from src.sweeps.devices import share_of_machine
 from src.sweeps.locks import exclusive
 from src.sweeps.record import DONE, Job
 
@@ -25,6 +29,7 @@ def run_job(cfg: DictConfig) -> float:
     if not rank_zero():  # one of several processes that SLURM started for this job
         launch(cfg)
         return nan
+    multiprocessing.set_start_method(None, force=True)  # joblib's own has a name that our workers do not know
     folder = Path(HydraConfig.get().runtime.output_dir)
     with exclusive(str(folder)):  # the same sweep may have been started twice
         job = Job.read(folder)
@@ -36,13 +41,21 @@ def run_job(cfg: DictConfig) -> float:
 
 
 def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
-    started, job.status, job.error = time.monotonic(), "running", ""
+    job.status, job.error, started = "running", "", time.monotonic()
     job.write(folder)
+
+    @contextmanager
+    def share(cfg: DictConfig) -> Iterator[None]:
+        nonlocal started
+        with share_of_machine(cfg):
+            started = time.monotonic()  # waiting for the others' devices is not the job's own time
+            yield
+
     try:
         last = checkpoint_file(folder)
         if cfg.fit and not cfg.ckpt_path and last.is_file():
             cfg.ckpt_path = str(last)
-        job.metrics = launch(cfg)
+        job.metrics = launch(cfg, share)
         job.result = _result(cfg.optimized_metric, job.metrics)
         job.status = "finished"
     except Exception as error:
