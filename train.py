@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from src.errors import UserError
 from src.launch.cli import TRACEBACK_WANTED, run
 from src.launch.folder import register_resolvers
+from src.sweeps.optuna_sweeper import register_sweeper
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -37,4 +38,5 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
 
 if __name__ == "__main__":
     register_resolvers()
+    register_sweeper()
     sys.exit(run(main))

@@ -52,6 +52,8 @@ def _explain(error: Exception) -> str:
     """Hydra's message in one line, with the names that would have done."""
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
+        if group.startswith("hydra/"):
+            return f"{group}={name}: not installed here; it comes with pip install '.[sweeps]'"
         known = [file.stem for file in (_CONF / group).glob("[!_]*.yaml")]
         return f"{group}={name}: there is no {name} in conf/{group}; {nearest(name, known)}"
     text = str(error)

@@ -7,6 +7,7 @@ from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
 
+import yaml
 from omegaconf import OmegaConf
 
 from src.errors import UserError
@@ -79,10 +80,10 @@ def with_saved_sweep(argv: list[str]) -> list[str]:
         raise UserError(
             f"{argv[at]}: there is no sweep in that folder ({folder / _SWEEP}): give the one it was made in"
         )
-    saved = OmegaConf.load(folder / _SWEEP).hydra.overrides
+    saved = yaml.safe_load((folder / _SWEEP).read_text())["hydra"]["overrides"]  # as typed, nothing resolved
     quoted = str(folder).replace("'", "\\'")
-    own = [word for word in saved.hydra if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
-    words = [*_not_given([*own, *saved.task], argv), f"hydra.sweep.dir='{quoted}'"]
+    own = [word for word in saved["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
+    words = [*_not_given([*own, *saved["task"]], argv), f"hydra.sweep.dir='{quoted}'"]
     return [argv[0], *([] if {"-m", "--multirun"} & set(argv) else ["-m"]), *argv[1:at], *words, *argv[at + 1 :]]
 
 

@@ -2,9 +2,12 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from src.files import replacing
 from src.launch.folder import rank_zero
@@ -43,13 +46,14 @@ def jobs(sweep: Path) -> Iterator[tuple[str, Job]]:
             yield file.parent.name, Job.read(file.parent)
 
 
-def job_folder(sweep: str, number: int, overrides: Sequence[str]) -> str:
+def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
     """The name of a job's folder below its sweep's: the one it had when it was started before, or one of its own.
 
     A job is known by its overrides, so that a sweep may be continued with more jobs than it had.
     """
     if not rank_zero():
         return "."  # it learns rank zero's
+    overrides: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)  # as they were typed
     for name, job in jobs(Path(sweep)):
         if sorted(job.overrides) == sorted(overrides):
             return name
@@ -60,6 +64,6 @@ def job_folder(sweep: str, number: int, overrides: Sequence[str]) -> str:
             (folder / _FILE).touch(exist_ok=False)  # of several jobs that start at once, one gets it
         except FileExistsError:
             continue
-        Job(list(overrides)).write(folder)
+        Job(overrides).write(folder)
         return folder.name
     raise AssertionError
