@@ -90,8 +90,7 @@ def with_saved_sweep(argv: list[str]) -> list[str]:
 def _not_given(saved: Iterable[str], argv: list[str]) -> list[str]:
     """The saved overrides of options that are not given again, nor is the group they belong to."""
     given = {_name(word) for word in argv}
-    parents = {word: accumulate(_name(word).split("."), "{}.{}".format) for word in saved}
-    return [word for word, names in parents.items() if not given.intersection(names)]
+    return [word for word in saved if not given.intersection(accumulate(_name(word).split("."), "{}.{}".format))]
 
 
 def _name(override: str) -> str:

@@ -29,7 +29,7 @@ class SweepReport(Callback):
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Have joblib's processes end with the sweep, which by themselves go on with their job; submitit's should."""
-        if config.hydra.launcher._target_.endswith("JoblibLauncher"):
+        if config.hydra.launcher._target_.endswith("JoblibLauncher") and os.getpid() != self._sweep:
             from src.launch.workers import die_with_parent
 
             die_with_parent()
