@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
@@ -100,7 +101,7 @@ def _name(override: str) -> str:
 def identity(folder: Path, sweep: bool) -> tuple[str, str | None]:
     """The run's id and its sweep's: those it has, or else its folder's name and the name of the sweep's above it."""
     if (folder / CONFIG).is_file():
-        saved = OmegaConf.load(folder / CONFIG)
+        saved: Any = OmegaConf.load(folder / CONFIG)
         return saved.run_id, saved.get("sweep_id")
     if "WANDB_SWEEP_ID" in os.environ:  # wandb's agent started this process for a run that it has an id for
         return os.environ["WANDB_RUN_ID"], os.environ["WANDB_SWEEP_ID"]

@@ -35,7 +35,7 @@ class OptunaSweeper(Sweeper):
     """Asks for trials and tells what became of them; the study is kept in `storage`."""
 
     def __init__(
-        self, n_trials: int, n_jobs: int, direction: str, storage: str | None, study_name: str | None, sampler: Any
+        self, n_trials: int, n_jobs: int, direction: Any, storage: str | None, study_name: str | None, sampler: Any
     ) -> None:
         self.n_trials, self.n_jobs, self.direction = n_trials, n_jobs, direction
         self.storage, self.study_name, self.sampler = storage, study_name, sampler

@@ -21,13 +21,15 @@ def search_space(overrides: Iterable[Override]) -> tuple[dict[str, BaseDistribut
 
 
 def _distribution(override: Override) -> BaseDistribution:
-    """`interval(a,b)`, of whole numbers if both are; `tag(log, ...)` of it; `range(a,b,step)`; or choices."""
+    """`interval(a,b)`, `int(interval(a,b))`, `tag(log, ...)` of them; `range(a,b,step)`; or choices."""
     value: Any = override.value()
+    if not isinstance(value, IntervalSweep | RangeSweep):
+        return CategoricalDistribution(list(override.sweep_string_iterator()))
+    options: dict[str, Any]
     if isinstance(value, IntervalSweep):
-        whole = isinstance(value.start, int) and isinstance(value.end, int)
-        return (IntDistribution if whole else FloatDistribution)(value.start, value.end, log="log" in value.tags)  # type: ignore[arg-type]
-    if isinstance(value, RangeSweep):
-        numbers: list[Any] = list(value.range())
-        whole = all(isinstance(number, int) for number in numbers)
-        return (IntDistribution if whole else FloatDistribution)(numbers[0], numbers[-1], step=value.step)  # type: ignore[arg-type]
-    return CategoricalDistribution(list(override.sweep_string_iterator()))
+        low, high, options = value.start, value.end, {"log": "log" in value.tags}
+    else:
+        low, *_, high = value.range()
+        options = {"step": value.step}
+    kind: Any = IntDistribution if isinstance(low, int) and isinstance(high, int) else FloatDistribution
+    return kind(low, high, **options)

@@ -21,7 +21,7 @@ from tests.launch.test_command_line import ROOT, TINY, one_line, run, start
 
 MLP = [*TINY, "trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
 JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-FATES = ["raise", "kill", "memory", "nothing"]
+FATES = ["kill", "memory", "nothing"]
 TWO = ["trainer.devices=2", "strategy=ddp"]
 TELL = "+callbacks.tell={_target_: tests.launch.callbacks.Tell, folder: '${run_dir}', lr: '${optimizer.lr}', "
 TELL += "random: '${run_folder:x,null,true}'}"
@@ -52,33 +52,32 @@ def wandb_runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_sweep_goes_on_past_jobs_that_fail(small: list[str], tmp_path: Path) -> None:
-    """Two ranks each; the last one raises, is killed, or asks for too much memory. One wandb run for each job."""
+    """Two ranks each; the last one is killed, or asks for too much memory. One wandb run for each job."""
     folder, fate = tmp_path / "sweep", f"callbacks.fate.what={','.join(FATES)}"
     arguments = ["-m", *small, *MLP, *TWO, "+callbacks.fate={_target_: tests.launch.callbacks.Fate, what: ''}", fate]
     out, err = run(*arguments, TELL, f"hydra.sweep.dir={folder}", code=1, WANDB_MODE="offline")
     table = rows(folder / "sweep.csv")
-    assert [row["status"] for row in table] == ["failed", "failed", "failed", "finished"]
+    assert [row["status"] for row in table] == ["failed", "failed", "finished"]
     assert [row["overrides"] for row in table] == [f"callbacks.fate.what={what}" for what in FATES]
-    assert "this job only" in table[0]["error"]
-    assert table[1]["error"]
-    assert "allocate" in table[2]["error"]
-    assert float(table[3]["result"]) == float(table[3]["val/acc"])
+    assert table[0]["error"]
+    assert "allocate" in table[1]["error"]
+    assert float(table[2]["result"]) == float(table[2]["val/acc"])
     assert "failed: " in out
-    assert "job 1 failed: " in err
-    assert len(told(folder / "3")) == 2
-    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2", "3", "multirun.yaml", "sweep.csv"]
+    assert "job 0 failed: " in err
+    assert len(told(folder / "2")) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2", "multirun.yaml", "sweep.csv"]
     recorded = wandb_runs(folder)
-    assert [run["run_id"] for run in recorded] == [f"sweep-{number}" for number in range(4)]
+    assert [run["run_id"] for run in recorded] == [f"sweep-{number}" for number in range(3)]
     assert {run["run_group"] for run in recorded} == {"sweep"}
-    assert all(OmegaConf.load(folder / str(job) / "config.yaml").run_id == f"sweep-{job}" for job in range(4))
+    assert all(OmegaConf.load(folder / str(job) / "config.yaml").run_id == f"sweep-{job}" for job in range(3))
 
 
 def test_a_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Path) -> None:
-    """Stopped by Ctrl-C in its second job of three; that one goes on from its checkpoint, and a fourth is added."""
+    """Stopped by Ctrl-C in its second job; that one goes on from its checkpoint, and a third is added."""
     folder = tmp_path / "a sweep"
-    slow = ["+callbacks.wait={_target_: tests.launch.callbacks.Wait, seconds: 0.1}", "trainer.max_epochs=3"]
+    slow = ["+callbacks.wait={_target_: tests.launch.callbacks.Wait, seconds: 0.05}", "trainer.max_epochs=3"]
     arguments = [*small, *MLP, *slow, "logger=none", "callbacks.checkpoint.every_n_train_steps=1"]
-    process = start("-m", *arguments, "seed=0,1,2", f"hydra.sweep.dir='{folder}'")
+    process = start("-m", *arguments, "seed=0,1", f"hydra.sweep.dir='{folder}'")
     metrics = folder / "1" / "metrics.csv"
     deadline = time.monotonic() + 120
     while (not metrics.exists() or len(rows(metrics)) < 8) and time.monotonic() < deadline:
@@ -87,27 +86,30 @@ def test_a_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Path) -> N
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT, err
     assert "goes on with the sweep" in err
-    assert not (folder / "2").exists()
     assert json.loads((folder / "1" / "job.json").read_text())["status"] == "stopped"
     before, first = rows(metrics)[:6], (folder / "0" / "job.json").stat().st_mtime_ns
 
-    out, _ = run(f"sweep='{folder}'", "seed=2,0,1,3")
+    out, _ = run(f"sweep='{folder}'", "seed=2,1,0")
     assert "job 0 has finished before" in out
     assert (folder / "0" / "job.json").stat().st_mtime_ns == first
     speed = "throughput/samples_per_sec"
     assert [row.get(speed) for row in rows(metrics)][: len(before)] == [row.get(speed) for row in before]
     assert [int(row["step"]) for row in rows(metrics) if row["train/loss"]] == list(range(33))
     table = rows(folder / "sweep.csv")
-    assert {row["overrides"]: row["status"] for row in table} == {f"seed={seed}": "finished" for seed in range(4)}
+    assert {row["overrides"]: row["status"] for row in table} == {f"seed={seed}": "finished" for seed in range(3)}
     results = [float(row["result"]) for row in table]
     (over_seeds,) = rows(folder / "seeds.csv")
-    assert over_seeds["seeds"] == "4"
+    assert over_seeds["seeds"] == "3"
     assert float(over_seeds["mean"]) == pytest.approx(statistics.mean(results))
     assert float(over_seeds["std"]) == pytest.approx(statistics.stdev(results))
     assert "std" in out
 
 
-@pytest.mark.parametrize("launcher", [JOBLIB, ["hydra/launcher=submitit_local"]], ids=["joblib", "submitit"])
+@pytest.mark.parametrize(
+    "launcher",
+    [JOBLIB, pytest.param(["hydra/launcher=submitit_local"], marks=pytest.mark.slow)],
+    ids=["joblib", "submitit"],
+)
 def test_jobs_side_by_side_have_cores_of_their_own(launcher: list[str], small: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     several = ["-m", "trainer.devices=2", "strategy=ddp,pipeline", "trainer.sync_batchnorm=false"]
@@ -120,7 +122,7 @@ def test_jobs_side_by_side_have_cores_of_their_own(launcher: list[str], small: l
     assert apart or not jobs[0]["cores"] & jobs[1]["cores"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_joblibs_processes_end_with_the_sweep(number: signal.Signals, small: list[str], tmp_path: Path) -> None:
     endless = ["-m", *small, *MLP, "logger=none", "trainer.max_epochs=10000", "seed=0,1", *JOBLIB]
     process = start(*endless, f"hydra.sweep.dir={tmp_path}/sweep")
@@ -136,7 +138,7 @@ def test_joblibs_processes_end_with_the_sweep(number: signal.Signals, small: lis
 def test_an_optuna_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Path) -> None:
     """The trial that ran then goes on with its values; a sampler with a seed proposes no point twice."""
     folder, lr = tmp_path / "study", "optimizer.lr=tag(log, interval(0.001,0.1))"
-    slow = ["+callbacks.wait={_target_: tests.launch.callbacks.Wait, seconds: 0.1}", "trainer.max_epochs=2"]
+    slow = ["+callbacks.wait={_target_: tests.launch.callbacks.Wait, seconds: 0.05}", "trainer.max_epochs=2"]
     optuna = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "+hydra.sweeper.sampler.seed=0"]
     process = start(*optuna, *small, *MLP, *slow, lr, TELL, "logger=none", f"hydra.sweep.dir={folder}")
     deadline = time.monotonic() + 120
