@@ -4,6 +4,7 @@ import inspect
 
 import lightning as L
 import torch
+from hydra.core.plugins import Plugins
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
@@ -13,6 +14,8 @@ from lightning.pytorch.strategies.strategy import Strategy
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extract_tensor_metas
+
+from src.sweeps.optuna_sweeper import OptunaSweeper, register_sweeper
 
 
 def test_loop_counters_that_a_resumption_rewrites_exist() -> None:
@@ -76,3 +79,10 @@ def test_a_stage_whose_shapes_are_told_finds_none_out() -> None:
 def test_lightning_counts_the_steps_of_its_own_optimisers_only() -> None:
     """src/models/gan.py steps the second one unwrapped, so that a batch counts as one step."""
     assert "trainer.strategy._lightning_optimizers" in inspect.getsource(_ManualOptimization.on_run_start)
+
+
+def test_hydra_finds_a_plugin_by_its_entry() -> None:
+    """src/sweeps/optuna_sweeper.py makes one, since the class does not live in the package that Hydra searches."""
+    register_sweeper()
+    assert "class_name_to_class[classname]" in inspect.getsource(Plugins._instantiate)
+    assert Plugins.instance().class_name_to_class["hydra_plugins.optuna.OptunaSweeper"] is OptunaSweeper
