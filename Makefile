@@ -10,7 +10,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt ".[dev,tensorboard]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt ".[dev,tensorboard,sweeps]"
 	touch $(STAMP)
 
 train: install

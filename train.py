@@ -14,11 +14,16 @@ from omegaconf import DictConfig
 
 from src.errors import UserError
 from src.launch.cli import TRACEBACK_WANTED, run
-from src.launch.folder import register_resolver
+from src.launch.folder import register_resolvers
+from src.sweeps.optuna_sweeper import register_sweeper
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
-def main(cfg: DictConfig) -> dict[str, float]:
+def main(cfg: DictConfig) -> dict[str, float] | float:
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        from src.sweeps.job import run_job
+
+        return run_job(cfg)
     from src.launch.start import launch
 
     try:
@@ -26,11 +31,12 @@ def main(cfg: DictConfig) -> dict[str, float]:
     except UserError as error:
         with contextlib.suppress(OSError):
             Path(HydraConfig.get().runtime.output_dir).rmdir()  # if nothing came to be in it
-        if TRACEBACK_WANTED or HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise  # of a sweep, this job has failed and the next ones go on
+        if TRACEBACK_WANTED:
+            raise
         raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":
-    register_resolver()
+    register_resolvers()
+    register_sweeper()
     sys.exit(run(main))

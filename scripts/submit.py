@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from src.errors import UserError
 from src.files import replacing
-from src.launch.folder import register_resolver, run_folder
+from src.launch.folder import register_resolvers, run_folder
 from src.launch.rank import drives_all_devices
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--option", action="append", default=[], help="for sbatch as it is: --option=--partition=gpu")
     parser.add_argument("--dry-run", action="store_true", help="print the script instead")
     arguments = parser.parse_args()
-    register_resolver()
+    register_resolvers()
     try:
         with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             cfg = hydra.compose("train", arguments.overrides)

@@ -22,9 +22,9 @@ QUIET = ["logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=
 
 def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
     """The resolved configuration of a run in `folder`, as the launcher hands it to the ranks."""
-    from src.launch.folder import register_resolver
+    from src.launch.folder import register_resolvers
 
-    register_resolver()
+    register_resolvers()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = hydra.compose("train", [*(QUIET if quiet else []), *overrides])
     cfg.run_dir, cfg.run_id = str(folder), folder.name

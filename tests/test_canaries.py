@@ -4,6 +4,7 @@ import inspect
 
 import lightning as L
 import torch
+from hydra.core.plugins import Plugins
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
@@ -16,6 +17,8 @@ from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extract_tensor_metas
 from torch.multiprocessing.spawn import ProcessContext
+
+from src.sweeps.optuna_sweeper import OptunaSweeper, register_sweeper
 
 
 def test_loop_counters_that_a_resumption_rewrites_exist() -> None:
@@ -109,3 +112,10 @@ def test_elastic_leaves_the_signals_that_we_take() -> None:
 def test_elastic_stops_at_the_first_failure_it_sees() -> None:
     """Which is why a rank that lost another waits: src/launch/workers.py."""
     assert "error_index = index" in inspect.getsource(ProcessContext.join)
+
+
+def test_hydra_finds_a_plugin_by_its_entry() -> None:
+    """src/sweeps/optuna_sweeper.py makes one, since the class does not live in the package that Hydra searches."""
+    register_sweeper()
+    assert "class_name_to_class[classname]" in inspect.getsource(Plugins._instantiate)
+    assert Plugins.instance().class_name_to_class["hydra_plugins.optuna.OptunaSweeper"] is OptunaSweeper

@@ -8,7 +8,9 @@ import pytest
 from tests.pool import Pool
 from tests.runs import CONF, NEED_GPUS, compose, drives_all_devices, fit
 
-GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
+GROUPS = sorted(
+    path.name for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "sweep")
+)  # of Hydra, of W&B
 FILES = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("[!_]*.yaml"))]
 CHOICES = [choice for choice in FILES if choice not in [("strategy", name) for name in NEED_GPUS]]
 # As small as a run can be, and with data that needs no network; what a file itself is about stays as it is.

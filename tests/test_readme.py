@@ -28,8 +28,9 @@ TINY = ["trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer
 
 
 def first_job(words: list[str]) -> list[str]:
-    """The first job of a sweep: each option's first value."""
-    return [word if "[" in word else word.split(",")[0] for word in words if word != "-m"]
+    """The first job of a sweep: each option's first value; who runs it, and how, is tested in tests/launch."""
+    words = [re.sub(r"=.*interval\(([^,]+),.*", r"=\1", word) for word in words if not word.startswith(("-m", "hydra"))]
+    return [word if "[" in word else word.split(",")[0] for word in words]
 
 
 def with_names(words: list[str], folder: Path, *task: str) -> list[str]:

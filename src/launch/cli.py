@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from src.errors import UserError, nearest
-from src.launch.folder import with_saved_overrides
+from src.launch.folder import with_saved_overrides, with_saved_sweep
 
 _CONF = Path(__file__).parents[2] / "conf"
 _FULL = "HYDRA_FULL_ERROR"  # Hydra's own switch: set to 1, every error keeps its traceback
@@ -21,7 +22,10 @@ TRACEBACK_WANTED = os.environ.get(_FULL) == "1"
 
 def run(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
-    sys.argv = with_saved_overrides(sys.argv)
+    try:
+        sys.argv = with_saved_sweep(with_saved_overrides(sys.argv))
+    except UserError as error:
+        return _fail(str(error))
     if TRACEBACK_WANTED:
         main()
         return 0
@@ -30,6 +34,9 @@ def run(main: Callable[[], None]) -> int:
         main()
     except UserError as error:
         return _fail(str(error))
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(_explain(error))
     except OSError as error:
@@ -52,6 +59,8 @@ def _explain(error: Exception) -> str:
     """Hydra's message in one line, with the names that would have done."""
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
+        if group.startswith("hydra/"):
+            return f"{group}={name}: not installed here; it comes with pip install '.[sweeps]'"
         known = [file.stem for file in (_CONF / group).glob("[!_]*.yaml")]
         return f"{group}={name}: there is no {name} in conf/{group}; {nearest(name, known)}"
     text = str(error)
@@ -67,7 +76,7 @@ def _explain(error: Exception) -> str:
 def _options() -> set[str]:
     """The names of the options in the files under conf/, as the command line spells them."""
     names = set(yaml.safe_load((_CONF / "train.yaml").read_text())) - {"defaults", "hydra"}
-    for file in _CONF.glob("*/*.yaml"):
+    for file in set(_CONF.glob("*/*.yaml")) - set(_CONF.glob("sweep/*")):
         text = file.read_text()
         package = re.match(r"# @package ([a-z]\S*)", text)
         prefix = package[1] if package else file.parent.name

@@ -13,12 +13,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from src.errors import UserError
-from src.launch.folder import CONFIG, checkpoint_file, folder_of, run_id
+from src.launch.folder import CONFIG, checkpoint_file, folder_of, identity
 from src.launch.resume import newest_checkpoint, remove_fragments
 
 _log = logging.getLogger(__name__)
 _OF_ONE_START = ("ckpt_path", "resume", "fit", "predict", "run_dir")  # overrides that a continued run does not inherit
-_OF_ITS_PLACE = (*_OF_ONE_START, "init_from", "run_id", "overrides", "trainer.devices", "trainer.accelerator")
+_OF_ITS_PLACE = (
+    *(*_OF_ONE_START, "init_from", "run_id", "sweep_id", "overrides"),
+    *("trainer.devices", "trainer.accelerator"),
+)
 
 
 def prepare(cfg: DictConfig) -> DictConfig:
@@ -38,7 +41,8 @@ def prepare(cfg: DictConfig) -> DictConfig:
     if cfg.predict:
         cfg.predict = str(_pictures(cfg.predict))
     cfg.trainer.accelerator, cfg.trainer.devices = _resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
-    cfg.run_dir, cfg.run_id = str(folder), run_id(folder, sweep=hydra_cfg.mode == RunMode.MULTIRUN)
+    cfg.run_dir = str(folder)
+    cfg.run_id, cfg.sweep_id = identity(folder, sweep=hydra_cfg.mode == RunMode.MULTIRUN)
     task = hydra_cfg.overrides.task
     cfg.overrides = [override for override in task if override.partition("=")[0] not in _OF_ONE_START]
     OmegaConf.resolve(cfg)

@@ -2,19 +2,34 @@
 
 import os
 import secrets
+from collections.abc import Iterable
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
+
+from src.errors import UserError
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"  # the latest state, and the one it replaced
+_SWEEP = "multirun.yaml"  # Hydra's own record of a sweep
 
 
-def register_resolver() -> None:
-    """Let `hydra.run.dir` be `${run_folder:runs,${ckpt_path},${fit},${run_dir},${resume}}`."""
+def register_resolvers() -> None:
+    """Let `hydra.run.dir` be `${run_folder:...}`, and name the folders of a sweep's jobs."""
+    from src.sweeps.record import job_folder  # late: it imports this file
+
     OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
+
+
+def rank_zero() -> bool:
+    """Whether this process is, or may yet be, the first of its ranks, as torchrun or SLURM number them."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0
 
 
 def run_folder(
@@ -26,7 +41,7 @@ def run_folder(
 
     Ranks above zero that torchrun or SLURM started make none: they learn rank zero's.
     """
-    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) > 0:
+    if not rank_zero():
         return "."
     if fit and ckpt_path and (known := folder_of(Path(ckpt_path))):
         return str(known)
@@ -58,18 +73,45 @@ def with_saved_overrides(argv: list[str]) -> list[str]:
     folder = folder_of(Path(argv[at].partition("=")[2].strip("'\""))) if at is not None else None
     if folder is None:
         return argv
+    return [*argv[:at], *_not_given(OmegaConf.load(folder / CONFIG).overrides, argv), *argv[at:]]
+
+
+def with_saved_sweep(argv: list[str]) -> list[str]:
+    """The command line that started the sweep in `sweep=`, if there is one, with its own overrides behind.
+
+    Raises:
+        UserError: if there is no sweep in that folder.
+    """
+    at = next((place for place, word in enumerate(argv) if word.startswith("sweep=")), None)
+    if at is None:
+        return argv
+    folder = Path(argv[at].partition("=")[2].strip("'\"")).expanduser().absolute()
+    if not (folder / _SWEEP).is_file():
+        raise UserError(
+            f"{argv[at]}: there is no sweep in that folder ({folder / _SWEEP}): give the one it was made in"
+        )
+    saved = yaml.safe_load((folder / _SWEEP).read_text())["hydra"]["overrides"]  # as typed, nothing resolved
+    quoted = str(folder).replace("'", "\\'")
+    own = [word for word in saved["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
+    words = [*_not_given([*own, *saved["task"]], argv), f"hydra.sweep.dir='{quoted}'"]
+    return [argv[0], *([] if {"-m", "--multirun"} & set(argv) else ["-m"]), *argv[1:at], *words, *argv[at + 1 :]]
+
+
+def _not_given(saved: Iterable[str], argv: list[str]) -> list[str]:
+    """The saved overrides of options that are not given again, nor is the group they belong to."""
     given = {_name(word) for word in argv}
-    saved = OmegaConf.load(folder / CONFIG).overrides
-    kept = [word for word in saved if not {_name(word), _name(word).partition(".")[0]} & given]
-    return [*argv[:at], *kept, *argv[at:]]
+    return [word for word in saved if not given.intersection(accumulate(_name(word).split("."), "{}.{}".format))]
 
 
 def _name(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0]
+    return override.lstrip("+~").partition("=")[0].replace("/", ".")
 
 
-def run_id(folder: Path, sweep: bool) -> str:
-    """The run's id: the one it has, or else its folder's name, below the sweep's where there is one."""
+def identity(folder: Path, sweep: bool) -> tuple[str, str | None]:
+    """The run's id and its sweep's: those it has, or else its folder's name and the name of the sweep's above it."""
     if (folder / CONFIG).is_file():
-        return OmegaConf.load(folder / CONFIG).run_id
-    return f"{folder.parent.name}-{folder.name}" if sweep else folder.name
+        saved: Any = OmegaConf.load(folder / CONFIG)
+        return saved.run_id, saved.get("sweep_id")
+    if "WANDB_SWEEP_ID" in os.environ:  # wandb's agent started this process for a run that it has an id for
+        return os.environ["WANDB_RUN_ID"], os.environ["WANDB_SWEEP_ID"]
+    return (f"{folder.parent.name}-{folder.name}", folder.parent.name) if sweep else (folder.name, None)

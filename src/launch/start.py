@@ -6,7 +6,9 @@ that very object. No command line is rebuilt, and a job leaves nothing behind fo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
@@ -23,8 +25,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 
-def launch(cfg: DictConfig) -> dict[str, float]:
-    """Run the job on all its ranks; return rank zero's final metrics.
+def launch(
+    cfg: DictConfig, share: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext
+) -> dict[str, float]:
+    """Run the job on all its ranks, within its `share` of the machine; return rank zero's final metrics.
 
     Raises:
         UserError: what the first rank to fail found wrong; it has already ended the others.
@@ -36,13 +40,12 @@ def launch(cfg: DictConfig) -> dict[str, float]:
     _check_possible(cfg, devices)
     if devices == 1 and HydraConfig.get().mode == RunMode.RUN:
         return run_rank(cfg, rank=0)
-    return launch_workers(cfg, processes=1 if drives_all_devices(cfg) else devices)
+    with share(cfg):
+        return launch_workers(cfg, processes=1 if drives_all_devices(cfg) else devices)
 
 
 def _join(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, float]:
     """Be one of the ranks that torchrun or SLURM started; what rank zero finds wrong, it alone says."""
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise UserError("-m: a sweep starts the processes of its jobs itself; start it without torchrun or srun")
     try:
         cfg = agree(env, OmegaConf.to_yaml(cfg), lambda: prepare(cfg))
     except UserError:

@@ -94,9 +94,7 @@ def _worker(cfg: DictConfig, launcher: int) -> Any:
     """The body of a fresh process: it returns the metrics, or the number of the signal that ended the run."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no worker outlives its launcher, however that ends
-    if os.getppid() != launcher:  # which it did before that call
-        os._exit(1)
+    die_with_parent(launcher)
     _silence_launchers()
     rank, error_file = int(os.environ["RANK"]), os.environ[_ERROR_FILE]
     if drives_all_devices(cfg):  # its own launcher must not take this process for one rank of many
@@ -122,6 +120,13 @@ def _let_the_first_go_first(error: Exception) -> None:
     consequence = not isinstance(error, UserError) and _LOST.search(f"{type(error).__name__} {error}")
     while consequence and not signals.requested() and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process as soon as its parent is gone, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # which it did before that call
+        os._exit(1)
 
 
 def _silence_launchers() -> None:

@@ -309,7 +309,7 @@ def test_a_sweep_gives_each_job_its_own(small: list[str], tmp_path: Path) -> Non
     finals = [torch.load(tmp_path / "sweep" / job / "checkpoints" / "last.ckpt")["state_dict"] for job in "01"]
     for name, tensor in finals[0].items():
         assert torch.allclose(finals[1][name], tensor, rtol=1e-3, atol=1e-4), name
-    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "multirun.yaml"]
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "multirun.yaml", "sweep.csv"]
 
 
 @pytest.mark.parametrize("victim", ["launcher", "rank"])

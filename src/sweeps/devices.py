@@ -1,0 +1,69 @@
+"""Jobs that run at the same time share the machine: each gets devices, or cores, that no other has."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from src.launch.config import device_count
+from src.sweeps.locks import some_of
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@contextmanager
+def share_of_machine(cfg: DictConfig) -> Iterator[None]:
+    """Within it, new processes see the job's own GPUs or cores only; waits until there are enough.
+
+    Where a launcher runs one job after the other, each has the whole machine.
+    """
+    if HydraConfig.get().launcher._target_.endswith("BasicLauncher"):
+        yield
+    elif cfg.trainer.accelerator == "cpu":
+        with _cores(device_count(cfg.trainer)):
+            yield
+    else:
+        with _gpus(cfg.trainer.devices):
+            yield
+
+
+@contextmanager
+def _cores(count: int) -> Iterator[None]:
+    """A core for each process; where there are fewer, all of them."""
+    before = sorted(os.sched_getaffinity(0))
+    with some_of([f"core {core}" for core in before], min(count, len(before))) as held:
+        os.sched_setaffinity(0, [int(name.split()[1]) for name in held])
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def _gpus(devices: int | list[int]) -> Iterator[None]:
+    """So many GPUs, or those listed, by the numbers they have without the variable."""
+    visible = _visible()
+    wanted = [visible[index] for index in devices] if not isinstance(devices, int) else visible
+    with some_of([f"gpu {gpu}" for gpu in wanted], devices if isinstance(devices, int) else len(wanted)) as held:
+        if not isinstance(devices, int):  # the listed indices count among what is visible now
+            yield
+            return
+        before = os.environ.get(_VISIBLE)
+        os.environ[_VISIBLE] = ",".join(name.split()[1] for name in held)
+        try:
+            yield
+        finally:
+            os.environ.pop(_VISIBLE)
+            if before is not None:
+                os.environ[_VISIBLE] = before
+
+
+def _visible() -> list[str]:
+    """The GPUs this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    listed = os.environ.get(_VISIBLE)
+    if listed is not None:
+        return [name.strip() for name in listed.split(",")]
+    return [str(index) for index in range(torch.accelerator.device_count())]

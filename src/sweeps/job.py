@@ -1,0 +1,77 @@
+"""One job of a sweep: whatever becomes of it is recorded, and the sweep goes on."""
+
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import nan
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from src.errors import UserError
+from src.launch.folder import rank_zero
+from src.launch.resume import newest_checkpoint
+from src.launch.start import launch
+from src.sweeps.devices import share_of_machine
+from src.sweeps.locks import exclusive
+from src.sweeps.record import DONE, Job
+
+
+def run_job(cfg: DictConfig) -> float:
+    """Run the job, unless it has finished before; return its result, or nan if it failed or has none.
+
+    A job that was begun goes on from its last checkpoint. One that raises does not raise here, since Hydra's
+    launchers and sweepers would end the sweep with it.
+    """
+    if not rank_zero():  # one of several processes that SLURM started for this job
+        launch(cfg)
+        return nan
+    multiprocessing.set_start_method(None, force=True)  # joblib's own has a name that our workers do not know
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    with exclusive(str(folder)):  # the same sweep may have been started twice
+        job = Job.read(folder)
+        if job.status in DONE:
+            print(f"job {folder.name} has {job.status} before")
+        else:
+            _run(cfg, job, folder)
+    return nan if job.result is None else job.result
+
+
+def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
+    job.status, job.error, started = "running", "", time.monotonic()
+    job.write(folder)
+
+    @contextmanager
+    def share(cfg: DictConfig) -> Iterator[None]:
+        nonlocal started
+        with share_of_machine(cfg):
+            started = time.monotonic()  # waiting for the others' devices is not the job's own time
+            yield
+
+    try:
+        if cfg.fit and not cfg.ckpt_path and (newest := newest_checkpoint(folder)):
+            cfg.ckpt_path = str(newest)
+        job.metrics = launch(cfg, share)
+        job.result = _result(cfg.optimized_metric, job.metrics)
+        job.status = "finished"
+    except Exception as error:
+        job.status = "failed"
+        job.error = str(error) if isinstance(error, UserError) else traceback.format_exc()
+        print(f"job {folder.name} failed: {job.error if isinstance(error, UserError) else error}", file=sys.stderr)
+    except BaseException:
+        job.status = "stopped"
+        print(f"sweep={folder.parent} goes on with the sweep", file=sys.stderr)
+        raise
+    finally:
+        job.seconds = time.monotonic() - started
+        job.write(folder)
+
+
+def _result(name: str | None, metrics: dict[str, float]) -> float | None:
+    if name is not None and name not in metrics:
+        print(f"optimized_metric={name}: this run has {', '.join(sorted(metrics)) or 'none'}", file=sys.stderr)
+    return metrics.get(name) if name else None

@@ -1,0 +1,137 @@
+"""`hydra/sweeper=optuna`: Optuna proposes the jobs, learns their results, and goes on where it was stopped.
+
+Hydra's stable plugin (1.3.0) is for Optuna 2, whose storage fails with today's SQLAlchemy; it neither prunes nor
+continues a sweep in its folder.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from src.errors import UserError
+from src.sweeps.record import Job
+
+if TYPE_CHECKING:
+    import optuna
+
+_log = logging.getLogger(__name__)
+_SWEEP = "sweep"  # the attribute of a trial that says which sweep is to run it
+
+
+def register_sweeper() -> None:
+    """Let Hydra know the sweeper, which it would look for in the package `hydra_plugins` only."""
+    Plugins.instance().class_name_to_class["hydra_plugins.optuna.OptunaSweeper"] = OptunaSweeper
+
+
+class OptunaSweeper(Sweeper):
+    """Asks for trials and tells what became of them; the study is kept in `storage`."""
+
+    def __init__(
+        self, n_trials: int, n_jobs: int, direction: Any, storage: str | None, study_name: str | None, sampler: Any
+    ) -> None:
+        self.n_trials, self.n_jobs, self.direction = n_trials, n_jobs, direction
+        self.storage, self.study_name, self.sampler = storage, study_name, sampler
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context, self.config = hydra_context, config
+        self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
+        self.folder = Path(config.hydra.sweep.dir).absolute()
+        self.storage = self.storage or f"sqlite:///{self.folder}/optuna.db"
+        self.study_name = self.study_name or self.folder.name
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run what is left of `n_trials`.
+
+        Raises:
+            UserError: if nothing is to be chosen, or a trial has no `optimized_metric`.
+        """
+        import optuna
+
+        from src.sweeps.search_space import search_space
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.config, self.folder / "multirun.yaml")  # as Hydra's own sweeper does
+        space, self.fixed = search_space(OverridesParser.create().parse_overrides(arguments))
+        if not space:
+            raise UserError(
+                "hydra/sweeper=optuna: nothing to choose; give an option as 'interval(a,b)', or several values"
+            )
+        study = optuna.create_study(
+            study_name=self.study_name,
+            storage=self.storage,
+            sampler=self.sampler,
+            direction=self.direction,
+            load_if_exists=True,
+        )
+        if study.get_trials(deepcopy=False):
+            study.sampler.reseed_rng()  # with its seed it would propose the same points again
+        self._run(study, self._interrupted(study))
+        while (left := self.n_trials - len(self._own(study))) > 0:
+            trials = [study.ask(space) for _ in range(min(left, self.n_jobs))]
+            for trial in trials:
+                trial.set_user_attr(_SWEEP, str(self.folder))
+            self._run(study, {trial.number: trial.params for trial in trials})
+        self._say_best(study)
+
+    def _own(self, study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
+        """The trials of this sweep; a shared storage may hold those of others."""
+        return [trial for trial in study.get_trials(deepcopy=False) if trial.user_attrs.get(_SWEEP) == str(self.folder)]
+
+    def _interrupted(self, study: optuna.Study) -> dict[int, dict[str, Any]]:
+        """The parameters of the trials during which the sweep was stopped."""
+        return {trial.number: trial.params for trial in self._own(study) if not trial.state.is_finished()}
+
+    def _run(self, study: optuna.Study, trials: dict[int, dict[str, Any]]) -> None:
+        if not trials:
+            return
+        batch = [self._overrides(number, params) for number, params in trials.items()]
+        self.validate_batch_is_legal(batch)
+        returns = self.launcher.launch(batch, initial_job_idx=min(trials))
+        for number, job_return in zip(trials, returns, strict=True):
+            assert job_return.hydra_cfg is not None
+            self._tell(study, number, Path(job_return.hydra_cfg.hydra.runtime.output_dir))
+
+    def _overrides(self, number: int, params: dict[str, Any]) -> list[str]:
+        chosen = [f"{name}={value}" for name, value in params.items()]
+        return [
+            *self.fixed,
+            *chosen,
+            f"trial={{storage:{_quoted(self.storage)},study:{_quoted(self.study_name)},number:{number}}}",
+        ]
+
+    def _tell(self, study: optuna.Study, number: int, folder: Path) -> None:
+        from optuna.trial import TrialState
+
+        from src.callbacks.pruning import PRUNED
+
+        job = Job.read(folder)
+        if job.status == "finished" and study.get_trials(deepcopy=False)[number].user_attrs.get(PRUNED):
+            job.status = "pruned"
+            job.write(folder)
+        if job.status == "finished" and job.result is None:
+            raise UserError(f"optimized_metric: trial {number} has no such metric; it has {', '.join(job.metrics)}")
+        if job.status == "finished":
+            study.tell(number, job.result)
+        else:
+            study.tell(number, state=TrialState.PRUNED if job.status == "pruned" else TrialState.FAIL)
+
+    def _say_best(self, study: optuna.Study) -> None:
+        from optuna.trial import TrialState
+
+        if study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]):
+            best = study.best_trial
+            what = " ".join(f"{name}={value}" for name, value in best.params.items())
+            _log.info("best: trial %d with %.4f: %s", best.number, best.value, what)
+
+
+def _quoted(text: Any) -> str:
+    """A string in Hydra's grammar of overrides."""
+    return "'" + str(text).replace("\\", "\\\\").replace("'", "\\'") + "'"

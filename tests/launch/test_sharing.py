@@ -1,0 +1,85 @@
+"""How processes of one machine share its devices, with processes that hold them, and folders, with jobs that claim."""
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from src.sweeps.devices import _gpus
+from src.sweeps.locks import exclusive, try_lock
+from src.sweeps.record import Job, job_folder
+from src.sweeps.table import report
+
+SPAWN = mp.get_context("spawn")
+
+
+def hold_gpus(count: int, seconds: float, found: Any) -> None:
+    with _gpus(count):
+        began = time.monotonic()
+        time.sleep(seconds)
+        found.put((os.environ["CUDA_VISIBLE_DEVICES"].split(","), began, time.monotonic()))
+
+
+def test_jobs_that_run_together_see_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four jobs of one or two devices on four that only have names; what a job sees is what it alone holds."""
+    names = [f"{os.getpid()}-{letter}" for letter in "abcd"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
+    found = SPAWN.Queue()
+    wanted = [1, 2, 1, 2]
+    jobs = [SPAWN.Process(target=hold_gpus, args=(count, 1.5, found)) for count in wanted]
+    for job in jobs:
+        job.start()
+    spans = [found.get(timeout=100) for _ in jobs]
+    for job in jobs:
+        job.join()
+    assert sorted(len(seen) for seen, _, _ in spans) == sorted(wanted)
+    assert {name for seen, _, _ in spans for name in seen} <= set(names)
+    together = [(a, b) for a in spans for b in spans if a is not b and a[1] < b[2] and b[1] < a[2]]
+    assert together
+    assert all(not set(a[0]) & set(b[0]) for a, b in together)
+
+
+def hold(name: str, held: Any) -> None:
+    with exclusive(name):
+        held.set()
+        time.sleep(100)
+
+
+def test_a_lock_ends_with_its_process() -> None:
+    name, held = f"test {os.getpid()}", SPAWN.Event()
+    holder = SPAWN.Process(target=hold, args=(name, held))
+    holder.start()
+    assert held.wait(60)
+    assert try_lock(name) is None
+    os.kill(holder.pid, signal.SIGKILL)  # type: ignore[arg-type]
+    holder.join()
+    lock = try_lock(name)
+    assert lock is not None
+    lock.close()
+
+
+def composed(*overrides: str) -> DictConfig:
+    return OmegaConf.create({"hydra": {"overrides": {"task": list(overrides)}}})
+
+
+def test_a_job_is_known_by_its_overrides(tmp_path: Path) -> None:
+    """In another order, or under another number; what is an interpolation counts as it was typed."""
+    typed = ["seed=0", "note=${now:%f}"]
+    assert job_folder(str(tmp_path), 0, _root_=composed(*typed)) == "0"
+    assert job_folder(str(tmp_path), 5, _root_=composed(*reversed(typed))) == "0"
+    assert job_folder(str(tmp_path), 0, _root_=composed("seed=1")) == "1"
+    assert job_folder(str(tmp_path), 1, _root_=composed("seed=2")) == "2"
+    assert Job.read(tmp_path / "0").overrides == typed
+
+
+def test_a_job_killed_with_its_launcher_counts_as_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, status in enumerate(("finished", "running")):
+        (tmp_path / str(number)).mkdir()
+        Job([f"seed={number}"], status).write(tmp_path / str(number))
+    assert not report(tmp_path)
+    assert "killed" in capsys.readouterr().out

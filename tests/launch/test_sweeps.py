@@ -1,0 +1,207 @@
+"""Real sweeps: jobs that fail, sweeps that are stopped, jobs side by side, and those that propose the values."""
+
+import csv
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+from tests.launch.test_command_line import ROOT, TINY, one_line, run, start
+
+MLP = [*TINY, "trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
+JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+FATES = ["kill", "memory", "nothing"]
+TWO = ["trainer.devices=2", "strategy=ddp"]
+TELL = "+callbacks.tell={_target_: tests.launch.callbacks.Tell, folder: '${run_dir}', lr: '${optimizer.lr}', "
+TELL += "random: '${run_folder:x,null,true}'}"
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def told(job: Path) -> list[dict[str, Any]]:
+    """What the ranks of a job said, of which no value may differ."""
+    ranks = [torch.load(file, weights_only=False) for file in sorted(job.glob("told.*"))]
+    assert all(rank["values"] == ranks[0]["values"] for rank in ranks)
+    return ranks
+
+
+def wandb_runs(folder: Path) -> list[dict[str, Any]]:
+    """The runs that wandb recorded below a folder, as its own reader gives them."""
+    runs = []
+    for file in sorted(folder.glob("**/offline-run-*/*.wandb")):
+        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+        records = map(
+            json.loads, subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        )
+        runs += [record["run"] for record in records if record["type"] == "run"][:1]
+    return runs
+
+
+def test_a_sweep_goes_on_past_jobs_that_fail(small: list[str], tmp_path: Path) -> None:
+    """Two ranks each; the last one is killed, or asks for too much memory. One wandb run for each job."""
+    folder, fate = tmp_path / "sweep", f"callbacks.fate.what={','.join(FATES)}"
+    arguments = ["-m", *small, *MLP, *TWO, "+callbacks.fate={_target_: tests.launch.callbacks.Fate, what: ''}", fate]
+    out, err = run(*arguments, TELL, f"hydra.sweep.dir={folder}", code=1, WANDB_MODE="offline")
+    table = rows(folder / "sweep.csv")
+    assert [row["status"] for row in table] == ["failed", "failed", "finished"]
+    assert [row["overrides"] for row in table] == [f"callbacks.fate.what={what}" for what in FATES]
+    assert table[0]["error"]
+    assert "allocate" in table[1]["error"]
+    assert float(table[2]["result"]) == float(table[2]["val/acc"])
+    assert "failed: " in out
+    assert "job 0 failed: " in err
+    assert len(told(folder / "2")) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2", "multirun.yaml", "sweep.csv"]
+    recorded = wandb_runs(folder)
+    assert [run["run_id"] for run in recorded] == [f"sweep-{number}" for number in range(3)]
+    assert {run["run_group"] for run in recorded} == {"sweep"}
+    assert all(OmegaConf.load(folder / str(job) / "config.yaml").run_id == f"sweep-{job}" for job in range(3))
+
+
+def test_a_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Path) -> None:
+    """Stopped by Ctrl-C in its second job; that one goes on from its checkpoint, and a third is added."""
+    folder = tmp_path / "a sweep"
+    slow = ["+callbacks.wait={_target_: tests.launch.callbacks.Wait, seconds: 0.05}", "trainer.max_epochs=3"]
+    arguments = [*small, *MLP, *slow, "logger=none", "callbacks.checkpoint.every_n_train_steps=1"]
+    process = start("-m", *arguments, "seed=0,1", f"hydra.sweep.dir='{folder}'")
+    metrics = folder / "1" / "metrics.csv"
+    deadline = time.monotonic() + 120
+    while (not metrics.exists() or len(rows(metrics)) < 8) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, err
+    assert "goes on with the sweep" in err
+    assert json.loads((folder / "1" / "job.json").read_text())["status"] == "stopped"
+    before, first = rows(metrics)[:6], (folder / "0" / "job.json").stat().st_mtime_ns
+
+    out, _ = run(f"sweep='{folder}'", "seed=2,1,0")
+    assert "job 0 has finished before" in out
+    assert (folder / "0" / "job.json").stat().st_mtime_ns == first
+    speed = "throughput/samples_per_sec"
+    assert [row.get(speed) for row in rows(metrics)][: len(before)] == [row.get(speed) for row in before]
+    assert [int(row["step"]) for row in rows(metrics) if row["train/loss"]] == list(range(33))
+    table = rows(folder / "sweep.csv")
+    assert {row["overrides"]: row["status"] for row in table} == {f"seed={seed}": "finished" for seed in range(3)}
+    results = [float(row["result"]) for row in table]
+    (over_seeds,) = rows(folder / "seeds.csv")
+    assert over_seeds["seeds"] == "3"
+    assert float(over_seeds["mean"]) == pytest.approx(statistics.mean(results))
+    assert float(over_seeds["std"]) == pytest.approx(statistics.stdev(results))
+    assert "std" in out
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [JOBLIB, pytest.param(["hydra/launcher=submitit_local"], marks=pytest.mark.slow)],
+    ids=["joblib", "submitit"],
+)
+def test_jobs_side_by_side_have_cores_of_their_own(launcher: list[str], small: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    several = ["-m", "trainer.devices=2", "strategy=ddp,pipeline", "trainer.sync_batchnorm=false"]
+    run(*several, *small, *MLP, TELL, "logger=none", *launcher, f"hydra.sweep.dir={folder}")
+    assert [row["status"] for row in rows(folder / "sweep.csv")] == ["finished"] * 2
+    jobs = [told(folder / number)[0] for number in ("0", "1")]
+    assert all(len(job["cores"]) == min(2, len(os.sched_getaffinity(0))) for job in jobs)
+    (began, ended), (also_began, also_ended) = (job["span"] for job in jobs)
+    apart = ended < also_began or also_ended < began
+    assert apart or not jobs[0]["cores"] & jobs[1]["cores"]
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
+def test_joblibs_processes_end_with_the_sweep(number: signal.Signals, small: list[str], tmp_path: Path) -> None:
+    endless = ["-m", *small, *MLP, "logger=none", "trainer.max_epochs=10000", "seed=0,1", *JOBLIB]
+    process = start(*endless, f"hydra.sweep.dir={tmp_path}/sweep")
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("sweep/*/metrics.csv")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.communicate(timeout=30)  # the pipes close with the last of them
+    assert process.returncode == -number
+    assert list(tmp_path.glob("sweep/*/metrics.csv"))
+
+
+def test_an_optuna_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Path) -> None:
+    """The trial that ran then goes on with its values; a sampler with a seed proposes no point twice."""
+    folder, lr = tmp_path / "study", "optimizer.lr=tag(log, interval(0.001,0.1))"
+    slow = ["+callbacks.wait={_target_: tests.launch.callbacks.Wait, seconds: 0.05}", "trainer.max_epochs=2"]
+    optuna = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "+hydra.sweeper.sampler.seed=0"]
+    process = start(*optuna, *small, *MLP, *slow, lr, TELL, "logger=none", f"hydra.sweep.dir={folder}")
+    deadline = time.monotonic() + 120
+    while not (folder / "1" / "metrics.csv").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    chosen = json.loads((folder / "1" / "job.json").read_text())["overrides"]
+
+    out, _ = run(f"sweep={folder}", "hydra.sweeper.n_trials=3")
+    table = rows(folder / "sweep.csv")
+    assert [row["status"] for row in table] == ["finished"] * 3
+    assert json.loads((folder / "1" / "job.json").read_text())["overrides"] == chosen
+    rates = [told(folder / str(trial))[0]["values"]["lr"] for trial in range(3)]
+    assert len(set(rates)) == 3
+    assert all(0.001 <= rate <= 0.1 for rate in rates)
+    best = max(table, key=lambda row: float(row["result"]))
+    assert f"best: trial {best['job']} with {float(best['result']):.4f}" in out
+
+
+def test_a_pruned_trial_stops_on_all_ranks(small: list[str], tmp_path: Path) -> None:
+    """A pruner that no accuracy satisfies; both ranks had the same value, and neither is left."""
+    folder = tmp_path / "study"
+    optuna = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "optimizer.lr=interval(0.01,1)", *TWO]
+    pruner = "callbacks.pruning.pruner"
+    threshold = [
+        f"{pruner}._target_=optuna.pruners.ThresholdPruner",
+        f"+{pruner}.lower=2",
+        f"{pruner}.n_warmup_steps=1",
+    ]
+    pruning = ["callbacks=[default,pruning]", *threshold, f"~{pruner}.n_startup_trials"]
+    long = ["trainer.max_epochs=500"]
+    run(*optuna, *small, *MLP, *long, *pruning, TELL, "logger=none", f"hydra.sweep.dir={folder}")
+    (row,) = rows(folder / "sweep.csv")
+    assert row["status"] == "pruned"
+    assert len(told(folder / "0")) == 2
+    epochs = [int(line["epoch"]) for line in rows(folder / "0" / "metrics.csv") if line["train/loss"]]
+    assert set(epochs) == {0, 1}
+
+
+def test_what_the_agent_of_wandb_starts(small: list[str], tmp_path: Path) -> None:
+    """The command of the YAML, filled in by wandb's own functions, reaches both ranks of the agent's run."""
+    sweep = yaml.safe_load((ROOT / "conf" / "sweep" / "bayes.yaml").read_text())
+    values = {"optimizer.lr": {"value": sweep["parameters"]["optimizer.lr"]["min"]}, "model.width": {"value": 16}}
+    macros = create_sweep_command_args({"args": values}) | {"program": [sweep["program"]], "env": ["/usr/bin/env"]}
+    macros["interpreter"] = [sys.executable]
+    words: list[str] = []
+    for word in create_sweep_command(sweep["command"]):
+        words += macros[word[2:-1]] if word.startswith("${") else [word]
+    little = ["data.batch_size=32", "trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.accelerator=cpu"]
+    agent = {"WANDB_SWEEP_ID": "s1", "WANDB_RUN_ID": "r1", "WANDB_MODE": "offline"}
+    command = [*words, *small, *little, *TWO, TELL, f"hydra.run.dir={tmp_path}/run"]
+    subprocess.run(command, cwd=ROOT, env=os.environ | agent, check=True, timeout=200)
+    assert [rank["values"]["lr"] for rank in told(tmp_path / "run")] == [0.01] * 2
+    assert OmegaConf.load(tmp_path / "run" / "config.yaml").run_id == "r1"
+    (recorded,) = wandb_runs(tmp_path)
+    assert (recorded["run_id"], recorded["sweep_id"]) == ("r1", "s1")
+
+
+def test_what_cannot_be_a_sweep(tmp_path: Path) -> None:
+    _, err = run(f"sweep={tmp_path}", code=1)
+    assert f"sweep={tmp_path}: there is no sweep in that folder" in one_line(err)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
+    _, err = run("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", program=torchrun, code=1)
+    assert err.count("error: -m: a sweep starts the processes of its jobs") == 1
+    assert not (tmp_path / "sweep").exists()
