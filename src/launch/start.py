@@ -6,8 +6,10 @@ that very object. No command line is rebuilt, and a job leaves nothing behind fo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -16,8 +18,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from src.errors import UserError
+from src.launch.agreement import agree
 from src.launch.config import device_count, prepare
-from src.launch.external import agree, external
+from src.launch.external import checked, external, meet
+from src.launch.hosts import meet_hosts
 from src.launch.rank import drives_all_devices, run_rank
 from src.launch.workers import launch_workers
 
@@ -35,10 +39,10 @@ def launch(
     """
     if env := external():
         return _join(env, cfg)
-    cfg = prepare(cfg)
+    cfg = prepare(cfg) if cfg.trainer.num_nodes == 1 else _of_all_hosts(cfg)
     devices = device_count(cfg.trainer)
     _check_possible(cfg, devices)
-    if devices == 1 and HydraConfig.get().mode == RunMode.RUN:
+    if devices == cfg.trainer.num_nodes == 1 and HydraConfig.get().mode == RunMode.RUN:
         return run_rank(cfg, rank=0)
     with share(cfg):
         return launch_workers(cfg, processes=1 if drives_all_devices(cfg) else devices)
@@ -47,7 +51,8 @@ def launch(
 def _join(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, float]:
     """Be one of the ranks that torchrun or SLURM started; what rank zero finds wrong, it alone says."""
     try:
-        cfg = agree(env, OmegaConf.to_yaml(cfg), lambda: prepare(cfg))
+        rank, world_size = env.global_rank(), env.world_size()
+        cfg = agree(meet(env), rank, world_size, OmegaConf.to_yaml(cfg), lambda: checked(prepare(cfg), world_size))
     except UserError:
         if env.global_rank() > 0:
             raise SystemExit(1) from None
@@ -55,12 +60,26 @@ def _join(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, float]:
     return run_rank(cfg, env.global_rank())
 
 
-def _check_possible(cfg: DictConfig, devices: int) -> None:
-    if cfg.trainer.num_nodes > 1:
+def _of_all_hosts(cfg: DictConfig) -> DictConfig:
+    """The configuration of the run of which this is one host's launcher."""
+    hydra_cfg, nodes = HydraConfig.get(), cfg.trainer.num_nodes
+    if not cfg.launch.endpoint or hydra_cfg.mode == RunMode.MULTIRUN:
         raise UserError(
-            f"trainer.num_nodes={cfg.trainer.num_nodes}: this command starts processes on one node only; "
-            "start train.py by torchrun or srun on all of them"
+            f"trainer.num_nodes={nodes}: this command starts processes on its own host only; type it on each, with "
+            "launch.endpoint=HOST:PORT of one of them, or start train.py by torchrun or srun; no sweep does that"
         )
+    store, number = meet_hosts(cfg.launch.endpoint, nodes, cfg.launch.patience)
+    cfg = agree(store, number, nodes, OmegaConf.to_yaml(cfg), lambda: prepare(cfg))
+    folder = Path(hydra_cfg.runtime.output_dir)
+    if str(folder) != cfg.run_dir:
+        with contextlib.suppress(OSError):  # the one that Hydra has made here, unless something came to be in it
+            folder.rmdir()
+    return cfg
+
+
+def _check_possible(cfg: DictConfig, devices: int) -> None:
+    if cfg.trainer.num_nodes > 1 and drives_all_devices(cfg):
+        raise UserError("this strategy drives one host's devices from one process: use strategy=ddp on several")
     if devices > 1 and not dist.is_available():
         raise UserError(
             f"trainer.devices={devices} needs torch.distributed, which this build of torch lacks: "

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from src.errors import UserError
 from src.launch import signals
 from src.launch.failures import RankFailed, first_error, log_sizes
+from src.launch.hosts import rendezvous
 from src.launch.rank import drives_all_devices, run_rank
 from src.launch.resume import continued
 
@@ -35,18 +36,19 @@ def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
         SystemExit: with the conventional code, if a signal ended the job.
     """
     with signals.passed_on():
-        for restarts_left in range(cfg.launch.max_restarts, -1, -1):
+        for attempt in range(cfg.launch.max_restarts + 1):
             try:
-                return _run_group(cfg, processes)
+                return _run_group(cfg, processes, attempt)
             except RankFailed as failed:
-                if not restarts_left:
+                left = cfg.launch.max_restarts - attempt
+                if not left:
                     raise
-                print(f"{failed}\nstarting again; restarts left after this: {restarts_left - 1}", file=sys.stderr)
+                print(f"{failed}\nstarting again; restarts left after this: {left - 1}", file=sys.stderr)
             cfg = continued(cfg)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
+def _run_group(cfg: DictConfig, processes: int, attempt: int) -> dict[str, float]:
     """Run all ranks once. (Elastic's own restarts would repeat also what the user has to mend, and tell nothing.)"""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -54,12 +56,13 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
 
     _silence_launchers()
     launcher = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=cfg.trainer.num_nodes,
+        max_nodes=cfg.trainer.num_nodes,
         nproc_per_node=processes,
-        run_id=cfg.run_id,
+        run_id=f"{cfg.run_id}-{attempt}",
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint=rendezvous(cfg.launch.endpoint, attempt),
+        rdzv_configs={"read_timeout": min(60, cfg.launch.timeout)},  # of what the launchers ask each other
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=5,
@@ -68,7 +71,7 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
     )
     handlers, sizes = {number: signal.getsignal(number) for number in _ELASTICS}, log_sizes(cfg.run_dir)
     try:
-        outcome = elastic_launch(launcher, _worker)(cfg, os.getpid())[0]
+        (outcome, *_) = elastic_launch(launcher, _worker)(cfg, os.getpid()).values()
     except SignalException as stopped:
         raise _stopped(cfg, signals.requested() or stopped.sigval) from None
     except ChildFailedError as failed:

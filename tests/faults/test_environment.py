@@ -31,7 +31,7 @@ def test_a_rank_with_another_configuration(small: list[str], folder: Path) -> No
     both = [start(*command, rates[rank], program=TRAIN, **task_of(rank, port)) for rank in (0, 1)]
     printed = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [1, 1]
-    assert "rank 1 was started with optimizer.lr=0.2, rank 0 with optimizer.lr=0.1" in one_line(printed[0][1])
+    assert "process 1 was started with optimizer.lr=0.2, process 0 with optimizer.lr=0.1" in one_line(printed[0][1])
     assert printed[1][1] == "", "rank zero alone says it"
 
 

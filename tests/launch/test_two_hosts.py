@@ -1,7 +1,10 @@
 """Several hosts: every strategy over torchrun, and over the same command typed on each of them."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,13 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 def torchrun(address: str, processes: int) -> list[str]:
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{PORT}", "--rdzv-id=tests"]
     return [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={processes}", *meeting]
+
+
+def check(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    """There is one run, which ended with these weights."""
+    (run,) = (folder / "runs").iterdir()
+    found = torch.load(run / "checkpoints" / "last.ckpt")["state_dict"]
+    assert max(relative(found[name], tensor) for name, tensor in expected.items()) < TOLERANCE
 
 
 def finish(processes: list[Any], logs: list[Path], seconds: float = 240) -> list[int]:
@@ -74,6 +84,90 @@ def test_torchrun(strategy: str, processes: int, hosts: Hosts, weights: Any, sma
     command = [*torchrun(hosts.addresses[0], processes), *words]
     started = [hosts.start(host, command, logs[host], tmp_path) for host in (0, 1)]
     assert finish(started, logs) == [0, 0], logs[0].read_text() + logs[1].read_text()
-    (folder,) = (tmp_path / "runs").iterdir()
-    found = torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"]
-    assert max(relative(found[name], tensor) for name, tensor in expected.items()) < TOLERANCE
+    check(tmp_path, expected)
+
+
+class Pair:
+    """The same command, started on both hosts."""
+
+    def __init__(self, hosts: Hosts, folder: Path, *words: str) -> None:
+        self.hosts, self.folder = hosts, folder
+        self.logs = [folder / f"{host}.log" for host in (0, 1)]
+        meeting = f"launch.endpoint={hosts.addresses[0]}:{PORT}"
+        self.command = [sys.executable, *TRAIN, *ON_TWO, meeting, *words]
+        self.started = [hosts.start(host, self.command, self.logs[host], folder) for host in (0, 1)]
+
+    def ends(self) -> list[int]:
+        return finish(self.started, self.logs)
+
+    def reaches(self, step: int) -> Path:
+        """Wait until it has logged so many steps; its run folder."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            for file in self.folder.glob("runs/*/metrics.csv"):
+                if file.read_text().count("\n") > step:
+                    return file.parent
+            time.sleep(0.1)
+        raise AssertionError(self.logs[0].read_text() + self.logs[1].read_text())
+
+
+def slow(seconds: float) -> str:
+    return f"+callbacks.slow={{_target_:tests.faults.misbehaving.Slow,seconds:{seconds}}}"
+
+
+def test_the_same_command_on_each(hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
+    pair = Pair(hosts, tmp_path, *small, "strategy=hybrid", "trainer.devices=2")
+    assert pair.ends() == [0, 0], pair.logs[0].read_text() + pair.logs[1].read_text()
+    check(tmp_path, weights(4))
+
+
+def test_a_host_that_does_not_come(hosts: Hosts, tmp_path: Path) -> None:
+    words = [*ON_TWO, "launch.endpoint=10.77.0.1:29400", "launch.patience=3", "trainer.devices=1"]
+    log = tmp_path / "0.log"
+    started = hosts.start(0, [sys.executable, *TRAIN, *words], log, tmp_path)
+    assert finish([started], [log]) == [1]
+    assert "not all of trainer.num_nodes=2 hosts came there within 3 seconds" in log.read_text().splitlines()[-1]
+    assert "Traceback" not in log.read_text()
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_rank_dies_on_one_of_them(hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
+    often = ["callbacks.checkpoint.every_n_train_steps=1", "launch.max_restarts=1", slow(0.3)]
+    pair = Pair(hosts, tmp_path, *small, "strategy=ddp", "trainer.devices=1", *often)
+    pair.reaches(5)
+    (victim,) = ranks_of(pair.started[1].pid)
+    os.kill(victim, signal.SIGKILL)
+    assert pair.ends() == [0, 0], pair.logs[0].read_text() + pair.logs[1].read_text()
+    assert "starting again" in pair.logs[1].read_text()
+    check(tmp_path, weights(1))
+
+
+def test_a_link_that_is_cut_for_a_while(hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
+    pair = Pair(hosts, tmp_path, *small, "strategy=ddp", "trainer.devices=1", slow(0.2))
+    pair.reaches(5)
+    hosts.link("down")
+    time.sleep(5)
+    hosts.link("up")
+    assert pair.ends() == [0, 0], pair.logs[0].read_text() + pair.logs[1].read_text()
+    check(tmp_path, weights(1))
+
+
+def test_a_link_that_is_cut_for_good(hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
+    """Both ends say so within the time given, and the run goes on elsewhere from what it had saved."""
+    often = ["callbacks.checkpoint.every_n_train_steps=1", "launch.timeout=10", slow(0.2)]
+    pair = Pair(hosts, tmp_path, *small, "strategy=ddp", "trainer.devices=1", *often)
+    run = pair.reaches(5)
+    hosts.link("down")
+    began = time.monotonic()
+    assert pair.ends() == [1, 1]
+    assert time.monotonic() - began < 60
+    assert all("launch.timeout" in log.read_text() for log in pair.logs)
+    command = [sys.executable, *TRAIN[:1], f"ckpt_path={run}", "trainer.num_nodes=1", "trainer.devices=2"]
+    subprocess.run([*command, "launch.endpoint=null"], cwd=tmp_path, check=True, capture_output=True)
+    check(tmp_path, weights(1))
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Of the processes that a launcher has started, those that are ranks."""
+    children = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split()
+    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]

@@ -1,0 +1,60 @@
+"""The same command typed on several hosts: their launchers meet at `launch.endpoint`."""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from src.errors import UserError
+from src.launch.external import check_free
+
+
+def meet_hosts(endpoint: str | None, count: int, patience: float) -> tuple[dist.Store, int]:
+    """A store for the launchers of `count` hosts, and the number of this one; zero is that of the endpoint's host.
+
+    The store is at the port after the endpoint's, which is that of torch's own rendezvous.
+
+    Args:
+        endpoint: HOST:PORT.
+        count: of hosts.
+        patience: seconds to wait for the others.
+
+    Raises:
+        UserError: if there is no such endpoint, or not all hosts come to it in time.
+    """
+    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+    host, port = _parsed(endpoint)
+    first = _matches_machine_hostname(host)
+    if first:
+        check_free(port + 1, "launch.endpoint to another")
+    try:
+        store = dist.TCPStore(host, port + 1, None, first, timedelta(seconds=patience), wait_for_workers=False)
+        number = 0 if first else store.add("others", 1)
+        store.set(f"arrived/{number}", "")
+        store.wait([f"arrived/{other}" for other in range(count)], timedelta(seconds=patience))
+    except dist.DistError as error:
+        raise UserError(
+            f"launch.endpoint={endpoint}: not all of trainer.num_nodes={count} hosts came there within {patience:.0f} "
+            "seconds: start the same command on each, with an endpoint that all can reach"
+        ) from error
+    return store, number
+
+
+def rendezvous(endpoint: str | None, attempt: int) -> str:
+    """Where torch's launchers meet for one start of the ranks: at another port each time, for the last one's closes.
+
+    Without an endpoint, this host's alone.
+    """
+    if endpoint is None:
+        return "localhost:0"
+    host, port = _parsed(endpoint)
+    return f"{host}:{port + 2 * attempt}"
+
+
+def _parsed(endpoint: str | None) -> tuple[str, int]:
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    try:
+        return parse_rendezvous_endpoint(endpoint, default_port=29500)
+    except ValueError as error:
+        raise UserError(f"launch.endpoint={endpoint}: give HOST:PORT of one of the hosts ({error})") from None
