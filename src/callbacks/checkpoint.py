@@ -15,8 +15,8 @@ class LastCheckpoint(ModelCheckpoint):
     """Keeps one checkpoint: the state at the end of the latest epoch, after its validation, or of a later step.
 
     (Of Lightning's own, a step or a time replaces the end of the epoch, a time costs a broadcast in every step, and
-    `save_last` skips the epochs in which the monitored metric did not improve.) After the last step of an epoch the
-    next checkpoint is that of its end: one between them would resume with the next epoch, and lose its validation.
+    `save_last` skips the epochs in which the monitored metric did not improve.) A step is saved as the next begins: one
+    saved any earlier would resume behind what is not yet logged, the row of that step or an epoch's validation.
 
     Args:
         dirpath: the folder.
@@ -48,17 +48,18 @@ class LastCheckpoint(ModelCheckpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved_at, self._agreement = time.monotonic(), Agreement()
+        self._last_global_step_saved = trainer.global_step  # what a resumed run begins with is saved already
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        """Not yet."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches:
             return
         due = self._steps is not None and trainer.global_step % self._steps == 0
         if self._seconds is not None:
             due = bool(self._agreement.reached(trainer, self._is_time)) or due
-        ends_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if due and not ends_epoch and not self._should_skip_saving_checkpoint(trainer):
+        if due and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:

@@ -23,6 +23,18 @@ class Saves(L.Callback):
         self.steps.append(trainer.global_step)
 
 
+class Rows(L.Callback):
+    """Notes at which steps a checkpoint is written before the row of the step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file, self.missing = folder / "metrics.csv", list[int]()
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        lines = self.file.read_text().splitlines()[1:] if self.file.exists() else []
+        if not lines or int(lines[-1].split(",")[0]) != trainer.global_step - 1:
+            self.missing.append(trainer.global_step)
+
+
 def saved_at(cfg: Any) -> list[int]:
     saves = Saves()
     fit(cfg, saves)
@@ -36,6 +48,9 @@ def test_every_few_steps_and_at_the_end_of_each_epoch(small: list[str], folder: 
     assert saved_at(compose(folder / "b", *small, *only, f"{every}=11")) == [11, 22]
     halves = "trainer.accumulate_grad_batches=2"
     assert saved_at(compose(folder / "c", *small, *only, f"{every}=5", halves)) == [5, 10, 11, 15, 20, 22]
+    rows = Rows(folder / "d")
+    fit(compose(folder / "d", *small, *only, f"{every}=1"), rows)
+    assert rows.missing == [], "what comes before a checkpoint is on the disk when it is"
     assert torch.load(folder / "c" / "checkpoints" / "previous.ckpt")["global_step"] == 20
 
 
