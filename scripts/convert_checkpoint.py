@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from src import sharded
-from src.checkpoint import AtomicCheckpointIO
+from src.checkpoint import AtomicCheckpointIO, read_run
 from src.errors import UserError
 from src.launch.folder import checkpoint_file
 
@@ -24,11 +24,16 @@ def convert(source: Path, target: Path, shards: bool) -> None:
         UserError: if there is no whole checkpoint, or no place to write to.
     """
     files = AtomicCheckpointIO()
-    checkpoint = files.load_checkpoint(checkpoint_file(source))
+    checkpoint = read_run(checkpoint_file(source), "source")
+    if "config" not in checkpoint:
+        raise UserError(f"source={source} is no checkpoint of this project's: it has no `config`")
     checkpoint.pop(sharded.SHARDS, None)
     if shards:
         folder = sharded.new_folder(target)
-        sharded.write(checkpoint, folder)
+        try:
+            sharded.write(checkpoint, folder)
+        except OSError as error:
+            raise UserError(f"target={target} cannot be written ({error.strerror})") from error
         checkpoint = sharded.replaced(checkpoint, lambda _, tensor: torch.empty_like(tensor, device="meta"))
         checkpoint[sharded.SHARDS] = folder.name
     files.save_checkpoint(checkpoint, target)

@@ -46,10 +46,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):
                 raise
-            raise UserError(
-                f"cannot write the checkpoint {file} ({cause}): free some space, then continue with "
-                f"ckpt_path={file.parent.parent}; the checkpoints that are there are whole"
-            ) from error
+            raise unwritable(file, cause) from error
 
     def load_checkpoint(self, path: _PATH, map_location: Any = "cpu", weights_only: Any = True) -> dict[str, Any]:
         """Read the file, tensors and plain containers only.
@@ -62,6 +59,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def remove_checkpoint(self, path: _PATH) -> None:
         super().remove_checkpoint(path)
         sharded.discard(Path(path))
+
+
+def unwritable(file: Path, cause: OSError) -> UserError:
+    """What to say of a checkpoint that cannot be written."""
+    return UserError(
+        f"cannot write the checkpoint {file} ({cause}): free some space, then continue with "
+        f"ckpt_path={file.parent.parent}; the checkpoints that are there are whole"
+    )
 
 
 def _keep(file: Path, name: Path) -> None:
@@ -82,7 +87,7 @@ def check_is_whole(path: Path, option: str = "ckpt_path") -> None:
     try:
         if spoilt := zipfile.ZipFile(path).testzip():  # torch reads over a wrong check sum
             raise zipfile.BadZipFile(f"{spoilt} is damaged")
-        sharded.check(_read_run(path, option, map_location="meta", mmap=True), path)
+        sharded.check(read_run(path, option, map_location="meta", mmap=True), path)
     except UserError:
         raise
     except Exception as error:  # a damaged file can raise anything
@@ -95,7 +100,7 @@ def check_is_checkpoint(option: str, path: Path) -> None:
     Raises:
         UserError: if not.
     """
-    _read_run(path, option, map_location="meta", mmap=True)
+    read_run(path, option, map_location="meta", mmap=True)
 
 
 def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
@@ -118,7 +123,7 @@ def network_of(path: str, option: str) -> tuple[nn.Module, DictConfig]:
     Raises:
         UserError: if it holds none, or one that this code cannot build; `option` is named.
     """
-    checkpoint = _read_run(checkpoint_file(Path(path)), option, map_location="cpu")
+    checkpoint = read_run(checkpoint_file(Path(path)), option)
     config: Any = OmegaConf.create(checkpoint.get("config", ""))
     try:
         described = config.module.net
@@ -140,7 +145,7 @@ def start_from(module: nn.Module, path: str) -> None:
     Raises:
         UserError: if that run had another network.
     """
-    saved, own = _read_run(path, "init_from", map_location="cpu")["state_dict"], module.state_dict()
+    saved, own = read_run(path, "init_from")["state_dict"], module.state_dict()
     head = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)][-1:]
     fresh = [name for name in own if name in saved and saved[name].shape != own[name].shape]
     inputs = [name for name in fresh if saved[name].shape[1:] != own[name].shape[1:]]
@@ -153,25 +158,31 @@ def start_from(module: nn.Module, path: str) -> None:
         _log.info("init_from: %s classes there, %s here: %s start afresh", there, here, " and ".join(fresh))
 
 
-def _read_run(path: _PATH, option: str, **options: Any) -> dict[str, Any]:
-    checkpoint = read_checkpoint(path, option, **options)
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise UserError(f"{option}={path} is no checkpoint of a training run: it has no `state_dict`")
-    return checkpoint
-
-
-def read_checkpoint(path: _PATH, option: str = "ckpt_path", moments: bool = True, **options: Any) -> dict[str, Any]:
+def read_checkpoint(
+    path: _PATH, option: str = "ckpt_path", moments: bool = True, map_location: Any = "cpu", **options: Any
+) -> dict[str, Any]:
     """What `torch.load` reads, of a sharded checkpoint with its tensors, but for the optimisers' if not `moments`.
 
     Raises:
         UserError: if it cannot be read; `option` is named.
     """
     try:
-        checkpoint = torch.load(path, weights_only=True, **options)
-        looked_at = options.get("map_location") == "meta"
-        return checkpoint if looked_at else sharded.fill(checkpoint, Path(path), moments)
+        checkpoint = torch.load(path, weights_only=True, map_location=map_location, **options)
+        return checkpoint if map_location == "meta" else sharded.fill(checkpoint, Path(path), moments)
     except Exception as error:  # a damaged file can raise anything
         raise damaged(path, error, option) from error
+
+
+def read_run(path: _PATH, option: str, **options: Any) -> dict[str, Any]:
+    """The same, of a run.
+
+    Raises:
+        UserError: also if it is something else; `option` is named.
+    """
+    checkpoint = read_checkpoint(path, option, **options)
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise UserError(f"{option}={path} is no checkpoint of a training run: it has no `state_dict`")
+    return checkpoint
 
 
 def damaged(path: _PATH, error: Exception, option: str = "ckpt_path") -> UserError:

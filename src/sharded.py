@@ -5,6 +5,7 @@ folder, which is torch.distributed.checkpoint's. A new folder is written before 
 replaces is removed after that, so that at any moment the file's folder is complete.
 """
 
+import re
 import secrets
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -25,8 +27,15 @@ def new_folder(file: Path) -> Path:
 
 
 def write(checkpoint: dict[str, Any], folder: Path) -> None:
-    """Save the tensors, of which each rank gives what it holds. Every rank must take part."""
-    dcp.save(tensors_of(checkpoint), checkpoint_id=folder)
+    """Save the tensors, of which each rank gives what it holds. Every rank must take part.
+
+    Raises:
+        OSError: on all of them, if one cannot write.
+    """
+    try:
+        dcp.save(tensors_of(checkpoint), checkpoint_id=folder, no_dist=not dist.is_initialized())
+    except dcp.CheckpointException as error:
+        raise _first(error) from error
 
 
 def fill(checkpoint: dict[str, Any], file: Path, moments: bool = True) -> dict[str, Any]:
@@ -41,7 +50,7 @@ def fill(checkpoint: dict[str, Any], file: Path, moments: bool = True) -> dict[s
     if SHARDS not in checkpoint:
         return checkpoint
     wanted = {name: checkpoint[name] for name in WEIGHTS if name in checkpoint}
-    if moments:
+    if moments and "optimizer_states" in checkpoint:
         wanted["optimizer_states"] = checkpoint["optimizer_states"]
     whole = replaced(wanted, lambda _, tensor: torch.empty_like(tensor, device="cpu"))
     read(whole, file, checkpoint)
@@ -53,7 +62,18 @@ def read(wanted: dict[str, Any], file: Path, checkpoint: dict[str, Any]) -> None
     folder = file.parent / checkpoint[SHARDS]
     if not (folder / ".metadata").is_file():
         raise FileNotFoundError(f"its folder {folder.name} is not there")
-    dcp.load(tensors_of(wanted), checkpoint_id=folder, no_dist=True)
+    try:
+        dcp.load(tensors_of(wanted), checkpoint_id=folder, no_dist=True)
+    except dcp.CheckpointException as error:
+        raise _first(error) from error
+
+
+def _first(error: dcp.CheckpointException) -> Exception:
+    """What one of the ranks raised, an error of the system's before others; torch's own is no Exception."""
+    raised = [cause for cause, _ in error.failures.values()]
+    causes = [cause for one in raised for cause in (one, one.__cause__, one.__context__)]
+    found = next((cause for cause in causes if isinstance(cause, OSError)), raised[0])
+    return found if isinstance(found, Exception) else RuntimeError(str(found))
 
 
 def check(checkpoint: dict[str, Any], file: Path) -> None:
@@ -72,7 +92,8 @@ def check(checkpoint: dict[str, Any], file: Path) -> None:
 
 def discard(file: Path) -> None:
     """Remove the folders of `file`, and of what was there before it, that no checkpoint beside it names."""
-    if folders := list(file.parent.glob(f"{file.stem}.*.{SHARDS}")):
+    name = re.compile(rf"{re.escape(file.stem)}\.[0-9a-f]{{8}}\.{SHARDS}")
+    if folders := [folder for folder in file.parent.iterdir() if name.fullmatch(folder.name)]:
         named = {_folder_of(checkpoint) for checkpoint in {file, *file.parent.glob("*.ckpt")}}
         for folder in folders:
             if folder.name not in named:

@@ -97,6 +97,14 @@ class DDP(DDPStrategy):
             if not self.lightning_module.automatic_optimization:
                 raise UserError("strategy.comm_hook=post_local_sgd averages the weights of one optimiser; take fp16")
             self.lightning_module.to(memory_format=torch.contiguous_format)  # which torch's averaging returns
+        if self.comm_hook in ("powersgd", "post_local_sgd") and self.precision_plugin.precision == "16-mixed":
+            raise UserError(
+                f"trainer.precision=16-mixed overflows now and then, which {self.comm_hook} keeps: bf16-mixed"
+            )
+        if self._ddp_kwargs.get("static_graph") and trainer.accumulate_grad_batches > 1:
+            raise UserError(
+                "strategy.static_graph=true is for one backward pass per step: set it to false to accumulate"
+            )
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -104,6 +112,8 @@ class DDP(DDPStrategy):
         if self.shard_optimizer:
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # not overridden, but another's
             whole = self.optimizers
+            if any(group.get("fused") or group.get("capturable") for one in whole for group in one.param_groups):
+                raise UserError("strategy.shard_optimizer=true keeps counts of steps on the CPU: no `fused` optimiser")
             self.optimizers = [
                 ZeroRedundancyOptimizer([dict(group) for group in one.param_groups], type(one)) for one in whole
             ]
@@ -129,6 +139,7 @@ class DDP(DDPStrategy):
             self._model_averager.step = state.iter
         for name, tensors in self._restored.items():
             setattr(state, name, {bucket: tensor.to(self.root_device) for bucket, tensor in tensors.items()})
+        self._restored = {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """With it what PowerSGD remembers: it is linear, so the ranks' errors can be given back as their mean."""
@@ -137,13 +148,30 @@ class DDP(DDPStrategy):
             memory = {name: dict(getattr(state, name)) for name in ("error_dict", "p_memory_dict", "q_memory_dict")}
             for bucket, error in memory["error_dict"].items():
                 memory["error_dict"][bucket] = self.reduce(error.clone(), reduce_op="mean")
-            checkpoint["powersgd"] = memory
+            checkpoint["powersgd"] = {"memory": memory, "options": self._layout()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._restored = checkpoint.get("powersgd", {}) if self.comm_hook == "powersgd" else {}
+        if self.comm_hook == "powersgd" and (saved := checkpoint.get("powersgd")):
+            for option, value in self._layout().items():
+                if saved["options"][option] != value:
+                    raise UserError(
+                        f"the run in ckpt_path had {option}={saved['options'][option]}, to which what powersgd "
+                        f"remembers belongs; this one has {value}: set it back"
+                    )
+            self._restored = saved["memory"]
         return checkpoint
+
+    def _layout(self) -> dict[str, Any]:
+        """The options on which the shapes and the order of PowerSGD's memory depend."""
+        weights = list(self.lightning_module.parameters())
+        return {
+            "strategy.matrix_approximation_rank": self.matrix_approximation_rank,
+            "strategy.bucket_cap_mb": self._ddp_kwargs.get("bucket_cap_mb"),
+            "trainer.precision": str(weights[0].dtype),
+            "module.channels_last": not all(weight.is_contiguous() for weight in weights),
+        }
 
     def on_validation_start(self) -> None:
         self._average(self.lightning_module.parameters())

@@ -43,6 +43,8 @@ class DP(ParallelStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
         net: Any = self.lightning_module.net
+        if net._compiled_call_impl is not None:
+            raise UserError("module.compile=true compiles the whole network, which strategy=dp copies in every step")
         blocks = nn.DataParallel(nn.Sequential(*net.children()), self.parallel_devices)
         net.forward = lambda image: blocks(image)  # a function, lest its parameters be registered twice
 

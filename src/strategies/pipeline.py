@@ -192,7 +192,13 @@ class Pipeline(PortableStrategy):
         """What the network would give: the logits just trained on, or those of one stage after another."""
         return self._relay(image) if self._outputs is None else self._outputs
 
+    @property
+    def contributes(self) -> bool:
+        return self.device_mesh["data_parallel"].get_local_rank() == 0
+
     def collect(self, own: Any) -> list[Any]:
+        if not self.contributes:
+            return []
         parts: list[Any] | None = [None] * dist.get_world_size(self._group) if self._place == 0 else None
         dist.gather_object(own, parts, group=self._group, group_dst=0)
         return parts or []

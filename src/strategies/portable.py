@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from src import sharded
-from src.checkpoint import damaged, read_checkpoint
+from src.checkpoint import damaged, read_checkpoint, unwritable
+from src.strategies.moments import merge, part_of, parts_of, whole
 
 
 class PortableStrategy(ModelParallelStrategy):
@@ -36,9 +36,14 @@ class PortableStrategy(ModelParallelStrategy):
     def distribute(self, module: L.LightningModule) -> None:
         """Leave each rank its part of the module's network, under the names of the whole one."""
 
+    @property
+    def contributes(self) -> bool:
+        """Whether what this rank has goes into a checkpoint: others have the same."""
+        return self.is_global_zero
+
     def collect(self, own: Any) -> list[Any]:
-        """On rank zero, what the ranks have who together have the whole network. Every rank must take part."""
-        return [own]
+        """On rank zero, what the ranks have who contribute. All of these must take part."""
+        return [own] if self.contributes else []
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -65,21 +70,22 @@ class PortableStrategy(ModelParallelStrategy):
         own = self.lightning_module.state_dict()
         if self.sharded_checkpoints:
             return own
-        return self._joined({name: whole(tensor).cpu() for name, tensor in own.items()})
+        return self._joined(self._gathered(own))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = optimizer.state_dict()
         if self.sharded_checkpoints:
             return state
-        moments = {
-            number: {key: whole(value) for key, value in kept.items()} for number, kept in state["state"].items()
-        }
+        moments = {number: self._gathered(values) for number, values in state["state"].items()}
         return merge(self.collect(state | {"state": moments}), self._names)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.sharded_checkpoints:
             folder = self.broadcast(sharded.new_folder(Path(filepath)))
-            sharded.write(checkpoint, folder)
+            try:
+                sharded.write(checkpoint, folder)
+            except OSError as error:  # on all ranks, whichever it happened to
+                raise unwritable(Path(filepath), error) from error
             checkpoint = self._without_tensors(checkpoint) | {sharded.SHARDS: folder.name}
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
@@ -93,8 +99,18 @@ class PortableStrategy(ModelParallelStrategy):
         for section in sharded.WEIGHTS:
             if section in own:
                 own[section] = self._joined(own[section])
-        own["optimizer_states"] = [merge(self.collect(state), self._names) for state in own["optimizer_states"]]
+        if "optimizer_states" in own:
+            own["optimizer_states"] = [merge(self.collect(state), self._names) for state in own["optimizer_states"]]
         return own
+
+    def _gathered(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Whole ones in the CPU's memory, one after the other; none where they do not contribute."""
+        wholes = {}
+        for name, value in tensors.items():
+            together = whole(value)
+            if self.contributes:
+                wholes[name] = together.cpu() if isinstance(together, Tensor) else together
+        return wholes
 
     def _joined(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
         every = {name: tensor for part in self.collect(own) for name, tensor in part.items()}
@@ -115,7 +131,7 @@ class PortableStrategy(ModelParallelStrategy):
         """Of a whole network's tensors, what this rank holds."""
         assert self.lightning_module is not None
         own = self.lightning_module.state_dict()
-        return {name: _part(saved[name], tensor) for name, tensor in own.items() if name in saved}
+        return {name: part_of(saved[name], tensor) for name, tensor in own.items() if name in saved}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         saved = zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
@@ -127,67 +143,3 @@ class PortableStrategy(ModelParallelStrategy):
                 raise damaged(self._read_from, error) from error
         for state, optimizer in zip(states, self.optimizers, strict=True):
             optimizer.load_state_dict(state)
-
-
-def merge(parts: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
-    """One state of several, each of other parameters, in the order that `names` gives to all."""
-    if not parts:
-        return {}
-    moments: dict[str, dict[str, Any]] = {}
-    groups: dict[str, dict[str, Any]] = {}
-    for part in parts:
-        for group in part["param_groups"]:
-            known = groups.setdefault(group["name"], {**group, "param_names": []})
-            known["param_names"] += group["param_names"]
-            moments |= {name: part["state"].get(number, {}) for name, number in _numbered(group)}
-    merged: dict[str, Any] = {"state": {}, "param_groups": []}
-    for _, group in sorted(groups.items()):
-        ordered = sorted(group["param_names"], key=names.index)
-        first = sum(len(before["params"]) for before in merged["param_groups"])
-        numbers = range(first, first + len(ordered))
-        merged["param_groups"].append(group | {"params": list(numbers), "param_names": ordered})
-        merged["state"] |= {
-            number: moments[name] for number, name in zip(numbers, ordered, strict=True) if moments[name]
-        }
-    return merged
-
-
-def parts_of(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Of a whole state, what `optimizer` on this rank holds: parameters, and of each tensor a shard or all.
-
-    Tensors find their parameters by `param_names`, so the order of either's does not matter.
-    """
-    numbers = {name: number for group in saved["param_groups"] for name, number in _numbered(group)}
-    state, kept = {}, []
-    own = optimizer.state_dict()["param_groups"]
-    for group, described in zip(optimizer.param_groups, own, strict=True):
-        for parameter, (name, number) in zip(group["params"], _numbered(described), strict=True):
-            moments = saved["state"].get(numbers[name], {})
-            state[number] = {key: _part(value, parameter) for key, value in moments.items()}
-        theirs = next(group for group in saved["param_groups"] if described["param_names"][0] in group["param_names"])
-        kept.append({**theirs, "params": described["params"], "param_names": described["param_names"]})
-    return {"state": {key: value for key, value in state.items() if value}, "param_groups": kept}
-
-
-def _numbered(group: dict[str, Any]) -> list[tuple[str, int]]:
-    return list(zip(group["param_names"], group["params"], strict=True))
-
-
-def whole(value: Any) -> Any:
-    """A sharded tensor put together, by all ranks of its mesh; anything else as it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _part(value: Any, parameter: Tensor) -> Any:
-    """Of a tensor that is shaped like a sharded parameter, this rank's shard; else the value itself.
-
-    For one without memory, memory of that size, to be read into.
-    """
-    if not isinstance(value, Tensor):
-        return value
-    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
-        return torch.empty_like(value, device="cpu") if value.is_meta else value
-    if value.is_meta:
-        return torch.empty_like(parameter, dtype=value.dtype)
-    value = value.to(device=parameter.device, memory_format=torch.contiguous_format)
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

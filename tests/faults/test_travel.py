@@ -1,9 +1,11 @@
 """Begun under one strategy, continued under another, at another world size: the run that was not interrupted."""
 
 import functools
+import resource
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ PLACES = {
     "hsdp x4": ("hsdp", 4, []),
     "pipeline x4": ("pipeline", 4, []),
     "hybrid x4": ("hybrid", 4, ["strategy.data_parallel=fsdp"]),
-    "fsdp x4, sharded": ("fsdp", 4, ["strategy.sharded_checkpoints=true"]),
+    "fsdp x2, sharded": ("fsdp", 2, ["strategy.sharded_checkpoints=true"]),
     "pipeline x2, sharded": ("pipeline", 2, ["strategy.sharded_checkpoints=true"]),
     "hybrid x4, sharded": ("hybrid", 4, ["strategy.sharded_checkpoints=true", "strategy.data_parallel=fsdp"]),
 }
@@ -154,6 +156,53 @@ def test_a_sharded_checkpoint_is_one_folder_per_file(place: str, pool: Pool, sma
         AtomicCheckpointIO().load_checkpoint(file)
     with pytest.raises(RankFailed, match="is no whole checkpoint"):
         pool.run(cfg.trainer.devices, fit, at(place, folder, small, f"ckpt_path={file}"))
+
+
+def test_a_damaged_or_full_disk_is_told_in_a_line(
+    saved: Callable[[str], Path], pool: Pool, small: list[str], folder: Path
+) -> None:
+    """torch's own exceptions of this are no Exceptions."""
+    there = "fsdp x2, sharded"
+    file = shutil.copytree(saved(there).parent, folder) / "died.ckpt"
+    for part in (folder / torch.load(file)["shards"]).glob("*.distcp"):
+        part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(UserError, match="is no whole checkpoint"):
+        AtomicCheckpointIO().load_checkpoint(file)
+    with pytest.raises(RankFailed, match=r"UserError: ckpt_path=.* is no whole checkpoint"):
+        pool.run(2, fit, at(there, folder, small, f"ckpt_path={file}"))
+    with pytest.raises(RankFailed, match="UserError: cannot write the checkpoint"):
+        pool.run(2, with_small_files, at(there, folder / "full", small))
+
+
+def with_small_files(cfg: Any) -> None:
+    """As if the disk were full: no file may grow beyond 20 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        fit(cfg)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_written_on_a_gpu(saved: Callable[[str], Path], pool: Pool, small: list[str], folder: Path) -> None:
+    """Such a checkpoint's tensors say so, and go on where there is none."""
+    folder.mkdir()
+    with zipfile.ZipFile(saved("single")) as source, zipfile.ZipFile(folder / "gpu.ckpt", "w") as target:
+        for name in source.namelist():
+            content = source.read(name)
+            if name.endswith("/data.pkl"):
+                content = content.replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:0")
+            target.writestr(name, content)
+    cfg = at("fsdp x2", folder, small, f"ckpt_path={folder}/gpu.ckpt")
+    assert all(len(record.losses) == 3 for record in pool.run(2, fit, cfg))
+
+
+def test_a_neighbour_keeps_its_folder(saved: Callable[[str], Path], folder: Path) -> None:
+    folder.mkdir()
+    command = [sys.executable, str(ROOT / "scripts" / "convert_checkpoint.py"), str(saved("single"))]
+    for name in ("last.sharded.ckpt", "last.ckpt"):
+        subprocess.run([*command, str(folder / name), "--sharded"], check=True)
+    assert content(folder / "last.sharded.ckpt").keys() == content(folder / "last.ckpt").keys()
 
 
 def test_conversion_there_and_back(saved: Callable[[str], Path], folder: Path) -> None:

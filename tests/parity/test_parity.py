@@ -32,7 +32,9 @@ OPTIONS: dict[str, World] = {
     "ddp x1": ("ddp", 1, []),
     "ddp x2, ZeRO-1": ("ddp", 2, ["strategy.shard_optimizer=true"]),
     "ddp x4, ZeRO-1": ("ddp", 4, ["strategy.shard_optimizer=true"]),
+    "ddp_spawn x2, ZeRO-1": ("ddp_spawn", 2, ["strategy.shard_optimizer=true"]),
     "hybrid x4 of fsdp": ("hybrid", 4, ["strategy.data_parallel=fsdp"]),
+    "hybrid x4 of fsdp, zbv": ("hybrid", 4, ["strategy.data_parallel=fsdp", "strategy.schedule=zbv_zero_bubble"]),
 }
 SCHEDULED: dict[str, World] = {
     f"pipeline x{devices}, {name}": ("pipeline", devices, [f"strategy.schedule={name}"])
@@ -49,6 +51,7 @@ def _experiment(schedule: str, devices: int) -> str:
 RUNS = [
     *[(experiment, world) for experiment in ("sgd", "adamw", "accumulate") for world in WORLDS],
     *[("sgd", world) for world in OPTIONS],
+    *[("accumulate", world) for world in OPTIONS],
     *[(_experiment(world.partition(", ")[2], devices), world) for world, (_, devices, _) in SCHEDULED.items()],
 ]
 
@@ -88,7 +91,7 @@ def test_reference_is_worth_comparing_with(
 
 def _marked(experiment: str, world: str) -> Any:
     """Lightning takes ten seconds and more to spawn processes, which then do what those of ddp do."""
-    spawned_again = "spawn" in world and experiment != "sgd"
+    spawned_again = "spawn" in world and (experiment != "sgd" or world in OPTIONS)
     marks = [pytest.mark.slow] if spawned_again else []
     return pytest.param(experiment, world, marks=marks, id=f"{experiment}, {world}")
 
