@@ -1,8 +1,10 @@
 """The same command typed on several hosts: their launchers meet at `launch.endpoint`."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from omegaconf import DictConfig
 
 from src.errors import UserError
 from src.launch.external import check_free
@@ -40,15 +42,17 @@ def meet_hosts(endpoint: str | None, count: int, patience: float) -> tuple[dist.
     return store, number
 
 
-def rendezvous(endpoint: str | None, attempt: int) -> str:
-    """Where torch's launchers meet for one start of the ranks: at another port each time, for the last one's closes.
+def rendezvous(launch: DictConfig, number: int, attempt: int) -> dict[str, Any]:
+    """Where torch's launchers meet for one start of the ranks: without an endpoint this host's alone.
 
-    Without an endpoint, this host's alone.
+    At another port each time, since the last one's may not be free yet; and statically, because the numbers are
+    known, and a launcher that goes on asking the others hangs when the link is cut.
     """
-    if endpoint is None:
-        return "localhost:0"
-    host, port = _parsed(endpoint)
-    return f"{host}:{port + 2 * attempt}"
+    if launch.endpoint is None:
+        return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    host, port = _parsed(launch.endpoint)
+    settings = {"rank": number, "timeout": launch.patience}
+    return {"rdzv_backend": "static", "rdzv_endpoint": f"{host}:{port + 2 * attempt}", "rdzv_configs": settings}
 
 
 def _parsed(endpoint: str | None) -> tuple[str, int]:

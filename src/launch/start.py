@@ -39,13 +39,13 @@ def launch(
     """
     if env := external():
         return _join(env, cfg)
-    cfg = prepare(cfg) if cfg.trainer.num_nodes == 1 else _of_all_hosts(cfg)
+    cfg, host = (prepare(cfg), 0) if cfg.trainer.num_nodes == 1 else _of_all_hosts(cfg)
     devices = device_count(cfg.trainer)
     _check_possible(cfg, devices)
     if devices == cfg.trainer.num_nodes == 1 and HydraConfig.get().mode == RunMode.RUN:
         return run_rank(cfg, rank=0)
     with share(cfg):
-        return launch_workers(cfg, processes=1 if drives_all_devices(cfg) else devices)
+        return launch_workers(cfg, 1 if drives_all_devices(cfg) else devices, host)
 
 
 def _join(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, float]:
@@ -60,8 +60,8 @@ def _join(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, float]:
     return run_rank(cfg, env.global_rank())
 
 
-def _of_all_hosts(cfg: DictConfig) -> DictConfig:
-    """The configuration of the run of which this is one host's launcher."""
+def _of_all_hosts(cfg: DictConfig) -> tuple[DictConfig, int]:
+    """The configuration of the run of which this is one host's launcher, and that host's number."""
     hydra_cfg, nodes = HydraConfig.get(), cfg.trainer.num_nodes
     if not cfg.launch.endpoint or hydra_cfg.mode == RunMode.MULTIRUN:
         raise UserError(
@@ -74,7 +74,7 @@ def _of_all_hosts(cfg: DictConfig) -> DictConfig:
     if str(folder) != cfg.run_dir:
         with contextlib.suppress(OSError):  # the one that Hydra has made here, unless something came to be in it
             folder.rmdir()
-    return cfg
+    return cfg, number
 
 
 def _check_possible(cfg: DictConfig, devices: int) -> None:

@@ -27,7 +27,7 @@ _LOST = re.compile("gloo|nccl|connection|socket|peer|timed out", re.IGNORECASE) 
 _PATIENCE = 10.0  # seconds in which the launcher surely sees who went first
 
 
-def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
+def launch_workers(cfg: DictConfig, processes: int, host: int = 0) -> dict[str, float]:
     """Run all ranks, up to `launch.max_restarts` times once more, and return what rank zero returns.
 
     Raises:
@@ -38,7 +38,7 @@ def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
     with signals.passed_on():
         for attempt in range(cfg.launch.max_restarts + 1):
             try:
-                return _run_group(cfg, processes, attempt)
+                return _run_group(cfg, processes, host, attempt)
             except RankFailed as failed:
                 left = cfg.launch.max_restarts - attempt
                 if not left:
@@ -48,7 +48,7 @@ def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _run_group(cfg: DictConfig, processes: int, attempt: int) -> dict[str, float]:
+def _run_group(cfg: DictConfig, processes: int, host: int, attempt: int) -> dict[str, float]:
     """Run all ranks once. (Elastic's own restarts would repeat also what the user has to mend, and tell nothing.)"""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -60,9 +60,7 @@ def _run_group(cfg: DictConfig, processes: int, attempt: int) -> dict[str, float
         max_nodes=cfg.trainer.num_nodes,
         nproc_per_node=processes,
         run_id=f"{cfg.run_id}-{attempt}",
-        rdzv_backend="c10d",
-        rdzv_endpoint=rendezvous(cfg.launch.endpoint, attempt),
-        rdzv_configs={"read_timeout": min(60, cfg.launch.timeout)},  # of what the launchers ask each other
+        **rendezvous(cfg.launch, host, attempt),
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=5,
