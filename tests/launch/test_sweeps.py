@@ -105,9 +105,10 @@ def test_a_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Path) -> N
     assert "std" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
-    [JOBLIB, pytest.param(["hydra/launcher=submitit_local"], marks=pytest.mark.slow)],
+    [JOBLIB, ["hydra/launcher=submitit_local"]],
     ids=["joblib", "submitit"],
 )
 def test_jobs_side_by_side_have_cores_of_their_own(launcher: list[str], small: list[str], tmp_path: Path) -> None:
@@ -122,7 +123,8 @@ def test_jobs_side_by_side_have_cores_of_their_own(launcher: list[str], small: l
     assert apart or not jobs[0]["cores"] & jobs[1]["cores"]
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_joblibs_processes_end_with_the_sweep(number: signal.Signals, small: list[str], tmp_path: Path) -> None:
     endless = ["-m", *small, *MLP, "logger=none", "trainer.max_epochs=10000", "seed=0,1", *JOBLIB]
     process = start(*endless, f"hydra.sweep.dir={tmp_path}/sweep")
@@ -135,6 +137,7 @@ def test_joblibs_processes_end_with_the_sweep(number: signal.Signals, small: lis
     assert list(tmp_path.glob("sweep/*/metrics.csv"))
 
 
+@pytest.mark.slow
 def test_an_optuna_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Path) -> None:
     """The trial that ran then goes on with its values; a sampler with a seed proposes no point twice."""
     folder, lr = tmp_path / "study", "optimizer.lr=tag(log, interval(0.001,0.1))"

@@ -72,7 +72,7 @@ def weights(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         ("ddp", 1),
         pytest.param("fsdp", 1, marks=pytest.mark.slow),
-        ("pipeline", 1),
+        pytest.param("pipeline", 1, marks=pytest.mark.slow),
         pytest.param("hsdp", 2, marks=pytest.mark.slow),
         pytest.param("hybrid", 2, marks=pytest.mark.slow),
     ],
@@ -142,6 +142,7 @@ def test_a_rank_dies_on_one_of_them(hosts: Hosts, weights: Any, small: list[str]
     check(tmp_path, weights(1))
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_for_a_while(hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
     pair = Pair(hosts, tmp_path, *small, "strategy=ddp", "trainer.devices=1", slow(0.2))
     pair.reaches(5)
