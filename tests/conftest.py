@@ -19,6 +19,7 @@ logging.getLogger("lightning").setLevel(logging.WARNING)
 ALLOWED_SKIPS = {
     "tests/data/test_cifar.py::test_reads_the_real_pictures": "the pictures are not part of the project",
     "tests/launch/test_command_line.py::test_what_the_parent_finds_wrong[no gpu]": "there is a GPU",
+    "tests/launch/test_slurm.py": "SLURM is not installed",
     "tests/launch/test_two_hosts.py": "network namespaces take root, and iproute2",
     "tests/models/test_classifier.py::test_compiled": "there is no C++ compiler",
 }

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _CONFIG = """\
@@ -42,6 +43,9 @@ PartitionName=debug Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP Over
 _NODE = "NodeName=node{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000 State=UNKNOWN"
 
 
+_PATH = f"{os.environ['PATH']}:/usr/sbin"  # where the daemons are
+
+
 class Slurm:
     """Starts the daemons, asks and tells them things, and stops them."""
 
@@ -53,7 +57,7 @@ class Slurm:
         self.file.write_text(text)
         (folder / "state").mkdir()
         # A node's name does not resolve here, and both are this host.
-        local = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "SLURM_CONF": str(self.file)}
+        local = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "SLURM_CONF": str(self.file), "PATH": _PATH}
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | local
 
     def up(self) -> None:
@@ -75,7 +79,7 @@ class Slurm:
         shown = self.ask("scontrol", "show", "job", job)
         return shown.partition("JobState=")[2].split()[0]
 
-    def until(self, reached, seconds: float, what: str) -> None:  # type: ignore[no-untyped-def]
+    def until(self, reached: Callable[[], bool], seconds: float, what: str) -> None:
         """Wait for a condition.
 
         Raises:
@@ -90,9 +94,5 @@ class Slurm:
 
 def why_not() -> str | None:
     """The reason for which this machine cannot have it, if there is one."""
-    missing = [
-        name
-        for name in ("slurmctld", "slurmd", "srun")
-        if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")
-    ]
+    missing = [name for name in ("slurmctld", "slurmd", "srun") if not shutil.which(name, path=_PATH)]
     return f"SLURM is not installed: there is no {missing[0]}" if missing else None
