@@ -1,5 +1,6 @@
 """Jobs of a real SLURM: over two nodes, and stopped, queued again and finished as if nothing had been."""
 
+import csv
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,3 +82,21 @@ def test_the_script_asks_for_what_the_configuration_says() -> None:
     refused = subprocess.run([*command, "strategy=fsdp"], capture_output=True, text=True)
     assert refused.returncode == 1
     assert refused.stderr == "error: trainer.devices=auto: a job asks for a number of devices per node; give one\n"
+
+
+@pytest.mark.slow
+def test_a_sweep_of_jobs_on_two_nodes(slurm: Slurm, small: list[str], tmp_path: Path) -> None:
+    """Hydra's launcher submits each job, whose ranks srun starts."""
+    launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=1"]
+    limits = ["hydra.launcher.timeout_min=10", "hydra.launcher.cpus_per_task=1", f"hydra.sweep.dir={tmp_path}/sweep"]
+    words = [*TASK, *QUIET, *small, "strategy=ddp", "optimizer.lr=0.05,0.1"]
+    command = [sys.executable, str(ROOT / "train.py"), "-m", *launcher, *limits, *words]
+    result = subprocess.run(command, env=slurm.environment, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    rows = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
+    assert [row["status"] for row in rows] == ["finished", "finished"]
+    assert len({row["result"] for row in rows}) == 2
+    reference = fit(compose(tmp_path / "single", *small, "experiment=parity", "optimizer.lr=0.05"))
+    (job,) = [row["job"] for row in rows if "0.05" in row["overrides"]]
+    found = torch.load(tmp_path / "sweep" / job / "checkpoints" / "last.ckpt")["state_dict"]
+    assert max(relative(found[name], tensor) for name, tensor in reference.final.items()) < TOLERANCE
