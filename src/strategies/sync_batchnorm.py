@@ -45,23 +45,11 @@ class SyncedBatchNorm(_BatchNorm):
         if input.is_cuda or not self.training:
             return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
         values = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
-        axes = [axis for axis in range(input.ndim) if axis != 1]
-        mean, var = self._global_moments(*reversed(torch.var_mean(values, axes, correction=0)))
+        mean, var = _global_moments(values.detach(), self.process_group)
         count = input.numel() // input.shape[1] * dist.get_world_size(self.process_group)
-        self._update_running(mean.detach(), var.detach() * count / max(1, count - 1))
-        scale = torch.rsqrt(var + self.eps) * (1 if self.weight is None else self.weight)
-        shift = (0 if self.bias is None else self.bias) - mean * scale
-        shape = [1, -1] + [1] * (input.ndim - 2)
-        return torch.addcmul(shift.view(shape), values, scale.view(shape)).to(input.dtype)
-
-    def _global_moments(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-        """Combine the ranks' moments without cancellation (Chan, Golub and LeVeque, 1979), in one all-reduce."""
-        world, rank = dist.get_world_size(self.process_group), dist.get_rank(self.process_group)
-        row = torch.arange(world, device=mean.device) == rank
-        own = torch.stack([mean, var])
-        means, variances = _AllReduceSum.apply(row.view(-1, 1, 1) * own, self.process_group).unbind(1)
-        total = means.mean(0)
-        return total, (variances + (means - total) ** 2).mean(0)
+        self._update_running(mean, var * count / max(1, count - 1))
+        weight, bias = (None if part is None else part.to(values.dtype) for part in (self.weight, self.bias))
+        return _Normalise.apply(values, weight, bias, mean, var, self.eps, self.process_group).to(input.dtype)
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, var: Tensor) -> None:
@@ -73,18 +61,51 @@ class SyncedBatchNorm(_BatchNorm):
         self.running_var.lerp_(var.to(self.running_var.dtype), share)
 
 
-class _AllReduceSum(torch.autograd.Function):
-    """A sum over ranks whose gradient is the sum of the ranks' gradients."""
+def _global_moments(input: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """Mean and variance per channel over all ranks, combined without cancellation (Chan, Golub and LeVeque, 1979)."""
+    axes = [axis for axis in range(input.ndim) if axis != 1]
+    own = torch.stack(list(reversed(torch.var_mean(input, axes, correction=0))))
+    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(ranks, own, group=group)
+    means, variances = torch.stack(ranks).unbind(1)
+    mean = means.mean(0)
+    return mean, (variances + (means - mean) ** 2).mean(0)
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalisation by the moments of all ranks, by the kernels with which torch evaluates.
+
+    These take the moments for constants. What the gradient gets by way of them, its mean and its product with the
+    normalised input, both over all ranks, is subtracted in the backward pass (Ioffe and Szegedy, 2015).
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        tensor = tensor.contiguous().clone()
-        dist.all_reduce(tensor, group=group)
-        return tensor
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        eps: float,
+        group: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, mean, var)
+        ctx.eps, ctx.group = eps, group
+        return torch.native_batch_norm(input, weight, bias, mean, var, False, 0.0, eps)[0]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        gradient = gradients[0].contiguous().clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, var = ctx.saved_tensors
+        local, *parameters = torch.ops.aten.native_batch_norm_backward(
+            gradients[0], input, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+        )
+        sums = torch.stack(parameters)
+        dist.all_reduce(sums, group=ctx.group)
+        along, level = sums / (input.numel() // input.shape[1] * dist.get_world_size(ctx.group))
+        scale = torch.rsqrt(var + ctx.eps)
+        slope = -along * scale * scale * (1 if weight is None else weight)
+        shift = -level * scale * (1 if weight is None else weight) - slope * mean
+        shape = [1, -1] + [1] * (input.ndim - 2)
+        local.addcmul_(input, slope.view(shape)).add_(shift.view(shape))
+        return local, *(parameters if weight is not None else (None, None)), None, None, None, None
