@@ -3,7 +3,6 @@
 Nothing heavy is imported here: the workers of a run import this file too, and `--help` should not take seconds.
 """
 
-import contextlib
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from omegaconf import DictConfig
 
 from src.errors import UserError
 from src.launch.cli import TRACEBACK_WANTED, run
-from src.launch.folder import register_resolvers
+from src.launch.folder import register_resolvers, remove_if_unused
 from src.sweeps.optuna_sweeper import register_sweeper
 
 
@@ -29,8 +28,7 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
     try:
         return launch(cfg)
     except UserError as error:
-        with contextlib.suppress(OSError):
-            Path(HydraConfig.get().runtime.output_dir).rmdir()  # if nothing came to be in it
+        remove_if_unused(Path(HydraConfig.get().runtime.output_dir))
         if TRACEBACK_WANTED:
             raise
         raise SystemExit(f"error: {error}") from None

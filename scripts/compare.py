@@ -5,6 +5,7 @@ Each argument is a run folder. A row is an epoch; the last two lines say how far
 
 import argparse
 import csv
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -35,6 +36,11 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--metric", default="val/acc", help="a column of metrics.csv (default: %(default)s)")
     arguments = parser.parse_args()
+    for folder in arguments.runs:
+        if not (folder / "metrics.csv").is_file():
+            sys.exit(f"error: {folder} is no run folder: it has no metrics.csv")
+        if not curve(folder, arguments.metric):
+            sys.exit(f"error: --metric={arguments.metric}: {folder} has none logged")
     Console().print(table(arguments.runs, arguments.metric))
 
 

@@ -5,6 +5,7 @@ What a run saved with strategy.sharded_checkpoints=true becomes one file that to
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -23,6 +24,9 @@ def convert(source: Path, target: Path, shards: bool) -> None:
     Raises:
         UserError: if there is no whole checkpoint, or no place to write to.
     """
+    if not checkpoint_file(source).is_file():
+        raise UserError(f"source={source}: there is no such file or run folder")
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # by whom, and why, is plain here
     files = AtomicCheckpointIO()
     checkpoint = read_run(checkpoint_file(source), "source")
     if "config" not in checkpoint:
@@ -38,6 +42,7 @@ def convert(source: Path, target: Path, shards: bool) -> None:
         checkpoint[sharded.SHARDS] = folder.name
     files.save_checkpoint(checkpoint, target)
     sharded.discard(target)
+    print(f"{target}{f', with its tensors in {folder.name}' if shards else ''}")
 
 
 def main() -> None:

@@ -72,6 +72,11 @@ class RunRecord(L.Callback):
             "learning rate": f"{group.get('initial_lr', group['lr']):g} after scaling, {data.total_steps} steps",
             "parameters": f"{self._parameters:,}",
             "run folder": self.config.run_dir,
+            **(
+                {"goes on from": f"{self.config.ckpt_path}, step {trainer.global_step}"}
+                if self.config.ckpt_path
+                else {}
+            ),
         }
 
     def _normalised_over(self, module: nn.Module, per_device: int, replicas: int) -> str:

@@ -23,7 +23,7 @@ TRACEBACK_WANTED = os.environ.get(_FULL) == "1"
 def run(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
     try:
-        sys.argv = with_saved_sweep(with_saved_overrides(sys.argv))
+        sys.argv = with_saved_sweep(with_saved_overrides(_multirun_first(sys.argv)))
     except UserError as error:
         return _fail(str(error))
     if TRACEBACK_WANTED:
@@ -48,6 +48,12 @@ def run(main: Callable[[], None]) -> int:
     finally:
         del os.environ[_FULL]
     return 0
+
+
+def _multirun_first(argv: list[str]) -> list[str]:
+    """Hydra understands `-m` before the overrides only."""
+    flags = [word for word in argv if word in ("-m", "--multirun")]
+    return [argv[0], *flags[:1], *(word for word in argv[1:] if word not in flags)]
 
 
 def _fail(message: str) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterable
 from datetime import datetime
 from itertools import accumulate
@@ -50,6 +51,12 @@ def run_folder(
     if resume and "SLURM_JOB_ID" in os.environ:
         return f"{runs}/slurm-{os.environ['SLURM_JOB_ID']}"
     return f"{runs}/{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+
+
+def remove_if_unused(folder: Path) -> None:
+    """Remove the folder of a run that was refused: it may hold logs, which say no more than the error."""
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {"logs"}:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def checkpoint_file(given: Path) -> Path:

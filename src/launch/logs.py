@@ -13,6 +13,7 @@ _MISPLACED = [
     "Checkpoint directory .* exists",
     "LeafSpec",
     "The `srun` command is available",
+    "torch.distributed is disabled, unavailable or uninitialized",
 ]
 
 

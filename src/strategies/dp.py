@@ -35,8 +35,8 @@ class DP(ParallelStrategy):
         gpus = [device for device in self.parallel_devices or [] if device.type != "cpu"]
         if len(gpus) < 2:
             raise UserError(
-                f"strategy=dp divides a batch among GPUs, but trainer.devices gives it {len(gpus)}: "
-                "give it two, or take strategy=ddp, which runs on CPUs too"
+                f"strategy=dp divides a batch among GPUs, of which this run has {len(gpus)}: it takes two or more; "
+                "or take strategy=ddp, which runs on CPUs too"
             )
         super().setup_environment()
 

@@ -1,0 +1,36 @@
+"""Small things about the command line, without starting it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from src.launch.cli import _multirun_first
+from src.launch.folder import CONFIG, remove_if_unused
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_sweep_may_be_asked_for_anywhere() -> None:
+    assert _multirun_first(["train.py", "seed=0,1", "-m", "model=mlp"]) == ["train.py", "-m", "seed=0,1", "model=mlp"]
+    assert _multirun_first(["train.py", "seed=0"]) == ["train.py", "seed=0"]
+
+
+def test_a_refused_run_leaves_no_folder_but_that_of_another(tmp_path: Path) -> None:
+    for name, file in (("refused", "logs/rank0.log"), ("another", CONFIG)):
+        (tmp_path / name / file).parent.mkdir(parents=True)
+        (tmp_path / name / file).touch()
+        remove_if_unused(tmp_path / name)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["another"]
+
+
+def test_comparing_what_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,val/acc\n0,0.5\n")
+    for words, hint in (
+        (["nowhere"], "nowhere is no run folder"),
+        ([str(tmp_path), "--metric=val/los"], "none logged"),
+    ):
+        command = [sys.executable, str(ROOT / "scripts" / "compare.py"), *words]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 1
+        assert hint in result.stderr
+        assert result.stderr.count("\n") == 1
