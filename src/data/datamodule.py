@@ -196,7 +196,8 @@ class ImageDataModule(L.LightningDataModule):
             raise UserError(
                 f"data.batch_size={batch} does not divide over {replicas} data-parallel processes"
                 f"{f' x {micro_batches} micro-batches' if micro_batches > 1 else ''}: "
-                f"set data.batch_size={sizes}, or change their number"
+                f"set data.batch_size={sizes}, or change trainer.devices"
+                f"{' or the number of micro-batches' if micro_batches > 1 else ''}"
             )
         if self.augment.mixers and batch // parts % 2:
             raise UserError(

@@ -220,7 +220,7 @@ def test_one_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> N
         *small, *TINY, "trainer.devices=2", "strategy=ddp", f"hydra.run.dir='{folder}'", WANDB_MODE="offline"
     )
     assert "Traceback" not in err
-    assert out.count("DDPStrategy, 2 process(es) on cpu") == 1
+    assert out.count("DDP, 2 process(es) on cpu") == 1
     for fact in (
         "32 = 2 x 1 micro-batches x 16 per device",
         "drawn shapes",
