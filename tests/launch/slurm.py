@@ -1,8 +1,10 @@
 """A real SLURM of two nodes on this machine, for the user who runs the tests."""
 
+import contextlib
 import getpass
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -67,8 +69,9 @@ class Slurm:
 
     def down(self) -> None:
         self.ask("scancel", "--user", getpass.getuser())
-        self.ask("scontrol", "shutdown")
-        time.sleep(1)
+        for file in self.file.parent.glob("slurm*.pid"):  # `scontrol shutdown` misses a slurmd that has just started
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGTERM)
 
     def ask(self, *command: str) -> str:
         """What a command of SLURM's prints."""
