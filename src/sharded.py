@@ -47,7 +47,7 @@ def fill(checkpoint: dict[str, Any], file: Path, moments: bool = True) -> dict[s
     Raises:
         FileNotFoundError: if the folder is not there.
     """
-    if SHARDS not in checkpoint:
+    if not isinstance(checkpoint, dict) or SHARDS not in checkpoint:  # a file may hold anything
         return checkpoint
     wanted = {name: checkpoint[name] for name in WEIGHTS if name in checkpoint}
     if moments and "optimizer_states" in checkpoint:
