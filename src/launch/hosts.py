@@ -42,16 +42,16 @@ def meet_hosts(endpoint: str | None, count: int, patience: float) -> tuple[dist.
     return store, number
 
 
-def rendezvous(launch: DictConfig, number: int, attempt: int) -> dict[str, Any]:
-    """Where torch's launchers meet for one start of the ranks: without an endpoint this host's alone.
+def rendezvous(cfg: DictConfig, number: int, attempt: int) -> dict[str, Any]:
+    """Where torch's launchers meet for one start of the ranks: of one host, that one alone.
 
     At another port each time, since the last one's may not be free yet; and statically, because the numbers are
     known, and a launcher that goes on asking the others hangs when the link is cut.
     """
-    if launch.endpoint is None:
+    if cfg.trainer.num_nodes == 1:  # whatever endpoint the run had that goes on here
         return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
-    host, port = _parsed(launch.endpoint)
-    settings = {"rank": number, "timeout": launch.patience}
+    host, port = _parsed(cfg.launch.endpoint)
+    settings = {"rank": number, "timeout": cfg.launch.patience}
     return {"rdzv_backend": "static", "rdzv_endpoint": f"{host}:{port + 2 * attempt}", "rdzv_configs": settings}
 
 

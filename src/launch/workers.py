@@ -60,7 +60,7 @@ def _run_group(cfg: DictConfig, processes: int, host: int, attempt: int) -> dict
         max_nodes=cfg.trainer.num_nodes,
         nproc_per_node=processes,
         run_id=f"{cfg.run_id}-{attempt}",
-        **rendezvous(cfg.launch, host, attempt),
+        **rendezvous(cfg, host, attempt),
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=5,
