@@ -15,7 +15,8 @@ from src.checkpoint import check_fits
 from src.data.batch import Batch
 from src.errors import UserError
 from src.models.metrics import WeightedMean
-from src.models.optim import Schedule, adopt, build_optimizer, scaling_factor
+from src.models.optim import Schedule, adopt, build_optimizer, factor_at, per_group, plain, scaling_factor
+from src.models.views import average_over_views, check_views
 
 
 class ImageClassifier(L.LightningModule):
@@ -28,6 +29,8 @@ class ImageClassifier(L.LightningModule):
             takes its place on the schedule of the longer run.
         lr_scaling: how the learning rate follows the batch size: `linear`, `sqrt` or `none`.
         label_smoothing: share of the target spread evenly over the classes (Szegedy et al., 2015).
+        tta: in the test, also average the logits over views of each picture, for `test/acc_tta`: `mirror`, or `shift`,
+            which adds shifts by a pixel; null for none.
         compile: compile the network, in place, so that names stay as they are.
         channels_last: lay pictures and filters out channels last, which convolutions prefer on CPUs and GPUs alike.
     """
@@ -40,30 +43,32 @@ class ImageClassifier(L.LightningModule):
         reference_batch_size: int = 128,
         lr_scaling: str = "linear",
         label_smoothing: float = 0.0,
+        tta: str | None = None,
         compile: bool = False,
         channels_last: bool = True,
     ) -> None:
         super().__init__()
         if not 0 <= label_smoothing <= 1:
             raise UserError(f"module.label_smoothing={label_smoothing}: give a share between 0 and 1")
-        self.net = net
-        if channels_last:
-            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        check_views(tta)
+        self.net, self.tta = net, tta
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+        net.to(memory_format=self.layout)  # type: ignore[call-overload]
         self.optimizer, self.schedule = optimizer, schedule
         self.reference_batch_size, self.lr_scaling = reference_batch_size, lr_scaling
         self.label_smoothing = label_smoothing
         if compile:
             self.net.compile()
-        self.mean_loss, self.mean_hits = WeightedMean(), WeightedMean()
+        self.mean_loss, self.mean_hits, self.mean_hits_tta = WeightedMean(), WeightedMean(), WeightedMean()
         self._step_sums: Tensor | None = None  # loss and hits of the step's micro-batches so far
 
     def setup(self, stage: str) -> None:
-        for metric in (self.mean_loss, self.mean_hits):
+        for metric in (self.mean_loss, self.mean_hits, self.mean_hits_tta):
             metric.reset()  # into memory of this process's own: what was spawned shares its parent's
 
     def forward(self, image: Tensor) -> Tensor:
         """(n, channels, height, width) pictures to (n, classes) logits."""
-        return self.net(image)
+        return self.net(image.contiguous(memory_format=self.layout))
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """The weighted sum of the samples' losses: the mean, with a training batch's weights. No side effects."""
@@ -77,10 +82,15 @@ class ImageClassifier(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, "val")
+        self._evaluate(self(batch.image), batch, "val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
+        outputs = self(batch.image)
+        self._evaluate(outputs, batch, "test")
+        if self.tta:
+            averaged = average_over_views(self, batch.image, outputs, self.tta)
+            self.mean_hits_tta.update(_hits(averaged, batch), batch.weight)
+            self.log("test/acc_tta", self.mean_hits_tta, on_step=False, on_epoch=True)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
         """The samples' indices, (n,), and the probabilities of their classes, (n, classes)."""
@@ -90,8 +100,10 @@ class ImageClassifier(L.LightningModule):
         data = self.trainer.datamodule
         factor = scaling_factor(self.lr_scaling, data.global_batch_size, self.reference_batch_size)
         optimizer = build_optimizer(self.net, self.optimizer, factor, prefix="net.")
-        horizon, schedule = data.total_steps, self.schedule
-        scheduler = LambdaLR(optimizer, lambda step: schedule(step, horizon))
+        horizon, schedule = data.total_steps, plain(self.schedule)
+        scheduler = LambdaLR(
+            optimizer, per_group(optimizer, lambda group, step: factor_at(schedule, group, step, horizon))
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -100,16 +112,15 @@ class ImageClassifier(L.LightningModule):
         if not self.trainer.training or not checkpoint.get("optimizer_states"):
             return
         optimizer = self.configure_optimizers()["optimizer"]
-        factor = self.schedule(checkpoint["global_step"], self.trainer.datamodule.total_steps)
-        adopt(checkpoint["optimizer_states"][0], optimizer, factor)
+        at = (checkpoint["global_step"], self.trainer.datamodule.total_steps)
+        adopt(checkpoint["optimizer_states"][0], optimizer, lambda group: factor_at(self.schedule, group, *at))
         for key in ("base_lrs", "_last_lr"):  # one per group of that run's optimiser: the configuration has them too
             checkpoint["lr_schedulers"][0].pop(key)
 
     def _losses(self, outputs: Tensor, batch: Batch) -> Tensor:
         return F.cross_entropy(outputs, batch.target, label_smoothing=self.label_smoothing, reduction="none")
 
-    def _evaluate(self, batch: Batch, stage: str) -> None:
-        outputs = self(batch.image)
+    def _evaluate(self, outputs: Tensor, batch: Batch, stage: str) -> None:
         self.mean_loss.update(self._losses(outputs, batch), batch.weight)
         self.mean_hits.update(_hits(outputs, batch), batch.weight)
         self.log(f"{stage}/loss", self.mean_loss, on_step=False, on_epoch=True, prog_bar=True)
@@ -125,7 +136,7 @@ class ImageClassifier(L.LightningModule):
         micro_batches = self.trainer.accumulate_grad_batches
         if (batch_idx + 1) % micro_batches:
             return
-        means = self.trainer.strategy.reduce(self._step_sums / micro_batches, reduce_op="mean")
+        means = self.trainer.strategy.reduce(self._step_sums / micro_batches, reduce_op="mean").cpu()  # for the bar
         self._step_sums = None
         self.log("train/loss", means[0], prog_bar=True)
         self.log("train/acc", means[1])

@@ -81,7 +81,7 @@ class GAN(L.LightningModule):
         check_fits(checkpoint["state_dict"], self.state_dict())
         if self.trainer.training:
             for saved, optimizer in zip(checkpoint["optimizer_states"], self.configure_optimizers(), strict=True):
-                adopt(saved, optimizer, 1.0)
+                adopt(saved, optimizer, lambda group: 1.0)
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The generator's and the discriminator's, each a weighted sum over the samples."""
@@ -97,7 +97,7 @@ class GAN(L.LightningModule):
         return normal(keys, self.latent).to(cast(torch.dtype, self.dtype))
 
     def _log_step(self, losses: Tensor) -> None:
-        means = self.trainer.strategy.reduce(losses, reduce_op="mean")
+        means = self.trainer.strategy.reduce(losses, reduce_op="mean").cpu()
         self.log("train/loss", means.sum(), prog_bar=True)
         self.log("train/loss_generator", means[0])
         self.log("train/loss_discriminator", means[1])

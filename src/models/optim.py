@@ -15,6 +15,11 @@ Schedule = Callable[[int, int], float]  # (step, steps of the whole run) -> fact
 _RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
 
 
+def plain(schedule: Schedule) -> Schedule:
+    """The same without what Hydra wraps around it, which checks its target anew at every call: 60 microseconds."""
+    return partial(schedule.func, *schedule.args, **schedule.keywords) if isinstance(schedule, partial) else schedule
+
+
 def scaling_factor(rule: str, batch_size: int, reference: int) -> float:
     """What the learning rate, stated for a batch of `reference` samples, is multiplied by for `batch_size`.
 
@@ -53,17 +58,33 @@ def build_optimizer(net: nn.Module, factory: partial[Any], lr_factor: float, pre
     return factory([group for group in groups if group["params"]], lr=lr * lr_factor)
 
 
-def adopt(saved: dict[str, Any], optimizer: Optimizer, factor: float) -> None:
-    """Put the hyper-parameters of `optimizer` into a saved state; of its learning rate, `factor` is due.
+def factor_at(schedule: Schedule, group: dict[str, Any], step: int, steps: int) -> float:
+    """What is due of a group's learning rate; one with a share `until` has its whole schedule in that of the run."""
+    own = steps * group.get("until", 1.0)
+    return schedule(step, round(own)) if own == steps or step < own else 0.0
+
+
+def per_group(optimizer: Optimizer, factor: Callable[[dict[str, Any], int], float]) -> list[Callable[[int], float]]:
+    """The factor as a function of the step for each of the optimiser's groups."""
+
+    def of(group: dict[str, Any]) -> Callable[[int], float]:
+        return lambda step: factor(group, step)
+
+    return [of(group) for group in optimizer.param_groups]
+
+
+def adopt(saved: dict[str, Any], optimizer: Optimizer, factor: Callable[[dict[str, Any]], float]) -> None:
+    """Put the hyper-parameters of `optimizer` into a saved state; of a group's learning rate, `factor` is due.
 
     Raises:
         UserError: if the state is of an optimiser of another kind.
     """
-    for old, new in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-        if old.keys() != new.keys():
-            raise UserError("ckpt_path is of a run with another `optimizer`: leave it as that run had it")
+    groups = saved["param_groups"], optimizer.param_groups
+    if [group.keys() for group in groups[0]] != [group.keys() for group in groups[1]]:
+        raise UserError("ckpt_path is of a run with another `optimizer`: leave it as that run had it")
+    for old, new in zip(*groups, strict=True):
         old.update({key: value for key, value in new.items() if key not in ("params", "param_names")})
-        old["lr"] = new.get("initial_lr", new["lr"]) * factor
+        old["lr"] = new.get("initial_lr", new["lr"]) * factor(new)
 
 
 def cosine(step: int, steps: int, warmup: float = 0.05) -> float:
@@ -76,7 +97,7 @@ def cosine(step: int, steps: int, warmup: float = 0.05) -> float:
 
 def one_cycle(step: int, steps: int, warmup: float = 0.25, start: float = 0.1) -> float:
     """Straight up from `start` to 1 over the share `warmup` of the run, straight down to zero (Smith, 2018)."""
-    top = max(1.0, warmup * steps)
+    top = warmup * steps
     if step < top:
         return start + (1 - start) * step / top
     return max(0.0, (steps - step) / max(1.0, steps - top))

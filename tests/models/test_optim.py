@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from src.errors import UserError
-from src.models.optim import build_optimizer, constant, cosine, multi_step, one_cycle, scaling_factor
+from src.models.optim import adopt, build_optimizer, constant, cosine, factor_at, multi_step, one_cycle, scaling_factor
 
 
 def test_only_matrices_decay_and_every_parameter_is_named() -> None:
@@ -39,6 +39,26 @@ def test_schedules_rise_and_fall(schedule: object) -> None:
     assert 0 <= factors[-1] < 0.02
     assert schedule(150, 100) >= 0  # type: ignore[operator]
     assert 0 < schedule(0, 1) <= 1  # type: ignore[operator]
+
+
+def test_a_group_can_have_its_schedule_in_a_share_of_the_run() -> None:
+    def factors(group: dict[str, float]) -> list[float]:
+        return [factor_at(partial(one_cycle, warmup=0.0), group, step, 8) for step in range(8)]
+
+    assert factors({}) == pytest.approx([1 - step / 8 for step in range(8)])
+    assert factors({"until": 0.5}) == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0, 0, 0])
+    assert [factor_at(constant, {"until": 0.5}, step, 4) for step in range(4)] == [1, 1, 0, 0]
+
+
+def test_another_kind_of_optimiser_is_refused() -> None:
+    net = nn.Linear(4, 2)
+    sgd, adam = (
+        build_optimizer(net, partial(kind, lr=0.1), 1.0, "net.") for kind in (torch.optim.SGD, torch.optim.Adam)
+    )
+    fewer = {"param_groups": sgd.state_dict()["param_groups"][:1]}
+    for saved in (adam.state_dict(), fewer):
+        with pytest.raises(UserError, match="another `optimizer`"):
+            adopt(saved, sgd, lambda group: 1.0)
 
 
 def test_constant_schedule() -> None:

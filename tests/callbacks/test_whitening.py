@@ -1,0 +1,66 @@
+"""The callback: filters from training pictures, the same on all ranks, and not again for a network that has them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from src.errors import UserError
+from src.experiment import assemble
+from tests.pool import Pool
+from tests.runs import Record, compose, fit
+
+NET = ["model=airbench", "model.widths=[8,8,8]", "data.batch_size=16", "trainer.max_epochs=1"]
+TASK = [*NET, "callbacks=[default,whitening]", "trainer.limit_train_batches=4", "trainer.limit_val_batches=1"]
+FILTERS, BIAS = "net.layer1.whitening.weight", "net.layer1.whitening.bias"
+
+
+def test_every_way_to_split_the_network_starts_with_the_same_filters(
+    pool: Pool, small: list[str], folder: Path
+) -> None:
+    alone = fit(compose(folder / "alone", *small, *TASK)).initial[FILTERS]
+    assert torch.equal(alone[:12], -alone[12:])
+    for strategy in ("ddp", "fsdp", "pipeline"):
+        cfg = compose(folder / strategy, *small, *TASK, f"strategy={strategy}", "trainer.devices=2")
+        found = [record.initial[FILTERS] for record in pool.run(2, fit, cfg) if FILTERS in record.initial]
+        assert found
+        assert all(torch.equal(filters, alone) for filters in found)
+
+
+def test_a_network_that_has_filters_keeps_them(small: list[str], cifar: Path, folder: Path) -> None:
+    first = fit(compose(folder, *small, *TASK)).final[FILTERS]
+    others = ["data=cifar10", f"data.root={cifar}"]
+    started = fit(compose(folder / "new", *others, *TASK, f"init_from={folder}/checkpoints/last.ckpt"))
+    fresh = fit(compose(folder / "fresh", *others, *TASK))
+    assert torch.equal(started.final[FILTERS], first)
+    assert not torch.allclose(fresh.final[FILTERS], first)
+
+
+def test_the_bias_is_trained_for_its_share_of_the_run(small: list[str], folder: Path) -> None:
+    def run(share: float) -> Record:
+        options = ["optimizer.weight_decay=0", "optimizer.momentum=0", "optimizer.nesterov=false"]
+        return fit(compose(folder / str(share), *small, *TASK, *options, f"callbacks.whitening.bias_share={share}"))
+
+    none, half, whole = (run(share) for share in (0.0, 0.5, 1.0))
+    moved = [float((record.final[BIAS] - record.initial[BIAS]).norm()) for record in (none, half, whole)]
+    assert moved[0] == 0 < moved[1]
+    assert moved[1] != moved[2] > 0
+
+
+def test_a_network_without_such_a_layer_is_refused(small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *small, "callbacks=[default,whitening]")
+    with pytest.raises(UserError, match="no whitening layer"):
+        fit(cfg)
+
+
+def test_the_speedrun_trains_on_everything_without_a_word_of_complaint(
+    small: list[str], folder: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    tiny = ["data.batch_size=20", "model.widths=[8,8,8]", "trainer.max_epochs=2", "trainer.log_every_n_steps=5"]
+    record = fit(compose(folder, *small, "experiment=speedrun", *tiny), test=True)
+    assert sorted(index for batch in record.indices[:20] for index in batch) == list(range(400))
+    assert not [str(warning.message) for warning in recwarn if "DataLoader" in str(warning.message)]
+    assert sorted(file.name for file in (folder / "checkpoints").iterdir()) == ["last.ckpt", "previous.ckpt"]
+    assert {"test/acc", "test/acc_tta"} <= record.metrics.keys()
+    assert not {"val/acc", "val/loss"} & record.metrics.keys()
+    assert assemble(compose(folder, *small, "experiment=speedrun"))

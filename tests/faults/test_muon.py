@@ -1,0 +1,28 @@
+"""A speedrun, with Muon and a whitening layer, stopped and continued under another strategy."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.test_resume import check_same, die
+from tests.parity.test_parity import EXPERIMENTS
+from tests.pool import Pool
+from tests.runs import compose, fit
+
+ACCUMULATE = "trainer.accumulate_grad_batches=4"  # the micro-batches of a pipeline
+PLACES = {
+    "fsdp": ["strategy=fsdp", ACCUMULATE],
+    "pipeline": ["strategy=pipeline"],
+    "zero-1": ["strategy=ddp", "strategy.shard_optimizer=true", ACCUMULATE],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_goes_on_there_and_back(place: str, pool: Pool, small: list[str], folder: Path) -> None:
+    """The bias of the whitening layer stops being trained on the way."""
+    task = ["experiment=parity", *EXPERIMENTS["muon"], "trainer.max_steps=8", "trainer.limit_val_batches=1"]
+    reference = fit(compose(folder / "whole", *small, *task, ACCUMULATE))
+    die(compose(folder, *small, *task, ACCUMULATE), "on_train_batch_end", 3)
+    there = [*PLACES[place], "trainer.devices=2", f"ckpt_path={folder}/died.ckpt"]
+    pool.run(2, die, compose(folder, *small, *task, *there), "on_train_batch_end", 6)
+    check_same([fit(compose(folder, *small, *task, ACCUMULATE, f"ckpt_path={folder}/died.ckpt"))], reference, done=6)

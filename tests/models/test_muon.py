@@ -1,0 +1,92 @@
+"""Muon: orthogonal steps for filters, plain SGD for the rest, in groups that have names."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from src.models.airbench import airbench
+from src.models.muon import muon, orthogonalised
+from src.models.optim import build_optimizer
+
+
+def build(net: nn.Module, **options: Any) -> Optimizer:
+    return build_optimizer(net, partial(muon, **({"lr": 0.1} | options)), 1.0, "net.")
+
+
+def stepped(net: nn.Module, optimizer: Optimizer, steps: int = 3) -> dict[str, Tensor]:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in net.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator) if parameter.requires_grad else None
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in net.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (64, 8), (32, 4, 3, 3), (16, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_update_has_singular_values_near_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    update = orthogonalised(gradient, 8)
+    assert (update.shape, update.dtype) == (gradient.shape, dtype)
+    values = torch.linalg.svdvals(update.flatten(1).double())
+    assert 0.6 < values.min() <= values.max() < 1.3
+    assert torch.equal(orthogonalised(gradient * 1024, 8), update) or dtype == torch.float64
+
+
+def test_groups_by_role() -> None:
+    optimizer = build(
+        airbench(10, (8, 16, 16)), head_scale=3.0, vector_scale=2.0, weight_decay=0.01, whitening_share=0.5
+    )
+    groups = {group["name"]: group for group in optimizer.param_groups}
+    assert list(groups) == sorted(groups), "as states are put together in order of the names"
+    assert groups["whitening"]["param_names"] == ["net.layer1.whitening.bias"]
+    assert groups["head"]["param_names"] == ["net.head.2.weight"]
+    assert len(groups["filters"]["params"]) == len(groups["vectors"]["params"]) == 6
+    assert [groups[name]["lr"] for name in ("filters", "head", "vectors")] == pytest.approx([0.1, 0.3, 0.2])
+    assert [group["lr"] * group["weight_decay"] for group in groups.values()] == pytest.approx([0.01] * 4)
+    assert [group["until"] for group in groups.values()] == [1, 1, 1, 0.5]
+
+
+def test_everything_else_is_stepped_as_by_sgd() -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.BatchNorm1d(4))
+
+    ours, theirs = net(), net()
+    found = stepped(ours, build(ours, vector_scale=2.0, vector_momentum=0.8, weight_decay=0.02))
+    sgd = torch.optim.SGD(theirs.parameters(), lr=0.2, momentum=0.8, nesterov=True, weight_decay=0.1)
+    expected = stepped(theirs, sgd)
+    assert all(torch.allclose(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_unit_filters_have_a_norm_of_one_before_the_step() -> None:
+    net = nn.Conv2d(3, 16, 3, bias=False)
+    stepped(net, build(net, lr=1e-9, unit_filters=True), 1)
+    assert float(net.weight.norm()) == pytest.approx(4.0, rel=1e-5)
+
+
+def test_a_step_is_as_long_as_the_rate_says_whatever_the_gradient() -> None:
+    net = nn.Conv2d(16, 16, 3, bias=False)
+    before = net.weight.detach().clone()
+    stepped(net, build(net, lr=0.1, iterations=8), 1)
+    values = torch.linalg.svdvals((net.weight.detach() - before).flatten(1)) / 0.1
+    assert 0.6 < values.min() <= values.max() < 1.3
+
+
+def test_its_state_is_that_of_named_parameters_and_goes_round() -> None:
+    torch.manual_seed(0)
+    one = airbench(10, (8, 16, 16))
+    two = airbench(10, (8, 16, 16))
+    two.load_state_dict(one.state_dict())
+    first, second = build(one, unit_filters=True), build(two, unit_filters=True)
+    stepped(one, first)
+    two.load_state_dict(one.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert len(first.state_dict()["state"]) == 14, "frozen parameters have none"
+    found, expected = stepped(two, second), stepped(one, first)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

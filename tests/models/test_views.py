@@ -1,0 +1,73 @@
+"""Test-time augmentation: the right average, in the test only, and beside the plain accuracy."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from src.data.pixels import normalize
+from src.errors import UserError
+from src.experiment import assemble
+from src.models.views import average_over_views
+from tests.pool import Pool
+from tests.runs import Record, compose, fit
+
+NET = ["model=resnet9", "model.width=4", "data.batch_size=16", "trainer.max_epochs=1", "trainer.limit_train_batches=5"]
+PICTURES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def pixels(image: Tensor) -> Tensor:
+    """A network whose logits are the picture."""
+    return image.flatten(1)
+
+
+def test_mirror() -> None:
+    found = average_over_views(pixels, PICTURES, pixels(PICTURES), "mirror").view_as(PICTURES)
+    assert torch.allclose(found, (PICTURES + PICTURES.flip(-1)) / 2)
+
+
+def test_shift_is_by_a_pixel_both_ways_with_half_of_the_weight() -> None:
+    found = average_over_views(pixels, PICTURES, pixels(PICTURES), "shift").view_as(PICTURES)
+    padded = F.pad(PICTURES, (1, 1, 1, 1), mode="reflect")
+    views = [(PICTURES, 0.25), (padded[..., :8, :8], 0.125), (padded[..., 2:, 2:], 0.125)]
+    expected = torch.stack([weight * (view + view.flip(-1)) for view, weight in views]).sum(0)
+    assert torch.allclose(found, expected)
+    constant = torch.ones(1, 3, 8, 8)
+    assert torch.allclose(average_over_views(pixels, constant, pixels(constant), "shift"), torch.ones(1, 192))
+
+
+def test_it_stands_beside_the_plain_accuracy(small: list[str], folder: Path) -> None:
+    trainer, module, data = assemble(compose(folder, *small, "model=mlp", "module.tta=shift"))
+    found = trainer.test(module, datamodule=data, verbose=False)[0]
+    held = data.splits["test"].held
+    image = normalize(held.images, data.mean, data.std, torch.float32)
+    with torch.no_grad():
+        plain = module.eval()(image)
+        averaged = average_over_views(module, image, plain, "shift")
+    shares = [float((logits.argmax(1) == held.labels).float().mean()) for logits in (plain, averaged)]
+    assert [found["test/acc"], found["test/acc_tta"]] == pytest.approx(shares)
+    assert shares[0] != shares[1]
+
+
+def test_none_without_being_asked_for(small: list[str], folder: Path) -> None:
+    assert "test/acc_tta" not in fit(compose(folder, *small, *NET), test=True).metrics
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_it_is_exact_on_two_processes(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
+    task = [*NET, "module.tta=shift", "optimizer.lr=0", "trainer.precision=64-true", "model.norm=group"]
+    alone = fit(compose(folder / "alone", *small, *task), test=True)
+    cfg = compose(folder, *small, *task, f"strategy={strategy}", "trainer.devices=2")
+    for record in pool.run(2, _tested, cfg):
+        assert record.metrics["test/acc_tta"] == pytest.approx(alone.metrics["test/acc_tta"], abs=1e-12)
+
+
+def _tested(cfg: object) -> Record:
+    return fit(cfg, test=True)  # type: ignore[arg-type]
+
+
+def test_no_such_views(small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match="mirror"):
+        assemble(compose(folder, *small, "module.tta=miror"))
