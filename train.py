@@ -14,17 +14,18 @@ from omegaconf import DictConfig
 from src.errors import UserError
 from src.launch.cli import TRACEBACK_WANTED, run
 from src.launch.folder import register_resolvers, remove_if_unused
+from src.launch.imports import uncollected
 from src.sweeps.optuna_sweeper import register_sweeper
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict[str, float] | float:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        from src.sweeps.job import run_job
-
+        with uncollected():
+            from src.sweeps.job import run_job
         return run_job(cfg)
-    from src.launch.start import launch
-
+    with uncollected():
+        from src.launch.start import launch
     try:
         return launch(cfg)
     except UserError as error:

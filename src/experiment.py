@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -23,8 +24,10 @@ from src.checkpoint import AtomicCheckpointIO, start_from
 from src.data.position import DataPosition
 from src.errors import UserError
 from src.launch.signals import Stopped
+from src.lean import NoProfiler, lighten
 from src.loggers.csv import CSVLogger
 from src.loggers.wandb import finish, preempted
+from src.memory import keep_memory
 from src.strategies.compatibility import check_can_train
 from src.strategies.sync_batchnorm import GlobalBatchNorm
 
@@ -75,6 +78,8 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.Lightning
         raise UserError(f"seed={cfg.seed} is no seed: give a whole number of at least zero")
     L.seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg)
+    if isinstance(trainer.accelerator, CPUAccelerator):
+        keep_memory()
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
     module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
     check_can_train(trainer.strategy, module)
@@ -109,6 +114,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
         plugins, precision = [*plugins, DoublePrecision()], None
     try:
         built = trainer(
+            **({} if trainer.keywords.get("profiler") else {"profiler": NoProfiler()}),
             strategy=build(cfg.strategy),
             callbacks=[*together, *required, *chosen],
             logger=[CSVLogger(folder), build(cfg.logger)],
@@ -119,12 +125,8 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
         )
     except (MisconfigurationException, ValueError) as error:  # what Lightning says of its arguments
         raise _refusal(error) from error
-    built._signal_connector.register_signal_handlers = _register_nothing
+    lighten(built)
     return built
-
-
-def _register_nothing() -> None:
-    """In place of Lightning's handler of SIGTERM, which runs a collective wherever the signal finds the process."""
 
 
 def _refusal(error: Exception) -> UserError:

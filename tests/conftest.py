@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from src.data.cifar import CIFAR10, CIFAR100
 from src.data.shapes import Shapes
+from tests.memory import give_back, keep_none
 from tests.pool import Pool
 
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -21,6 +22,7 @@ ALLOWED_SKIPS = {
     "tests/launch/test_command_line.py::test_what_the_parent_finds_wrong[no gpu]": "there is a GPU",
     "tests/launch/test_slurm.py": "SLURM is not installed",
     "tests/launch/test_two_hosts.py": "network namespaces take root, and iproute2",
+    "tests/test_waits.py::test_nothing_waits_on_a_gpu": "there is no GPU",
     "tests/models/test_classifier.py::test_compiled": "there is no C++ compiler",
 }
 UNEXPECTED_SKIPS: list[str] = []
@@ -42,7 +44,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(autouse=True)
 def _no_process_group_left() -> Iterator[None]:
     """A run of one rank in this process keeps its port, and Lightning leaves that in the environment for the next."""
+    keep_none()
     yield
+    give_back()
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):

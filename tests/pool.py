@@ -56,6 +56,8 @@ class Pool:
         self._ranks = []
 
     def _start(self) -> None:
+        if not all(process.is_alive() for process, _ in self._ranks):
+            self.stop()
         context = mp.get_context("spawn")
         while len(self._ranks) < self.size:
             ours, theirs = context.Pipe()
@@ -77,6 +79,9 @@ def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.memory import give_back, keep_none
+
+    keep_none()
     torch.set_num_threads(1)
     logging.getLogger("lightning").setLevel(logging.WARNING)
     while True:
@@ -91,6 +96,7 @@ def _serve(connection: Connection) -> None:
                 dist.destroy_process_group()
             for name in variables:
                 os.environ.pop(name, None)
+            give_back()
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -8,9 +8,11 @@ from hydra.core.plugins import Plugins
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import nn
 from torch.distributed.elastic.multiprocessing.api import PContext
@@ -119,3 +121,22 @@ def test_hydra_finds_a_plugin_by_its_entry() -> None:
     register_sweeper()
     assert "class_name_to_class[classname]" in inspect.getsource(Plugins._instantiate)
     assert Plugins.instance().class_name_to_class["hydra_plugins.optuna.OptunaSweeper"] is OptunaSweeper
+
+
+def test_lightning_skips_what_cannot_be_called() -> None:
+    """src/lean.py puts None where a callback has nothing to do at a step, and a context that does nothing."""
+    source = inspect.getsource(call._call_callback_hooks)
+    assert source.index("callable(fn)") < source.index("trainer.profiler.profile(")
+
+
+def test_lightning_still_does_at_every_step_what_we_take_out() -> None:
+    """If it no longer does, src/lean.py can be shorter."""
+    source = inspect.getsource(_TrainingEpochLoop.advance)
+    assert "self._broadcast_sigterm_tensor()" in source
+    assert "self._build_kwargs(OrderedDict(), batch, batch_idx)" in source
+    assert "is_param_in_hook_signature" in inspect.getsource(_TrainingEpochLoop._build_kwargs)
+
+
+def test_torch_still_notes_a_stack_trace_to_seed_a_device_that_is_not_in_use() -> None:
+    """If it no longer does, src/callbacks/seed.py can call torch.manual_seed."""
+    assert "traceback" in inspect.getsource(torch.cuda._lazy_call)

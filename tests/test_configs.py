@@ -34,9 +34,10 @@ def _choose(group: str, choice: str) -> str:
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{group}={choice}" for group, choice in CHOICES])
 def test_trains(group: str, choice: str, small: list[str], cifar: Path, pool: Pool, folder: Path) -> None:
     data = [f"data.root={cifar}"] if group == "data" and choice != "shapes" else small
-    model = [] if group in ("model", "experiment") else ["model=mlp", "model.hidden=[16]"]
     quiet = ["trainer.accelerator=cpu", *([] if group == "logger" else ["logger=none"])]
-    chosen = [*data, *model, *quiet, _choose(group, choice), *TINY]
+    choosing = _choose(group, choice)
+    model = [] if choosing.startswith(("model=", "experiment=")) else ["model=mlp", "model.hidden=[16]"]
+    chosen = [*data, *model, *quiet, choosing, *TINY]
     devices = 2 if group == "strategy" and choice != "auto" else 1
     cfg = compose(folder, *dict.fromkeys(chosen), f"trainer.devices={devices}", quiet=False)
     alone = devices == 1 or drives_all_devices(cfg)

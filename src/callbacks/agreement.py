@@ -28,6 +28,9 @@ class Agreement:
         now = time.monotonic()
         rate = self._steps / max(now - self._since, 1e-6)
         wanted = min(max(1, int(rate * self._seconds)), 2 * self._steps, _MOST)  # the first step tells little
+        if trainer.world_size == 1:  # a tensor would make the host wait for the device
+            self._since, self._steps, self._left = now, wanted, wanted
+            return ask()
         answers = torch.tensor([ask(), -wanted], device=trainer.strategy.root_device)
         answer, steps = trainer.strategy.reduce(answers, reduce_op="max").tolist()
         self._since, self._steps, self._left = now, -steps, -steps

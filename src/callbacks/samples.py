@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import WandbLogger
 from PIL import Image
 from torch import Tensor
 
@@ -42,7 +41,7 @@ class SampleGrid(L.Callback):
         with replacing(file) as temporary:
             grid.save(temporary, "png")
         for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
+            if hasattr(logger, "log_image"):
                 logger.log_image("samples", [grid], step=trainer.global_step)
 
     def _grid(self, trainer: L.Trainer, images: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import numpy as np
 from torch import Tensor
 
 from src.data import mixing
-from src.data.pixels import crop_and_flip, cutout
+from src.data.pixels import alternating_flip, crop_and_flip, cutout
 from src.data.trivial_augment import trivial_augment
 from src.errors import UserError
 
@@ -15,7 +15,7 @@ class Augment:
     Args:
         trivial: one random operation of TrivialAugment per picture.
         crop_padding: pixels of reflected border from which a picture is cropped at random; 0 for no crop.
-        flip: mirror half of the pictures.
+        flip: mirror half of the pictures, at random; `alternating`: the other half in every other epoch.
         cutout: side of a square set to the mean colour, in pixels; 0 for none.
         mixup, cutmix: alpha of each one's Beta distribution; 0 for none. With both, each step takes one of them.
         mix_probability: share of the steps at which pictures are mixed.
@@ -28,7 +28,7 @@ class Augment:
         self,
         trivial: bool = False,
         crop_padding: int = 4,
-        flip: bool = True,
+        flip: bool | str = True,
         cutout: int = 0,
         mixup: float = 0.0,
         cutmix: float = 0.0,
@@ -39,24 +39,33 @@ class Augment:
                 raise UserError(f"data.augment.{name}={value}: give a number of at least zero, which means none")
         if not 0 <= mix_probability <= 1:
             raise UserError(f"data.augment.mix_probability={mix_probability}: give a share between 0 and 1")
+        if flip not in (True, False, "alternating"):
+            raise UserError(f"data.augment.flip={flip}: take true, false or alternating")
         self.trivial, self.crop_padding, self.flip, self.cutout = trivial, crop_padding, flip, cutout
         self.mixers = [(mix, alpha) for mix, alpha in ((mixing.mixup, mixup), (mixing.cutmix, cutmix)) if alpha > 0]
         self.mix_probability = mix_probability
 
-    def pixels(self, image: Tensor, keys: Tensor) -> Tensor:
-        """Change (n, channels, height, width) uint8 pictures, each by the random numbers of its key."""
+    def pixels(self, image: Tensor, keys: Tensor, identity: tuple[int, int, Tensor]) -> Tensor:
+        """Change (n, channels, height, width) uint8 pictures, each by the random numbers of its key.
+
+        Args:
+            identity: seed, epoch and the pictures' indices, of which the keys are made.
+        """
         if self.trivial:
             image = trivial_augment(image, keys)
         if self.crop_padding or self.flip:
-            image = crop_and_flip(image, keys, self.crop_padding, self.flip)
+            flip = alternating_flip(*identity) if self.flip == "alternating" else bool(self.flip)
+            image = crop_and_flip(image, keys, self.crop_padding, flip)
         return image
 
     def normalised(self, image: Tensor, target: Tensor, keys: Tensor, draw: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Change normalised pictures and their (n, classes) targets; what a step has in common is fixed by `draw`."""
         if self.cutout:
             image = cutout(image, keys, self.cutout)
+        if not self.mixers:
+            return image, target
         rng = np.random.default_rng(draw)
-        if self.mixers and rng.random() < self.mix_probability:
+        if rng.random() < self.mix_probability:
             mix, alpha = self.mixers[rng.integers(len(self.mixers))]
             image, target = mix(image, target, alpha, rng)
         return image, target

@@ -2,11 +2,10 @@
 
 from collections.abc import Sized
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -14,9 +13,10 @@ from src.data.augment import Augment
 from src.data.batch import Batch
 from src.data.pictures import PictureFolder
 from src.data.pixels import normalize, sample_keys
+from src.data.resident import loader
 from src.data.sampler import EvaluationBatches, TrainingBatches
 from src.data.source import ImageSource
-from src.data.splits import ImageSplit, divide
+from src.data.splits import ImageSet, ImageSplit, divide
 from src.errors import UserError
 
 
@@ -34,6 +34,7 @@ class ImageDataModule(L.LightningDataModule):
         train_samples: train on this many pictures only, the same share of each class; null for all.
         pictures: a folder of image files, to be classified where prediction is asked for.
         num_workers: processes that fetch batches; the data is in memory, so none is usually fastest.
+        device_resident: keep the pictures on the device, so that only indices travel; `auto`: if it has room enough.
         seed: fixes the validation split, the order of the samples and their augmentation.
 
     Raises:
@@ -56,6 +57,7 @@ class ImageDataModule(L.LightningDataModule):
         train_samples: int | None = None,
         pictures: str | None = None,
         num_workers: int = 0,
+        device_resident: str | bool = "auto",
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -70,12 +72,14 @@ class ImageDataModule(L.LightningDataModule):
             raise UserError(f"data.train_samples={train_samples}: give a number of at least one, or null for all")
         if augment.crop_padding >= min(image_shape[1:]):
             raise UserError(f"data.augment.crop_padding={augment.crop_padding} is more than the picture has to reflect")
+        if device_resident not in ("auto", True, False) or (device_resident is True and num_workers):
+            raise UserError(f"data.device_resident={device_resident}: auto, false, or true with data.num_workers=0")
         self.source, self.root, self.num_classes = source, Path(root), num_classes
         self.image_shape, self.mean, self.std = cast(tuple[int, int, int], tuple(image_shape)), mean, std
         self.batch_size, self.batch_size_per_device = batch_size, batch_size_per_device
         self.val_fraction, self.train_samples = val_fraction, train_samples
         self.augment, self.pictures = augment, pictures
-        self.num_workers, self.seed = num_workers, seed
+        self.num_workers, self.device_resident, self.seed = num_workers, device_resident, seed
         self.resume_at = (0, 0)  # epoch, and samples of it already trained
         self.splits: dict[str, ImageSplit] = {}
 
@@ -87,11 +91,10 @@ class ImageDataModule(L.LightningDataModule):
         if stage == "predict":
             return
         if not self.splits:
-            train, test = self._load("train"), self._load("test")
-            kept, held_out = divide(train[1], self.val_fraction, self.train_samples, self.seed)
-            self.splits["train"] = ImageSplit(*train, kept)
-            self.splits["val"] = ImageSplit(*train, held_out)
-            self.splits["test"] = ImageSplit(*test, torch.arange(len(test[1])))
+            train, test = (ImageSet(*self._load(name)) for name in ("train", "test"))
+            kept, held_out = divide(train.labels, self.val_fraction, self.train_samples, self.seed)
+            parts = {"train": (train, kept), "val": (train, held_out), "test": (test, torch.arange(len(test.labels)))}
+            self.splits = {name: ImageSplit(*part) for name, part in parts.items()}
         self._check_batch()
 
     def train_dataloader(self) -> DataLoader[Batch]:
@@ -101,8 +104,9 @@ class ImageDataModule(L.LightningDataModule):
         batches.epoch, batches.start = self.resume_at
         return self._loader(split, batches)
 
-    def val_dataloader(self) -> DataLoader[Batch]:
-        return self._evaluation_loader(self.splits["val"])
+    def val_dataloader(self) -> DataLoader[Batch] | list[Any]:
+        split = self.splits["val"]
+        return self._evaluation_loader(split) if len(split) else []  # which Lightning takes for no validation
 
     def test_dataloader(self) -> DataLoader[Batch]:
         return self._evaluation_loader(self.splits["test"])
@@ -110,14 +114,19 @@ class ImageDataModule(L.LightningDataModule):
     def predict_dataloader(self) -> DataLoader[Batch]:
         return self._evaluation_loader(PictureFolder(Path(str(self.pictures)), self.image_shape))
 
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """Unless it is there: Lightning takes its time to find that out."""
+        there = batch.image.device == device
+        return batch if there else super().transfer_batch_to_device(batch, device, dataloader_idx)
+
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Augment the pictures, in training, and normalise them, on the device; spell targets out as shares."""
         trainer, dtype = self.trainer, cast(torch.dtype, self.trainer.lightning_module.dtype)
-        keys = sample_keys(self.seed, trainer.current_epoch, batch.sample_index)
-        image = self.augment.pixels(batch.image, keys) if trainer.training else batch.image
+        identity = (self.seed, trainer.current_epoch, batch.sample_index)
+        keys = sample_keys(*identity)
+        image = self.augment.pixels(batch.image, keys, identity) if trainer.training else batch.image
         image = normalize(image, self.mean, self.std, dtype)
-        classes = torch.arange(self.num_classes, device=image.device)
-        target = (batch.target[:, None] == classes).to(dtype)
+        target = (batch.target[:, None] == torch.arange(self.num_classes, device=image.device)).to(dtype)
         if trainer.training:
             image, target = self.augment.normalised(image, target, keys, draw=(self.seed, trainer.global_step))
         weight = batch.weight.to(dtype) / (len(image) if trainer.training else 1)
@@ -218,5 +227,4 @@ class ImageDataModule(L.LightningDataModule):
         return self._loader(split, EvaluationBatches(len(cast(Sized, split)), per_device, replicas, rank))
 
     def _loader(self, split: Dataset[Batch], batches: TrainingBatches | EvaluationBatches) -> DataLoader[Batch]:
-        pin = isinstance(self.trainer.accelerator, CUDAAccelerator)
-        return DataLoader(split, sampler=batches, batch_size=None, num_workers=self.num_workers, pin_memory=pin)
+        return loader(split, batches, self.trainer.lightning_module.device, self.device_resident, self.num_workers)

@@ -6,6 +6,8 @@ and on a GPU. The mixing function is the finalizer of SplitMix64 (Steele, Lea an
 pseudorandom number generators", 2014), in two's-complement 64-bit arithmetic.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,26 +22,31 @@ _MIX1 = _signed(0xBF58476D1CE4E5B9)
 _MIX2 = _signed(0x94D049BB133111EB)
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
+def _wrap(x: Any) -> Any:
+    """Tensors wrap around by themselves, Python's integers do not."""
+    return _signed(x) if isinstance(x, int) else x
+
+
+def _shift_right(x: Any, bits: int) -> Any:
     return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical: int64's own shift copies the sign
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _MIX1
-    x = (x ^ _shift_right(x, 27)) * _MIX2
+def _mix(x: Any) -> Any:
+    x = _wrap((x ^ _shift_right(x, 30)) * _MIX1)
+    x = _wrap((x ^ _shift_right(x, 27)) * _MIX2)
     return x ^ _shift_right(x, 31)
 
 
 def hash_ints(*parts: int | Tensor, device: torch.device | str = "cpu") -> Tensor:
     """Hash broadcastable integers, in order, to 64 well-mixed bits (int64)."""
-    state = torch.zeros((), dtype=torch.int64, device=device)
+    state: Any = 0  # an integer as long as it can be: each operation on a tensor costs
     for part in parts:
-        state = _mix((state ^ (_signed(part) if isinstance(part, int) else part)) + _GOLDEN)
-    return state
+        state = _mix(_wrap((_wrap(part) ^ state) + _GOLDEN))
+    return torch.tensor(state, device=device) if isinstance(state, int) else state
 
 
-def _draw(keys: Tensor, draw: int) -> Tensor:
-    return _mix(keys + _signed((draw + 1) * _GOLDEN))
+def _draw(keys: Tensor, draw: int | Tensor) -> Tensor:
+    return _mix(keys + _wrap((draw + 1) * _GOLDEN))
 
 
 def uniform(keys: Tensor, draw: int) -> Tensor:
@@ -47,8 +54,8 @@ def uniform(keys: Tensor, draw: int) -> Tensor:
     return _shift_right(_draw(keys, draw), 40).float() * 2.0**-24
 
 
-def integers(keys: Tensor, draw: int, high: int) -> Tensor:
-    """Int64 numbers in [0, high), one for each key."""
+def integers(keys: Tensor, draw: int | Tensor, high: int) -> Tensor:
+    """Int64 numbers in [0, high), one for each key; or for each of several draws, which broadcast with the keys."""
     return (_shift_right(_draw(keys, draw), 32) * high) >> 32
 
 

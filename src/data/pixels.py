@@ -13,21 +13,39 @@ def sample_keys(seed: int, epoch: int, index: Tensor) -> Tensor:
     return hash_ints(seed, epoch, index, device=index.device)
 
 
-def crop_and_flip(image: Tensor, keys: Tensor, padding: int, flip: bool) -> Tensor:
+def crop_and_flip(image: Tensor, keys: Tensor, padding: int, flip: bool | Tensor) -> Tensor:
     """Crop each (channels, height, width) image at random from itself padded by reflection; mirror every second.
+
+    Which ones are mirrored, (n,) bool, can be given in the place of `flip`.
 
     One gather does both. Padding and flipping as in He et al., "Deep residual learning" (2015), section 4.2,
     but with reflected borders instead of black ones.
     """
     count, channels, height, width = image.shape
-    rows = torch.arange(height, device=image.device) + integers(keys, 0, 2 * padding + 1)[:, None] - padding
-    columns = torch.arange(width, device=image.device) + integers(keys, 1, 2 * padding + 1)[:, None] - padding
-    if flip:
-        mirrored = (uniform(keys, 2) < 0.5)[:, None]
-        columns = torch.where(mirrored, width - 1 - columns, columns)
-    source = _reflect(rows, height)[:, :, None] * width + _reflect(columns, width)[:, None, :]
+    first = integers(keys, torch.arange(2, device=image.device)[:, None], 2 * padding + 1)
+    rows, columns = (
+        _windows(size, padding, image.device).index_select(0, chosen)
+        for size, chosen in zip((height, width), first, strict=True)
+    )
+    if flip is not False:
+        mirrored = flip if isinstance(flip, Tensor) else random_flip(keys)
+        columns = torch.where(mirrored[:, None], width - 1 - columns, columns)
+    source = (rows * width)[:, :, None] + columns[:, None, :]
     pixels = source.view(count, 1, -1).expand(-1, channels, -1)
     return image.flatten(2).gather(2, pixels).view_as(image)
+
+
+def random_flip(keys: Tensor) -> Tensor:
+    """Which pictures to mirror: every second, at random."""
+    return uniform(keys, 2) < 0.5
+
+
+def alternating_flip(seed: int, epoch: int, index: Tensor) -> Tensor:
+    """Those mirrored at random in epoch zero, in the next epoch the others, and so on in turn.
+
+    A pair of epochs shows every picture both ways (Jordan, "94% on CIFAR-10 in 3.29 seconds", 2024, section 3.6).
+    """
+    return random_flip(sample_keys(seed, 0, index)) ^ bool(epoch % 2)
 
 
 def cutout(image: Tensor, keys: Tensor, size: int) -> Tensor:
@@ -43,7 +61,7 @@ def cutout(image: Tensor, keys: Tensor, size: int) -> Tensor:
 def normalize(image: Tensor, mean: list[float], std: list[float], dtype: torch.dtype) -> Tensor:
     """Turn uint8 pixels into floats of mean 0 and standard deviation 1; `mean` and `std` are per channel, in [0, 1]."""
     shift, scale = (_per_channel(tuple(values), dtype, image.device) for values in (mean, std))
-    return (image.to(dtype) - shift) / scale
+    return image.to(dtype).sub_(shift).div_(scale)
 
 
 @functools.cache
@@ -52,6 +70,9 @@ def _per_channel(values: tuple[float, ...], dtype: torch.dtype, device: torch.de
     return torch.tensor(values, dtype=dtype, device=device)[:, None, None] * 255
 
 
-def _reflect(position: Tensor, size: int) -> Tensor:
-    position = position.abs()
-    return torch.where(position >= size, 2 * (size - 1) - position, position)
+@functools.cache
+def _windows(size: int, padding: int, device: torch.device) -> Tensor:
+    """The places that each crop of a line of `size` pixels takes, (2 padding + 1, size), from the outermost on."""
+    shifts, places = torch.arange(-padding, padding + 1, device=device), torch.arange(size, device=device)
+    reflected = (shifts[:, None] + places).abs()
+    return torch.where(reflected >= size, 2 * (size - 1) - reflected, reflected)

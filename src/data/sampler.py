@@ -46,11 +46,16 @@ class TrainingBatches(Sampler[Tensor]):
         return self.num_samples // self.batch_size * self.accumulate
 
     def __iter__(self) -> Iterator[Tensor]:
+        yield from self.table()
+
+    def table(self) -> Tensor:
+        """What is left of the epoch: one micro-batch of this rank per row."""
         order = permutation(self.num_samples, self.seed, self.epoch)
         end = self.num_samples // self.batch_size * self.batch_size
-        for first in range(self.start, end, self.batch_size):
-            rounds = order[first : first + self.batch_size].view(-1, self.replicas, self.accumulate, self.interleaved)
-            yield from rounds[:, self.rank].transpose(0, 1).flatten(1)
+        parts = self.replicas * self.accumulate * self.interleaved
+        shape = (self.batch_size // parts, self.replicas, self.accumulate, self.interleaved)
+        rounds = order[self.start : end].view(-1, *shape)[:, :, self.rank]  # (steps, rounds, accumulate, interleaved)
+        return rounds.transpose(1, 2).reshape(-1, shape[0] * self.interleaved)
 
 
 class EvaluationBatches(Sampler[Tensor]):
@@ -63,5 +68,9 @@ class EvaluationBatches(Sampler[Tensor]):
         return -(-self.num_samples // (self.per_device * self.replicas))
 
     def __iter__(self) -> Iterator[Tensor]:
+        yield from self.table()
+
+    def table(self) -> Tensor:
+        """One batch of this rank per row."""
         positions = torch.arange(len(self) * self.per_device) * self.replicas + self.rank
-        yield from torch.where(positions < self.num_samples, positions, -1).split(self.per_device)
+        return torch.where(positions < self.num_samples, positions, -1).view(-1, self.per_device)

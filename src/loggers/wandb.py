@@ -2,18 +2,31 @@
 
 import logging
 import os
+import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import wandb
-from lightning.pytorch.loggers import WandbLogger
+from src.loggers.background import InBackground
 
 _log = logging.getLogger(__name__)
 
 
 def wandb_logger(
     project: str, run_id: str, folder: str, group: str | None = None, tags: list[str] | None = None
-) -> WandbLogger:
-    """The logger of one training run, whatever the number of its processes and however often it is resumed."""
+) -> InBackground:
+    """The logger of one training run, whatever the number of its processes and however often it is resumed.
+
+    wandb takes a second to import and to start, and longer where it waits for its server: training does not.
+    """
+    options = {"project": project, "name": run_id, "id": run_id, "save_dir": folder, "group": group, "tags": tags}
+    return InBackground(partial(_begin, folder, options), version=run_id)
+
+
+def _begin(folder: str, options: dict[str, Any]) -> Any:
+    import wandb
+    from lightning.pytorch.loggers import WandbLogger
+
     mode = online_or_offline()
     if mode == "offline":
         _log.info(
@@ -21,32 +34,29 @@ def wandb_logger(
             *[folder] * 2,
         )
     Path(folder).mkdir(parents=True, exist_ok=True)
-    settings = wandb.Settings(silent=True, console="off")
-    return WandbLogger(
-        project=project,
-        name=run_id,
-        id=run_id,
-        resume="allow",
-        save_dir=folder,
-        group=group,
-        tags=tags,
-        mode=mode,
-        settings=settings,
-    )
+    return WandbLogger(**options, resume="allow", mode=mode, settings=wandb.Settings(silent=True, console="off"))
 
 
 def online_or_offline() -> str:
     """What `WANDB_MODE` says, or else whether credentials are configured; nobody is asked, nothing is sent."""
+    import wandb
+
     return os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
 
 
 def preempted() -> None:
     """Tell wandb that this run was stopped from outside and is to go on: a sweep's agent would start it again."""
-    if wandb.run is not None:
+    if wandb := _in_use():
         wandb.mark_preempting()
 
 
 def finish(succeeded: bool) -> None:
     """End this process's wandb run, if it has one."""
-    if wandb.run is not None:
+    if wandb := _in_use():
         wandb.finish(exit_code=0 if succeeded else 1)
+
+
+def _in_use() -> Any:
+    """The package, where it was imported and has a run."""
+    wandb = sys.modules.get("wandb")
+    return wandb if wandb and wandb.run is not None else None

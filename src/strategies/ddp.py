@@ -11,17 +11,17 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from src.callbacks.ema import EMA
 from src.errors import UserError, nearest
+from src.strategies.sync_batchnorm import SyncedBatchNorm
 
 
 def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -53,6 +53,7 @@ class DDP(DDPStrategy):
         model_averaging_period: of post-local SGD.
         shard_optimizer: each rank keeps the optimiser's state of its share of the weights only, steps these, and sends
             them to the others (ZeRO stage 1: Rajbhandari et al., 2020).
+        gradient_as_bucket_view: gradients lie where they are reduced, which saves a copy of them, in memory and time.
         **kwargs: what DistributedDataParallel takes, such as `bucket_cap_mb`.
 
     Raises:
@@ -66,8 +67,10 @@ class DDP(DDPStrategy):
         matrix_approximation_rank: int = 4,
         model_averaging_period: int = 4,
         shard_optimizer: bool = False,
+        gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
+        kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         super().__init__(model_averaging_period=model_averaging_period, **kwargs)
         self.comm_hook, self.comm_start_step, self.shard_optimizer = comm_hook, comm_start_step, shard_optimizer
         self.matrix_approximation_rank = matrix_approximation_rank
@@ -107,9 +110,19 @@ class DDP(DDPStrategy):
             )
         super().setup(trainer)
 
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Without a broadcast of buffers at each step, if batch normalisation keeps them equal anyway."""
+        norms = [norm for norm in model.modules() if isinstance(norm, SyncedBatchNorm)]
+        ddp = super()._setup_model(model)
+        if sum(len(norm._buffers) for norm in norms) == len(list(model.buffers())):
+            ddp.broadcast_buffers = False  # a property from torch 2.13 on; as an argument that warns
+        return ddp
+
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.shard_optimizer:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # late: that package takes a while to import
+
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # not overridden, but another's
             whole = self.optimizers
             if any(group.get("fused") or group.get("capturable") for one in whole for group in one.param_groups):

@@ -10,6 +10,7 @@ from src.launch import signals
 from src.launch.logs import log_to_folder
 from src.launch.rank import close_process_group
 from src.loggers.wandb import finish, preempted
+from src.memory import keep_memory
 from src.strategies.ddp import DDP
 
 
@@ -23,6 +24,8 @@ class DDPSpawn(DDP):
 
     def setup(self, trainer: L.Trainer) -> None:
         log_to_folder(trainer.default_root_dir, self.global_rank)
+        if self.root_device.type == "cpu":
+            keep_memory()
         super().setup(trainer)
 
     def _configure_launcher(self) -> None:

@@ -27,7 +27,7 @@ from src.strategies.gradients import average_over, clip_by_norm_over
 from src.strategies.portable import PortableStrategy
 from src.strategies.relay import Relay
 from src.strategies.schedules import build_schedule, kind_of
-from src.strategies.split import Block, cut, ordered_blocks, table
+from src.strategies.split import Block, Stage, cut, ordered_blocks, table
 from src.strategies.sync_batchnorm import SyncedBatchNorm
 
 _log = logging.getLogger(__name__)
@@ -68,17 +68,22 @@ class Pipeline(PortableStrategy):
         self._pipeline: Any = None  # torch's schedule, once the network is taken apart
         self._modules: dict[int, nn.Module] = {}  # of this rank's stages
         self._outputs: Tensor | None = None  # of the batch that the schedule has just trained on
-        self._batch: Batch | None = None
+        self._micro_batches: Batch | None = None  # and that batch, a micro-batch in each row
+        self._weights: list[nn.Parameter] = []  # of this rank's stages
         self._held: list[tuple[nn.Parameter, Tensor]] = []
 
     @property
+    def _accumulate(self) -> int:
+        return cast(L.LightningModule, self.lightning_module).trainer.accumulate_grad_batches
+
+    @property
     def _sharded(self) -> bool:
-        return self.data_parallel == "fsdp" and self.device_mesh["data_parallel"].size() > 1
+        return self.data_parallel == "fsdp" and self._replicas.size() > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        mesh = self.device_mesh["data_parallel"]
-        return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank(), "interleaved": self.microbatches}
+        replicas, rank = self._replicas.size(), self._replicas.get_local_rank()
+        return {"num_replicas": replicas, "rank": rank, "interleaved": self.microbatches}
 
     def setup_environment(self) -> None:
         self._setup_distributed()
@@ -89,6 +94,7 @@ class Pipeline(PortableStrategy):
             raise UserError("trainer.precision=16-mixed scales the loss, which a schedule does not: take bf16-mixed")
         shape, names = (self.world_size // ranks, ranks), ("data_parallel", "pipeline")
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        self._replicas = self._device_mesh["data_parallel"]  # kept, since looking a mesh up takes two milliseconds
         self._group = self._device_mesh["pipeline"].get_group()
         self._place = self._device_mesh["pipeline"].get_local_rank()
 
@@ -96,30 +102,32 @@ class Pipeline(PortableStrategy):
         """Keep the blocks of this rank's stages, and put the pipeline in the place of the network's forward pass."""
         for norm in module.modules():
             if isinstance(norm, SyncedBatchNorm):
-                norm.process_group = self.device_mesh["data_parallel"].get_group()
+                norm.process_group = self._replicas.get_group()
         self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
         net = cast(nn.Module, module.net)
         if net._compiled_call_impl is not None:
             raise UserError("module.compile=true compiles the whole network, of which a pipeline's rank holds a part")
-        net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # what is sent must be contiguous
+        if self._sharded:
+            net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP takes no other
         data, ranks = self.lightning_module.trainer.datamodule, self.device_mesh["pipeline"].size()
         pictures = next(net.parameters()).new_zeros(data.samples_per_micro_batch, *data.image_shape)
         with self.precision_plugin.forward_context():
             blocks = ordered_blocks(net, pictures)
         self._owners = self.kind.owners(ranks)
         stages = self._agreed(cut(blocks, len(self._owners), self.split), blocks)
-        shapes = [pictures.to("meta"), *(stage[-1].output for stage in stages)]
+        shapes = [pictures.to("meta"), *(stage[-1].sent for stage in stages)]
         for stage, owner in zip(stages, self._owners, strict=True):
             for block in stage if owner != self._place else []:
                 net.set_submodule(block.name, nn.Identity())
         own = [number for number, owner in enumerate(self._owners) if owner == self._place]
-        self._modules = {number: nn.Sequential(*(block.module for block in stages[number])) for number in own}
+        self._modules = {number: Stage(stages[number], stages[number - 1][-1] if number else None) for number in own}
         if self._sharded:
             for held in self._modules.values():  # gathered once per batch, not per micro-batch
-                fully_shard(held, mesh=self.device_mesh["data_parallel"], reshard_after_forward=False)
+                fully_shard(held, mesh=self._replicas, reshard_after_forward=False)
         parts = [self._stage(number, shapes) for number in own]
         self._pipeline = build_schedule(self.schedule, parts, self.microbatches, self._loss)
         self._relay = Relay(self._modules, self._owners, shapes, self._group, self.root_device)
+        self._weights = list(module.parameters())
         net.forward = self._forward
         if self.is_global_zero:
             bubble = self.kind.bubble(ranks, self.microbatches)
@@ -145,10 +153,12 @@ class Pipeline(PortableStrategy):
             group=self._group,
         )
 
-    def _loss(self, outputs: Tensor, chosen: Tensor) -> Tensor:
-        """Of one micro-batch, whose samples are `chosen`."""
-        assert self._batch is not None
-        return cast(Any, self.lightning_module).loss(outputs, Batch(*(field[chosen] for field in self._batch)))
+    def _loss(self, outputs: Tensor, number: Tensor) -> Tensor:
+        """Of micro-batch `number`, which is a tensor on the CPU since the schedule wants one to take apart."""
+        assert self._micro_batches is not None
+        return cast(Any, self.lightning_module).loss(
+            outputs, Batch(*(field[int(number)] for field in self._micro_batches))
+        )
 
     def training_step(self, batch: Batch, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
@@ -156,35 +166,35 @@ class Pipeline(PortableStrategy):
         try:
             return super().training_step(batch, *args, **kwargs)
         finally:
-            self._outputs = self._batch = None
+            self._outputs = self._micro_batches = None
 
     def _run_schedule(self, batch: Batch) -> Tensor:
         """All passes of a batch: its logits, on every rank; the gradients are held, and what was there is put back."""
-        count = len(batch.image)
-        order = torch.arange(count, device=self.root_device).view(-1, self.microbatches).T.flatten()
-        self._batch = Batch(*(field[order] for field in batch))
-        parameters = list(self.lightning_module.parameters())
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
+        self._micro_batches = Batch(*(field.unflatten(0, (-1, self.microbatches)).transpose(0, 1) for field in batch))
+        accumulated = [weight.grad if self._accumulate > 1 else None for weight in self._weights]
+        for weight in self._weights:
+            weight.grad = None
         first, last = self._owners[0] == self._place, self._owners[-1] == self._place
-        given = (self._batch.image,) if first else ()
-        goal = {"target": torch.arange(count, device=self.root_device), "losses": []} if last else {}
+        given = (self._micro_batches.image.flatten(0, 1),) if first else ()
+        goal = {"target": torch.arange(self.microbatches), "losses": []} if last else {}
         outputs = self._pipeline.step(*given, **goal)
-        self._held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
-        return self._relay.to_all(outputs.detach()[order.argsort()] if last else None, count)
+        self._held = [(weight, weight.grad) for weight in self._weights if weight.grad is not None]
+        for weight, gradient in zip(self._weights, accumulated, strict=True):
+            weight.grad = gradient
+        if last:
+            outputs = outputs.detach().unflatten(0, (self.microbatches, -1)).transpose(0, 1).flatten(0, 1)
+        return self._relay.to_all(outputs, len(batch.image))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Hand over the gradients that the schedule left, averaged over the replicas."""
         module = cast(Any, self.lightning_module)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if not self._sharded:  # FSDP2 has done it. DDP would not: some schedules get gradients past its hooks.
-            average_over(self.device_mesh["data_parallel"].get_group(), [gradient for _, gradient in self._held])
-        for parameter, gradient in self._held:
-            gradient.div_(module.trainer.accumulate_grad_batches)
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            average_over(self._replicas.get_group(), [gradient for _, gradient in self._held])
+        for weight, gradient in self._held:
+            if self._accumulate > 1:
+                gradient.div_(self._accumulate)
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         self._held = []
         return self.precision_plugin.post_backward(closure_loss, module)
 
@@ -194,7 +204,7 @@ class Pipeline(PortableStrategy):
 
     @property
     def contributes(self) -> bool:
-        return self.device_mesh["data_parallel"].get_local_rank() == 0
+        return self._replicas.get_local_rank() == 0
 
     def collect(self, own: Any) -> list[Any]:
         if not self.contributes:

@@ -22,11 +22,40 @@ class Block:
     module: nn.Module
     parameters: int
     flops: int
-    output: Tensor  # without memory: its shape and type
+    output: Tensor  # without memory: its shape, type and layout
 
     @property
     def bytes_sent(self) -> int:
         return self.output.numel() * self.output.element_size()
+
+    @property
+    def channels_last(self) -> bool:
+        return not self.output.is_contiguous() and self.output.is_contiguous(memory_format=torch.channels_last)
+
+    @property
+    def sent(self) -> Tensor:
+        """The output as it travels, for which it must be contiguous: (n, height, width, channels) if channels last."""
+        return self.output.permute(0, 2, 3, 1) if self.channels_last else self.output.contiguous()
+
+
+class Stage(nn.Sequential):
+    """Consecutive blocks, whose input and output travel as they lie in memory, without a copy.
+
+    Args:
+        before: the block that gives the input; none if that is the pictures.
+    """
+
+    def __init__(self, blocks: Sequence[Block], before: Block | None) -> None:
+        super().__init__(*(block.module for block in blocks))
+        self._channels_last = (before is not None and before.channels_last, blocks[-1].channels_last)
+
+    def forward(self, input: Tensor) -> Tensor:
+        given, gives = self._channels_last
+        output = super().forward(input.permute(0, 3, 1, 2) if given else input)
+        if not gives:
+            return output.contiguous()
+        sent = output.permute(0, 2, 3, 1).contiguous()
+        return torch.ops.aten._unsafe_view(sent, sent.shape)  # no view: zero-bubble schedules detach it in place
 
 
 def ordered_blocks(net: nn.Module, pictures: Tensor) -> list[Block]:

@@ -88,7 +88,16 @@ def test_pairs_need_an_even_number(small: list[str], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["mixup=-1", "cutmix=-0.5", "cutout=-8", "crop_padding=-1", "crop_padding=40", "mix_probability=5"]
+    "override",
+    [
+        "mixup=-1",
+        "cutmix=-0.5",
+        "cutout=-8",
+        "crop_padding=-1",
+        "crop_padding=40",
+        "mix_probability=5",
+        "flip=sometimes",
+    ],
 )
 def test_numbers_that_make_no_sense_are_refused(override: str, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=f"data.augment.{override}"):

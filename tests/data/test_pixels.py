@@ -3,7 +3,7 @@
 import torch
 
 from src.data.hashing import hash_ints, integers, permutation, uniform
-from src.data.pixels import crop_and_flip, cutout, normalize, sample_keys
+from src.data.pixels import alternating_flip, crop_and_flip, cutout, normalize, sample_keys
 
 IMAGES = torch.arange(64 * 3 * 32 * 32).remainder(251).to(torch.uint8).view(64, 3, 32, 32)
 
@@ -32,6 +32,18 @@ def test_crop_and_flip_agrees_with_padding_by_hand() -> None:
         assert torch.equal(result[k], source[:, rows[k] : rows[k] + 32, columns[k] : columns[k] + 32])
     assert 16 < int(mirrored.sum()) < 48
     assert set(rows.tolist()) == set(columns.tolist()) == set(range(9))
+
+
+def test_alternating_flips_show_the_other_side_in_the_next_epoch() -> None:
+    index = torch.arange(1000)
+    first, second, third = (alternating_flip(0, epoch, index) for epoch in range(3))
+    assert torch.equal(first, third)
+    assert torch.equal(first, ~second)
+    assert 400 < int(first.sum()) < 600
+    assert torch.equal(alternating_flip(0, 1, index.flip(0)), second.flip(0))
+    assert not torch.equal(alternating_flip(1, 0, index), first)
+    flipped = crop_and_flip(IMAGES, keys(index[:64]), 0, second[:64])
+    assert torch.equal(flipped, torch.where(second[:64, None, None, None], IMAGES.flip(-1), IMAGES))
 
 
 def test_nothing_changes_without_padding_and_flip() -> None:
@@ -71,3 +83,11 @@ def test_hash_looks_random() -> None:
     neighbours = torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1]
     assert abs(float(neighbours)) < 0.01
     assert torch.equal(integers(hash_ints(0, torch.arange(1000)), 0, 7).unique(), torch.arange(7))
+
+
+def test_hash_of_plain_integers_is_that_of_tensors() -> None:
+    """They are hashed in Python, which has no 64 bits."""
+    index = torch.tensor([0, 3, -1])
+    for numbers in ((7, 2), (-1, 2**31), (2**63 - 1, -(2**63)), (2**62 + 12345, 2**40 - 1)):
+        assert torch.equal(hash_ints(*numbers, index), hash_ints(*map(torch.tensor, numbers), index))
+        assert hash_ints(*numbers) == hash_ints(*map(torch.tensor, numbers))

@@ -11,7 +11,7 @@ import torch
 
 
 class Fate(L.Callback):
-    """In the third step, on the last rank only: nothing, SIGKILL, or more memory than there is."""
+    """In the third step, once W&B knows of the run, on the last rank only: nothing, SIGKILL, or too much memory."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -19,6 +19,9 @@ class Fate(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step != 2 or trainer.global_rank != trainer.world_size - 1:
             return
+        while not any(file.stat().st_size for file in Path(trainer.default_root_dir).glob("wandb/*/*.wandb")):
+            time.sleep(0.1)
+        time.sleep(1.0)  # it writes now and then
         if self.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.what == "memory":

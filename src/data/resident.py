@@ -1,0 +1,54 @@
+"""Pictures that lie where the network is: no batch travels, and of an epoch only its indices do."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from src.data.batch import Batch
+from src.data.sampler import EvaluationBatches, TrainingBatches
+from src.data.splits import ImageSplit
+
+_SHARE = 0.1  # of a GPU's free memory that pictures may take without being told to
+
+
+def stays(split: ImageSplit, device: torch.device, choice: str | bool, num_workers: int) -> bool:
+    """Whether the split's pictures are to be kept on the device: under `auto` if they are there, or fit well."""
+    if choice != "auto" or num_workers:
+        return choice is True
+    if split.held.images.device == device:
+        return True
+    return device.type == "cuda" and split.held.images.nbytes <= _SHARE * torch.cuda.mem_get_info(device)[0]
+
+
+def loader(
+    data: Dataset[Batch],
+    batches: TrainingBatches | EvaluationBatches,
+    device: torch.device,
+    choice: str | bool,
+    num_workers: int,
+) -> DataLoader[Batch]:
+    """Of whole batches, from the device if that is chosen, otherwise from the host."""
+    if isinstance(data, ImageSplit) and stays(data, device, choice, num_workers):
+        return ResidentBatches(data, batches, device)
+    pin = device.type == "cuda"
+    return DataLoader(data, sampler=batches, batch_size=None, num_workers=num_workers, pin_memory=pin)
+
+
+class ResidentBatches(DataLoader[Batch]):
+    """A DataLoader without workers, and without what it does for each batch.
+
+    All indices of an epoch are sent at once, from pinned memory: the host waits for nothing.
+    """
+
+    def __init__(self, split: ImageSplit, sampler: TrainingBatches | EvaluationBatches, device: torch.device) -> None:
+        super().__init__(split, sampler=sampler, batch_size=None)
+        split.held.move(device)
+        self.split, self.batches, self.device = split, sampler, device
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        index = self.split.samples(self.batches.table())
+        if self.device.type == "cuda":
+            index = index.pin_memory().to(self.device, non_blocking=True)
+        for row, weight in zip(index, index >= 0, strict=True):
+            yield self.split.batch(row, weight)

@@ -1,0 +1,59 @@
+"""Lightning's loop without what it does at every step for nobody: a small step costs hardly more than by hand.
+
+Nothing here changes what is computed. Each place is one that Lightning leaves open, or has a test in
+`tests/test_canaries.py` that says when it moved; what each is worth stands in `docs/results.md`.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+_NOTHING = nullcontext()
+_STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+
+
+class NoProfiler(PassThroughProfiler):
+    """No profiler, and none asked some forty times a step whether it is one."""
+
+    def profile(self, action_name: str) -> Any:
+        return _NOTHING
+
+
+def lighten(trainer: L.Trainer) -> None:
+    """Take out of the trainer's loop what costs time at every step and does nothing."""
+    signals: Any = trainer._signal_connector
+    loop: Any = trainer.fit_loop.epoch_loop
+    signals.register_signal_handlers = _do_nothing  # src/callbacks/preemption.py has its own
+    loop._broadcast_sigterm_tensor = _do_nothing  # by which all ranks ask each other whether one got SIGTERM
+    loop._build_kwargs = _StepArguments(loop._build_kwargs)
+    for callback in trainer.callbacks:
+        for hook in _STEP_HOOKS:
+            if not is_overridden(hook, callback, L.Callback):
+                setattr(callback, hook, None)  # what cannot be called is not
+
+
+def _do_nothing(*_: Any) -> None:
+    """In place of what runs a collective wherever a signal finds the process, or at every step."""
+
+
+class _StepArguments:
+    """Of `training_step`, whose signature Lightning inspects at every step; once is enough."""
+
+    def __init__(self, inspect: Callable[..., dict[str, Any]]) -> None:
+        self._inspect = inspect
+        self._names: list[str] = []
+
+    def __call__(self, kwargs: dict[str, Any], batch: Any, batch_idx: int) -> dict[str, Any]:
+        self._names = self._names or list(self._inspect(kwargs, batch, batch_idx))
+        return dict(zip(self._names, (batch, batch_idx), strict=False))

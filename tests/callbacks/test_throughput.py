@@ -1,0 +1,167 @@
+"""What is told of a run's speed is what a stopwatch beside it says, under every strategy, and costs nothing."""
+
+import csv
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from src.callbacks.flops import flops_per_sample
+from src.data.augment import Augment
+from src.experiment import assemble
+from tests.pool import Pool
+from tests.runs import CONF, compose, fit
+
+MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=4"]
+MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
+NAMES = {f"throughput/{name}" for name in ("samples_per_sec", "step_ms", "data_share", "peak_memory_mib")}
+
+
+class Slow(L.Callback):
+    """Makes known times pass: in a batch, in validation, as a checkpoint is made."""
+
+    def __init__(self, batch: float = 0.0, elsewhere: float = 0.0) -> None:
+        self.batch, self.elsewhere = batch, elsewhere
+
+    def on_before_backward(self, *_: Any) -> None:
+        time.sleep(self.batch)
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        time.sleep(self.elsewhere)
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        time.sleep(self.elsewhere)
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    """The log points of a run."""
+    with (folder / "metrics.csv").open() as stream:
+        read = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(stream)]
+    return [row for row in read if "throughput/samples_per_sec" in row]
+
+
+def test_tells_what_a_stopwatch_tells(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 ms per batch and 10 ms to fetch it; validation and a checkpoint every third step take long, and count not."""
+    cfg = compose(folder, *small, *MLP, "trainer.max_epochs=2", "callbacks.checkpoint.every_n_train_steps=3")
+    augment = Augment.pixels
+
+    def slowly(self: Augment, *args: Any) -> torch.Tensor:
+        time.sleep(0.01)
+        return augment(self, *args)
+
+    monkeypatch.setattr(Augment, "pixels", slowly)
+    fit(cfg, Slow(batch=0.02, elsewhere=0.5))
+    told = rows(folder)
+    assert len(told) == 5
+    for row in told:
+        assert 30 < row["throughput/step_ms"] < 90  # a checkpoint counted in would add 125 and more
+        assert row["throughput/samples_per_sec"] == pytest.approx(32000 / row["throughput/step_ms"], rel=1e-4)
+        assert 0.15 < row["throughput/data_share"] < 0.6
+        assert 50 < row["throughput/peak_memory_mib"] < 50_000
+        assert "throughput/mfu" not in row
+
+
+def test_a_step_is_all_its_micro_batches(small: list[str], folder: Path) -> None:
+    fit(compose(folder, *small, *MLP, "trainer.max_epochs=1", "trainer.accumulate_grad_batches=2"), Slow(batch=0.02))
+    assert all(40 < row["throughput/step_ms"] < 80 for row in rows(folder))
+
+
+def test_nothing_to_fetch_between_log_points(small: list[str], folder: Path) -> None:
+    fit(compose(folder, *small, *MLP, "trainer.max_epochs=1", "trainer.log_every_n_steps=1"))
+    assert len(rows(folder)) == 11
+    assert all("throughput/data_share" not in row for row in rows(folder))
+
+
+def test_says_so_at_the_end(small: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = compose(folder, *small, *MLP, "trainer.max_epochs=1", "callbacks.throughput.peak_tflops=0.001")
+    with caplog.at_level(logging.INFO, "src"):
+        fit(cfg)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "src.callbacks.throughput"]
+    for name in ("samples_per_sec", "step_ms", "data_share", "peak_memory_mib", "mfu", "gflop_per_step"):
+        assert name in said
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "hybrid"])
+def test_the_whole_network_counts_whoever_holds_it(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
+    """`mfu` times peak and time is what the network's operations by hand come to; rank zero alone logs."""
+    options = ["model=resnet9", "model.width=4", "data.batch_size=32", "trainer.limit_train_batches=3"]
+    few = [*options, "trainer.log_every_n_steps=3", "trainer.max_epochs=1", "callbacks.throughput.peak_tflops=1"]
+    pool.run(2, fit, compose(folder, *small, *few, f"strategy={strategy}", "trainer.devices=2"))
+    (row,) = rows(folder)
+    assert set(row) >= NAMES | {"throughput/mfu"}
+    done = row["throughput/mfu"] * 2 * 1e12 * row["throughput/step_ms"] / 1000
+    _, module, data = assemble(compose(folder, *small, *few))
+    images, target = torch.randn(32, *data.image_shape), torch.zeros(32, 10)
+    with FlopCounterMode(display=False) as counter:
+        torch.nn.functional.cross_entropy(module(images), target).backward()
+    assert done == pytest.approx(counter.get_total_flops(), rel=1e-4)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_counting_touches_nothing(model: str, small: list[str], folder: Path) -> None:
+    _, module, data = assemble(compose(folder, *small, f"model={model}"))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    random = torch.get_rng_state()
+    assert flops_per_sample(module, data.image_shape, data.num_classes) > 1e6
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert all(weight.grad is None for weight in module.parameters())
+
+
+class Beside(L.Callback):
+    """Counts the operations of each training step."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.counter = FlopCounterMode(display=False)
+        self.counter.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.counter.__exit__(None, None, None)
+        self.steps.append(self.counter.get_total_flops())
+
+
+def test_a_gan_is_counted_in_its_first_step(small: list[str], folder: Path) -> None:
+    """Since its loss is its own affair."""
+    few = ["data.batch_size=8", "trainer.limit_train_batches=2", "trainer.max_epochs=1", "trainer.log_every_n_steps=2"]
+    cfg = compose(folder, *small, "experiment=gan", *few, "callbacks.throughput.peak_tflops=1")
+    fit(cfg, beside := Beside())
+    (row,) = rows(folder)
+    done = row["throughput/mfu"] * 1e12 * row["throughput/step_ms"] / 1000
+    assert done == pytest.approx(beside.steps[0], rel=1e-4)
+    assert beside.steps[0] == beside.steps[1] > 1e6
+
+
+def test_a_compiled_network_is_counted_as_it_is(small: list[str], folder: Path) -> None:
+    """Without compiling it for the count's sake, which would take seconds and a compiler."""
+    _, plain, data = assemble(compose(folder, *small, "model.width=4"))
+    _, compiled, _ = assemble(compose(folder, *small, "model.width=4", "module.compile=true"))
+    started = time.perf_counter()
+    counts = [flops_per_sample(module, data.image_shape, 10) for module in (plain, compiled)]
+    assert counts[0] == counts[1]
+    assert torch._dynamo.utils.counters["frames"]["total"] == 0
+    assert time.perf_counter() - started < 5
+
+
+def test_a_network_that_was_counted_still_compiles(small: list[str], folder: Path) -> None:
+    """dynamo never again compiles what it has once met inside of torch's counter."""
+    torch._dynamo.reset()
+    _, module, data = assemble(compose(folder, *small, "model.width=4"))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    module.net.compile(backend=keep)
+    flops_per_sample(module, data.image_shape, 10)
+    assert not graphs
+    module(torch.zeros(2, *data.image_shape))
+    assert graphs

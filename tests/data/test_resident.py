@@ -1,0 +1,94 @@
+"""Pictures on the device: the same batches as a DataLoader's, whoever fetches them, and nothing else to travel."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from src.data.batch import Batch
+from src.data.resident import ResidentBatches, stays
+from src.data.sampler import EvaluationBatches, TrainingBatches
+from src.data.splits import ImageSet, ImageSplit
+from src.errors import UserError
+from src.experiment import assemble
+from tests.runs import compose, fit, relative
+
+MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.max_epochs=2"]
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def split() -> ImageSplit:
+    rng = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (100, 3, 8, 8), dtype=torch.uint8, generator=rng)
+    return ImageSplit(ImageSet(images, torch.arange(100) % 10), members=torch.randperm(100, generator=rng)[:70])
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        TrainingBatches(70, 16),
+        TrainingBatches(70, 16, accumulate=2, replicas=2, rank=1, interleaved=2),
+        EvaluationBatches(70, 16),
+        EvaluationBatches(70, 16, replicas=3, rank=2),
+    ],
+    ids=["train", "a share of it", "evaluate", "a share of that"],
+)
+def test_batches_are_those_of_a_data_loader(sampler: Any) -> None:
+    loader = torch.utils.data.DataLoader(split(), sampler=sampler, batch_size=None)
+    batches = list(ResidentBatches(split(), sampler, CPU))
+    assert len(batches) == len(loader) == len(ResidentBatches(split(), sampler, CPU)) > 0
+    for ours, theirs in zip(batches, loader, strict=True):
+        for name in Batch._fields:
+            assert torch.equal(getattr(ours, name), getattr(theirs, name))
+
+
+def test_epoch_and_start_are_read_with_the_first_batch() -> None:
+    sampler = TrainingBatches(70, 16)
+    iterator = iter(ResidentBatches(split(), sampler, CPU))
+    sampler.set_epoch(3)
+    sampler.start = 32
+    later = TrainingBatches(70, 16)
+    later.set_epoch(3)
+    expected = [split().members[positions] for positions in later][2:]
+    assert [batch.sample_index.tolist() for batch in iterator] == [index.tolist() for index in expected]
+    sampler.start = 64
+    assert list(ResidentBatches(split(), sampler, CPU)) == []
+
+
+def test_splits_share_the_pictures_wherever_they_are() -> None:
+    """On the meta device, which here stands for a GPU: nothing but indices comes from the host."""
+    train = split()
+    val = ImageSplit(train.held, torch.arange(5))
+    ResidentBatches(train, TrainingBatches(70, 16), META)
+    assert val.held.images.device == val.held.labels.device == META
+    batch = train.batch(torch.empty(16, dtype=torch.int64, device=META), torch.ones(16, device=META))
+    assert batch.image.device == batch.target.device == META
+    assert batch.image.shape == (16, 3, 8, 8)
+
+
+def test_auto_takes_what_a_tenth_of_the_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, bytes_ = torch.device("cuda", 0), split().held.images.nbytes
+    for free, room in ((10 * bytes_, True), (10 * bytes_ - 1, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
+        assert stays(split(), cuda, "auto", num_workers=0) == room
+        assert stays(split(), cuda, True, num_workers=0)
+        assert not stays(split(), cuda, False, num_workers=0)
+        assert not stays(split(), cuda, "auto", num_workers=1)
+    assert stays(split(), CPU, "auto", num_workers=0)
+    assert not stays(split(), torch.device("mps"), "auto", num_workers=0)
+
+
+def test_a_run_is_the_same_however_it_fetches(small: list[str], folder: Path) -> None:
+    ways = (["data.device_resident=true"], ["data.device_resident=false"], ["data.num_workers=1"])
+    runs = [fit(compose(folder / str(n), *small, *MLP, *way), test=True) for n, way in enumerate(ways)]
+    for other in runs[1:]:
+        assert other.indices == runs[0].indices
+        assert other.metrics["test/loss"] == runs[0].metrics["test/loss"]
+        assert all(relative(other.final[name], weight) == 0 for name, weight in runs[0].final.items())
+
+
+@pytest.mark.parametrize("options", [["data.device_resident=true", "data.num_workers=2"], ["data.device_resident=gpu"]])
+def test_what_cannot_be(options: list[str], small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.device_resident"):
+        assemble(compose(folder, *small, *MLP, *options))

@@ -1,0 +1,19 @@
+"""The memory of processes that run many tests: unlike one that trains, they give it back after each."""
+
+import ctypes
+import gc
+import sys
+
+import src.experiment
+
+
+def keep_none() -> None:
+    """Let no run of this process keep memory: that is for good, and one large model would have it for all others."""
+    src.experiment.keep_memory = lambda: False
+
+
+def give_back() -> None:
+    """Return what is free to the kernel."""
+    gc.collect()
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).malloc_trim(0)

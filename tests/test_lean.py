@@ -1,0 +1,105 @@
+"""What src/lean.py takes out of Lightning's loop, and what it leaves in."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch.distributed as dist
+
+from tests.pool import Pool
+from tests.runs import compose, fit
+
+STEPS = ["data.batch_size=8", "model=mlp", "trainer.max_steps=40", "trainer.log_every_n_steps=1000"]
+
+
+class Ends(L.Callback):
+    """Counts the ends of steps, and cares for no other hook."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.count += 1
+
+
+def test_calls_the_hooks_that_a_callback_has(small: list[str], folder: Path) -> None:
+    from src.experiment import assemble
+    from src.lean import lighten
+
+    trainer, module, data = assemble(compose(folder, *small, *STEPS))
+    trainer.callbacks.append(ends := Ends())
+    lighten(trainer)
+    assert ends.on_after_backward is None
+    trainer.fit(module, datamodule=data)
+    assert ends.count == 40
+
+
+@pytest.mark.parametrize("takes_index", [True, False])
+def test_a_step_gets_what_it_takes(takes_index: bool, small: list[str], folder: Path) -> None:
+    from src.experiment import assemble
+
+    trainer, module, data = assemble(compose(folder, *small, *STEPS))
+    step, taken = module.training_step, []
+
+    def with_index(batch: Any, batch_idx: int) -> Any:
+        taken.append(batch_idx)
+        return step(batch, batch_idx)
+
+    def without(batch: Any) -> Any:
+        taken.append(len(taken))
+        return step(batch, 0)
+
+    module.training_step = with_index if takes_index else without  # type: ignore[method-assign]
+    trainer.fit(module, datamodule=data)
+    assert taken == list(range(40))
+
+
+@pytest.mark.parametrize("profiler", ["simple", None])
+def test_a_profiler_is_asked_where_there_is_one(profiler: str | None, small: list[str], folder: Path) -> None:
+    from src.experiment import build_trainer
+    from src.lean import NoProfiler
+
+    trainer = build_trainer(compose(folder, *small, f"+trainer.profiler={profiler or 'null'}"))
+    assert isinstance(trainer.profiler, NoProfiler) == (profiler is None)
+
+
+def test_ranks_exchange_nothing_but_gradients_between_log_points(pool: Pool, small: list[str], folder: Path) -> None:
+    """DDP reduces these itself; Lightning alone broadcasts once a step, whether a rank was sent SIGTERM."""
+    cfg = compose(folder, *small, *STEPS, "trainer.devices=2", "trainer.limit_val_batches=0")
+    for calls in pool.run(2, _collectives, cfg):
+        assert calls["all_reduce"] <= 1, calls  # whether one was told to stop: at step 31, later once a second
+        assert sum(calls.values()) <= 2, calls  # with the barrier before it
+
+
+def _collectives(cfg: Any) -> Counter[str]:
+    """How often Python asks for which collective between steps 16 and 39."""
+    counted: Counter[str] = Counter()
+    names = ("all_reduce", "broadcast", "all_gather", "barrier", "all_gather_into_tensor")
+    originals = {name: getattr(dist, name) for name in names}
+
+    class Count(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 16:
+                for name, original in originals.items():
+                    setattr(dist, name, _counting(name, original))
+            if batch_idx == 39:
+                restore()
+
+    def _counting(name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counted[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    def restore() -> None:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+    try:
+        fit(cfg, Count())
+    finally:
+        restore()
+    return counted

@@ -1,0 +1,31 @@
+"""What a process has had from the kernel it does not ask for again."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys, torch
+from src.memory import keep_memory
+
+kept = keep_memory() if sys.argv[1] == "keep" else None
+net = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])
+inputs = torch.ones(300_000, 32)  # 37 MB between layers
+for step in range(6):
+    if step == 3:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    net(inputs).sum().backward()
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc is told to keep memory")
+def test_memory_is_kept() -> None:
+    def faults(how: str) -> tuple[str, int]:
+        output = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True).stdout
+        return output.split()[0], int(output.split()[1])
+
+    kept, few = faults("keep")
+    assert kept == "True"
+    assert few * 3 < faults("leave")[1]

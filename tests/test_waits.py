@@ -1,0 +1,105 @@
+"""Between log points nothing makes the host wait for the device: neither ours, nor Lightning's, nor torchmetrics'."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from src.experiment import assemble
+from tests.pool import Pool
+from tests.runs import compose
+from tests.waits import BetweenLogPoints, Watch
+
+# Everything on that a run has by default: progress bar, metrics.csv, wandb, checkpoints; and in the midst of an epoch.
+DEFAULT = ["trainer.accelerator=cpu", "model.width=4", "data.batch_size=32", "trainer.log_every_n_steps=4"]
+SHORT = [*DEFAULT, "trainer.max_epochs=2", "callbacks.checkpoint.train_time_interval={seconds: 1000}"]
+TRICKS = [
+    *(
+        "callbacks=[default,ema]",
+        "trainer.gradient_clip_val=1.0",
+        "module.label_smoothing=0.1",
+        "data.augment.cutout=8",
+    ),
+    *("data.augment.mixup=0.2", "data.augment.cutmix=1.0", "data.augment.trivial=true", "data.batch_size=32"),
+]
+
+
+def watched(cfg: DictConfig, *extra: L.Callback) -> list[str]:
+    """The waits of a run between its log points."""
+    trainer, module, data = assemble(cfg)
+    with Watch() as watch:
+        between = BetweenLogPoints(watch.on)
+        trainer.callbacks[:0] = [between, *extra]
+        trainer.fit(module, datamodule=data)
+    assert between.steps >= 8  # each has two parts
+    return list(dict.fromkeys(watch.waits))
+
+
+@pytest.mark.parametrize("options", [[], TRICKS, ["data.device_resident=false"]], ids=["default", "tricks", "loader"])
+def test_nothing_waits(options: list[str], small: list[str], folder: Path) -> None:
+    logger = "logger=none" if options else "logger=wandb"
+    assert watched(compose(folder, *small, *SHORT, logger, *options, quiet=False)) == []
+
+
+def test_nothing_waits_on_two_processes(pool: Pool, small: list[str], folder: Path) -> None:
+    """But for their agreement, once a second, on whether to go on."""
+    two = ["logger=none", "strategy=ddp", "trainer.devices=2", "trainer.max_epochs=1", "model.width=2"]
+    cfg = compose(folder, *small, *SHORT, *two, quiet=False)
+    for waits in pool.run(2, watched, cfg):
+        assert [wait for wait in waits if "agreement.py" not in wait] == []
+
+
+class Waits(L.Callback):
+    def __init__(self, wait: Callable[[torch.Tensor], Any]) -> None:
+        self.wait = wait
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        self.wait(loss.detach() + torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("wait", "what"),
+    [
+        (lambda x: x.sum().item(), "_local_scalar_dense"),
+        (lambda x: bool(x.sum() > 0), "_local_scalar_dense"),
+        (lambda x: float(x[0]), "_local_scalar_dense"),
+        (lambda x: x.tolist(), "tolist"),
+        (lambda x: x.cpu(), "cpu"),
+        (lambda x: x.numpy(), "numpy"),
+        (lambda x: x[x > 0], "aten::index"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x.masked_select(x > 0), "masked_select"),
+        (lambda x: torch.tensor([1.0], device=x.device), "to a device"),
+    ],
+    ids="item bool float tolist cpu numpy mask nonzero masked_select send".split(),
+)
+def test_a_wait_is_seen(wait: Callable[[torch.Tensor], Any], what: str, small: list[str], folder: Path) -> None:
+    quick = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=4"]
+    found = watched(compose(folder, *small, *quick, "trainer.max_epochs=2"), Waits(wait))
+    assert any(what in wait and "test_waits.py" in wait for wait in found)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("resident", ["true", "false"])
+def test_nothing_waits_on_a_gpu(resident: str, small: list[str], folder: Path) -> None:
+    """torch's own check, which raises where the host would wait."""
+    options = ["trainer.accelerator=gpu", "trainer.devices=1", "logger=none", f"data.device_resident={resident}"]
+    trainer, module, data = assemble(compose(folder, *small, *SHORT, *options, quiet=False))
+    between = BetweenLogPoints(_no_sync)
+    trainer.callbacks.insert(0, between)
+    trainer.fit(module, datamodule=data)
+    assert between.steps >= 16
+
+
+@contextmanager
+def _no_sync() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
