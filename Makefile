@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install train test test-all parity lint format clean
+.PHONY: install train test test-all parity bench lint format clean
 
 install: $(STAMP)
 
@@ -24,6 +24,9 @@ test-all: install lint
 
 parity: install
 	$(BIN)/python scripts/parity.py
+
+bench: install
+	$(BIN)/python scripts/bench.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,0 +1,54 @@
+"""How fast is it? Programs that do the same work run in turn on this machine, several rounds, and are compared.
+
+Ratios are taken within a round, so that a machine that is slower for a while is so for both. A step is the wall-clock
+time between log points after the first, a start that from the command to the end of the first step, with whatever is
+compiled. Writes bench.csv, with every reading, and a plot per measurement. Leave the machine idle.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from rich.console import Console
+
+from scripts.benchmarks import cases, parallel
+from scripts.benchmarks.cases import make_pictures
+from scripts.benchmarks.programs import Case, Readings, in_turn
+from scripts.benchmarks.report import header, plot, table, write
+
+BENCHMARKS = cases.BENCHMARKS | parallel.BENCHMARKS
+
+
+def main() -> None:
+    each = "\n".join(f"  {name:<12}{(do.__doc__ or '').splitlines()[0]}" for name, do in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"measurements:\n{each}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("measurements", nargs="*", metavar="|".join(BENCHMARKS), help="default: all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="of the cases, those whose name contains this")
+    parser.add_argument("--data", type=Path, help="the folder with CIFAR-10's files; without it, noise of that size")
+    parser.add_argument("--out", type=Path, default=Path("bench"))
+    options = parser.parse_args()
+    if unknown := set(options.measurements) - set(BENCHMARKS):
+        parser.error(f"no such measurement: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    if "accuracy" in options.measurements and not options.data:
+        parser.error("accuracy is nothing without real pictures: give --data")
+    out, console = options.out.resolve(), Console()
+    pictures = options.data.resolve() if options.data else make_pictures(out / "pictures")
+    console.print(header())
+    found: dict[str, list[tuple[Case, Readings]]] = {}
+    for name in options.measurements or [name for name in BENCHMARKS if options.data or name != "accuracy"]:
+        for case in BENCHMARKS[name](pictures):
+            if options.only in case.name:
+                readings = in_turn(case, options.rounds, out / "scratch")
+                found.setdefault(name, []).append((case, readings))
+                write(found, out / "bench.csv")
+                console.print(table(case, readings))
+        if name in found:
+            plot(name, found[name], out / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Programs that are compared, and how they are run: in turn, so that a machine's slow minutes are everybody's."""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PEERS = "scripts/peers"
+
+Readings = dict[str, list[dict[str, float]]]  # of each program, a reading per round: numbers by name
+
+
+@dataclass
+class Program:
+    """A command, and what is read when it has ended.
+
+    Attributes:
+        command: its arguments; `{scratch}` is an empty folder, in which it may leave the clock.json of
+            `scripts/peers/marks.py`.
+        read: more numbers than those of the clock, from the scratch folder.
+        samples: per step, of all processes together.
+        ideal: the name of another program, and the share of what that takes which this one would, if nothing were lost.
+    """
+
+    name: str
+    command: list[str]
+    read: Callable[[Path], dict[str, float]] = lambda scratch: {}
+    samples: int | None = None
+    ideal: tuple[str, float] | None = None
+
+
+@dataclass
+class Case:
+    """Programs that do the same work, the first being the one that the others are compared with by `metric`."""
+
+    name: str
+    metric: str
+    programs: list[Program] = field(default_factory=list)
+
+
+def python(script: str, *arguments: object, processes: int = 1) -> list[str]:
+    """The command that runs a script of this project, under torchrun if it takes several processes."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [*launcher, script, *map(str, arguments)]
+
+
+def in_turn(case: Case, rounds: int, scratch: Path) -> Readings:
+    """Run each of the case's programs once per round, every second round backwards."""
+    readings: Readings = {program.name: [] for program in case.programs}
+    for number in range(rounds):
+        for program in case.programs[:: -1 if number % 2 else 1]:
+            readings[program.name].append(_run(program, scratch))
+    return readings
+
+
+def _run(program: Program, scratch: Path) -> dict[str, float]:
+    """Seconds from the command to its first step, milliseconds per step later, and what else it reads.
+
+    Raises:
+        SystemExit: if the program fails.
+    """
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    command = [part.replace("{scratch}", str(scratch)) for part in program.command]
+    environment = {"WANDB_MODE": "offline"} | dict(os.environ)
+    begun = time.time()
+    with (scratch / "log").open("w") as stream:
+        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream).returncode
+    if code:
+        sys.exit(f"error: {' '.join(command)} ended with {code}:\n{(scratch / 'log').read_text()[-3000:]}")
+    found = _clocked(scratch / "clock.json", begun)
+    if program.samples:
+        found["samples/s"] = 1000 * program.samples / found["step ms"]
+    return found | program.read(scratch)
+
+
+def _clocked(file: Path, begun: float) -> dict[str, float]:
+    if not file.exists():
+        return {"seconds": time.time() - begun}
+    (_, first), *marks = json.loads(file.read_text())
+    spans = pairwise(marks)  # up to the first log point everything warms up
+    steps = [1000 * (end - start) / (last - before) for (before, start), (last, end) in spans]
+    return {"first step s": first - begun, "step ms": statistics.median(steps)}

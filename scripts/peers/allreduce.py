@@ -1,0 +1,73 @@
+"""The time of an all-reduce, and what the link between two of its ranks carries, for `scripts/bench.py`.
+
+`torchrun --nproc-per-node=N scripts/peers/allreduce.py --file times.json`. Rank zero sends as much to rank one and back
+again, by which the bandwidth is known; a ring that used all links at once and both ways would take 2(N-1)/N times the
+bytes over it (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scripts.peers.handwritten import join
+from scripts.peers.nets import NETS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--file", type=Path, required=True, help="for what rank zero has read")
+    parser.add_argument("--net", choices=NETS, default="resnet18", help="whose gradients are sent")
+    parser.add_argument("--bucket-mb", type=float, help="in pieces of that size, all under way at once")
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    rank, world, device = join()
+    count = sum(weight.numel() for weight in NETS[options.net]().parameters())
+    gradients = torch.zeros(count, device=device)
+    pieces = gradients.split(int(options.bucket_mb * 2**20 / 4) if options.bucket_mb else count)
+    there_and_back = _seconds(lambda: _swap(gradients, rank), options.repeats, device)
+    reduced = _seconds(lambda: _reduce(pieces), options.repeats, device)
+    bandwidth = 2 * gradients.nbytes / there_and_back
+    bound = 2 * (world - 1) / world * gradients.nbytes / bandwidth
+    if rank == 0:
+        found = {"all-reduce ms": 1000 * reduced, "bound ms": 1000 * bound, "share of bound %": 100 * bound / reduced}
+        options.file.write_text(json.dumps({"link GB/s": bandwidth / 1e9} | found))
+    dist.destroy_process_group()
+
+
+def _seconds(work: Callable[[], None], repeats: int, device: torch.device) -> float:
+    """The median over `repeats`, of this rank, each begun by all ranks at once; the first two warm up."""
+    times = []
+    for _ in range(repeats + 2):
+        dist.barrier()
+        begun = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[2:])
+
+
+def _swap(values: Tensor, rank: int) -> None:
+    for source, goal in ((0, 1), (1, 0)):
+        if rank == source:
+            dist.send(values, goal)
+        elif rank == goal:
+            dist.recv(values, source)
+
+
+def _reduce(pieces: tuple[Tensor, ...]) -> None:
+    for work in [dist.all_reduce(piece, async_op=True) for piece in pieces]:
+        work.wait()
+
+
+if __name__ == "__main__":
+    main()

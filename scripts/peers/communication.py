@@ -1,0 +1,96 @@
+"""What a rank holds and how long it communicates: written by ranks of `train.py` that `scripts/bench.py` starts."""
+
+import ctypes
+import gc
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+
+_WINDOW = "benchmark:window"
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+Spans = list[tuple[float, float]]
+
+
+class Communication(L.Callback):
+    """Profiles steps `first + 1` to `last`, which come after those that are timed, and writes FILE.RANK.json.
+
+    `communicating` is the share of their wall-clock time in which some collective, send or receive was under way, each
+    moment counted once, and `waiting` that in which meanwhile the rank computed nothing. `MB` is the most memory in the
+    steps before: on a GPU what torch had allocated; on a CPU the resident set, less what it was with the data loaded
+    and Lightning imported, the network not counted.
+    """
+
+    def __init__(self, file: str, first: int, last: int) -> None:
+        self.file, self.first, self.last = file, first, last
+        self._base, self._peak = 0.0, 0.0
+        self._profiler: Any = None
+        self._window: Any = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        network = sum(tensor.nbytes for tensor in pl_module.state_dict().values())
+        self._base = resident("VmRSS") - network
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 1 and pl_module.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        elif trainer.global_step == 1:
+            _CLEAR.write_text("5")  # resets VmHWM
+        if trainer.global_step == self.first and self._profiler is None:
+            cuda = pl_module.device.type == "cuda"
+            self._peak = torch.cuda.max_memory_allocated() if cuda else resident("VmHWM") - self._base
+            self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])])
+            self._profiler.start()
+        if trainer.global_step == self.first + 1 and self._window is None:  # a profiler's first step is slow
+            self._window = record_function(_WINDOW)
+            self._window.__enter__()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.last and self._profiler is not None:
+            self._window.__exit__(None, None, None)
+            self._profiler.stop()
+            shares, self._profiler = shares_of(self._profiler.events()), None
+            Path(f"{self.file}.{trainer.global_rank}.json").write_text(json.dumps({"MB": self._peak / 2**20} | shares))
+
+
+def shares_of(events: Any) -> dict[str, float]:
+    """The shares, in per cent, of the window among the profiler's events."""
+    window = next(event.time_range for event in events if event.name == _WINDOW)
+    on_device = any(event.device_type != torch.autograd.DeviceType.CPU for event in events)
+    sending, computing = [], []
+    for event in events:
+        span = (max(event.time_range.start, window.start), min(event.time_range.end, window.end))
+        if re.match(r"gloo:|nccl(Dev)?Kernel", event.name):
+            sending.append(span)
+        elif event.device_type != torch.autograd.DeviceType.CPU if on_device else _is_work(event):
+            computing.append(span)
+    wall = (window.end - window.start) / 100
+    waiting = _length(sending + computing) - _length(computing)
+    return {"communicating": _length(sending) / wall, "waiting": waiting / wall}
+
+
+def _is_work(event: Any) -> bool:
+    """Whether a span on a CPU is an operator and not what encloses some, and their waits."""
+    return event.name.startswith("aten::") and not event.cpu_children
+
+
+def _length(spans: Spans) -> float:
+    """Of their union."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def resident(field: str) -> float:
+    """Bytes: the resident set now, `VmRSS`, without what is free; or the most that it was, `VmHWM`."""
+    if field == "VmRSS":
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+    return 1024 * float(re.search(rf"{field}:\s+(\d+)", _STATUS.read_text())[1])  # type: ignore[index]

@@ -1,0 +1,61 @@
+"""Loader and augmentation alone, for `scripts/bench.py`: batch after batch, ready for the network, and no network.
+
+`--path ours` is this template's DataModule, `--path pil` what tutorials do (`pil_pipeline.py`).
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import hydra
+from omegaconf import OmegaConf
+
+from scripts.peers.handwritten import arguments
+from scripts.peers.marks import Marks
+from src.memory import keep_memory
+
+
+def ours(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
+    """What Lightning would hand to `training_step`."""
+    from src.experiment import assemble
+
+    with hydra.initialize_config_dir(str(Path(__file__).parents[2] / "conf"), version_base="1.3"):
+        told = [f"data.root={folder}", f"data.batch_size={batch}", f"run_dir={scratch}", "logger=none", "model=mlp"]
+        cfg = hydra.compose("train", [*told, "trainer.devices=1", "trainer.enable_progress_bar=false"])
+    OmegaConf.resolve(cfg)
+    trainer, module, data = assemble(cfg)
+    data.trainer, trainer.training = trainer, True
+    trainer.strategy._lightning_module = module
+    module.to(trainer.strategy.root_device)
+    data.setup("fit")
+    for fetched in data.train_dataloader():
+        yield data.on_after_batch_transfer(data.transfer_batch_to_device(fetched, trainer.strategy.root_device, 0), 0)
+
+
+def pil(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
+    """Picture by picture."""
+    from scripts.peers.pil_pipeline import loader
+
+    yield from loader(folder, batch)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--path", choices=["ours", "pil"], default="ours")
+    options = parser.parse_args()
+    from src.launch.folder import register_resolvers
+
+    register_resolvers()
+    keep_memory()
+    marks = Marks(options.clock, options.log_every)
+    batches = {"ours": ours, "pil": pil}[options.path](options.data, options.batch, options.clock.parent)
+    for step, _ in enumerate(batches, start=1):
+        marks.step(step)
+        if step == options.steps:
+            break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The loop that one would write by hand, for `scripts/bench.py`: no Lightning, no Hydra, the same work per step.
+
+Same network, pictures, order, augmentation, optimiser, schedule and log points as `train.py`, in float32; on several
+processes `torchrun --nproc-per-node=N scripts/peers/handwritten.py ...` makes it DistributedDataParallel. Between log
+points nothing waits for the device.
+"""
+
+import argparse
+import csv
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+from scripts.peers.marks import Marks
+from scripts.peers.nets import NETS
+from src.data.cifar import CIFAR10
+from src.data.hashing import permutation
+from src.data.pixels import crop_and_flip, normalize, sample_keys
+from src.memory import keep_memory
+from src.models.optim import one_cycle
+
+MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """What each of the programs is told."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--net", choices=NETS, default="resnet9")
+    parser.add_argument("--data", type=Path, required=True, help="the folder with CIFAR-10")
+    parser.add_argument("--clock", type=Path, required=True, help="file for the times of steps")
+    parser.add_argument("--batch", type=int, default=128, help="of all processes together")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--log-every", type=int, default=50)
+    return parser
+
+
+def join() -> tuple[int, int, torch.device]:
+    """Meet the other processes, if torchrun has started some: rank, world size, and the device of this one."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available()
+    if world > 1:
+        dist.init_process_group("nccl" if cuda else "gloo")
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))  # where torchrun gives each one only
+    return rank, world, torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+
+
+def begin(options: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor, nn.Module]:
+    """The training set's pictures and labels, and the network, on the device."""
+    keep_memory()  # as the template does: it is the loops that are compared
+    torch.manual_seed(0)
+    images, labels = (tensor.to(device) for tensor in CIFAR10([]).load(options.data, "train"))
+    net = NETS[options.net]().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return images, labels, net
+
+
+def optimizer_of(weights: list[Tensor], steps: int) -> tuple[SGD, LambdaLR]:
+    """SGD that lets vectors decay no more than `train.py` does, and the learning rates of its default schedule."""
+    groups: list[dict[str, Any]] = [
+        {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": 5e-4},
+        {"params": [weight for weight in weights if weight.ndim <= 1]},
+    ]
+    optimizer = SGD(groups, 0.1, momentum=0.9, nesterov=True)
+    return optimizer, LambdaLR(optimizer, lambda step: one_cycle(step, steps))
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    marks = Marks(options.clock, options.log_every)
+    rank, world, device = join()
+    images, labels, net = begin(options, device)
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True) if world > 1 else net
+    optimizer, schedule = optimizer_of(list(model.parameters()), options.steps)
+    rows, step = csv.writer(options.clock.with_suffix(".csv").open("w")), 0
+    for epoch in range(options.steps):
+        order = permutation(len(images), 0, epoch).to(device)
+        for index in order.split(options.batch)[: len(order) // options.batch]:
+            index = index[rank::world]
+            image = crop_and_flip(images.index_select(0, index), sample_keys(0, epoch, index), 4, True)
+            image = normalize(image, MEAN, STD, torch.float32).contiguous(memory_format=torch.channels_last)
+            loss = F.cross_entropy(model(image), labels[index])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            step += 1
+            if step % options.log_every == 0:
+                mean = loss.detach()
+                if world > 1:
+                    dist.all_reduce(mean)
+                rows.writerow([step, float(mean) / world])
+            if rank == 0:
+                marks.step(step)
+            if step == options.steps:
+                if world > 1:
+                    dist.destroy_process_group()
+                return
+
+
+if __name__ == "__main__":
+    main()

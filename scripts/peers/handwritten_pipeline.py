@@ -1,0 +1,107 @@
+"""A pipeline as one would write it with torch.distributed.pipelining, for `scripts/bench.py`: no Lightning, no Hydra.
+
+`torchrun --nproc-per-node=N scripts/peers/handwritten_pipeline.py ...` cuts the network where `train.py` does, into
+the same micro-batches, with pictures, optimiser, learning rates and log points of `handwritten.py`. The rank of the
+first stage alone makes pictures, that of the last alone has the loss. With `--schedule none` nothing is cut or sent:
+each process trains the whole network on the same micro-batches, from which a pipeline's ideal is reckoned.
+"""
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from scripts.peers.handwritten import MEAN, STD, arguments, begin, join, optimizer_of
+from scripts.peers.marks import Marks
+from src.data.hashing import permutation
+from src.data.pixels import crop_and_flip, normalize, sample_keys
+from src.strategies.schedules import SCHEDULES
+from src.strategies.split import Stage, cut, ordered_blocks
+
+
+class Alone:
+    """In the place of a schedule: the micro-batches one after another through the whole network."""
+
+    def __init__(self, net: nn.Module, microbatches: int, loss: Any) -> None:
+        self.net, self.microbatches, self.loss = net, microbatches, loss
+
+    def step(self, image: Tensor, target: Tensor, losses: list[Tensor]) -> None:
+        for part, label in zip(image.chunk(self.microbatches), target.chunk(self.microbatches), strict=True):
+            losses.append(self.loss(self.net(part), label))
+            losses[-1].backward()
+
+
+def pipeline(
+    net: nn.Module, name: str, microbatches: int, batch: int, rank: int, world: int, device: torch.device, loss: Any
+) -> tuple[Any, list[nn.Module], list[int]]:
+    """The schedule, this rank's stages, and the rank of each stage."""
+    kind, pictures = SCHEDULES[name], torch.zeros(batch // microbatches, 3, 32, 32, device=device)
+    owners = kind.owners(world)
+    parts = cut(ordered_blocks(net, pictures), len(owners), "auto")
+    own = [number for number, owner in enumerate(owners) if owner == rank]
+    modules = [Stage(parts[number], parts[number - 1][-1] if number else None) for number in own]
+    shapes = [pictures.to("meta"), *(part[-1].sent.requires_grad_() for part in parts)]
+    stages = [
+        PipelineStage(module, number, len(owners), device, (shapes[number],), (shapes[number + 1],))
+        for number, module in zip(own, modules, strict=True)
+    ]
+    given: Any = stages[0] if kind.stages_per_rank == 1 else stages
+    return kind.schedule(given, microbatches, loss_fn=loss, scale_grads=False), list(modules), owners
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--schedule", choices=["none", *SCHEDULES], default="1f1b")
+    parser.add_argument("--microbatches", type=int, default=8)
+    options = parser.parse_args()
+    marks = Marks(options.clock, options.log_every)
+    rank, world, device = join()
+    images, labels, net = begin(options, device)
+
+    def loss_of(output: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(output, label, reduction="sum") / options.batch
+
+    schedule: Any = Alone(net, options.microbatches, loss_of)
+    modules, owners = [net], [rank]
+    if options.schedule != "none":
+        schedule, modules, owners = pipeline(
+            net, options.schedule, options.microbatches, options.batch, rank, world, device, loss_of
+        )
+    weights: list[Tensor] = [weight for module in modules for weight in module.parameters()]
+    optimizer, factors = optimizer_of(weights, options.steps)
+    rows, step = csv.writer(options.clock.with_suffix(f".{rank}.csv").open("w")), 0
+    first, last = rank == owners[0], rank == owners[-1]
+    while step < options.steps:
+        epoch, number = divmod(step, len(images) // options.batch)
+        if number == 0:
+            order = permutation(len(images), 0, epoch).to(device)
+        index = order[number * options.batch : (number + 1) * options.batch].view(-1, options.microbatches).T.flatten()
+        given: tuple[Tensor, ...] = ()
+        goal: dict[str, Any] = {}
+        if first:
+            image = crop_and_flip(images.index_select(0, index), sample_keys(0, epoch, index), 4, True)
+            given = (normalize(image, MEAN, STD, torch.float32),)
+        if last:
+            goal = {"target": labels[index], "losses": []}
+        optimizer.zero_grad()
+        schedule.step(*given, **goal)
+        optimizer.step()
+        factors.step()
+        step += 1
+        if step % options.log_every == 0 and last:
+            rows.writerow([step, float(torch.stack(goal["losses"]).detach().sum())])
+        if rank == 0:
+            marks.step(step)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The benchmark: its programs do the same work as this template, and its numbers are what they are said to be."""
+
+import csv
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.bench import BENCHMARKS
+from scripts.benchmarks.programs import Case, Program, in_turn, python
+from scripts.benchmarks.report import achieved, plot, ratios, table, write
+from scripts.peers.communication import Communication, resident
+from src.strategies.schedules import SCHEDULES
+from tests.pool import Pool
+from tests.runs import NEED_GPUS, STRATEGIES, compose, fit
+
+STEPS, BATCH = 6, 32
+SAME = [
+    "model=resnet9",
+    "trainer.devices=2",
+    f"trainer.max_steps={STEPS}",
+    "trainer.max_epochs=-1",
+    "trainer.log_every_n_steps=2",
+    "trainer.limit_val_batches=0",
+    f"data.batch_size={BATCH}",
+    f"module.reference_batch_size={BATCH}",
+    "data.val_fraction=0",
+    "callbacks.best=null",
+    "callbacks.checkpoint=null",
+]
+
+
+def by_hand(script: str, clock: Path, *options: object) -> None:
+    """A rank of a hand-written program; it leaves the process's threads as they were."""
+    threads, arguments = torch.get_num_threads(), sys.argv
+    sys.argv = [script, "--clock", str(clock), "--steps", str(STEPS), "--log-every", "2", "--batch", str(BATCH)]
+    sys.argv += map(str, options)
+    try:
+        importlib.import_module(f"scripts.peers.{script}").main()
+    finally:
+        sys.argv = arguments
+        torch.set_num_threads(threads)
+
+
+def losses(file: Path) -> list[float]:
+    return [float(loss) for _, loss in csv.reader(file.read_text().splitlines())]
+
+
+def test_ddp_by_hand_does_the_same(pool: Pool, cifar: Path, folder: Path) -> None:
+    clock = folder.parent / "clock.json"
+    pool.run(2, by_hand, "handwritten", clock, "--data", cifar)
+    ours = pool.run(2, fit, compose(folder, f"data.root={cifar}", *SAME, "trainer.sync_batchnorm=false"))
+    expected = losses(clock.with_suffix(".csv"))
+    assert len(expected) == STEPS // 2
+    assert ours[0].losses == pytest.approx(expected, rel=1e-4)
+    assert [step for step, _ in json.loads(clock.read_text())] == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_by_hand_does_the_same(schedule: str, pool: Pool, cifar: Path, folder: Path) -> None:
+    clock = folder.parent / "clock.json"
+    cut = ["--schedule", schedule, "--microbatches", 4]
+    pool.run(2, by_hand, "handwritten_pipeline", clock, "--data", cifar, *cut)
+    chosen = ["strategy=pipeline", f"strategy.schedule={schedule}"]
+    ours = pool.run(2, fit, compose(folder, f"data.root={cifar}", *SAME, *chosen))
+    last = SCHEDULES[schedule].owners(2)[-1]
+    expected = losses(clock.with_suffix(f".{last}.csv"))
+    assert len(expected) == STEPS // 2
+    assert ours[0].losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_one_process_does_what_the_pipeline_does(pool: Pool, cifar: Path, tmp_path: Path) -> None:
+    for ranks, schedule in ((1, "none"), (2, "gpipe")):
+        cut = ["--data", cifar, "--schedule", schedule, "--microbatches", 4]
+        pool.run(ranks, by_hand, "handwritten_pipeline", tmp_path / f"{schedule}.json", *cut)
+    alone, both = losses(tmp_path / "none.0.csv"), losses(tmp_path / "gpipe.1.csv")
+    assert alone == pytest.approx(both, rel=1e-4)
+
+
+def profiled(cfg: Any, file: str) -> None:
+    fit(cfg, Communication(file, first=3, last=STEPS))
+
+
+def test_reads_memory_and_communication(pool: Pool, cifar: Path, folder: Path) -> None:
+    pool.run(2, profiled, compose(folder, f"data.root={cifar}", *SAME), str(folder.parent / "rank"))
+    for rank in range(2):
+        found = json.loads((folder.parent / f"rank.{rank}.json").read_text())
+        assert 0 < found["waiting"] <= found["communicating"] <= 100
+        assert found["MB"] > 0
+
+
+def test_the_resident_set_is_what_was_touched() -> None:
+    before = resident("VmRSS")
+    held = torch.ones(2**26, dtype=torch.uint8)
+    assert resident("VmRSS") - before == pytest.approx(held.nbytes, rel=0.05)
+
+
+def reduce_all(file: Path) -> None:
+    sys.argv = ["allreduce", "--file", str(file), "--net", "tiny", "--repeats", "3", "--bucket-mb", "0.01"]
+    importlib.import_module("scripts.peers.allreduce").main()
+
+
+def test_reads_an_all_reduce(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, reduce_all, tmp_path / "times.json")
+    found = json.loads((tmp_path / "times.json").read_text())
+    bytes_sent = 4 * (3072 * 16 + 16 + 16 * 10 + 10)
+    assert found["bound ms"] == pytest.approx(1000 * bytes_sent / (found["link GB/s"] * 1e9))  # 2(N-1)/N is one
+    assert found["share of bound %"] == pytest.approx(100 * found["bound ms"] / found["all-reduce ms"])
+
+
+def test_every_strategy_is_measured(cifar: Path) -> None:
+    names = {program.name for case in BENCHMARKS["strategies"](cifar) for program in case.programs}
+    assert "auto x1" in names
+    others = {name for name in STRATEGIES if name != "auto"}
+    assert {name.split()[0] for name in names} - set(NEED_GPUS) == others | {"auto"}
+    assert all(f"{name} x{processes}" in names for name in others for processes in (2, 4))
+
+
+def readings() -> tuple[Case, Any]:
+    slow = Program("slow", [], ideal=("fast", 0.5))
+    case = Case("a step", "step ms", [Program("fast", []), slow])
+    return case, {"fast": [{"step ms": 1.0}, {"step ms": 2.0}], "slow": [{"step ms": 2.0}, {"step ms": 2.0}]}
+
+
+def test_compares_within_rounds(tmp_path: Path) -> None:
+    case, found = readings()
+    assert ratios(case, found, "slow") == [2.0, 1.0]
+    assert achieved(case, found, case.programs[1]) == [25.0, 50.0]
+    columns = {column.header: list(column.cells) for column in table(case, found).columns}
+    assert columns["ratio of step ms"] == ["1 (1 to 1)", "1.5 (1 to 2)"]
+    assert columns["% of ideal"] == ["", "37.5 (25 to 50)"]
+    write({"overhead": [(case, found)]}, tmp_path / "bench.csv")
+    rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    assert [float(row["value"]) for row in rows if row["program"] == "slow"] == [2.0, 2.0]
+    assert len(rows) == 4
+    plot("overhead", [(case, found)], tmp_path / "overhead.svg")
+    assert (tmp_path / "overhead.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_programs_run_in_turn_and_failures_are_told(tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    programs = [
+        Program(name, [sys.executable, "-c", f"open({str(order)!r}, 'a').write({name!r})"]) for name in ("a", "b")
+    ]
+    found = in_turn(Case("", "seconds", programs), 2, tmp_path / "scratch")
+    assert order.read_text() == "abba"
+    assert all(value["seconds"] > 0 for values in found.values() for value in values)
+    failing = Program("c", [sys.executable, "-c", "raise ValueError('this is why')"])
+    with pytest.raises(SystemExit, match="this is why"):
+        in_turn(Case("", "seconds", [failing]), 1, tmp_path / "scratch")
+
+
+def test_no_such_measurement() -> None:
+    done = subprocess.run(python("scripts/bench.py", "speed"), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no such measurement: speed; there are overhead, ddp" in done.stderr
