@@ -82,6 +82,7 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.Lightning
         keep_memory()
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
     module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
+    lighten(trainer, module)
     check_can_train(trainer.strategy, module)
     if cfg.predict and not is_overridden("predict_step", module):
         raise UserError(f"predict={cfg.predict}: {type(module).__name__} classifies nothing; take another `module`")
@@ -125,7 +126,6 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
         )
     except (MisconfigurationException, ValueError) as error:  # what Lightning says of its arguments
         raise _refusal(error) from error
-    lighten(built)
     return built
 
 

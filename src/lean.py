@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -30,17 +31,35 @@ class NoProfiler(PassThroughProfiler):
         return _NOTHING
 
 
-def lighten(trainer: L.Trainer) -> None:
+class Module(L.LightningModule):
+    """A LightningModule that is told at once which hook is under way: Lightning says so some forty times a step."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_current_fx_name":
+            self.__dict__[name] = value  # no parameter, buffer or module, which nn.Module takes a microsecond to see
+        else:
+            super().__setattr__(name, value)
+
+
+def lighten(trainer: L.Trainer, module: L.LightningModule) -> None:
     """Take out of the trainer's loop what costs time at every step and does nothing."""
     signals: Any = trainer._signal_connector
     loop: Any = trainer.fit_loop.epoch_loop
     signals.register_signal_handlers = _do_nothing  # src/callbacks/preemption.py has its own
     loop._broadcast_sigterm_tensor = _do_nothing  # by which all ranks ask each other whether one got SIGTERM
     loop._build_kwargs = _StepArguments(loop._build_kwargs)
-    for callback in trainer.callbacks:
-        for hook in _STEP_HOOKS:
-            if not is_overridden(hook, callback, L.Callback):
-                setattr(callback, hook, None)  # what cannot be called is not
+    for hook in _STEP_HOOKS:  # what cannot be called is not
+        for callback in trainer.callbacks:
+            if not is_overridden(hook, callback, L.Callback) or _waits_for_an_epoch(hook, callback):
+                setattr(callback, hook, None)
+        if not is_overridden(hook, module, L.LightningModule):
+            setattr(module, hook, None)
+
+
+def _waits_for_an_epoch(hook: str, callback: L.Callback) -> bool:
+    """A ModelCheckpoint that saves at no step and after no time, but looks at the end of each whether it does."""
+    by_steps = getattr(callback, "_every_n_train_steps", 0) or getattr(callback, "_train_time_interval", None)
+    return type(callback) is ModelCheckpoint and hook == "on_train_batch_end" and not by_steps
 
 
 def _do_nothing(*_: Any) -> None:

@@ -125,8 +125,9 @@ def test_hydra_finds_a_plugin_by_its_entry() -> None:
 
 def test_lightning_skips_what_cannot_be_called() -> None:
     """src/lean.py puts None where a callback has nothing to do at a step, and a context that does nothing."""
-    source = inspect.getsource(call._call_callback_hooks)
-    assert source.index("callable(fn)") < source.index("trainer.profiler.profile(")
+    for caller in (call._call_callback_hooks, call._call_lightning_module_hook):
+        source = inspect.getsource(caller)
+        assert source.index("callable(fn)") < source.index("trainer.profiler.profile(")
 
 
 def test_lightning_still_does_at_every_step_what_we_take_out() -> None:
@@ -135,6 +136,8 @@ def test_lightning_still_does_at_every_step_what_we_take_out() -> None:
     assert "self._broadcast_sigterm_tensor()" in source
     assert "self._build_kwargs(OrderedDict(), batch, batch_idx)" in source
     assert "is_param_in_hook_signature" in inspect.getsource(_TrainingEpochLoop._build_kwargs)
+    assert "pl_module._current_fx_name = hook_name" in inspect.getsource(call._call_strategy_hook)
+    assert "skip_batch and skip_time" in inspect.getsource(ModelCheckpoint.on_train_batch_end)
 
 
 def test_torch_still_notes_a_stack_trace_to_seed_a_device_that_is_not_in_use() -> None:

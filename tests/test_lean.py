@@ -30,8 +30,9 @@ def test_calls_the_hooks_that_a_callback_has(small: list[str], folder: Path) -> 
 
     trainer, module, data = assemble(compose(folder, *small, *STEPS))
     trainer.callbacks.append(ends := Ends())
-    lighten(trainer)
+    lighten(trainer, module)
     assert ends.on_after_backward is None
+    assert module.on_after_backward is None
     trainer.fit(module, datamodule=data)
     assert ends.count == 40
 

@@ -22,7 +22,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from scripts.peers.marks import Marks
-from scripts.peers.nets import NETS
+from scripts.peers.nets import LAYOUT, NETS
 from src.data.cifar import CIFAR10
 from src.data.hashing import permutation
 from src.data.pixels import crop_and_flip, normalize, sample_keys
@@ -59,8 +59,12 @@ def begin(options: argparse.Namespace, device: torch.device) -> tuple[Tensor, Te
     keep_memory()  # as the template does: it is the loops that are compared
     torch.manual_seed(0)
     images, labels = (tensor.to(device) for tensor in CIFAR10([]).load(options.data, "train"))
-    net = NETS[options.net]().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    net = NETS[options.net]().to(device, memory_format=layout_of(options))  # type: ignore[call-overload]
     return images, labels, net
+
+
+def layout_of(options: argparse.Namespace) -> torch.memory_format:
+    return LAYOUT.get(options.net, torch.channels_last)
 
 
 def optimizer_of(weights: list[Tensor], steps: int) -> tuple[SGD, LambdaLR]:
@@ -80,13 +84,14 @@ def main() -> None:
     images, labels, net = begin(options, device)
     model = DistributedDataParallel(net, gradient_as_bucket_view=True) if world > 1 else net
     optimizer, schedule = optimizer_of(list(model.parameters()), options.steps)
+    layout = layout_of(options)
     rows, step = csv.writer(options.clock.with_suffix(".csv").open("w")), 0
     for epoch in range(options.steps):
         order = permutation(len(images), 0, epoch).to(device)
         for index in order.split(options.batch)[: len(order) // options.batch]:
             index = index[rank::world]
             image = crop_and_flip(images.index_select(0, index), sample_keys(0, epoch, index), 4, True)
-            image = normalize(image, MEAN, STD, torch.float32).contiguous(memory_format=torch.channels_last)
+            image = normalize(image, MEAN, STD, torch.float32).contiguous(memory_format=layout)
             loss = F.cross_entropy(model(image), labels[index])
             optimizer.zero_grad()
             loss.backward()

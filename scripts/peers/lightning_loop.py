@@ -1,8 +1,9 @@
 """Plain Lightning, for `scripts/bench.py`: `--habits barebones`, or the usual ones, which cost what they cost.
 
-Barebones is `Trainer(barebones=True)`, nothing logged, with the data path of `handwritten.py`. The usual habits are
-those of many a tutorial: pictures one by one through PIL, torchmetrics as they come, loss and accuracy of every step
-logged to the progress bar, a CSV file and a checkpoint per epoch. Each can be had alone, to see what it costs.
+Barebones is `Trainer(barebones=True)`, nothing logged, with the data path, optimiser and schedule of `handwritten.py`.
+The usual habits are those of many a tutorial: pictures one by one through PIL, torchmetrics as they come, loss and
+accuracy of every step logged to the progress bar, a CSV file and a checkpoint per epoch. Each can be had alone, to see
+what it costs.
 """
 
 import sys
@@ -17,11 +18,12 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
 from scripts.peers.clock import Clock
-from scripts.peers.handwritten import MEAN, STD, arguments
+from scripts.peers.handwritten import MEAN, STD, arguments, layout_of, optimizer_of
 from scripts.peers.nets import NETS
 from src.data.cifar import CIFAR10
 from src.data.hashing import permutation
@@ -34,25 +36,25 @@ HABITS = ("bar", "metrics", "pictures")
 class Batches(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
     """The data path of the hand-written loop, as a data set whose items are batches."""
 
-    def __init__(self, folder: Path, batch: int) -> None:
+    def __init__(self, folder: Path, batch: int, layout: torch.memory_format) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.images, self.labels = (tensor.to(device) for tensor in CIFAR10([]).load(folder, "train"))
-        self.batch = batch
+        self.batch, self.layout = batch, layout
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         order = permutation(len(self.images), 0, 0).to(self.images.device)
         for index in order.split(self.batch)[:-1]:
             image = crop_and_flip(self.images.index_select(0, index), sample_keys(0, 0, index), 4, True)
-            image = normalize(image, MEAN, STD, torch.float32).contiguous(memory_format=torch.channels_last)
+            image = normalize(image, MEAN, STD, torch.float32).contiguous(memory_format=self.layout)
             yield image, self.labels[index]
 
 
 class Classifier(L.LightningModule):
     """What the quick start of Lightning's documentation makes of a classifier."""
 
-    def __init__(self, net: torch.nn.Module, habits: list[str]) -> None:
+    def __init__(self, net: torch.nn.Module, habits: list[str], steps: int) -> None:
         super().__init__()
-        self.net, self.habits = net.to(memory_format=torch.channels_last), habits  # type: ignore[call-overload]
+        self.net, self.habits, self.steps = net, habits, steps
         self.accuracy = MulticlassAccuracy(10)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -66,14 +68,16 @@ class Classifier(L.LightningModule):
             self.log("train/loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        optimizer, schedule = optimizer_of(list(self.net.parameters()), self.steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--habits", default="barebones", help=f"barebones, or a comma-separated choice of {HABITS}")
     options = parser.parse_args()
+    layout = layout_of(options)
     habits = [] if options.habits == "barebones" else options.habits.split(",")
     warnings.simplefilter("ignore")
     keep_memory()  # as the template does: it is the loops that are compared
@@ -83,14 +87,15 @@ def main() -> None:
 
         data: Any = loader(options.data, options.batch)
     else:
-        data = torch.utils.data.DataLoader(Batches(options.data, options.batch), batch_size=None)
+        data = torch.utils.data.DataLoader(Batches(options.data, options.batch, layout), batch_size=None)
     folder = tempfile.mkdtemp()
     shown: dict[str, Any] = {"barebones": True}
     if habits:
         shown = {"logger": CSVLogger(folder), "default_root_dir": folder, "log_every_n_steps": options.log_every}
     trainer = L.Trainer(devices=1, max_steps=options.steps, max_epochs=-1, **shown)
     trainer.callbacks.append(Clock(str(options.clock), options.log_every))
-    trainer.fit(Classifier(NETS[options.net](), habits), data)
+    net = NETS[options.net]().to(memory_format=layout)  # type: ignore[call-overload]
+    trainer.fit(Classifier(net, habits, options.steps), data)
 
 
 if __name__ == "__main__":

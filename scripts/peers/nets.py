@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import torch
+
 from src.models.mlp import mlp
 from src.models.resnet import resnet18
 from src.models.resnet9 import resnet9
@@ -21,3 +23,4 @@ OVERRIDES = {
     "resnet18": ["model=resnet18"],
 }
 BATCH = {"resnet9w4b32": 32}  # where it is not 128
+LAYOUT = {"tiny": torch.contiguous_format}  # where it is not channels last, for convolutions

@@ -14,7 +14,7 @@ _TYPES = {"64": torch.float64, "bf": torch.bfloat16, "16": torch.float16}
 _SAMPLES = 2  # batch normalisation wants more than one
 
 
-def flops_per_sample(module: Any, image_shape: tuple[int, int, int], num_classes: int) -> float:
+def flops_per_sample(module: Any, image_shape: tuple[int, int, int]) -> float:
     """Of a module with `loss`, on the meta device: nothing is computed, and no weight, buffer or generator touched.
 
     It must be asked before a strategy takes the network apart.
@@ -22,8 +22,8 @@ def flops_per_sample(module: Any, image_shape: tuple[int, int, int], num_classes
     tensors = [*module.named_parameters(), *module.named_buffers()]
     state = {name: torch.empty_like(held, device="meta").requires_grad_(held.requires_grad) for name, held in tensors}
     image = torch.empty(_SAMPLES, *image_shape, dtype=module.dtype, device="meta")
-    target = torch.empty(_SAMPLES, num_classes, dtype=module.dtype, device="meta")
-    batch = Batch(image, target, sample_index=target[:, 0], weight=target[:, 0])
+    target = torch.empty(_SAMPLES, dtype=torch.int64, device="meta")
+    batch = Batch(image, target, sample_index=target, weight=target.to(module.dtype))
     eager = torch.compiler.set_stance("force_eager")  # or dynamo would never again compile what it sees here
     with torch.random.fork_rng(devices=[]), eager:
         total = measure_flops(module, lambda: functional_call(module, state, image), lambda y: module.loss(y, batch))

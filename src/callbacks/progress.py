@@ -16,8 +16,6 @@ class ProgressBar(RichProgressBar):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = monotonic()
-        if self.is_disabled:
-            return
-        if now - self._drawn >= 1 / self.refresh_rate or trainer.is_last_batch:
+        if (now - self._drawn >= 1 / self.refresh_rate or trainer.is_last_batch) and not self.is_disabled:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             self._drawn = now

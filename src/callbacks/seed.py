@@ -16,13 +16,18 @@ class SeedEachStep(L.Callback):
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
+        self._rank, self._kind = 0, "cpu"
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._rank = (trainer.distributed_sampler_kwargs or {"rank": 0})["rank"]
+        self._kind = pl_module.device.type
+
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
-        rank = (trainer.distributed_sampler_kwargs or {"rank": 0})["rank"]
-        number = hash((self.seed, trainer.current_epoch, batch_idx, rank))
+        number = hash((self.seed, trainer.current_epoch, batch_idx, self._rank))
         # torch.manual_seed would note a stack trace for each kind of device that is not in use: half a millisecond
         torch.default_generator.manual_seed(number)
-        if (kind := pl_module.device.type) == "cuda":
+        if self._kind == "cuda":
             for generator in torch.cuda.default_generators:  # one process may drive several
                 generator.manual_seed(number)
-        elif kind == "mps":
+        elif self._kind == "mps":
             torch.mps.manual_seed(number)

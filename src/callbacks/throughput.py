@@ -46,7 +46,7 @@ class Throughput(L.Callback):
         if stage == "fit" and trainer.is_global_zero:
             self._peak = self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(trainer, pl_module.device)
             if hasattr(pl_module, "loss"):
-                self._flops = flops_per_sample(pl_module, data.image_shape, data.num_classes) * data.global_batch_size
+                self._flops = flops_per_sample(pl_module, data.image_shape) * data.global_batch_size
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._reports = []

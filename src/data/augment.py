@@ -59,7 +59,7 @@ class Augment:
         return image
 
     def normalised(self, image: Tensor, target: Tensor, keys: Tensor, draw: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Change normalised pictures and their (n, classes) targets; what a step has in common is fixed by `draw`."""
+        """Change normalised pictures and their targets, (n, classes) for mixers; a step's own numbers follow `draw`."""
         if self.cutout:
             image = cutout(image, keys, self.cutout)
         if not self.mixers:

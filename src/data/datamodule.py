@@ -120,14 +120,16 @@ class ImageDataModule(L.LightningDataModule):
         return batch if there else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Augment the pictures, in training, and normalise them, on the device; spell targets out as shares."""
+        """Augment the pictures, in training, and normalise them, on the device."""
         trainer, dtype = self.trainer, cast(torch.dtype, self.trainer.lightning_module.dtype)
         identity = (self.seed, trainer.current_epoch, batch.sample_index)
         keys = sample_keys(*identity)
         image = self.augment.pixels(batch.image, keys, identity) if trainer.training else batch.image
         image = normalize(image, self.mean, self.std, dtype)
-        target = (batch.target[:, None] == torch.arange(self.num_classes, device=image.device)).to(dtype)
+        target = batch.target
         if trainer.training:
+            if self.augment.mixers:
+                target = (target[:, None] == torch.arange(self.num_classes, device=image.device)).to(dtype)
             image, target = self.augment.normalised(image, target, keys, draw=(self.seed, trainer.global_step))
         weight = batch.weight.to(dtype) / (len(image) if trainer.training else 1)
         return Batch(image, target, batch.sample_index, weight)

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -14,12 +13,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from src.checkpoint import check_fits
 from src.data.batch import Batch
 from src.errors import UserError
+from src.lean import Module
 from src.models.metrics import WeightedMean
 from src.models.optim import Schedule, adopt, build_optimizer, factor_at, per_group, plain, scaling_factor
 from src.models.views import average_over_views, check_views
 
 
-class ImageClassifier(L.LightningModule):
+class ImageClassifier(Module):
     """Cross-entropy on a network's logits.
 
     Args:
@@ -52,7 +52,8 @@ class ImageClassifier(L.LightningModule):
             raise UserError(f"module.label_smoothing={label_smoothing}: give a share between 0 and 1")
         check_views(tta)
         self.net, self.tta = net, tta
-        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+        convolves = any(isinstance(module, nn.Conv2d) for module in net.modules())
+        self.layout = torch.channels_last if channels_last and convolves else torch.contiguous_format
         net.to(memory_format=self.layout)  # type: ignore[call-overload]
         self.optimizer, self.schedule = optimizer, schedule
         self.reference_batch_size, self.lr_scaling = reference_batch_size, lr_scaling
@@ -145,4 +146,5 @@ class ImageClassifier(L.LightningModule):
 
 def _hits(outputs: Tensor, batch: Batch) -> Tensor:
     """One where the greatest logit is that of the sample's class (the one with the greatest share), else zero."""
-    return (outputs.argmax(1) == batch.target.argmax(1)).float()
+    label = batch.target.argmax(1) if batch.target.ndim == 2 else batch.target
+    return (outputs.argmax(1) == label).float()

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any, cast
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,13 +13,14 @@ from src.checkpoint import check_fits
 from src.data.batch import Batch
 from src.data.hashing import hash_ints, normal
 from src.errors import UserError
+from src.lean import Module
 from src.models.optim import adopt, build_optimizer
 
 _NOISE = 1  # tells these random numbers from those of augmentation
 _FOR_EVALUATION = -1  # in place of an epoch: always the same noise, so that curves can be compared
 
 
-class GAN(L.LightningModule):
+class GAN(Module):
     """Goodfellow et al., "Generative adversarial nets" (2014), with the generator's loss that does not saturate.
 
     Both networks step at the same time, on losses at the same weights. So there is one backward pass, in which every
