@@ -1,6 +1,7 @@
 """What is done to the pictures of a training batch, by configuration: a function of seed, epoch, step and sample."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from src.data import mixing
@@ -58,12 +59,18 @@ class Augment:
             image = crop_and_flip(image, keys, self.crop_padding, flip)
         return image
 
-    def normalised(self, image: Tensor, target: Tensor, keys: Tensor, draw: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Change normalised pictures and their targets, (n, classes) for mixers; a step's own numbers follow `draw`."""
+    def normalised(
+        self, image: Tensor, target: Tensor, keys: Tensor, draw: tuple[int, int], num_classes: int
+    ) -> tuple[Tensor, Tensor]:
+        """Change normalised pictures and, if they are mixed, their (n,) class numbers into (n, classes) shares.
+
+        What a step's pictures have in common is fixed by `draw`.
+        """
         if self.cutout:
             image = cutout(image, keys, self.cutout)
         if not self.mixers:
             return image, target
+        target = (target[:, None] == torch.arange(num_classes, device=target.device)).to(image.dtype)
         rng = np.random.default_rng(draw)
         if rng.random() < self.mix_probability:
             mix, alpha = self.mixers[rng.integers(len(self.mixers))]

@@ -122,17 +122,15 @@ class ImageDataModule(L.LightningDataModule):
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Augment the pictures, in training, and normalise them, on the device."""
         trainer, dtype = self.trainer, cast(torch.dtype, self.trainer.lightning_module.dtype)
+        if not trainer.training:
+            image = normalize(batch.image, self.mean, self.std, dtype)
+            return batch._replace(image=image, weight=batch.weight.to(dtype))
         identity = (self.seed, trainer.current_epoch, batch.sample_index)
         keys = sample_keys(*identity)
-        image = self.augment.pixels(batch.image, keys, identity) if trainer.training else batch.image
-        image = normalize(image, self.mean, self.std, dtype)
-        target = batch.target
-        if trainer.training:
-            if self.augment.mixers:
-                target = (target[:, None] == torch.arange(self.num_classes, device=image.device)).to(dtype)
-            image, target = self.augment.normalised(image, target, keys, draw=(self.seed, trainer.global_step))
-        weight = batch.weight.to(dtype) / (len(image) if trainer.training else 1)
-        return Batch(image, target, batch.sample_index, weight)
+        image = normalize(self.augment.pixels(batch.image, keys, identity), self.mean, self.std, dtype)
+        draw = (self.seed, trainer.global_step)
+        image, target = self.augment.normalised(image, batch.target, keys, draw, self.num_classes)
+        return Batch(image, target, batch.sample_index, batch.weight.to(dtype) / len(image))
 
     def to_pixels(self, image: Tensor) -> Tensor:
         """Undo the normalisation: (n, channels, height, width) pictures in [0, 1]."""
