@@ -24,8 +24,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from scripts.peers.marks import Marks
 from scripts.peers.nets import LAYOUT, NETS
 from src.data.cifar import CIFAR10
+from src.data.crops import Bordered
 from src.data.hashing import permutation
-from src.data.pixels import crop_and_flip, normalize, sample_keys
+from src.data.pixels import normalize, sample_keys
 from src.memory import keep_memory
 from src.models.optim import one_cycle
 
@@ -54,13 +55,19 @@ def join() -> tuple[int, int, torch.device]:
     return rank, world, torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
 
 
-def begin(options: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor, nn.Module]:
+def begin(options: argparse.Namespace, device: torch.device) -> tuple[Bordered, Tensor, nn.Module]:
     """The training set's pictures and labels, and the network, on the device."""
     keep_memory()  # as the template does: it is the loops that are compared
     torch.manual_seed(0)
     images, labels = (tensor.to(device) for tensor in CIFAR10([]).load(options.data, "train"))
     net = NETS[options.net]().to(device, memory_format=layout_of(options))  # type: ignore[call-overload]
-    return images, labels, net
+    return Bordered(images, 4), labels, net
+
+
+def batches_of_epoch(pictures: int, batch: int, epoch: int) -> Tensor:
+    """The indices of a batch in each row."""
+    order = permutation(pictures, 0, epoch)
+    return order[: pictures // batch * batch].view(-1, batch)
 
 
 def layout_of(options: argparse.Namespace) -> torch.memory_format:
@@ -81,16 +88,15 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     marks = Marks(options.clock, options.log_every)
     rank, world, device = join()
-    images, labels, net = begin(options, device)
+    pictures, labels, net = begin(options, device)
     model = DistributedDataParallel(net, gradient_as_bucket_view=True) if world > 1 else net
     optimizer, schedule = optimizer_of(list(model.parameters()), options.steps)
     layout = layout_of(options)
     rows, step = csv.writer(options.clock.with_suffix(".csv").open("w")), 0
     for epoch in range(options.steps):
-        order = permutation(len(images), 0, epoch).to(device)
-        for index in order.split(options.batch)[: len(order) // options.batch]:
-            index = index[rank::world]
-            image = crop_and_flip(images.index_select(0, index), sample_keys(0, epoch, index), 4, True)
+        batches = batches_of_epoch(len(labels), options.batch, epoch).to(device)[:, rank::world]
+        crops = pictures.crops(batches, sample_keys(0, epoch, batches), True)
+        for index, image in zip(batches, crops, strict=True):
             image = normalize(image, MEAN, STD, torch.float32).contiguous(memory_format=layout)
             loss = F.cross_entropy(model(image), labels[index])
             optimizer.zero_grad()

@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from scripts.peers.handwritten import MEAN, STD, arguments, begin, join, optimizer_of
+from scripts.peers.handwritten import MEAN, STD, arguments, batches_of_epoch, begin, join, optimizer_of
 from scripts.peers.marks import Marks
-from src.data.hashing import permutation
-from src.data.pixels import crop_and_flip, normalize, sample_keys
+from src.data.pixels import normalize, sample_keys
 from src.strategies.schedules import SCHEDULES
 from src.strategies.split import Stage, cut, ordered_blocks
 
@@ -63,7 +62,7 @@ def main() -> None:
     options = parser.parse_args()
     marks = Marks(options.clock, options.log_every)
     rank, world, device = join()
-    images, labels, net = begin(options, device)
+    pictures, labels, net = begin(options, device)
 
     def loss_of(output: Tensor, label: Tensor) -> Tensor:
         return F.cross_entropy(output, label, reduction="sum") / options.batch
@@ -79,17 +78,17 @@ def main() -> None:
     rows, step = csv.writer(options.clock.with_suffix(f".{rank}.csv").open("w")), 0
     first, last = rank == owners[0], rank == owners[-1]
     while step < options.steps:
-        epoch, number = divmod(step, len(images) // options.batch)
+        epoch, number = divmod(step, len(labels) // options.batch)
         if number == 0:
-            order = permutation(len(images), 0, epoch).to(device)
-        index = order[number * options.batch : (number + 1) * options.batch].view(-1, options.microbatches).T.flatten()
+            batches = batches_of_epoch(len(labels), options.batch, epoch).to(device)
+            batches = batches.unflatten(1, (-1, options.microbatches)).transpose(1, 2).flatten(1)
+            crops = pictures.crops(batches, sample_keys(0, epoch, batches), True)
         given: tuple[Tensor, ...] = ()
         goal: dict[str, Any] = {}
         if first:
-            image = crop_and_flip(images.index_select(0, index), sample_keys(0, epoch, index), 4, True)
-            given = (normalize(image, MEAN, STD, torch.float32),)
+            given = (normalize(next(crops), MEAN, STD, torch.float32).contiguous(),)
         if last:
-            goal = {"target": labels[index], "losses": []}
+            goal = {"target": labels[batches[number]], "losses": []}
         optimizer.zero_grad()
         schedule.step(*given, **goal)
         optimizer.step()

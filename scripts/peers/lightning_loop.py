@@ -23,11 +23,11 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
 from scripts.peers.clock import Clock
-from scripts.peers.handwritten import MEAN, STD, arguments, layout_of, optimizer_of
+from scripts.peers.handwritten import MEAN, STD, arguments, batches_of_epoch, layout_of, optimizer_of
 from scripts.peers.nets import NETS
 from src.data.cifar import CIFAR10
-from src.data.hashing import permutation
-from src.data.pixels import crop_and_flip, normalize, sample_keys
+from src.data.crops import Bordered
+from src.data.pixels import normalize, sample_keys
 from src.memory import keep_memory
 
 HABITS = ("bar", "metrics", "pictures")
@@ -38,13 +38,13 @@ class Batches(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, folder: Path, batch: int, layout: torch.memory_format) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.images, self.labels = (tensor.to(device) for tensor in CIFAR10([]).load(folder, "train"))
-        self.batch, self.layout = batch, layout
+        images, self.labels = (tensor.to(device) for tensor in CIFAR10([]).load(folder, "train"))
+        self.pictures, self.batch, self.layout = Bordered(images, 4), batch, layout
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        order = permutation(len(self.images), 0, 0).to(self.images.device)
-        for index in order.split(self.batch)[:-1]:
-            image = crop_and_flip(self.images.index_select(0, index), sample_keys(0, 0, index), 4, True)
+        batches = batches_of_epoch(len(self.labels), self.batch, 0).to(self.labels.device)
+        crops = self.pictures.crops(batches, sample_keys(0, 0, batches), True)
+        for index, image in zip(batches, crops, strict=True):
             image = normalize(image, MEAN, STD, torch.float32).contiguous(memory_format=self.layout)
             yield image, self.labels[index]
 

@@ -1,11 +1,14 @@
 """What is done to the pictures of a training batch, by configuration: a function of seed, epoch, step and sample."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from src.data import mixing
-from src.data.pixels import alternating_flip, crop_and_flip, cutout
+from src.data.crops import Bordered
+from src.data.pixels import alternating_flip, crop_and_flip, cutout, sample_keys
 from src.data.trivial_augment import trivial_augment
 from src.errors import UserError
 
@@ -46,28 +49,38 @@ class Augment:
         self.mixers = [(mix, alpha) for mix, alpha in ((mixing.mixup, mixup), (mixing.cutmix, cutmix)) if alpha > 0]
         self.mix_probability = mix_probability
 
-    def pixels(self, image: Tensor, keys: Tensor, identity: tuple[int, int, Tensor]) -> Tensor:
-        """Change (n, channels, height, width) uint8 pictures, each by the random numbers of its key.
-
-        Args:
-            identity: seed, epoch and the pictures' indices, of which the keys are made.
-        """
+    def pixels(self, image: Tensor, identity: tuple[int, int, Tensor]) -> Tensor:
+        """Change (n, channels, height, width) uint8 pictures; `identity` is seed, epoch and their (n,) indices."""
+        keys = sample_keys(*identity)
         if self.trivial:
             image = trivial_augment(image, keys)
         if self.crop_padding or self.flip:
-            flip = alternating_flip(*identity) if self.flip == "alternating" else bool(self.flip)
-            image = crop_and_flip(image, keys, self.crop_padding, flip)
+            image = crop_and_flip(image, keys, self.crop_padding, self._flip(identity))
         return image
 
+    @property
+    def only_crops(self) -> bool:
+        """Whether `pixels` crops or flips, and does nothing else."""
+        return bool(self.crop_padding or self.flip) and not self.trivial
+
+    def crops(self, pictures: Bordered, seed: int, epoch: int, index: Tensor) -> Iterator[Tensor]:
+        """Batch after batch, what `pixels` would make of the pictures of (batches, n) indices, if it `only_crops`."""
+        return pictures.crops(index, sample_keys(seed, epoch, index), self._flip((seed, epoch, index)))
+
     def normalised(
-        self, image: Tensor, target: Tensor, keys: Tensor, draw: tuple[int, int], num_classes: int
+        self,
+        image: Tensor,
+        target: Tensor,
+        identity: tuple[int, int, Tensor],
+        draw: tuple[int, int],
+        num_classes: int,
     ) -> tuple[Tensor, Tensor]:
         """Change normalised pictures and, if they are mixed, their (n,) class numbers into (n, classes) shares.
 
         What a step's pictures have in common is fixed by `draw`.
         """
         if self.cutout:
-            image = cutout(image, keys, self.cutout)
+            image = cutout(image, sample_keys(*identity), self.cutout)
         if not self.mixers:
             return image, target
         target = (target[:, None] == torch.arange(num_classes, device=target.device)).to(image.dtype)
@@ -76,3 +89,6 @@ class Augment:
             mix, alpha = self.mixers[rng.integers(len(self.mixers))]
             image, target = mix(image, target, alpha, rng)
         return image, target
+
+    def _flip(self, identity: tuple[int, int, Tensor]) -> bool | Tensor:
+        return alternating_flip(*identity) if self.flip == "alternating" else bool(self.flip)

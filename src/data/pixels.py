@@ -22,17 +22,22 @@ def crop_and_flip(image: Tensor, keys: Tensor, padding: int, flip: bool | Tensor
     but with reflected borders instead of black ones.
     """
     count, channels, height, width = image.shape
-    first = integers(keys, torch.arange(2, device=image.device)[:, None], 2 * padding + 1)
-    rows, columns = (
-        _windows(size, padding, image.device).index_select(0, chosen)
-        for size, chosen in zip((height, width), first, strict=True)
-    )
-    if flip is not False:
-        mirrored = flip if isinstance(flip, Tensor) else random_flip(keys)
-        columns = torch.where(mirrored[:, None], width - 1 - columns, columns)
+    top, left, mirrored = random_crop(keys, padding, flip)
+    rows = windows(height, padding, image.device).index_select(0, top)
+    columns = windows(width, padding, image.device).index_select(0, left)
+    columns = torch.where(mirrored[:, None], width - 1 - columns, columns)
     source = (rows * width)[:, :, None] + columns[:, None, :]
     pixels = source.view(count, 1, -1).expand(-1, channels, -1)
     return image.flatten(2).gather(2, pixels).view_as(image)
+
+
+def random_crop(keys: Tensor, padding: int, flip: bool | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each key: the crop's first row and column in the picture with its borders, and whether it is mirrored."""
+    draws = torch.arange(2, device=keys.device).view(2, *[1] * keys.ndim)
+    top, left = integers(keys, draws, 2 * padding + 1)
+    if flip is True:
+        flip = random_flip(keys)
+    return top, left, flip if isinstance(flip, Tensor) else torch.zeros_like(keys, dtype=torch.bool)
 
 
 def random_flip(keys: Tensor) -> Tensor:
@@ -60,18 +65,23 @@ def cutout(image: Tensor, keys: Tensor, size: int) -> Tensor:
 
 def normalize(image: Tensor, mean: list[float], std: list[float], dtype: torch.dtype) -> Tensor:
     """Turn uint8 pixels into floats of mean 0 and standard deviation 1; `mean` and `std` are per channel, in [0, 1]."""
-    shift, scale = (_per_channel(tuple(values), dtype, image.device) for values in (mean, std))
+    layout = torch.contiguous_format if image.is_contiguous() else torch.channels_last
+    shape = image.shape[1:]
+    shift, scale = (_per_pixel(tuple(values), shape, dtype, image.device, layout) for values in (mean, std))
     return image.to(dtype).sub_(shift).div_(scale)
 
 
 @functools.cache
-def _per_channel(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Kept on the device: sending them with each batch would make it wait."""
-    return torch.tensor(values, dtype=dtype, device=device)[:, None, None] * 255
+def _per_pixel(
+    values: tuple[float, ...], shape: torch.Size, dtype: torch.dtype, device: torch.device, layout: torch.memory_format
+) -> Tensor:
+    """Laid out as the pictures, and kept on the device: sending them with each batch would make it wait."""
+    of_channels = torch.tensor(values, dtype=dtype, device=device)[:, None, None] * 255
+    return of_channels.expand(1, *shape).contiguous(memory_format=layout)
 
 
 @functools.cache
-def _windows(size: int, padding: int, device: torch.device) -> Tensor:
+def windows(size: int, padding: int, device: torch.device) -> Tensor:
     """The places that each crop of a line of `size` pixels takes, (2 padding + 1, size), from the outermost on."""
     shifts, places = torch.arange(-padding, padding + 1, device=device), torch.arange(size, device=device)
     reflected = (shifts[:, None] + places).abs()

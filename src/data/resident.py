@@ -1,15 +1,16 @@
 """Pictures that lie where the network is: no batch travels, and of an epoch only its indices do."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from src.data.batch import Batch
 from src.data.sampler import EvaluationBatches, TrainingBatches
 from src.data.splits import ImageSplit
 
-_SHARE = 0.1  # of a GPU's free memory that pictures may take without being told to
+_SHARE = 0.04  # of a GPU's free memory that pictures may take without being told to: with borders, a tenth
 
 
 def stays(split: ImageSplit, device: torch.device, choice: str | bool, num_workers: int) -> bool:
@@ -39,7 +40,11 @@ class ResidentBatches(DataLoader[Batch]):
     """A DataLoader without workers, and without what it does for each batch.
 
     All indices of an epoch are sent at once, from pinned memory: the host waits for nothing.
+
+    `crops`, if set, is told the epoch and its (batches, n) indices, and fetches pictures cropped instead of whole.
     """
+
+    crops: Callable[[int, Tensor], Iterator[Tensor]] | None = None
 
     def __init__(self, split: ImageSplit, sampler: TrainingBatches | EvaluationBatches, device: torch.device) -> None:
         super().__init__(split, sampler=sampler, batch_size=None)
@@ -50,5 +55,6 @@ class ResidentBatches(DataLoader[Batch]):
         index = self.split.samples(self.batches.table())
         if self.device.type == "cuda":
             index = index.pin_memory().to(self.device, non_blocking=True)
-        for row, weight in zip(index, index >= 0, strict=True):
-            yield self.split.batch(row, weight)
+        held, rows = self.split.held, index.clamp_min(0)
+        images = self.crops(self.batches.epoch, rows) if self.crops else map(held.pictures, rows)
+        yield from map(Batch, images, held.labels[rows], index, index >= 0)

@@ -1,11 +1,16 @@
 """A data set in memory, and how its training set is divided."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from src.data.batch import Batch
+from src.data.crops import Bordered
 from src.data.hashing import permutation
+from src.data.source import ImageSource
+from src.errors import UserError
 
 
 class ImageSet:
@@ -13,10 +18,30 @@ class ImageSet:
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
+        self._bordered: Bordered | None = None
 
     def move(self, device: torch.device) -> None:
         """Keep them there from now on."""
         self.images, self.labels = self.images.to(device), self.labels.to(device)
+
+    def pictures(self, index: Tensor) -> Tensor:
+        """Those of (n,) indices, which lie where the pictures do. (Slower by far: `images[index]`.)"""
+        return self.images.index_select(0, index)
+
+    def bordered(self, padding: int) -> Bordered:
+        """Keep the pictures with borders from now on, where they are."""
+        if self._bordered is None or self._bordered.lines.device != self.images.device:
+            self._bordered = Bordered(self.images, padding)
+            self.images = self._bordered.images
+        return self._bordered
+
+
+def load(source: ImageSource, root: Path, name: str, num_classes: int) -> ImageSet:
+    """The `train` or `test` part of a data set; its labels must be below `num_classes`."""
+    images, labels = source.load(root, name)
+    if (highest := int(labels.max())) >= num_classes:
+        raise UserError(f"data.root={root}: label {highest} in `{name}`, but data.num_classes={num_classes}")
+    return ImageSet(images, labels)
 
 
 class ImageSplit(Dataset[Batch]):
@@ -30,17 +55,12 @@ class ImageSplit(Dataset[Batch]):
 
     def __getitem__(self, positions: Tensor) -> Batch:
         index = self.samples(positions)
-        return self.batch(index, index >= 0)
+        rows = index.clamp_min(0)
+        return Batch(self.held.pictures(rows), self.held.labels[rows], index, index >= 0)
 
     def samples(self, positions: Tensor) -> Tensor:
         """The indices of the samples at these places of the split; -1 stays what it is."""
         return torch.where(positions >= 0, self.members[positions], -1)
-
-    def batch(self, index: Tensor, weight: Tensor) -> Batch:
-        """The samples of (n,) indices, which lie where the pictures do. (Slower by far: `images[index]`.)"""
-        rows = index.clamp_min(0)
-        images, labels = (tensor.index_select(0, rows) for tensor in (self.held.images, self.held.labels))
-        return Batch(images, labels, index, weight)
 
 
 def divide(labels: Tensor, share: float, limit: int | None, seed: int) -> tuple[Tensor, Tensor]:

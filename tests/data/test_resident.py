@@ -62,14 +62,16 @@ def test_splits_share_the_pictures_wherever_they_are() -> None:
     val = ImageSplit(train.held, torch.arange(5))
     ResidentBatches(train, TrainingBatches(70, 16), META)
     assert val.held.images.device == val.held.labels.device == META
-    batch = train.batch(torch.empty(16, dtype=torch.int64, device=META), torch.ones(16, device=META))
-    assert batch.image.device == batch.target.device == META
-    assert batch.image.shape == (16, 3, 8, 8)
+    index = torch.empty(5, 16, dtype=torch.int64, device=META)
+    for images in (train.held.pictures(index[0]), next(train.held.bordered(2).crops(index, index, True))):
+        assert images.device == META
+        assert images.shape == (16, 3, 8, 8)
+    assert val.held.images.device == META
 
 
-def test_auto_takes_what_a_tenth_of_the_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_what_a_tenth_of_the_memory_holds_with_borders(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, bytes_ = torch.device("cuda", 0), split().held.images.nbytes
-    for free, room in ((10 * bytes_, True), (10 * bytes_ - 1, False)):
+    for free, room in ((25 * bytes_, True), (25 * bytes_ - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
         assert stays(split(), cuda, "auto", num_workers=0) == room
         assert stays(split(), cuda, True, num_workers=0)
