@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from src.models.airbench import airbench
 from src.models.muon import muon, orthogonalised
 from src.models.optim import build_optimizer
+from tests.runs import compose
 
 
 def build(net: nn.Module, **options: Any) -> Optimizer:
@@ -50,6 +52,13 @@ def test_groups_by_role() -> None:
     assert [groups[name]["lr"] for name in ("filters", "head", "vectors")] == pytest.approx([0.1, 0.3, 0.2])
     assert [group["lr"] * group["weight_decay"] for group in groups.values()] == pytest.approx([0.01] * 4)
     assert [group["until"] for group in groups.values()] == [1, 1, 1, 0.5]
+
+
+def test_the_rates_of_the_speedrun_are_the_records(folder: Path) -> None:
+    cfg = compose(folder, "experiment=speedrun")
+    per_sample = cfg.optimizer.lr / cfg.data.batch_size
+    assert per_sample * cfg.optimizer.head_scale == pytest.approx(0.67, rel=1e-5)
+    assert per_sample * cfg.optimizer.vector_scale == pytest.approx(0.053, rel=1e-5)
 
 
 def test_everything_else_is_stepped_as_by_sgd() -> None:
