@@ -42,7 +42,10 @@ class Module(L.LightningModule):
 
 
 def lighten(trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Take out of the trainer's loop what costs time at every step and does nothing."""
+    """Take out of the trainer's loop what costs time at every step and does nothing.
+
+    An empty hook is None from then on, and may be assigned anew.
+    """
     signals: Any = trainer._signal_connector
     loop: Any = trainer.fit_loop.epoch_loop
     signals.register_signal_handlers = _do_nothing  # src/callbacks/preemption.py has its own
@@ -58,8 +61,9 @@ def lighten(trainer: L.Trainer, module: L.LightningModule) -> None:
 
 def _waits_for_an_epoch(hook: str, callback: L.Callback) -> bool:
     """A ModelCheckpoint that saves at no step and after no time, but looks at the end of each whether it does."""
-    by_steps = getattr(callback, "_every_n_train_steps", 0) or getattr(callback, "_train_time_interval", None)
-    return type(callback) is ModelCheckpoint and hook == "on_train_batch_end" and not by_steps
+    if type(callback) is not ModelCheckpoint or hook != "on_train_batch_end":
+        return False
+    return not callback._every_n_train_steps and callback._train_time_interval is None
 
 
 def _do_nothing(*_: Any) -> None:

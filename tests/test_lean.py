@@ -1,12 +1,15 @@
 """What src/lean.py takes out of Lightning's loop, and what it leaves in."""
 
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
 from tests.pool import Pool
 from tests.runs import compose, fit
@@ -104,3 +107,35 @@ def _collectives(cfg: Any) -> Counter[str]:
     finally:
         restore()
     return counted
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({}, False),
+        ({"every_n_epochs": 2}, False),
+        ({"every_n_train_steps": 3}, True),
+        ({"train_time_interval": timedelta(minutes=1)}, True),
+        ({"train_time_interval": timedelta(0)}, True),
+    ],
+)
+def test_checkpoints_are_asked_for_at_a_step_if_they_may_be_due(
+    options: dict[str, Any], asked: bool, small: list[str], folder: Path
+) -> None:
+    from src.experiment import assemble
+    from src.lean import lighten
+
+    trainer, module, _ = assemble(compose(folder, *small, *STEPS))
+    trainer.callbacks.append(saves := ModelCheckpoint(folder, **options))
+    lighten(trainer, module)
+    assert callable(saves.on_train_batch_end) == asked
+
+
+def test_a_module_keeps_its_parts_and_knows_its_hook(small: list[str], folder: Path) -> None:
+    from src.experiment import assemble
+
+    _, module, _ = assemble(compose(folder, *small, *STEPS))
+    module._current_fx_name = "training_step"
+    module.more = nn.Linear(1, 1)
+    assert module._current_fx_name == "training_step"
+    assert "more.weight" in module.state_dict()

@@ -96,9 +96,9 @@ def main() -> None:
     for epoch in range(options.steps):
         batches = batches_of_epoch(len(labels), options.batch, epoch).to(device)[:, rank::world]
         crops = pictures.crops(batches, sample_keys(0, epoch, batches), True)
-        for index, image in zip(batches, crops, strict=True):
+        for label, image in zip(labels[batches], crops, strict=True):
             image = normalize(image, MEAN, STD, torch.float32).contiguous(memory_format=layout)
-            loss = F.cross_entropy(model(image), labels[index])
+            loss = F.cross_entropy(model(image), label)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

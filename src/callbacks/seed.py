@@ -15,7 +15,6 @@ class SeedEachStep(L.Callback):
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-
         self._rank, self._kind = 0, "cpu"
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

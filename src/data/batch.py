@@ -9,7 +9,8 @@ class Batch(NamedTuple):
     """One process's part of a (micro-)batch of n samples.
 
     Attributes:
-        image: (n, channels, height, width), uint8 until it reaches the device, then normalised floats.
+        image: (n, channels, height, width), uint8 until it reaches the device, then normalised floats; laid out in
+            memory channels first or last, as they were fetched.
         target: (n,) class numbers or, where pictures are mixed, (n, classes) shares of the classes.
         sample_index: (n,) the samples' places in their split, which is their identity; -1 for padding.
         weight: (n,) what each sample counts for in the loss, which is a weighted sum: on the device 1/n in training,

@@ -25,6 +25,11 @@ class Bordered:
             wide = torch.cat([left, pixels, right], 2)
             torch.stack([wide, wide.flip(2)], 1, out=place)
 
+    def pictures(self, index: Tensor) -> Tensor:
+        """Those of (n,) indices, as they are: `images.index_select` would take 4 to 16 times as long."""
+        lines = self.lines.flatten(0, 1).index_select(0, 2 * index)
+        return lines[:, :, self.padding : self.padding + self.width].permute(0, 3, 1, 2)
+
     @property
     def images(self) -> Tensor:
         """The pictures themselves: a view."""

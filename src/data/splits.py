@@ -22,15 +22,17 @@ class ImageSet:
 
     def move(self, device: torch.device) -> None:
         """Keep them there from now on."""
+        if device != self.images.device:
+            self._bordered = None
         self.images, self.labels = self.images.to(device), self.labels.to(device)
 
     def pictures(self, index: Tensor) -> Tensor:
         """Those of (n,) indices, which lie where the pictures do. (Slower by far: `images[index]`.)"""
-        return self.images.index_select(0, index)
+        return self._bordered.pictures(index) if self._bordered else self.images.index_select(0, index)
 
     def bordered(self, padding: int) -> Bordered:
         """Keep the pictures with borders from now on, where they are."""
-        if self._bordered is None or self._bordered.lines.device != self.images.device:
+        if self._bordered is None or self._bordered.padding != padding:
             self._bordered = Bordered(self.images, padding)
             self.images = self._bordered.images
         return self._bordered
@@ -41,7 +43,7 @@ def load(source: ImageSource, root: Path, name: str, num_classes: int) -> ImageS
     images, labels = source.load(root, name)
     if (highest := int(labels.max())) >= num_classes:
         raise UserError(f"data.root={root}: label {highest} in `{name}`, but data.num_classes={num_classes}")
-    return ImageSet(images, labels)
+    return ImageSet(images, labels.long())
 
 
 class ImageSplit(Dataset[Batch]):

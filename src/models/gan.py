@@ -88,7 +88,8 @@ class GAN(Module):
         fake = self(self._noise(batch.sample_index, self.current_epoch))
         frozen = {name: parameter.detach() for name, parameter in self.discriminator.named_parameters()}
         fooled = functional_call(self.discriminator, frozen, fake)
-        on_real, on_fake = self.discriminator(batch.image), self.discriminator(fake.detach())
+        real = batch.image.contiguous()  # one layout, wherever it was fetched from: roundings follow it
+        on_real, on_fake = self.discriminator(real), self.discriminator(fake.detach())
         generator_loss = (F.softplus(-fooled) * batch.weight).sum()
         return generator_loss, ((F.softplus(-on_real) + F.softplus(on_fake)) * batch.weight).sum()
 

@@ -7,6 +7,7 @@ import torch
 
 from src.data.crops import Bordered
 from src.data.pixels import alternating_flip, crop_and_flip, normalize, sample_keys
+from src.data.splits import ImageSet
 
 IMAGES = torch.arange(1200 * 3 * 10 * 16).mul(7919).remainder(251).to(torch.uint8).view(1200, 3, 10, 16)
 BATCHES = torch.randperm(1200, generator=torch.Generator().manual_seed(0))[:1170].view(9, 130)
@@ -38,7 +39,16 @@ def test_first_and_last_line_of_memory_are_reached() -> None:
 def test_the_pictures_are_still_there(padding: int) -> None:
     bordered = Bordered(IMAGES, padding)
     assert torch.equal(bordered.images, IMAGES)
+    assert torch.equal(bordered.pictures(BATCHES[0]), IMAGES[BATCHES[0]])
     assert bordered.images.untyped_storage().data_ptr() == bordered.lines.untyped_storage().data_ptr()
+
+
+def test_other_borders_are_made_anew() -> None:
+    held = ImageSet(IMAGES, torch.zeros(len(IMAGES), dtype=torch.int64))
+    for padding in (4, 4, 1):
+        assert held.bordered(padding).padding == padding
+        assert torch.equal(held.pictures(BATCHES[0]), IMAGES[BATCHES[0]])
+    assert held.bordered(1) is held.bordered(1)
 
 
 def test_no_batches_no_crops() -> None:
