@@ -48,13 +48,13 @@ def rows(folder: Path) -> list[dict[str, float]]:
 def test_tells_what_a_stopwatch_tells(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """20 ms per batch and 10 ms to fetch it; validation and a checkpoint every third step take long, and count not."""
     cfg = compose(folder, *small, *MLP, "trainer.max_epochs=2", "callbacks.checkpoint.every_n_train_steps=3")
-    augment = Augment.pixels
+    augment = Augment.normalised
 
-    def slowly(self: Augment, *args: Any) -> torch.Tensor:
+    def slowly(self: Augment, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         time.sleep(0.01)
         return augment(self, *args)
 
-    monkeypatch.setattr(Augment, "pixels", slowly)
+    monkeypatch.setattr(Augment, "normalised", slowly)
     fit(cfg, Slow(batch=0.02, elsewhere=0.5))
     told = rows(folder)
     assert len(told) == 5
