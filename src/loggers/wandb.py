@@ -34,7 +34,9 @@ def _begin(folder: str, options: dict[str, Any]) -> Any:
             *[folder] * 2,
         )
     Path(folder).mkdir(parents=True, exist_ok=True)
-    return WandbLogger(**options, resume="allow", mode=mode, settings=wandb.Settings(silent=True, console="off"))
+    # Its file is written every 15 seconds otherwise, and a run that is killed before has none.
+    settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=1.0)
+    return WandbLogger(**options, resume="allow", mode=mode, settings=settings)
 
 
 def online_or_offline() -> str:

@@ -19,9 +19,9 @@ class Fate(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step != 2 or trainer.global_rank != trainer.world_size - 1:
             return
-        while not any(file.stat().st_size for file in Path(trainer.default_root_dir).glob("wandb/*/*.wandb")):
+        files, run_id = Path(trainer.default_root_dir).glob, trainer.loggers[-1].version.encode()
+        while not any(run_id in file.read_bytes() for file in files("wandb/*/*.wandb")):
             time.sleep(0.1)
-        time.sleep(1.0)  # it writes now and then
         if self.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.what == "memory":
