@@ -6,11 +6,14 @@ Nothing here changes what is computed. Each place is one that Lightning leaves o
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 _NOTHING = nullcontext()
@@ -51,6 +54,7 @@ def lighten(trainer: L.Trainer, module: L.LightningModule) -> None:
     signals.register_signal_handlers = _do_nothing  # src/callbacks/preemption.py has its own
     loop._broadcast_sigterm_tensor = _do_nothing  # by which all ranks ask each other whether one got SIGTERM
     loop._build_kwargs = _StepArguments(loop._build_kwargs)
+    loop._results, loop.val_loop._results = _Results(training=True), _Results(training=False)
     for hook in _STEP_HOOKS:  # what cannot be called is not
         for callback in trainer.callbacks:
             if not is_overridden(hook, callback, L.Callback) or _waits_for_an_epoch(hook, callback):
@@ -68,6 +72,20 @@ def _waits_for_an_epoch(hook: str, callback: L.Callback) -> bool:
 
 def _do_nothing(*_: Any) -> None:
     """In place of what runs a collective wherever a signal finds the process, or at every step."""
+
+
+class _Results(_ResultCollection):
+    """What is logged: each time, Lightning looks through all that a result holds for something to move."""
+
+    def __setitem__(self, name: str, result: _ResultMetric) -> None:
+        super().__setitem__(name, result)
+        result.to = partial(_move, result)  # type: ignore[method-assign]
+
+
+def _move(result: _ResultMetric, device: str | torch.device) -> _ResultMetric:
+    """All of it lies where its value does."""
+    value = getattr(result, "value", None)  # none before a metric is first logged
+    return result if value is not None and value.device == torch.device(device) else _ResultMetric.to(result, device)
 
 
 class _StepArguments:

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import nn
 from torch.distributed.elastic.multiprocessing.api import PContext
@@ -138,6 +139,8 @@ def test_lightning_still_does_at_every_step_what_we_take_out() -> None:
     assert "is_param_in_hook_signature" in inspect.getsource(_TrainingEpochLoop._build_kwargs)
     assert "pl_module._current_fx_name = hook_name" in inspect.getsource(call._call_strategy_hook)
     assert "skip_batch and skip_time" in inspect.getsource(ModelCheckpoint.on_train_batch_end)
+    assert "self[key].to(value.device)" in inspect.getsource(_ResultCollection.log)
+    assert "dict(self.__dict__)" in inspect.getsource(_ResultMetric.to)
 
 
 def test_torch_still_notes_a_stack_trace_to_seed_a_device_that_is_not_in_use() -> None:

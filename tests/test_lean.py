@@ -4,11 +4,14 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import nn
 
 from tests.pool import Pool
@@ -139,3 +142,15 @@ def test_a_module_keeps_its_parts_and_knows_its_hook(small: list[str], folder: P
     module.more = nn.Linear(1, 1)
     assert module._current_fx_name == "training_step"
     assert "more.weight" in module.state_dict()
+
+
+def test_what_is_logged_is_moved_only_to_where_it_is_not(small: list[str], folder: Path) -> None:
+    from src.experiment import assemble
+
+    trainer, _, _ = assemble(compose(folder, *small, *STEPS))
+    results: Any = trainer.fit_loop.epoch_loop._results
+    with patch.object(_ResultMetric, "to", autospec=True, side_effect=_ResultMetric.to) as moves:
+        for device in ("cpu", "cpu", "meta", "meta"):
+            results.log("training_step", "loss", torch.ones((), device=device), on_step=True, on_epoch=True)
+            assert results["training_step.loss"].value.device.type == device
+    assert [call.args[1].type for call in moves.call_args_list] == ["meta"]
