@@ -1,7 +1,6 @@
 """The DataModule of every image data set: splits, global batches, augmentation on the device."""
 
-from collections.abc import Sized
-from functools import partial
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +13,8 @@ from src.data.augment import Augment
 from src.data.batch import Batch
 from src.data.pictures import PictureFolder
 from src.data.pixels import normalize
-from src.data.resident import ResidentBatches, loader
-from src.data.sampler import EvaluationBatches, TrainingBatches
+from src.data.resident import Crops, ResidentBatches, loader
+from src.data.sampler import Batches, EvaluationBatches, TrainingBatches
 from src.data.source import ImageSource
 from src.data.splits import ImageSplit, divide, load
 from src.errors import UserError
@@ -84,7 +83,7 @@ class ImageDataModule(L.LightningDataModule):
         self.num_workers, self.device_resident, self.seed = num_workers, device_resident, seed
         self.resume_at = (0, 0)  # epoch, and samples of it already trained
         self.splits: dict[str, ImageSplit] = {}
-        self._fetches_crops = False  # for training
+        self._comes_cropped = False  # what is trained on
 
     def prepare_data(self) -> None:
         if not self.splits and not self.trainer.predicting:  # what is in memory need not be on the disk
@@ -105,10 +104,8 @@ class ImageDataModule(L.LightningDataModule):
         share = (*self._share(), self._micro_batches_per_pass)
         batches = TrainingBatches(len(split), self.global_batch_size, self.accumulate, self.seed, *share)
         batches.epoch, batches.start = self.resume_at
-        loaded = self._loader(split, batches)
-        self._fetches_crops = isinstance(loaded, ResidentBatches) and self.augment.only_crops
-        if self._fetches_crops:
-            loaded.crops = partial(self.augment.crops, split.held.bordered(self.augment.crop_padding), self.seed)
+        loaded = self._loader(split, batches, self._crops if self.augment.only_crops else None)
+        self._comes_cropped = isinstance(loaded, ResidentBatches) and loaded.crops is not None
         return loaded
 
     def val_dataloader(self) -> DataLoader[Batch] | list[Any]:
@@ -133,7 +130,7 @@ class ImageDataModule(L.LightningDataModule):
             image = normalize(batch.image, self.mean, self.std, dtype)
             return batch._replace(image=image, weight=batch.weight.to(dtype))
         identity = (self.seed, trainer.current_epoch, batch.sample_index)
-        pixels = batch.image if self._fetches_crops else self.augment.pixels(batch.image, identity)
+        pixels = batch.image if self._comes_cropped else self.augment.pixels(batch.image, identity)
         image, draw = normalize(pixels, self.mean, self.std, dtype), (self.seed, trainer.global_step)
         image, target = self.augment.normalised(image, batch.target, identity, draw, self.num_classes)
         return Batch(image, target, batch.sample_index, batch.weight.to(dtype) / len(image))
@@ -223,5 +220,10 @@ class ImageDataModule(L.LightningDataModule):
         per_device = max(1, self.global_batch_size // (replicas * self.accumulate))
         return self._loader(split, EvaluationBatches(len(cast(Sized, split)), per_device, replicas, rank))
 
-    def _loader(self, split: Dataset[Batch], batches: TrainingBatches | EvaluationBatches) -> DataLoader[Batch]:
-        return loader(split, batches, self.trainer.lightning_module.device, self.device_resident, self.num_workers)
+    def _crops(self, epoch: int, index: Tensor) -> Iterator[Tensor]:
+        pictures = self.splits["train"].held.bordered(self.augment.crop_padding)
+        return self.augment.crops(pictures, self.seed, epoch, index)
+
+    def _loader(self, split: Dataset[Batch], batches: Batches, crops: Crops | None = None) -> DataLoader[Batch]:
+        device = self.trainer.lightning_module.device
+        return loader(split, batches, device, self.device_resident, self.num_workers, crops)

@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from src.data.batch import Batch
-from src.data.sampler import EvaluationBatches, TrainingBatches
+from src.data.sampler import Batches
 from src.data.splits import ImageSplit
 
+Crops = Callable[[int, Tensor], Iterator[Tensor]]
 _SHARE = 0.04  # of a GPU's free memory that pictures may take without being told to: with borders, a tenth
 
 
@@ -24,14 +25,15 @@ def stays(split: ImageSplit, device: torch.device, choice: str | bool, num_worke
 
 def loader(
     data: Dataset[Batch],
-    batches: TrainingBatches | EvaluationBatches,
+    batches: Batches,
     device: torch.device,
     choice: str | bool,
     num_workers: int,
+    crops: Crops | None = None,
 ) -> DataLoader[Batch]:
-    """Of whole batches, from the device if that is chosen, otherwise from the host."""
+    """Of whole batches, from the device if that is chosen, there cropped by `crops`; otherwise from the host."""
     if isinstance(data, ImageSplit) and stays(data, device, choice, num_workers):
-        return ResidentBatches(data, batches, device)
+        return ResidentBatches(data, batches, device, crops)
     pin = device.type == "cuda"
     return DataLoader(data, sampler=batches, batch_size=None, num_workers=num_workers, pin_memory=pin)
 
@@ -39,17 +41,20 @@ def loader(
 class ResidentBatches(DataLoader[Batch]):
     """A DataLoader without workers, and without what it does for each batch.
 
-    All indices of an epoch are sent at once, from pinned memory: the host waits for nothing.
-
-    `crops`, if set, is told the epoch and its (batches, n) indices, and fetches pictures cropped instead of whole.
+    All indices of an epoch are sent at once, from pinned memory: the host waits for nothing. `crops` is told the epoch
+    and its (batches, n) indices, and fetches pictures cropped instead of whole.
     """
 
-    crops: Callable[[int, Tensor], Iterator[Tensor]] | None = None
-
-    def __init__(self, split: ImageSplit, sampler: TrainingBatches | EvaluationBatches, device: torch.device) -> None:
+    def __init__(
+        self,
+        split: ImageSplit,
+        sampler: Batches,
+        device: torch.device,
+        crops: Crops | None = None,
+    ) -> None:
         super().__init__(split, sampler=sampler, batch_size=None)
         split.held.move(device)
-        self.split, self.batches, self.device = split, sampler, device
+        self.split, self.batches, self.device, self.crops = split, sampler, device, crops
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         index = self.split.samples(self.batches.table())

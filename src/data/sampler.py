@@ -74,3 +74,6 @@ class EvaluationBatches(Sampler[Tensor]):
         """One batch of this rank per row."""
         positions = torch.arange(len(self) * self.per_device) * self.replicas + self.rank
         return torch.where(positions < self.num_samples, positions, -1).view(-1, self.per_device)
+
+
+Batches = TrainingBatches | EvaluationBatches
