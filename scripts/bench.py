@@ -6,6 +6,7 @@ compiled. Writes bench.csv, with every reading, and a plot per measurement. Leav
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -27,8 +28,8 @@ def main() -> None:
     )
     parser.add_argument("measurements", nargs="*", metavar="|".join(BENCHMARKS), help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="of the cases, those whose name contains this")
-    parser.add_argument("--programs", default="", help="of a case's programs, the first and those that contain this")
+    parser.add_argument("--only", default="", help="of the cases, those whose name this regular expression finds")
+    parser.add_argument("--programs", default="", help="likewise of a case's programs, besides the first")
     parser.add_argument("--data", type=Path, help="the folder with CIFAR-10's files; without it, noise of that size")
     parser.add_argument("--out", type=Path, default=Path("bench"))
     options = parser.parse_args()
@@ -42,8 +43,8 @@ def main() -> None:
     found: dict[str, list[tuple[Case, Readings]]] = {}
     for name in options.measurements or [name for name in BENCHMARKS if options.data or name != "accuracy"]:
         for case in BENCHMARKS[name](pictures):
-            if options.only in case.name:
-                case.programs[1:] = [program for program in case.programs[1:] if options.programs in program.name]
+            if re.search(options.only, case.name):
+                case.programs[1:] = [other for other in case.programs[1:] if re.search(options.programs, other.name)]
                 readings = in_turn(case, options.rounds, out / "scratch")
                 found.setdefault(name, []).append((case, readings))
                 write(found, out / "bench.csv")
