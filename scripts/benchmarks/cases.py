@@ -8,7 +8,7 @@ from pathlib import Path
 from scripts.benchmarks.programs import PEERS, Case, Program, python
 from scripts.peers.nets import BATCH, OVERRIDES
 
-STEPS = {"tiny": 1000, "resnet9w4b32": 1000, "resnet9w4": 400, "resnet9": 200, "resnet18": 40}  # of each network, timed
+STEPS = {"tiny": 2000, "resnet9w4b32": 1000, "resnet9w4": 400, "resnet9": 200, "resnet18": 40}  # of each network, timed
 EVERY = {"tiny": 50, "resnet9w4b32": 100, "resnet9w4": 40, "resnet9": 20, "resnet18": 5}  # between its log points
 
 
