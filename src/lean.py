@@ -75,11 +75,27 @@ def _do_nothing(*_: Any) -> None:
 
 
 class _Results(_ResultCollection):
-    """What is logged: each time, Lightning looks through all that a result holds for something to move."""
+    """What is logged. Lightning gathers it at every step, and looks through all of a result for something to move."""
+
+    _of_step: Any = None  # as gathered since something was logged last
 
     def __setitem__(self, name: str, result: _ResultMetric) -> None:
         super().__setitem__(name, result)
         result.to = partial(_move, result)  # type: ignore[method-assign]
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        self._of_step = None
+        super().log(*args, **kwargs)
+
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        self._of_step = None
+        super().reset(*args, **kwargs)
+
+    def metrics(self, on_step: bool) -> Any:
+        if not (on_step and self.training):
+            return super().metrics(on_step)
+        self._of_step = self._of_step or super().metrics(on_step)
+        return self._of_step
 
 
 def _move(result: _ResultMetric, device: str | torch.device) -> _ResultMetric:

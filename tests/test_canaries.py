@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import nn
@@ -141,6 +142,7 @@ def test_lightning_still_does_at_every_step_what_we_take_out() -> None:
     assert "skip_batch and skip_time" in inspect.getsource(ModelCheckpoint.on_train_batch_end)
     assert "self[key].to(value.device)" in inspect.getsource(_ResultCollection.log)
     assert "dict(self.__dict__)" in inspect.getsource(_ResultMetric.to)
+    assert "metrics = self.metrics" in inspect.getsource(_LoggerConnector.on_batch_end)
 
 
 def test_torch_still_notes_a_stack_trace_to_seed_a_device_that_is_not_in_use() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import nn
 
 from tests.pool import Pool
@@ -154,3 +154,25 @@ def test_what_is_logged_is_moved_only_to_where_it_is_not(small: list[str], folde
             results.log("training_step", "loss", torch.ones((), device=device), on_step=True, on_epoch=True)
             assert results["training_step.loss"].value.device.type == device
     assert [call.args[1].type for call in moves.call_args_list] == ["meta"]
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_what_is_logged_is_gathered_once_and_never_old(every: int, small: list[str], folder: Path) -> None:
+    from src.experiment import assemble
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+            if trainer.global_step % every == 0:
+                seen[trainer.global_step] = float(trainer.callback_metrics["train/loss"]), float(outputs["loss"])
+            elif trainer.global_step > every:
+                assert float(trainer.callback_metrics["train/loss"]) == list(seen.values())[-1][0]
+
+    seen: dict[int, tuple[float, float]] = {}
+    trainer, module, data = assemble(compose(folder, *small, *STEPS, f"trainer.log_every_n_steps={every}"))
+    trainer.callbacks.append(Look())
+    with patch.object(_ResultCollection, "metrics", autospec=True, side_effect=_ResultCollection.metrics) as gathered:
+        trainer.fit(module, datamodule=data)
+    assert all(logged == pytest.approx(loss) for logged, loss in seen.values())
+    assert list(seen) == list(range(every, 41, every))
+    of_steps = [call for call in gathered.call_args_list if call.args[0].training and call.args[1]]
+    assert len(of_steps) <= 3 * len(seen) + 2
