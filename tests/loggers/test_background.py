@@ -18,6 +18,9 @@ class Slow:
         self.told = told
         told.append(threading.current_thread() is threading.main_thread())
 
+    def log_hyperparams(self, params: dict[str, int]) -> None:
+        self.told.append(params)
+
     def log_metrics(self, metrics: dict[str, float], step: int | None) -> None:
         time.sleep(0.02)
         if metrics["loss"] < 0:
@@ -43,6 +46,29 @@ def test_is_not_made_where_nothing_is_told() -> None:
     told: list[Any] = []
     InBackground(partial(Slow, told), version="1").finalize("success")
     assert told == []
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_hyperparameters_wait_for_the_first_metrics_or_the_end(ends: bool) -> None:
+    told: list[Any] = []
+    logger = InBackground(partial(Slow, told), version="1")
+    logger.log_hyperparams({"width": 3})
+    time.sleep(0.3)
+    assert told == []
+    if not ends:
+        logger.log_metrics({"loss": 1.0}, 0)
+    logger.finalize("failed" if ends else "success")
+    assert told == [False, {"width": 3}, *([] if ends else [0])]
+
+
+def test_hyperparameters_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.loggers.background._HEAD_START", 0.1)
+    told: list[Any] = []
+    InBackground(partial(Slow, told), version="1").log_hyperparams({"width": 3})
+    deadline = time.monotonic() + 10
+    while len(told) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert told == [False, {"width": 3}]
 
 
 def test_an_error_is_raised_by_what_comes_next() -> None:
