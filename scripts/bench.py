@@ -44,7 +44,7 @@ def main() -> None:
     for name in options.measurements or [name for name in BENCHMARKS if options.data or name != "accuracy"]:
         for case in BENCHMARKS[name](pictures):
             if re.search(options.only, case.name):
-                case.programs[1:] = [other for other in case.programs[1:] if re.search(options.programs, other.name)]
+                case.keep(options.programs)
                 readings = in_turn(case, options.rounds, out / "scratch")
                 found.setdefault(name, []).append((case, readings))
                 write(found, out / "bench.csv")

@@ -75,7 +75,7 @@ def _do_nothing(*_: Any) -> None:
 
 
 class _Results(_ResultCollection):
-    """What is logged. Lightning gathers it at every step, and looks through all of a result for something to move."""
+    """What is logged: gathered once, where Lightning does so at every step, and moved only to another device."""
 
     _of_step: Any = None  # as gathered since something was logged last
 
@@ -91,6 +91,10 @@ class _Results(_ResultCollection):
         self._of_step = None
         super().reset(*args, **kwargs)
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self._of_step = None
+        return super().to(*args, **kwargs)
+
     def metrics(self, on_step: bool) -> Any:
         if not (on_step and self.training):
             return super().metrics(on_step)
@@ -99,7 +103,7 @@ class _Results(_ResultCollection):
 
 
 def _move(result: _ResultMetric, device: str | torch.device) -> _ResultMetric:
-    """All of it lies where its value does."""
+    """Where its value lies, all lies that is used again."""
     value = getattr(result, "value", None)  # none before a metric is first logged
     return result if value is not None and value.device == torch.device(device) else _ResultMetric.to(result, device)
 

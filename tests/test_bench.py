@@ -159,3 +159,10 @@ def test_no_such_measurement() -> None:
     done = subprocess.run(python("scripts/bench.py", "speed"), capture_output=True, text=True)
     assert done.returncode == 2
     assert "no such measurement: speed; there are overhead, ddp" in done.stderr
+
+
+def test_of_a_case_some_programs_are_kept() -> None:
+    case = Case("a case", "step ms", [Program(name, []) for name in ("by hand", "ours", "beside", "a habit")])
+    case.programs[1].ideal = ("beside", 0.5)
+    case.keep("ours|nothing")
+    assert [program.name for program in case.programs] == ["by hand", "ours", "beside"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -44,6 +45,12 @@ class Case:
     name: str
     metric: str
     programs: list[Program] = field(default_factory=list)
+
+    def keep(self, pattern: str) -> None:
+        """Drop the programs in whose names `pattern` finds nothing, but not the first, nor any that is an ideal."""
+        ideals = {program.ideal[0] for program in self.programs if program.ideal}
+        others = [other for other in self.programs[1:] if other.name in ideals or re.search(pattern, other.name)]
+        self.programs = [self.programs[0], *others]
 
 
 def python(script: str, *arguments: object, processes: int = 1) -> list[str]:

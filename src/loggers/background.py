@@ -22,7 +22,8 @@ class InBackground(Logger):
     def __init__(self, make: Callable[[], Any], version: str) -> None:
         super().__init__()
         self._make, self._version = make, version
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: ThreadPoolExecutor | None = None  # not now: what Lightning spawns gets this logger pickled
+        self._awaited: Any = None  # the event that there are metrics, or that all ends
         self._logger: Any = None
         self._last: Future[None] | None = None
 
@@ -58,7 +59,7 @@ class InBackground(Logger):
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
         if self._last is not None and self._last.done():
             self._last.result()
-        if self._thread is None:  # not earlier: what Lightning spawns gets this logger pickled
+        if self._thread is None:
             self._thread, self._awaited = ThreadPoolExecutor(1, "logger"), threading.Event()
         if method != "log_hyperparams":
             self._awaited.set()

@@ -59,6 +59,6 @@ def finish(succeeded: bool) -> None:
 
 
 def _in_use() -> Any:
-    """The package, where it was imported and has a run."""
+    """The package, where it was imported, to its end, and has a run."""
     wandb = sys.modules.get("wandb")
-    return wandb if wandb and wandb.run is not None else None
+    return wandb if getattr(wandb, "run", None) is not None else None

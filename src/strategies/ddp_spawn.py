@@ -46,13 +46,17 @@ class _Launcher(_MultiProcessingLauncher):
         finally:
             signals.restore(handlers)
 
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+    def _wrapping_function(self, process_idx: int, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         try:
-            super()._wrapping_function(*args, **kwargs)
-        except signals.Stopped:
-            preempted()
+            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+        except BaseException as error:
+            for logger in trainer.loggers:
+                logger.finalize("failed")  # as Lightning does where it spawns nothing
+            if stopped := isinstance(error, signals.Stopped):
+                preempted()
             finish(succeeded=False)
-            close_process_group()
+            if stopped:  # on all ranks at once
+                close_process_group()
             raise
         finish(succeeded=True)
         close_process_group()

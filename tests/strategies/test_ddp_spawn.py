@@ -1,0 +1,33 @@
+"""What a process that Lightning has spawned does before it ends."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+
+from src.launch.signals import Stopped
+from src.strategies.ddp_spawn import DDPSpawn
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def finalize(self, status: str) -> None:
+        self.told.append(status)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), Stopped(15), KeyboardInterrupt()])
+def test_tells_its_loggers_that_it_failed(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning does so in the process that spawns, whose loggers have no run."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    strategy, logger = DDPSpawn(), Logger()
+    strategy._configure_launcher()
+    monkeypatch.setattr(_MultiProcessingLauncher, "_wrapping_function", fail)
+    with pytest.raises(type(error)):
+        strategy.launcher._wrapping_function(0, SimpleNamespace(loggers=[logger]))
+    assert logger.told == ["failed"]
