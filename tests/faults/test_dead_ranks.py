@@ -36,7 +36,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(small: list[str], folder: Pat
     assert "rank 0 hangs" not in err
     assert "misbehaving.py" in err
     assert "in on_train_batch_start" in err
-    assert "Timeout (" in (folder / "logs" / "rank0.log").read_text()
+    assert "Timeout (" in (folder / "logs" / "rank1.log").read_text()
 
 
 @pytest.mark.slow
