@@ -50,7 +50,9 @@ def first_error(failed: Any, run_dir: str, sizes: dict[int, int]) -> Exception:
         if _PREFIX in report.message:  # also at the end of what a process of Lightning's spawning raised
             return UserError(report.message.rpartition(_PREFIX)[2].strip())
     if stacks := _stacks(run_dir, sizes):
-        return RankFailed(_hang(stacks, run_dir))
+        raised = {report.rank + rank - failure.local_rank for report in reports}  # since it lost one that hung
+        hung = {number: stack for number, stack in stacks.items() if stack or number not in raised}
+        return RankFailed(_hang(hung, run_dir))
     if not reports:
         return RankFailed(f"rank {rank} died ({failure.message}); its log is {log_file(run_dir, rank)}")
     first = reports[0]
@@ -80,14 +82,10 @@ def _stacks(run_dir: str, sizes: dict[int, int]) -> dict[int, list[str]]:
 
 
 def _hang(stacks: dict[int, list[str]], run_dir: str) -> str:
-    """Name the ranks that did not wait for others, or else those without a stack; all, where none can be told apart.
-
-    A rank without one may also have been ended before its own time was up, since another's was.
-    """
-    odd = [rank for rank, stack in stacks.items() if stack and not any(place in stack[0] for place in _WAITS_IN)]
-    silent = [rank for rank, stack in stacks.items() if not stack]
+    """Name the ranks that did not wait for others; all, where none can be told from the rest."""
+    odd = [rank for rank, stack in stacks.items() if not stack or not any(place in stack[0] for place in _WAITS_IN)]
     told = []
-    for rank in odd or silent or stacks:
+    for rank in odd or stacks:
         stack = "\n    ".join(stacks[rank]) or "its stack could not be had: it was stopped, or is stuck in the kernel"
         told.append(f"rank {rank} hangs; its log is {log_file(run_dir, rank)}\n    {stack}")
     return "no step within launch.timeout; " + "\n".join(told)

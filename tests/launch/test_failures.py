@@ -1,5 +1,6 @@
 """Which ranks are said to hang, from the stacks that their watchdogs left in their logs."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,30 +14,36 @@ WAITING, BUSY = "torch/distributed/c10d.py", "src/models/slow.py"
 class Failed:
     """What elastic raises, of a rank that left no report."""
 
-    exitcode, message = 1, "exit code 1"
+    exitcode, message, local_rank = 1, "exit code 1", 1
 
     def __init__(self, folder: Path) -> None:
-        self.error_file = str(folder / "0" / "error.json")
+        self.error_file = str(folder / "1" / "error.json")
 
     def get_first_failure(self) -> tuple[int, "Failed"]:
-        return 0, self
+        return 1, self
 
 
 @pytest.mark.parametrize(
-    ("innermost", "named"),
+    ("innermost", "raised", "named"),
     [
-        ([WAITING, BUSY], [1]),
-        ([None, BUSY], [1]),  # ended because the other was
-        ([WAITING, None], [1]),  # stopped, or stuck in the kernel
-        ([WAITING, WAITING], [0, 1]),
-        ([BUSY, BUSY], [0, 1]),
+        ([WAITING, BUSY], False, [1]),
+        ([None, BUSY], True, [1]),  # lost the other before its own time was up
+        ([None, BUSY], False, [0, 1]),  # stopped, or stuck in the kernel; the other one may wait for it on a GPU
+        ([None, WAITING], False, [0]),
+        ([WAITING, WAITING], False, [0, 1]),
+        ([BUSY, BUSY], False, [0, 1]),
     ],
 )
-def test_names_the_ranks_that_hang(innermost: list[str | None], named: list[int], tmp_path: Path) -> None:
+def test_names_the_ranks_that_hang(innermost: list[str | None], raised: bool, named: list[int], tmp_path: Path) -> None:
+    if raised:
+        report = tmp_path / "errors" / "0" / "error.json"
+        report.parent.mkdir(parents=True)
+        told = {"message": "RuntimeError: connection closed by peer", "extraInfo": {"py_callstack": ""}}
+        report.write_text(json.dumps({"message": told}))
     for rank, place in enumerate(innermost):
         log = log_file(tmp_path, rank)
         log.parent.mkdir(exist_ok=True)
         dump = f'Timeout (0:00:08)!\nThread 0x1 (most recent call first):\n  File "/{place}", line 1 in step\n'
         log.write_text(dump if place else "it begins\n")
-    said = str(first_error(Failed(tmp_path / "errors" / "1"), str(tmp_path), {}))
+    said = str(first_error(Failed(tmp_path / "errors"), str(tmp_path), {}))
     assert [rank for rank in range(2) if f"rank {rank} hangs" in said] == named
