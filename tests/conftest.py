@@ -8,45 +8,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from src.data.cifar import CIFAR10, CIFAR100
 from src.data.shapes import Shapes
-from tests.memory import give_back, keep_none
-from tests.pool import Pool
+from tests.support.experiments import SIZES
+from tests.support.memory import give_back, keep_none
+from tests.support.pool import Pool
 
+pytest_plugins = ["tests.support.report"]
 os.environ.setdefault("WANDB_MODE", "offline")
 logging.getLogger("lightning").setLevel(logging.WARNING)
-ALLOWED_SKIPS = {
-    "tests/data/test_cifar.py::test_reads_the_real_pictures": "the pictures are not part of the project",
-    "tests/launch/test_command_line.py::test_what_the_parent_finds_wrong[no gpu]": "there is a GPU",
-    "tests/launch/test_slurm.py": "SLURM is not installed",
-    "tests/launch/test_two_hosts.py": "network namespaces take root, and iproute2",
-    "tests/test_waits.py::test_nothing_waits_on_a_gpu": "there is no GPU",
-    "tests/models/test_classifier.py::test_compiled": "there is no C++ compiler",
-}
-UNEXPECTED_SKIPS: list[str] = []
-SIZES = {"train_size": 400, "test_size": 90}  # 360 to train on: no batch of 32 divides it
+torch.set_num_threads(1)  # the networks are tiny, and the ranks of the pool need the other core
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Fail the session on a skip that is not on the committed list."""
-    if report.skipped and not any(report.nodeid.startswith(known) for known in ALLOWED_SKIPS):
-        UNEXPECTED_SKIPS.append(report.nodeid)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if UNEXPECTED_SKIPS:
-        print(f"\nskipped, but not on the list in {Path(__file__).name}: {', '.join(UNEXPECTED_SKIPS)}")
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+def pytest_collection_finish() -> None:
+    keep_none()
 
 
 @pytest.fixture(autouse=True)
-def _no_process_group_left() -> Iterator[None]:
-    """A run of one rank in this process keeps its port, and Lightning leaves that in the environment for the next."""
-    keep_none()
+def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End what a run of one rank leaves: its process group, its port in the environment, and its memory."""
     yield
-    give_back()
+    if "folder" in request.fixturenames:
+        give_back()
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):

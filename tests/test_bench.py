@@ -3,7 +3,6 @@
 import csv
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ import pytest
 import torch
 
 from scripts.bench import BENCHMARKS
-from scripts.benchmarks.programs import Case, Program, in_turn, python
+from scripts.benchmarks.programs import Case, Program, in_turn
 from scripts.benchmarks.report import achieved, plot, ratios, table, write
 from scripts.peers.communication import Communication, resident
 from src.strategies.schedules import SCHEDULES
-from tests.pool import Pool
-from tests.runs import NEED_GPUS, STRATEGIES, compose, fit
+from tests.support.commands import run_here
+from tests.support.pool import Pool
+from tests.support.runs import NEED_GPUS, STRATEGIES, compose, fit
 
 STEPS, BATCH = 6, 32
 SAME = [
@@ -61,7 +61,9 @@ def test_ddp_by_hand_does_the_same(pool: Pool, cifar: Path, folder: Path) -> Non
     assert [step for step, _ in json.loads(clock.read_text())] == [1, 2, 4, 6]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=[] if name == "1f1b" else pytest.mark.slow) for name in SCHEDULES]
+)
 def test_a_pipeline_by_hand_does_the_same(schedule: str, pool: Pool, cifar: Path, folder: Path) -> None:
     clock = folder.parent / "clock.json"
     cut = ["--schedule", schedule, "--microbatches", 4]
@@ -156,9 +158,8 @@ def test_programs_run_in_turn_and_failures_are_told(tmp_path: Path) -> None:
 
 
 def test_no_such_measurement() -> None:
-    done = subprocess.run(python("scripts/bench.py", "speed"), capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "no such measurement: speed; there are overhead, ddp" in done.stderr
+    _, err = run_here("speed", program="scripts/bench.py", code=2)
+    assert "no such measurement: speed; there are overhead, ddp" in err
 
 
 def test_of_a_case_some_programs_are_kept() -> None:

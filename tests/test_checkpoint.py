@@ -9,7 +9,7 @@ import torch
 from src.checkpoint import network_of
 from src.errors import UserError
 from src.experiment import assemble
-from tests.runs import compose, fit
+from tests.support.runs import compose, fit
 
 GAN = ["experiment=gan", "module.generator.width=4", "module.discriminator.width=4", "data.batch_size=32"]
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32"]

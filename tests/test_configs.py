@@ -1,19 +1,30 @@
-"""Every YAML under conf/ is composed, instantiated and trained with for two steps: a new one needs no new test."""
+"""Every YAML under conf/ is composed and built, and every choice of every group is trained with: all by globbing.
 
-import re
+An experiment makes a row with all that it chooses. The choices that no experiment makes share rows of the smallest
+network. `make test-all` trains with each choice by itself.
+"""
+
+from itertools import zip_longest
 from pathlib import Path
 
+import hydra
 import pytest
 
-from tests.pool import Pool
-from tests.runs import CONF, NEED_GPUS, compose, drives_all_devices, fit
+from src.experiment import assemble
+from tests.support.pool import Pool
+from tests.support.runs import CONF, NEED_GPUS, compose, fit_ranks
 
-GROUPS = sorted(
-    path.name for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "sweep")
-)  # of Hydra, of W&B
-FILES = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("[!_]*.yaml"))]
-CHOICES = [choice for choice in FILES if choice not in [("strategy", name) for name in NEED_GPUS]]
-# As small as a run can be, and with data that needs no network; what a file itself is about stays as it is.
+OF_OTHERS = ("hydra", "sweep")  # folders that Hydra and W&B read
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in OF_OTHERS)
+Choice = tuple[str, str]  # group and name
+ALL: list[Choice] = [
+    (group, file.stem)
+    for group in GROUPS
+    for file in sorted((CONF / group).glob("[!_]*.yaml"))
+    if (group, file.stem) not in [("strategy", name) for name in NEED_GPUS]
+]
+EXPERIMENTS = [name for group, name in ALL if group == "experiment"]
+# As small as a run can be, on data that needs no network; what the row is about stays as it is.
 TINY = [
     "data.batch_size=8",
     "trainer.max_epochs=1",
@@ -21,28 +32,106 @@ TINY = [
     "trainer.limit_val_batches=1",
     "trainer.log_every_n_steps=1",
 ]
+SMALLEST = ["model=mlp", "model.hidden=[16]"]
+SHRUNK = {("experiment", "wide_resnet"): ["model.width=1"]}  # a checkpoint of 36 million weights takes seconds
 
 
-def _choose(group: str, choice: str) -> str:
-    """A module or callback that an experiment asks for is trained with in that; other callbacks beside the default."""
-    for file in (CONF / "experiment").glob("*.yaml"):
-        if group in ("module", "callbacks") and re.search(rf"override /{group}:.*\b{choice}\b", file.read_text()):
-            return f"experiment={file.stem}"
-    return f"{group}=[default,{choice}]" if group == "callbacks" and choice != "default" else f"{group}={choice}"
+def chosen_by(experiment: str) -> set[Choice]:
+    """Return the choices that an experiment makes, the defaults included."""
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = hydra.compose("train", [f"experiment={experiment}"], return_hydra_config=True)
+    choices = {(group, name) for group, name in cfg.hydra.runtime.choices.items() if group in GROUPS and name}
+    choices |= {("callbacks", name) for name in ("default", *cfg.callbacks)}  # a list of choices is not among those
+    return choices - {("logger", cfg.hydra.runtime.choices.logger)}  # a row chooses its own
 
 
-@pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{group}={choice}" for group, choice in CHOICES])
-def test_trains(group: str, choice: str, small: list[str], cifar: Path, pool: Pool, folder: Path) -> None:
-    data = [f"data.root={cifar}"] if group == "data" and choice != "shapes" else small
-    quiet = ["trainer.accelerator=cpu", *([] if group == "logger" else ["logger=none"])]
-    choosing = _choose(group, choice)
-    model = [] if choosing.startswith(("model=", "experiment=")) else ["model=mlp", "model.hidden=[16]"]
-    chosen = [*data, *model, *quiet, choosing, *TINY]
-    devices = 2 if group == "strategy" and choice != "auto" else 1
-    cfg = compose(folder, *dict.fromkeys(chosen), f"trainer.devices={devices}", quiet=False)
-    alone = devices == 1 or drives_all_devices(cfg)
-    records = [fit(cfg)] if alone else pool.run(devices, fit, cfg)
+CHOSEN_BY = {name: chosen_by(name) for name in EXPERIMENTS}
+REST = [choice for choice in ALL if choice not in set().union(*CHOSEN_BY.values())]
+
+
+def shared_rows() -> list[tuple[Choice, ...]]:
+    """Return rows in which each of the remaining choices appears once, with one of each group but for `debug`.
+
+    What is for debugging changes so much that it has rows of its own.
+    """
+    apart = [(choice,) for choice in REST if choice[0] in ("debug", "preset")]
+    groups = [[choice for choice in REST if choice[0] == group] for group in GROUPS if group not in ("debug", "preset")]
+    return apart + [tuple(choice for choice in row if choice) for row in zip_longest(*groups)]
+
+
+def words(*choices: Choice) -> list[str]:
+    """Return the overrides for these choices, on the smallest network unless they choose one."""
+    groups = {group for group, _ in choices}
+    overrides = [f"{group}={name}" for group, name in choices if group != "callbacks"]
+    if callbacks := [name for group, name in choices if group == "callbacks"]:
+        overrides.append(f"callbacks=[{','.join(dict.fromkeys(['default', *callbacks]))}]")
+    model = [] if groups & {"model", "experiment"} else SMALLEST
+    logger = [] if "logger" in groups else ["logger=none"]
+    devices = 2 if "strategy" in groups and ("strategy", "auto") not in choices else 1
+    shrunk = [word for choice in choices for word in SHRUNK.get(choice, [])]
+    return [*model, *logger, *overrides, *shrunk, "trainer.accelerator=cpu", f"trainer.devices={devices}", *TINY]
+
+
+def data_words(choices: set[Choice], small: list[str], cifar: Path) -> list[str]:
+    """Return the overrides for data that is there: small shapes, unless the row is about a data set."""
+    dataset = next((name for group, name in choices if group == "data"), "shapes")
+    return small if dataset == "shapes" else [f"data={dataset}", f"data.root={cifar}"]
+
+
+def setting(group: str, name: str) -> list[str]:
+    """Return the overrides of a row about one choice: in its experiment, if one makes it, else by itself."""
+    if group in ("module", "callbacks") and name != "default":
+        for experiment, choices in CHOSEN_BY.items():
+            if (group, name) in choices and (group, name) not in CHOSEN_BY["quickstart"]:
+                return words(("experiment", experiment))
+    return words((group, name))
+
+
+def check_trains(overrides: list[str], small: list[str], pool: Pool, folder: Path) -> None:
+    cfg = compose(folder, *overrides, quiet=False)
+    records = fit_ranks(cfg, pool)
     assert (folder / "metrics.csv").read_text().count("\n") >= 2
     assert (folder / "config.yaml").is_file()
     monitored = cfg.callbacks.best.monitor if cfg.callbacks.best else "train/loss"
+    assert all(len(record.indices) > 0 for record in records)
     assert all(monitored in record.metrics for record in records)
+
+
+def name_of(choices: tuple[Choice, ...]) -> str:
+    return " ".join(f"{group}={name}" for group, name in choices)
+
+
+@pytest.mark.parametrize(
+    "choice", [choice for choice in ALL if choice[0] != "experiment"], ids=lambda choice: "=".join(choice)
+)
+def test_builds(choice: Choice, small: list[str], cifar: Path, folder: Path) -> None:
+    """A misspelled option, a wrong type and an option that nothing takes all fail here. Experiments are trained."""
+    trainer, module, data = assemble(
+        compose(folder, *data_words({choice}, small, cifar), *setting(*choice), quiet=False)
+    )
+    assert trainer.callbacks
+    assert list(module.parameters())
+    assert data.source
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_experiments_train(experiment: str, small: list[str], cifar: Path, pool: Pool, folder: Path) -> None:
+    data = small if experiment != "cifar100" else data_words({("data", "cifar100")}, small, cifar)
+    check_trains([*data, *words(("experiment", experiment))], small, pool, folder)
+
+
+@pytest.mark.parametrize("choices", shared_rows(), ids=name_of)
+def test_other_choices_train(
+    choices: tuple[Choice, ...], small: list[str], cifar: Path, pool: Pool, folder: Path
+) -> None:
+    check_trains([*data_words(set(choices), small, cifar), *words(*choices)], small, pool, folder)
+
+
+def test_every_choice_is_trained_with() -> None:
+    assert set(ALL) <= set().union(*CHOSEN_BY.values(), *shared_rows())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ALL, ids=lambda choice: "=".join(choice))
+def test_each_choice_trains(choice: Choice, small: list[str], cifar: Path, pool: Pool, folder: Path) -> None:
+    check_trains([*data_words({choice}, small, cifar), *setting(*choice)], small, pool, folder)

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import nn
 
-from tests.pool import Pool
-from tests.runs import compose, fit
+from tests.support.pool import Pool
+from tests.support.runs import compose, fit
 
 STEPS = ["data.batch_size=8", "model=mlp", "trainer.max_steps=40", "trainer.log_every_n_steps=1000"]
 

@@ -1,6 +1,7 @@
 """Every `python train.py` line of the README and the docs does what it says, on little data; what they name exists.
 
-Started inside these processes: the real command line, sweeps, torchrun and run folders have tests in tests/launch.
+Each line is composed and built here, and those of the README are trained with; `make test-all` trains with all of
+them. The real command line, sweeps, torchrun and run folders have tests in tests/launch.
 """
 
 import re
@@ -14,57 +15,91 @@ import pytest
 import torch
 from PIL import Image
 
-from src.experiment import build, run
-from tests.pool import Pool
-from tests.runs import compose, drives_all_devices, fit
+from src.experiment import assemble, build, run
+from tests.support.commands import ROOT, run_here
+from tests.support.pool import Pool
+from tests.support.runs import compose, fit, fit_ranks
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 GUIDE = "\n".join([README, *(file.read_text() for file in sorted((ROOT / "docs").glob("*.md")))])
-BLOCKS = re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL)
-LINES = [shlex.split(line, comments=True) for line in "".join(BLOCKS).replace("\\\n", " ").splitlines()]
-TRAIN = [line[line.index("train.py") + 1 :] for line in LINES if "train.py" in line]
+OF_A_MODEL = ("model", "experiment", "ckpt_path", "init_from")
 TINY = ["trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.log_every_n_steps=1"]
 
 
-def first_job(words: list[str]) -> list[str]:
-    """The first job of a sweep: each option's first value; who runs it, and how, is tested in tests/launch."""
-    words = [re.sub(r"=.*interval\(([^,]+),.*", r"=\1", word) for word in words if not word.startswith(("-m", "hydra"))]
-    return [word if "[" in word else word.split(",")[0] for word in words]
+def lines(text: str) -> list[list[str]]:
+    """Return the words of each line of the text's shell blocks."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    return [shlex.split(line, comments=True) for line in "".join(blocks).replace("\\\n", " ").splitlines()]
 
 
-def with_names(words: list[str], folder: Path, *task: str) -> list[str]:
-    """The words, in place of RUN_DIR and FOLDER a run of one epoch and two pictures."""
+def commands(text: str) -> list[tuple[str, ...]]:
+    """Return the arguments of each different `train.py` line."""
+    found = [tuple(line[line.index("train.py") + 1 :]) for line in lines(text) if "train.py" in line]
+    return [words for words in dict.fromkeys(found) if words != ("--help",)]
+
+
+LINES = lines(GUIDE)
+TRAINED_HERE = [words for words in commands(README) if "strategy=ddp_spawn" not in words]  # which takes six seconds
+TRAINED = [
+    pytest.param(words, marks=[] if words in TRAINED_HERE else [pytest.mark.slow], id=" ".join(words))
+    for words in commands(GUIDE)
+]
+
+
+@pytest.fixture(scope="session")
+def finished_run(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one epoch of two steps."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    fit(compose(folder, *small, "data.batch_size=16", *TINY, "trainer.max_epochs=1"))
+    return folder
+
+
+def first_job(words: tuple[str, ...]) -> list[str]:
+    """Return the overrides of a sweep's first job: each option's first value. Sweeps are tested in tests/launch."""
+    kept = [re.sub(r"=.*interval\(([^,]+),.*", r"=\1", word) for word in words if not word.startswith(("-m", "hydra"))]
+    return [word if "[" in word else word.split(",")[0] for word in kept]
+
+
+def with_names(words: list[str], finished_run: Path, folder: Path) -> list[str]:
+    """Return the words with a copy of a finished run in place of RUN_DIR, and two images in place of FOLDER."""
     if any("RUN_DIR" in word for word in words):
-        fit(compose(folder / "run", *task, *TINY, "trainer.max_epochs=1"))
-    (folder / "pictures").mkdir(parents=True)
+        shutil.copytree(finished_run, folder / "run")
+    (folder / "images").mkdir(parents=True)
     for colour in ("red", "blue"):
-        Image.new("RGB", (40, 30), colour).save(folder / "pictures" / f"{colour}.png")
+        Image.new("RGB", (40, 30), colour).save(folder / "images" / f"{colour}.png")
     resolved = ("ckpt_path=", "init_from=")  # by the launcher, which has tests of its own
     run_of = {True: f"{folder}/run/checkpoints/last.ckpt", False: f"{folder}/run"}
     words = [word.replace("RUN_DIR/", f"{folder}/run/") for word in words]
     words = [word.replace("RUN_DIR", run_of[word.startswith(resolved)]) for word in words]
-    return [word.replace("FOLDER", f"{folder}/pictures") for word in words]
+    return [word.replace("FOLDER", f"{folder}/images") for word in words]
 
 
-@pytest.mark.parametrize("words", [list(words) for words in dict.fromkeys(map(tuple, TRAIN))], ids=" ".join)
-def test_trains(words: list[str], small: list[str], cifar: Path, pool: Pool, folder: Path) -> None:
-    if words == ["--help"]:
-        assert subprocess.run([sys.executable, "train.py", *words], cwd=ROOT, capture_output=True).returncode == 0
-        return
+@pytest.fixture
+def overrides(words: tuple[str, ...], finished_run: Path, small: list[str], cifar: Path, folder: Path) -> list[str]:
+    """The documented words, on little data."""
     data = [f"data.root={cifar}"] if "data=cifar100" in words else small
     batch = [] if any(word.startswith("data.batch_size") for word in words) else ["data.batch_size=16"]
-    words = [word for word in first_job(words) if "trainer.max_epochs" not in word and "num_nodes" not in word]
-    words = with_names(words, folder, *small, "data.batch_size=16")
-    cfg = compose(folder, *data, *words, *batch, *TINY, "trainer.max_epochs=2")
-    if not cfg.fit:
+    kept = [word for word in first_job(words) if "trainer.max_epochs" not in word and "num_nodes" not in word]
+    model = [] if any(word.startswith(OF_A_MODEL) for word in kept) else ["model.width=4"]
+    return [*data, *with_names(kept, finished_run, folder), *model, *batch, *TINY, "trainer.max_epochs=2"]
+
+
+@pytest.mark.parametrize("words", [words for words in commands(GUIDE) if words not in TRAINED_HERE], ids=" ".join)
+def test_builds(overrides: list[str], folder: Path) -> None:
+    trainer, module, data = assemble(compose(folder, *overrides))
+    assert trainer.max_epochs in (1, 2)
+    assert list(module.parameters())
+    assert data.source
+
+
+@pytest.mark.parametrize("words", TRAINED)
+def test_trains(overrides: list[str], pool: Pool, folder: Path) -> None:
+    cfg = compose(folder, *overrides)
+    if cfg.fit:
+        assert all(set(record.metrics) >= {"train/loss", "lr"} for record in fit_ranks(cfg, pool))
+    else:
         metrics = run(cfg)
         assert "test/acc" in metrics or (folder / "predictions.csv").read_text().count("\n") == 3
-        return
-    devices = cfg.trainer.devices
-    alone = devices == 1 or drives_all_devices(cfg)
-    records = [fit(cfg)] if alone else pool.run(devices, fit, cfg)
-    assert all(set(record.metrics) >= {"train/loss", "lr"} for record in records)
 
 
 def test_a_checkpoint_loads_without_the_training_code(small: list[str], folder: Path) -> None:
@@ -84,24 +119,27 @@ def test_the_table_of_recipes_is_right() -> None:
     recipes = {file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml")} - {"quickstart", "parity", "gan"}
     assert {name for name, _ in rows} == recipes
     for name, parameters in rows:
-        net = build(compose(ROOT, f"experiment={name}").model)
+        with torch.device("meta"):
+            net = build(compose(ROOT, f"experiment={name}").model)
         assert f"{sum(parameter.numel() for parameter in net.parameters()):,}" == parameters, name
 
 
+@pytest.mark.slow
 def test_the_strategy_of_the_guide_joins_the_parity_table(tmp_path: Path) -> None:
     """One file and one YAML, as docs/strategies.md has them, in a copy of the project."""
     guide = (ROOT / "docs" / "strategies.md").read_text()
     for folder in ("src", "conf", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (code,), (config,) = (
         re.findall(r"```python\n(.*?)```", guide, re.DOTALL),
         re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL),
     )
     (tmp_path / "src" / "strategies" / "by_hand.py").write_text(code)
     (tmp_path / "conf" / "strategy" / "by_hand.yaml").write_text(config)
-    command = [sys.executable, "-m", "pytest", "tests/parity/test_parity.py", "-k", "sgd and by_hand"]
+    command = [sys.executable, "-m", "pytest", "tests/parity/test_parity.py", "-k", "sgd and by_hand", "-m", ""]
     result = subprocess.run([*command, "--rootdir", "."], cwd=tmp_path, capture_output=True, text=True)
-    assert "2 passed" in result.stdout, result.stdout[-2000:]
+    assert "3 passed, " in result.stdout, result.stdout[-2000:]
 
 
 def test_make_targets_exist() -> None:
@@ -111,11 +149,14 @@ def test_make_targets_exist() -> None:
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
 
 
-def test_links_and_scripts_exist() -> None:
+def test_links_exist() -> None:
     for path in re.findall(r"\]\((?!http)([^)]+)\)", README) + re.findall(r"python (scripts/\w+\.py)", GUIDE):
         assert (ROOT / path).exists(), path
     for path in re.findall(r"\]\((?!http)([^)]+)\)", GUIDE.removeprefix(README)):
         assert (ROOT / "docs" / path).exists(), path
-    for script in (ROOT / "scripts").glob("[!_]*.py"):
-        result = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
-        assert "usage:" in result.stdout
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("[!_]*.py")), ids=lambda script: script.name)
+def test_every_script_has_help(script: Path) -> None:
+    out, _ = run_here("--help", program=f"scripts/{script.name}")
+    assert "usage:" in out

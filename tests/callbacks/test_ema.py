@@ -11,12 +11,13 @@ from torch import Tensor
 
 from src.errors import UserError
 from src.experiment import run
-from tests.faults.test_resume import die, in_world
-from tests.parity.test_parity import TOLERANCE
-from tests.pool import Pool
-from tests.runs import STRATEGIES, compose, drives_all_devices, fit, relative
+from tests.support.comparison import TOLERANCE, relative
+from tests.support.experiments import SHORT, SHORT_STEPS
+from tests.support.interruption import die, in_world
+from tests.support.pool import Pool
+from tests.support.runs import STRATEGIES, compose, drives_all_devices, fit
 
-TASK = ["experiment=parity", "callbacks=[default,ema]", "callbacks.ema.decay=0.8"]
+TASK = ["experiment=parity", *SHORT, "callbacks=[default,ema]", "callbacks.ema.decay=0.8"]
 
 
 class ByHand(L.Callback):
@@ -60,13 +61,13 @@ def test_is_the_average_by_the_formula(accumulate: int, small: list[str], folder
     saved = checkpoint(folder)
     check_same(saved["state_dict"], by_hand.average)
     check_same(saved["training_state_dict"], record.final)
-    assert by_hand.steps == 20
+    assert by_hand.steps == SHORT_STEPS
     moved = [relative(record.final[name], tensor) for name, tensor in by_hand.average.items() if tensor.ndim > 1]
     assert min(moved) > 1e-4
 
 
 def test_training_itself_does_not_change(small: list[str], folder: Path) -> None:
-    plain = fit(compose(folder / "plain", *small, "experiment=parity"))
+    plain = fit(compose(folder / "plain", *small, "experiment=parity", *SHORT))
     averaged = fit(compose(folder, *small, *TASK))
     assert averaged.losses == plain.losses
     check_same(averaged.final, plain.final)
@@ -74,16 +75,19 @@ def test_training_itself_does_not_change(small: list[str], folder: Path) -> None
 
 def test_what_is_evaluated_is_what_the_checkpoint_gives_out(small: list[str], folder: Path) -> None:
     metrics = run(compose(folder, *small, *TASK))
-    assert metrics["test/loss"] != run(compose(folder / "plain", *small, "experiment=parity"))["test/loss"]
+    assert metrics["test/loss"] != run(compose(folder / "plain", *small, "experiment=parity", *SHORT))["test/loss"]
     best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
     assert best["state_dict"].keys() == best["training_state_dict"].keys()
     for callbacks in ("[default,ema]", "default"):
-        again = [*small, "experiment=parity", f"callbacks={callbacks}", "fit=false"]
+        again = [*small, "experiment=parity", *SHORT, f"callbacks={callbacks}", "fit=false"]
         from_file = compose(folder / callbacks, *again, f"ckpt_path={folder}/checkpoints/last.ckpt")
         assert run(from_file)["test/loss"] == pytest.approx(metrics["test/loss"], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=[] if name in ("ddp", "fsdp", "pipeline") else pytest.mark.slow) for name in STRATEGIES],
+)
 def test_agrees_with_single_process(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
     task = [*small, *TASK, "model.norm=group"]  # as a pipeline's batch normalisation sees micro-batches
     alone = run(compose(folder / "single", *task))
@@ -95,11 +99,20 @@ def test_agrees_with_single_process(strategy: str, pool: Pool, small: list[str],
         assert metrics[name] == pytest.approx(alone[name], rel=1e-6)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1)])
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
+@pytest.mark.parametrize(
+    ("hook", "before", "after"),
+    [
+        ("on_train_batch_end", 1, 2),
+        ("on_validation_end", 2, 1),
+        pytest.param("on_train_batch_end", 1, 1, marks=pytest.mark.slow),
+        pytest.param("on_train_batch_end", 2, 1, marks=pytest.mark.slow),
+        pytest.param("on_validation_end", 1, 1, marks=pytest.mark.slow),
+        pytest.param("on_validation_end", 1, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_goes_on_where_it_was(hook: str, before: int, after: int, pool: Pool, small: list[str], folder: Path) -> None:
     fit(task(folder / "whole", small, 1))
-    in_world(pool, before, die, task(folder, small, before), hook, 5)
+    in_world(pool, before, die, task(folder, small, before), hook, 3)
     in_world(pool, after, fit, task(folder, small, after, f"ckpt_path={folder}/died.ckpt"))
     for kind in ("state_dict", "training_state_dict"):
         check_same(checkpoint(folder)[kind], checkpoint(folder / "whole")[kind])

@@ -9,8 +9,8 @@ from PIL import Image
 
 from src.errors import UserError
 from src.experiment import run
-from tests.pool import Pool
-from tests.runs import STRATEGIES, compose, drives_all_devices, fit
+from tests.support.pool import Pool
+from tests.support.runs import STRATEGIES, compose, drives_all_devices, fit
 
 TASK = ["model=mlp", "model.hidden=[64]", "data.batch_size=16", "trainer.max_epochs=2"]
 PREDICT = ["fit=false", "test=false"]
@@ -38,7 +38,10 @@ def pictures(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=[] if name in ("ddp", "fsdp", "pipeline") else pytest.mark.slow) for name in STRATEGIES],
+)
 def test_predicts_what_it_scores(
     strategy: str, trained: Path, pictures: Path, pool: Pool, small: list[str], folder: Path
 ) -> None:

@@ -7,8 +7,8 @@ import torch
 
 from src.errors import UserError
 from src.experiment import run
-from tests.pool import Pool
-from tests.runs import compose, fit
+from tests.support.pool import Pool
+from tests.support.runs import compose, fit
 
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32"]
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from src.errors import UserError
-from src.experiment import assemble
-from tests.pool import Pool
-from tests.runs import Record, compose, fit
+from tests.support.pool import Pool
+from tests.support.runs import Record, compose, fit
 
 NET = ["model=airbench", "model.widths=[8,8,8]", "data.batch_size=16", "trainer.max_epochs=1"]
 TASK = [*NET, "callbacks=[default,whitening]", "trainer.limit_train_batches=4", "trainer.limit_val_batches=1"]
@@ -63,4 +62,3 @@ def test_the_speedrun_trains_on_everything_without_a_word_of_complaint(
     assert sorted(file.name for file in (folder / "checkpoints").iterdir()) == ["last.ckpt", "previous.ckpt"]
     assert {"test/acc", "test/acc_tta"} <= record.metrics.keys()
     assert not {"val/acc", "val/loss"} & record.metrics.keys()
-    assert assemble(compose(folder, *small, "experiment=speedrun"))

@@ -4,7 +4,6 @@ import hashlib
 import io
 import os
 import pickle
-import sys
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -205,13 +204,14 @@ def test_a_batch_of_another_shape_is_refused(tmp_path: Path) -> None:
         CIFAR10([]).load(tmp_path, "test")
 
 
-def test_reads_the_real_pictures(tmp_path: Path) -> None:
-    unpack = Path(__file__).parents[3] / "shared" / "cifar10" / "unpack.py"
-    if not unpack.exists():
-        pytest.skip("no real CIFAR-10 pictures beside the project")
-    os.system(f"{sys.executable} {unpack} {tmp_path}")
-    images, labels = CIFAR10([]).load(tmp_path, "train")
-    assert images.shape == (40_000, 3, 32, 32)
-    assert torch.bincount(labels).min() > 3900
+def test_reads_the_real_images() -> None:
+    """Where CIFAR_ROOT, or the folder `data`, holds them; some copies have fewer than the published 50,000."""
+    root = Path(os.environ.get("CIFAR_ROOT", "data"))
+    if not (root / CIFAR10.archive.folder).is_dir():
+        pytest.skip("CIFAR-10 is not there")
+    images, labels = CIFAR10([]).load(root, "train")
+    assert len(images) >= 40_000
+    counts = torch.bincount(labels)
+    assert counts.min() > 0.95 * len(labels) / 10
     means = images.float().mean((0, 2, 3)) / 255
     assert torch.allclose(means, torch.tensor([0.4914, 0.4822, 0.4465]), atol=0.01)

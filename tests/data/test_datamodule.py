@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from src.data.pixels import normalize
 from src.errors import UserError
 from src.experiment import assemble, build
-from tests.pool import Pool, RankFailed
-from tests.runs import CONF, compose, fit
+from tests.support.experiments import SHORT
+from tests.support.pool import Pool, RankFailed
+from tests.support.runs import CONF, compose, fit
 
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32"]
 
@@ -93,7 +94,7 @@ def test_batch_size_per_device_is_the_other_way_in(pool: Pool, small: list[str],
 def test_evaluation_is_exact_on_any_number_of_processes(
     world_size: int, pool: Pool, small: list[str], folder: Path
 ) -> None:
-    same = [*small, "experiment=parity", "data.val_fraction=0.13"]
+    same = [*small, "experiment=parity", *SHORT, "data.val_fraction=0.13"]
     alone = fit(compose(folder / "one", *same), test=True).metrics
     cfg = compose(folder, *same, "strategy=ddp", f"trainer.devices={world_size}")
     for record in pool.run(world_size, fit_and_test, cfg):
@@ -115,6 +116,7 @@ def test_evaluation_is_what_counting_by_hand_gives(small: list[str], folder: Pat
     assert record.metrics["test/loss"] == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_spawned_ranks_evaluate_the_same(small: list[str], folder: Path) -> None:
     """They do not share the memory that their metrics are counted in, nor keep what validation counted for test."""
     task = [*small, *MLP, "trainer.max_epochs=2"]

@@ -10,13 +10,14 @@ from src.data.augment import Augment
 from src.data.mixing import cutmix, mixup
 from src.data.sampler import TrainingBatches
 from src.errors import UserError
-from tests.parity.test_parity import TOLERANCE, distances
-from tests.pool import Pool
-from tests.runs import compose, fit
+from tests.support.comparison import TOLERANCE, distances
+from tests.support.experiments import SHORT
+from tests.support.pool import Pool
+from tests.support.runs import compose, fit
 
 IMAGES = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 32, 32).contiguous()  # each picture is its own number
 TARGETS = torch.eye(8)
-MIXED = ["experiment=parity", "data.augment.mixup=0.8", "data.augment.cutmix=1.0"]
+MIXED = ["experiment=parity", *SHORT, "data.augment.mixup=0.8", "data.augment.cutmix=1.0"]
 
 
 @pytest.mark.parametrize("mix", [mixup, cutmix])
@@ -68,10 +69,10 @@ def test_partners_are_those_of_one_process(replicas: int, accumulate: int) -> No
     assert pairs(replicas, accumulate) == pairs(1, 1)
 
 
-@pytest.mark.parametrize("overrides", [["trainer.devices=2"], ["trainer.devices=4"]])
-def test_agrees_with_single_process(overrides: list[str], pool: Pool, small: list[str], folder: Path) -> None:
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_agrees_with_single_process(devices: int, pool: Pool, small: list[str], folder: Path) -> None:
     reference = fit(compose(folder / "single", *small, *MIXED))
-    cfg = compose(folder, *small, *MIXED, "strategy=ddp", *overrides)
+    cfg = compose(folder, *small, *MIXED, "strategy=ddp", f"trainer.devices={devices}")
     for record in pool.run(cfg.trainer.devices, fit, cfg):
         assert max(distances(record, reference)) < TOLERANCE
 

@@ -12,7 +12,8 @@ from src.data.sampler import EvaluationBatches, TrainingBatches
 from src.data.splits import ImageSet, ImageSplit
 from src.errors import UserError
 from src.experiment import assemble
-from tests.runs import compose, fit, relative
+from tests.support.comparison import relative
+from tests.support.runs import compose, fit
 
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.max_epochs=2"]
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -19,13 +19,14 @@ import torch
 
 from src.data.shapes import Shapes
 from src.launch.resume import newest_checkpoint, remove_fragments
-from tests.conftest import SIZES
-from tests.faults.commands import TASK, TWO, end, ranks, start
-from tests.pool import Pool
-from tests.runs import Record, compose, fit, relative
+from tests.support.commands import PARITY, TWO, callback, end, ranks, start, wait_until
+from tests.support.comparison import relative
+from tests.support.experiments import SIZES
+from tests.support.pool import Pool
+from tests.support.runs import Record, compose, fit
 
 # No batch normalisation, since a pipeline's sees micro-batches.
-KILLED = [*TASK, "model.norm=group", "callbacks.checkpoint.every_n_train_steps=2", "test=false"]
+KILLED = [*PARITY, "model.norm=group", "callbacks.checkpoint.every_n_train_steps=2", "test=false"]
 ELSEWHERE = {"auto": [1], "ddp": [2, 4], "fsdp": [2], "pipeline": [2]}
 VICTIMS = ["rank 0", "rank 1", "launcher", "all"]
 
@@ -52,21 +53,21 @@ def trials(number: int, seed: int, pool: Pool, folder: Path) -> Iterator[Trial]:
         AssertionError: if a sample was trained on twice or never, a row of metrics.csv is missing or another, or a
             weight differs by more than a relative 1e-9.
     """
-    draw, small = random.Random(seed), _data(folder)
-    reference = fit(compose(folder / "whole", *small, *KILLED))
-    whole, training = _durations(_command(small, folder / "timed"), folder / "timed")
+    draw, task = random.Random(seed), [*_data(folder), *KILLED]
+    reference = fit(compose(folder / "whole", *task))
+    whole, training = _durations(_command(task, folder / "timed"), folder / "timed")
     for number_of_trial in range(number):
         place = folder / f"trial{number_of_trial}"
         victim, from_start = VICTIMS[number_of_trial % len(VICTIMS)], number_of_trial % 3 == 0
         moment = draw.uniform(0, whole if from_start else training)
-        phase = _kill(_command(small, place), place, victim, moment, from_start)
+        phase = _kill(_command(task, place), place, victim, moment, from_start)
         strategy = draw.choice(list(ELSEWHERE))
         devices = draw.choice(ELSEWHERE[strategy])
         remove_fragments(place)
         newest = newest_checkpoint(place)
         resume = [f"ckpt_path={newest}"] if newest else []
         saved = torch.load(newest)["global_step"] if newest else 0
-        cfg = compose(place, *small, *KILLED, f"strategy={strategy}", f"trainer.devices={devices}", *resume)
+        cfg = compose(place, *task, f"strategy={strategy}", f"trainer.devices={devices}", *resume)
         records = pool.run(devices, fit, cfg) if devices > 1 else [fit(cfg)]
         trial = Trial(victim, moment, phase, saved, strategy, devices)
         _check(trial, records, reference, place, folder / "whole")
@@ -88,10 +89,9 @@ def _data(folder: Path) -> list[str]:
     return ["data=shapes", f"data.root={folder}/data", *sizes]
 
 
-def _command(small: list[str], folder: Path) -> list[str]:
+def _command(task: list[str], folder: Path) -> list[str]:
     folder.mkdir()
-    phases = f"+callbacks.phases={{_target_: tests.faults.misbehaving.Phases, folder: {folder}}}"
-    return [*small, *KILLED, *TWO, phases, f"run_dir={folder}"]
+    return [*task, *TWO, callback("Phases", folder=folder), f"run_dir={folder}"]
 
 
 def _durations(command: list[str], folder: Path) -> tuple[float, float]:
@@ -118,12 +118,8 @@ def _kill(command: list[str], folder: Path, victim: str, moment: float, from_sta
     _, _, err = end(process)
     if targets and victim != "all" and phase not in ("over", "ending"):
         assert f"{victim} died" in err, err[-3000:]
-    for _ in range(100):
-        if not subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True).stdout:
-            break
-        time.sleep(0.1)
-    else:
-        raise AssertionError("processes left running")
+    ended = wait_until(lambda: not subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True).stdout, 10)
+    assert ended, "processes left running"
     return phase
 
 
@@ -162,7 +158,8 @@ def _losses(folder: Path) -> list[tuple[int, float, float]]:
     lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
     names = ("step", "train/loss", "val/loss")
     columns = [lines[0].index(name) for name in names]
-    rows = [[float(row[column] or 0) for column in columns] for row in lines[1:] if int(row[0]) < 20]
+    trained = [row for row in lines[1:] if row[columns[1]]]  # no row of the test
+    rows = [[float(row[column] or 0) for column in columns] for row in trained]
     return [(int(step), train, val) for step, train, val in rows]
 
 

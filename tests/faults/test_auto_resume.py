@@ -11,9 +11,9 @@ from src.checkpoint import check_is_whole
 from src.errors import UserError
 from src.launch.folder import run_folder
 from src.launch.resume import newest_checkpoint
-from tests.faults.commands import TASK
-from tests.launch.test_command_line import TINY, one_line, run
-from tests.runs import compose, fit
+from tests.support.commands import PARITY, TINY, one_line, run_here, steps
+from tests.support.experiments import SHORT, SHORT_EPOCH
+from tests.support.runs import compose, fit
 
 
 def cut(file: Path) -> None:
@@ -29,7 +29,7 @@ def spoil(file: Path) -> None:
 
 @pytest.fixture
 def trained(small: list[str], folder: Path) -> Path:
-    fit(compose(folder, *small, *TASK, "trainer.max_steps=12"))
+    fit(compose(folder, *small, *PARITY, *SHORT, "trainer.max_steps=7"))
     return folder
 
 
@@ -39,7 +39,7 @@ def test_the_newest_whole_checkpoint_is_found(damage: Any, trained: Path, capsys
     assert newest_checkpoint(trained) == checkpoints / "last.ckpt"
     damage(checkpoints / "last.ckpt")
     assert newest_checkpoint(trained) == checkpoints / "previous.ckpt"
-    assert torch.load(checkpoints / "previous.ckpt")["global_step"] == 11
+    assert torch.load(checkpoints / "previous.ckpt")["global_step"] == SHORT_EPOCH
     assert ("last.ckpt is no whole checkpoint" in capsys.readouterr().err) == (damage is not Path.unlink)
     damage(checkpoints / "previous.ckpt")
     assert newest_checkpoint(trained) == checkpoints / "best.ckpt"
@@ -65,16 +65,14 @@ def test_the_same_command_starts_and_goes_on(small: list[str], folder: Path) -> 
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / ".last.ckpt.7.part").write_text("of one that was killed while it saved")
     (folder / "metrics.csv").write_text("step,epoch,train/loss\n0,0,1.0\n")  # and had not saved before
-    run(*command)
-    steps = [int(row.split(",")[0]) for row in (folder / "metrics.csv").read_text().splitlines()[1:]]
-    assert steps == list(range(12))
+    run_here(*command)
+    assert steps(folder) == list(range(12))
     assert {file.name for file in (folder / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
     cut(folder / "checkpoints" / "last.ckpt")
-    _, err = run(*command, "trainer.max_epochs=2")
+    _, err = run_here(*command, "trainer.max_epochs=2")
     assert "last.ckpt is no whole checkpoint" in err
-    steps = [int(row.split(",")[0]) for row in (folder / "metrics.csv").read_text().splitlines()[1:]]
-    assert steps == list(range(23))
-    _, err = run(*[word for word in command if word != "resume=auto"], code=1)
+    assert steps(folder) == list(range(23))
+    _, err = run_here(*[word for word in command if word != "resume=auto"], code=1)
     assert "holds a run: add resume=auto" in one_line(err)
 
 
@@ -98,5 +96,5 @@ def test_a_slurm_job_finds_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_p
     ],
 )
 def test_what_cannot_be(words: list[str], hint: str, folder: Path) -> None:
-    _, err = run("data=shapes", *(word.replace("RUN", str(folder)) for word in words), code=1)
+    _, err = run_here("data=shapes", *(word.replace("RUN", str(folder)) for word in words), code=1)
     assert hint in one_line(err)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.commands import TASK, TWO, end, ranks, same_weights, slow, start, wait_for_rows
-from tests.launch.test_command_line import run
-from tests.runs import compose, fit
+from tests.support.commands import PARITY, TWO, callback, end, ranks, run, slow, start, steps, wait_for_rows
+from tests.support.comparison import check_last_checkpoints
+from tests.support.runs import compose, fit
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named(rank: int, small: list[str], folder: Path) -> None:
-    process = start(*small, *TASK, *TWO, slow(0.1), f"run_dir={folder}")
+    process = start(*small, *PARITY, *TWO, slow(0.1), f"run_dir={folder}")
     wait_for_rows(folder, 3, process)
     os.kill(ranks(process.pid)[rank], signal.SIGKILL)
     before = time.monotonic()
@@ -28,27 +28,27 @@ def test_a_killed_rank_is_named(rank: int, small: list[str], folder: Path) -> No
 
 def test_a_rank_that_hangs_is_named_with_its_stack(small: list[str], folder: Path) -> None:
     """The other one waits for it in a collective."""
-    hang = "+callbacks.hang={_target_: tests.faults.misbehaving.HangOnRankOne}"
+    hang = callback("HangOnRankOne")
     before = time.monotonic()
-    _, err = run(*small, *TASK, *TWO, hang, "launch.timeout=8", f"run_dir={folder}", code=1)
+    _, err = run(*small, *PARITY, *TWO, hang, "launch.timeout=6", f"run_dir={folder}", code=1)
     assert time.monotonic() - before < 60
     assert "no step within launch.timeout; rank 1 hangs" in err
     assert "rank 0 hangs" not in err
-    assert "misbehaving.py" in err
+    assert "support/callbacks.py" in err
     assert "in on_train_batch_start" in err
     assert "Timeout (" in (folder / "logs" / "rank1.log").read_text()
 
 
 @pytest.mark.slow
 def test_a_lone_process_that_hangs_ends(small: list[str], folder: Path) -> None:
-    run(*small, *TASK, slow(0.0), "+callbacks.slow.at=3", "launch.timeout=3", f"run_dir={folder}", code=1)
-    assert "misbehaving.py" in (folder / "logs" / "rank0.log").read_text()
+    run(*small, *PARITY, slow(0.0), "+callbacks.slow.at=3", "launch.timeout=3", f"run_dir={folder}", code=1)
+    assert "support/callbacks.py" in (folder / "logs" / "rank0.log").read_text()
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named(small: list[str], folder: Path) -> None:
     """It cannot even tell its stack, and heeds nothing but SIGKILL, which torch sends after half a minute."""
-    process = start(*small, *TASK, *TWO, slow(0.1), "launch.timeout=5", f"run_dir={folder}")
+    process = start(*small, *PARITY, *TWO, slow(0.1), "launch.timeout=5", f"run_dir={folder}")
     wait_for_rows(folder, 3, process)
     os.kill(ranks(process.pid)[1], signal.SIGSTOP)
     code, _, err = end(process)
@@ -58,7 +58,7 @@ def test_a_rank_that_is_stopped_is_named(small: list[str], folder: Path) -> None
 
 
 def test_restarts_from_the_last_checkpoint(small: list[str], folder: Path) -> None:
-    task = [*small, *TASK, *TWO, "callbacks.checkpoint.every_n_train_steps=1"]
+    task = [*small, *PARITY, *TWO, "callbacks.checkpoint.every_n_train_steps=1"]
     process = start(*task, slow(0.1), "launch.max_restarts=1", f"run_dir={folder}")
     wait_for_rows(folder, 5, process)
     os.kill(ranks(process.pid)[1], signal.SIGKILL)
@@ -67,15 +67,14 @@ def test_restarts_from_the_last_checkpoint(small: list[str], folder: Path) -> No
     assert "rank 1 died" in err
     assert "starting again; restarts left after this: 0" in err
     assert out.count("done: ") == 1
-    fit(compose(folder.parent / "whole", *small, *TASK))
-    same_weights(folder, folder.parent / "whole")
-    steps = [int(row.split(",")[0]) for row in (folder / "metrics.csv").read_text().splitlines()[1:]]
-    assert steps == [*range(20), 20]
+    fit(compose(folder.parent / "whole", *small, *PARITY))
+    check_last_checkpoints(folder, folder.parent / "whole")
+    assert steps(folder) == [*range(20), 20]
 
 
 def test_no_rank_outlives_a_launcher_that_dies_as_they_start(small: list[str], folder: Path) -> None:
     """Before they can ask the kernel to die with it. (That nothing is left is looked for after every test.)"""
-    process = start(*small, *TASK, *TWO, f"run_dir={folder}")
+    process = start(*small, *PARITY, *TWO, f"run_dir={folder}")
     while len(ranks(process.pid)) < 2 and process.poll() is None:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
@@ -85,7 +84,7 @@ def test_no_rank_outlives_a_launcher_that_dies_as_they_start(small: list[str], f
 @pytest.mark.slow
 def test_what_a_user_can_mend_is_not_tried_again(small: list[str], folder: Path) -> None:
     wrong = ["optimizer.lr=1e300", "launch.max_restarts=5"]
-    _, err = run(*small, *TASK, *TWO, *wrong, f"run_dir={folder}", code=1)
+    _, err = run(*small, *PARITY, *TWO, *wrong, f"run_dir={folder}", code=1)
     assert err.count("error: ") == 1
     assert "training diverged" in err
     assert "starting again" not in err

@@ -8,36 +8,40 @@ from typing import Any
 import lightning as L
 import pytest
 
-from tests.faults.commands import TASK, TRAIN, TWO, free_port, task_of
-from tests.launch.test_command_line import TINY, one_line, run, start
-from tests.runs import compose, fit
+from tests.support.commands import PARITY, TINY, TWO, end, free_port, one_line, run_here, slurm_task, start
+from tests.support.runs import compose, fit
 
 
 @pytest.mark.parametrize("offset", [0, -10_000], ids=["of the process group", "where ranks meet"])
-def test_a_port_in_use(offset: int, small: list[str], folder: Path) -> None:
-    port = 51_234
+def test_a_port_in_use(offset: int, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two tasks that srun starts, the first."""
     with socket.socket() as other:
-        other.bind(("", port + offset))
+        other.bind(("", 0))
         other.listen()
-        _, err = run(*small, *TASK, *TWO, f"run_dir={folder}", code=1, program=TRAIN, **task_of(0, port))
-    assert f"port {port + offset} of this host cannot be had" in one_line(err)
+        taken = other.getsockname()[1]
+        for name, value in slurm_task(0, taken - offset).items():
+            monkeypatch.setenv(name, value)
+        _, err = run_here(*small, *PARITY, *TWO, f"run_dir={folder}", code=1)
+    assert f"port {taken} of this host cannot be had" in one_line(err)
     assert "MASTER_PORT" in err
 
 
 def test_a_rank_with_another_configuration(small: list[str], folder: Path) -> None:
     port = free_port()
     rates = ["optimizer.lr=0.1", "optimizer.lr=0.2"]
-    command = [*small, *TASK, *TWO, f"run_dir={folder}"]
-    both = [start(*command, rates[rank], program=TRAIN, **task_of(rank, port)) for rank in (0, 1)]
-    printed = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [1, 1]
-    assert "process 1 was started with optimizer.lr=0.2, process 0 with optimizer.lr=0.1" in one_line(printed[0][1])
-    assert printed[1][1] == "", "rank zero alone says it"
+    command = [*small, *PARITY, *TWO, f"run_dir={folder}"]
+    both = [start(*command, rates[rank], **slurm_task(rank, port)) for rank in (0, 1)]
+    printed = [end(process, 120) for process in both]
+    assert [code for code, _, _ in printed] == [1, 1]
+    assert "process 1 was started with optimizer.lr=0.2, process 0 with optimizer.lr=0.1" in one_line(printed[0][2])
+    assert printed[1][2] == "", "rank zero alone says it"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", ["cut", "missing", "empty"])
-def test_a_data_file_in_the_middle(damage: str, cifar: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "hint"),
+    [("cut", "data_batch_3 is missing or damaged"), ("missing", "cannot be downloaded"), ("empty", "data_batch_3")],
+)
+def test_a_data_file_in_the_middle(damage: str, hint: str, cifar: Path, tmp_path: Path) -> None:
     """Of six files the third; there is no network to fetch another from."""
     root = tmp_path / "data"
     shutil.copytree(cifar, root)
@@ -46,9 +50,9 @@ def test_a_data_file_in_the_middle(damage: str, cifar: Path, tmp_path: Path) -> 
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[: 5000 if damage == "cut" else 0])
-    arguments = [*TWO, *TINY[:3], "trainer.accelerator=cpu", "logger=none", "data.source.urls=[http://127.0.0.1:9]"]
-    _, err = run(*arguments, f"data.root={root}", f"run_dir={tmp_path}/run", code=1)
-    assert "data_batch_3" in one_line(err) or damage == "missing"
+    arguments = [*TINY[:3], "trainer.accelerator=cpu", "logger=none", "data.source.urls=[http://127.0.0.1:9]"]
+    _, err = run_here(*arguments, f"data.root={root}", f"run_dir={tmp_path}/run", code=1)
+    assert hint in one_line(err)
     assert "data.root" in err
 
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.test_resume import check_same, die
-from tests.parity.test_parity import EXPERIMENTS
-from tests.pool import Pool
-from tests.runs import compose, fit
+from tests.support.comparison import check_resumed
+from tests.support.experiments import EXPERIMENTS, SHORT
+from tests.support.interruption import die
+from tests.support.pool import Pool
+from tests.support.runs import compose, fit
 
 ACCUMULATE = "trainer.accumulate_grad_batches=4"  # the micro-batches of a pipeline
 PLACES = {
@@ -20,9 +21,9 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_goes_on_there_and_back(place: str, pool: Pool, small: list[str], folder: Path) -> None:
     """The bias of the whitening layer stops being trained on the way."""
-    task = ["experiment=parity", *EXPERIMENTS["muon"], "trainer.max_steps=8", "trainer.limit_val_batches=1"]
+    task = ["experiment=parity", *SHORT, *EXPERIMENTS["muon"]]
     reference = fit(compose(folder / "whole", *small, *task, ACCUMULATE))
     die(compose(folder, *small, *task, ACCUMULATE), "on_train_batch_end", 3)
     there = [*PLACES[place], "trainer.devices=2", f"ckpt_path={folder}/died.ckpt"]
     pool.run(2, die, compose(folder, *small, *task, *there), "on_train_batch_end", 6)
-    check_same([fit(compose(folder, *small, *task, ACCUMULATE, f"ckpt_path={folder}/died.ckpt"))], reference, done=6)
+    check_resumed([fit(compose(folder, *small, *task, ACCUMULATE, f"ckpt_path={folder}/died.ckpt"))], reference, done=6)

@@ -8,32 +8,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.commands import (
-    TASK,
+from tests.support.commands import (
+    PARITY,
+    TORCHRUN,
     TRAIN,
     TWO,
     end,
     free_port,
     ranks,
     rows,
-    same_weights,
+    run,
     slow,
+    slurm_task,
     start,
-    task_of,
+    steps,
     wait_for_rows,
 )
-from tests.launch.test_command_line import run
-from tests.pool import Pool
-from tests.runs import compose, fit
+from tests.support.comparison import check_last_checkpoints
+from tests.support.pool import Pool
+from tests.support.runs import compose, fit
 
 SPAWN = ["strategy=ddp_spawn", "trainer.devices=2"]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
 
 
 @pytest.fixture(scope="module")
 def whole(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    fit(compose(folder, *small, *TASK))
+    fit(compose(folder, *small, *PARITY))
     return folder
 
 
@@ -57,7 +58,7 @@ def test_saves_stops_and_goes_on(
     small: list[str],
     folder: Path,
 ) -> None:
-    process = start(*small, *TASK, *world, slow(0.1), f"run_dir={folder}", program=program)
+    process = start(*small, *PARITY, *world, slow(0.1), f"run_dir={folder}", program=program)
     wait_for_rows(folder, 4, process)
     if to == "all of them":
         os.killpg(process.pid, number)
@@ -70,17 +71,16 @@ def test_saves_stops_and_goes_on(
     saved = torch.load(folder / "checkpoints" / "last.ckpt")["global_step"]
     assert 4 <= saved < 20
     assert rows(folder) == 1 + saved, "nothing of the last step is missing"
-    cfg = compose(folder, *small, *TASK, f"ckpt_path={folder}/checkpoints/last.ckpt", *(TWO if not world else []))
+    cfg = compose(folder, *small, *PARITY, f"ckpt_path={folder}/checkpoints/last.ckpt", *(TWO if not world else []))
     pool.run(2, fit, cfg) if not world else fit(cfg)
-    same_weights(folder, whole)
-    steps = [int(row.split(",")[0]) for row in (folder / "metrics.csv").read_text().splitlines()[1:]]
-    assert steps == list(range(20))
+    check_last_checkpoints(folder, whole)
+    assert steps(folder) == list(range(20))
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(small: list[str], folder: Path) -> None:
     """A rank that sleeps heeds no first one."""
-    process = start(*small, *TASK, *TWO, slow(0.0), "+callbacks.slow.at=3", f"run_dir={folder}")
+    process = start(*small, *PARITY, *TWO, slow(0.0), "+callbacks.slow.at=3", f"run_dir={folder}")
     wait_for_rows(folder, 3, process)
     os.kill(process.pid, signal.SIGTERM)
     time.sleep(3)
@@ -93,15 +93,16 @@ def test_a_second_signal_ends_it_at_once(small: list[str], folder: Path) -> None
     assert "stopped by SIGTERM" in err
 
 
+@pytest.mark.slow
 def test_a_job_that_is_requeued_goes_on_by_itself(small: list[str], whole: Path, folder: Path) -> None:
     """The very same command twice, as SLURM would give it; in the same wandb run."""
-    command = [*small, *(word for word in TASK if word != "logger=none"), "resume=auto", f"run_dir={folder}"]
+    command = [*small, *(word for word in PARITY if word != "logger=none"), "resume=auto", f"run_dir={folder}"]
     process = start(*command, *TWO, slow(0.1), WANDB_MODE="offline")
     wait_for_rows(folder, 4, process)
     os.kill(process.pid, signal.SIGUSR1)
     assert end(process)[0] == 128 + signal.SIGUSR1
     run(*command, WANDB_MODE="offline")
-    same_weights(folder, whole)
+    check_last_checkpoints(folder, whole)
     runs = {file.name.partition("run-")[2] for file in (folder / "wandb").glob("offline-run-*/*.wandb")}
     assert runs == {f"{folder.name}.wandb"}
 
@@ -110,19 +111,19 @@ def test_a_job_that_is_requeued_goes_on_by_itself(small: list[str], whole: Path,
 def test_tasks_of_a_slurm_job(small: list[str], whole: Path, folder: Path) -> None:
     """All are signalled at once; Lightning's own requeueing, which would save in its handler, is not there."""
     port = free_port()
-    command = [*small, *TASK, *TWO, slow(0.1), f"run_dir={folder}", "resume=auto"]
-    tasks = [start(*command, program=TRAIN, **task_of(rank, port)) for rank in (0, 1)]
+    command = [*small, *PARITY, *TWO, slow(0.1), f"run_dir={folder}", "resume=auto"]
+    tasks = [start(*command, **slurm_task(rank, port)) for rank in (0, 1)]
     wait_for_rows(folder, 4, tasks[0])
     for process in tasks:
         os.kill(process.pid, signal.SIGUSR1)
     ended = [end(process) for process in tasks]
     assert [code for code, _, _ in ended] == [128 + signal.SIGUSR1] * 2, ended
-    tasks = [start(*command, program=TRAIN, **task_of(rank, port)) for rank in (0, 1)]
+    tasks = [start(*command, **slurm_task(rank, port)) for rank in (0, 1)]
     assert [end(process)[0] for process in tasks] == [0, 0]
-    same_weights(folder, whole)
+    check_last_checkpoints(folder, whole)
 
 
 def test_the_handlers_are_given_back(small: list[str], folder: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    fit(compose(folder, *small, *TASK, "trainer.max_steps=2"))
+    fit(compose(folder, *small, *PARITY, "trainer.max_steps=2"))
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from src.errors import UserError
-from tests.faults.commands import TASK, TWO
-from tests.pool import Pool
-from tests.runs import compose, fit
+from tests.support.commands import PARITY, TWO
+from tests.support.pool import Pool
+from tests.support.runs import compose, fit
 
 
 class Saves(L.Callback):
@@ -42,7 +42,8 @@ def saved_at(cfg: Any) -> list[int]:
 
 
 def test_every_few_steps_and_at_the_end_of_each_epoch(small: list[str], folder: Path) -> None:
-    only = [*TASK, "callbacks.best=null", "trainer.max_epochs=2", "trainer.max_steps=-1"]
+    mlp = ["model=mlp", "~model.width", "model.hidden=[16]"]
+    only = [*PARITY, *mlp, "callbacks.best=null", "trainer.max_epochs=2", "trainer.max_steps=-1"]
     every = "callbacks.checkpoint.every_n_train_steps"
     assert saved_at(compose(folder / "a", *small, *only, f"{every}=4")) == [4, 8, 11, 12, 16, 20, 22]
     assert saved_at(compose(folder / "b", *small, *only, f"{every}=11")) == [11, 22]
@@ -57,7 +58,7 @@ def test_every_few_steps_and_at_the_end_of_each_epoch(small: list[str], folder: 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_after_some_time(devices: int, pool: Pool, small: list[str], folder: Path) -> None:
     """Of two ranks one is slow to notice: they save together all the same."""
-    task = [*TASK, "callbacks.best=null", "callbacks.checkpoint.train_time_interval={seconds: 1}"]
+    task = [*PARITY, "callbacks.best=null", "callbacks.checkpoint.train_time_interval={milliseconds: 300}"]
     cfg = compose(folder, *small, *task, *(TWO if devices == 2 else []))
     steps = pool.run(2, timed, cfg) if devices == 2 else [timed(cfg)]
     assert all(taken == steps[0] for taken in steps)
@@ -65,14 +66,14 @@ def test_after_some_time(devices: int, pool: Pool, small: list[str], folder: Pat
 
 
 def timed(cfg: Any) -> list[int]:
-    from tests.faults.misbehaving import Slow
+    from tests.support.callbacks import Slow
 
     saves = Saves()
-    fit(cfg, saves, Slow(0.15))
+    fit(cfg, saves, Slow(0.05))
     return saves.steps
 
 
 @pytest.mark.parametrize("wrong", ["every_n_train_steps=0", "train_time_interval=5", "train_time_interval={lunes: 3}"])
 def test_what_is_no_interval(wrong: str, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=f"callbacks.checkpoint.{wrong.partition('=')[0]}"):
-        fit(compose(folder, *small, *TASK, f"callbacks.checkpoint.{wrong}"))
+        fit(compose(folder, *small, *PARITY, f"callbacks.checkpoint.{wrong}"))

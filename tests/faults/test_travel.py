@@ -3,8 +3,6 @@
 import functools
 import resource
 import shutil
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,22 +15,23 @@ from torch import Tensor
 from src.checkpoint import AtomicCheckpointIO
 from src.errors import UserError
 from src.launch.resume import newest_checkpoint
-from tests.faults.test_resume import SaveAndDie, check_same, die, in_world
-from tests.pool import Pool, RankFailed
-from tests.runs import Record, compose, drives_all_devices, fit, moments, relative
+from tests.support.commands import run_here
+from tests.support.comparison import check_resumed, relative
+from tests.support.experiments import SHORT, SHORT_STEPS
+from tests.support.interruption import SaveAndDie, die, in_world
+from tests.support.pool import Pool, RankFailed
+from tests.support.runs import Record, compose, drives_all_devices, fit, moments
 
-ROOT = Path(__file__).parents[2]
-STEPS = ["trainer.max_steps=8", "trainer.limit_val_batches=1"]
 TASK = [
     "experiment=parity",
     "scheduler=cosine",
     "optimizer=adamw",
     "optimizer.lr=0.01",
     "callbacks=[default,ema]",
-    *STEPS,
+    *SHORT,
 ]
 GROUP_NORM = "model.norm=group"  # since a pipeline's batch normalisation sees micro-batches
-SAVED_AT = 5
+SAVED_AT = 3  # steps, in the middle of the first epoch of five
 PLACES = {
     "single": ("auto", 1, []),
     "ddp x4": ("ddp", 4, []),
@@ -46,8 +45,9 @@ PLACES = {
     "hybrid x4, sharded": ("hybrid", 4, ["strategy.sharded_checkpoints=true", "strategy.data_parallel=fsdp"]),
 }
 SHARDED = [place for place in PLACES if "sharded" in place]
+RING = list(zip(PLACES, [*list(PLACES)[1:], "single"], strict=True))  # from each place to the next
 WAYS = [
-    pytest.param(here, there, marks=[] if "single" in (here, there) or here == there else pytest.mark.slow)
+    pytest.param(here, there, marks=[] if (here, there) in RING else pytest.mark.slow)
     for here in PLACES
     for there in PLACES
 ]
@@ -116,6 +116,7 @@ def test_goes_on_anywhere(
     assert max(relative(found[name], tensor) for name, tensor in expected.items()) < 1e-8
 
 
+@pytest.mark.slow
 def test_spawned_processes_go_on_too(
     saved: Callable[[str], Path], reference: tuple[Record, Path], small: list[str], folder: Path
 ) -> None:
@@ -124,23 +125,23 @@ def test_spawned_processes_go_on_too(
     )
     assert drives_all_devices(cfg)
     with pytest.raises(Exception, match="Died"):
-        fit(cfg, SaveAndDie("on_train_batch_end", 7))
+        fit(cfg, SaveAndDie("on_train_batch_end", 6))
     back = fit(at("single", folder, small, f"ckpt_path={folder}/died.ckpt"))
-    check_same([back], reference[0], done=7)
+    check_resumed([back], reference[0], done=6)
 
 
 def test_batch_statistics_travel_too(pool: Pool, small: list[str], folder: Path) -> None:
     task = [*TASK, "trainer.accumulate_grad_batches=4"]
     reference = fit(compose(folder / "whole", *small, *task))
-    die(compose(folder, *small, *task), "on_train_batch_end", 5)
+    die(compose(folder, *small, *task), "on_train_batch_end", SAVED_AT)
     there = compose(folder, *small, *TASK, "strategy=pipeline", "trainer.devices=2", f"ckpt_path={folder}/died.ckpt")
-    pool.run(2, die, there, "on_train_batch_end", 7)
-    check_same([fit(compose(folder, *small, *task, f"ckpt_path={folder}/died.ckpt"))], reference, done=7)
+    pool.run(2, die, there, "on_train_batch_end", 6)
+    check_resumed([fit(compose(folder, *small, *task, f"ckpt_path={folder}/died.ckpt"))], reference, done=6)
 
 
 @pytest.mark.parametrize("place", SHARDED)
 def test_a_sharded_checkpoint_is_one_folder_per_file(place: str, pool: Pool, small: list[str], folder: Path) -> None:
-    cfg = at(place, folder, small, "trainer.max_steps=22")  # two epochs, so that both files are replaced
+    cfg = at(place, folder, small, "trainer.max_steps=10")  # two epochs, so that both files are replaced
     pool.run(cfg.trainer.devices, fit, cfg)
     names = sorted(path.name.split(".")[0] for path in (folder / "checkpoints").iterdir())
     assert names == ["best", "best", "last", "last", "last", "previous"]  # whose folder was the last one's
@@ -194,27 +195,27 @@ def test_written_on_a_gpu(saved: Callable[[str], Path], pool: Pool, small: list[
                 content = content.replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:0")
             target.writestr(name, content)
     cfg = at("fsdp x2", folder, small, f"ckpt_path={folder}/gpu.ckpt")
-    assert all(len(record.losses) == 3 for record in pool.run(2, fit, cfg))
+    assert all(len(record.losses) == SHORT_STEPS - SAVED_AT for record in pool.run(2, fit, cfg))
+
+
+CONVERT = "scripts/convert_checkpoint.py"
 
 
 def test_a_neighbour_keeps_its_folder(saved: Callable[[str], Path], folder: Path) -> None:
     folder.mkdir()
-    command = [sys.executable, str(ROOT / "scripts" / "convert_checkpoint.py"), str(saved("single"))]
     for name in ("last.sharded.ckpt", "last.ckpt"):
-        subprocess.run([*command, str(folder / name), "--sharded"], check=True)
+        run_here(str(saved("single")), str(folder / name), "--sharded", program=CONVERT)
     assert content(folder / "last.sharded.ckpt").keys() == content(folder / "last.ckpt").keys()
 
 
 def test_conversion_there_and_back(saved: Callable[[str], Path], folder: Path) -> None:
     folder.mkdir()
-    command = [sys.executable, str(ROOT / "scripts" / "convert_checkpoint.py")]
-    subprocess.run([*command, str(saved("single")), str(folder / "sharded.ckpt"), "--sharded"], check=True)
+    run_here(str(saved("single")), str(folder / "sharded.ckpt"), "--sharded", program=CONVERT)
     assert all(tensor.is_meta for tensor in torch.load(folder / "sharded.ckpt")["state_dict"].values())
-    subprocess.run([*command, str(folder / "sharded.ckpt"), str(folder / "whole.ckpt")], check=True)
+    run_here(str(folder / "sharded.ckpt"), str(folder / "whole.ckpt"), program=CONVERT)
     for file in ("sharded.ckpt", "whole.ckpt"):
         expected, found = content(saved("single")), content(folder / file)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert torch.load(folder / "whole.ckpt")["loops"] == torch.load(saved("single"))["loops"]
-    refused = subprocess.run([*command, str(folder), str(folder / "x.ckpt")], capture_output=True, text=True)
-    assert refused.returncode == 1
-    assert refused.stderr.count("\n") == 1
+    _, err = run_here(str(folder), str(folder / "x.ckpt"), program=CONVERT, code=1)
+    assert err.count("\n") == 1

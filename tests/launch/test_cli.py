@@ -1,13 +1,10 @@
 """Small things about the command line, without starting it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 from src.launch.cli import _multirun_first
 from src.launch.folder import CONFIG, remove_if_unused
-
-ROOT = Path(__file__).parents[2]
+from tests.support.commands import run_here
 
 
 def test_a_sweep_may_be_asked_for_anywhere() -> None:
@@ -29,8 +26,6 @@ def test_comparing_what_is_no_run(tmp_path: Path) -> None:
         (["nowhere"], "nowhere is no run folder"),
         ([str(tmp_path), "--metric=val/los"], "none logged"),
     ):
-        command = [sys.executable, str(ROOT / "scripts" / "compare.py"), *words]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 1
-        assert hint in result.stderr
-        assert result.stderr.count("\n") == 1
+        _, err = run_here(*words, program="scripts/compare.py", code=1)
+        assert hint in err
+        assert err.count("\n") == 1

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch.slurm import Slurm, why_not
-from tests.parity.test_parity import TOLERANCE
-from tests.runs import compose, fit, relative
+from tests.support.commands import ROOT, run_here, slow
+from tests.support.comparison import TOLERANCE, relative
+from tests.support.runs import compose, fit
+from tests.support.slurm import Slurm, why_not
 
-ROOT = Path(__file__).parents[2]
 REASON = why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+needs_slurm = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 TASK = ["experiment=parity", "trainer.accelerator=cpu", "trainer.num_nodes=2", "trainer.devices=1"]
 QUIET = ["logger=none", "trainer.enable_progress_bar=false", "test=false"]
-SLOW = "+callbacks.slow={_target_:tests.faults.misbehaving.Slow,seconds:0.5}"
+SLOW = slow(0.5)
 
 
 @pytest.fixture
@@ -47,6 +47,8 @@ def rows(folder: Path) -> list[int]:
     return [int(line.split(",")[0]) for line in lines]
 
 
+@needs_slurm
+@pytest.mark.slow
 def test_a_job_on_two_nodes_is_stopped_and_goes_on(slurm: Slurm, small: list[str], tmp_path: Path) -> None:
     reference = fit(compose(tmp_path / "single", *small, "experiment=parity"))
     job, folder = submit(slurm, *TASK, *QUIET, *small, "strategy=ddp", SLOW)
@@ -73,17 +75,17 @@ def test_the_script_asks_for_what_the_configuration_says() -> None:
         "optimizer.lr=0.1",
         "--option=--partition=gpu",
     ]
-    command = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--dry-run", "--time=4:00:00", "--save-before=60"]
-    text = subprocess.run([*command, *words], capture_output=True, text=True, check=True).stdout
+    command = ["--dry-run", "--time=4:00:00", "--save-before=60"]
+    text, _ = run_here(*command, *words, program="scripts/submit.py")
     for line in ("--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--time=4:00:00", "--signal=USR1@60"):
         assert f"#SBATCH {line}\n" in text
     assert "#SBATCH --partition=gpu\n" in text
     assert "strategy=fsdp trainer.num_nodes=2 trainer.devices=4 optimizer.lr=0.1 run_dir=/" in text
-    refused = subprocess.run([*command, "strategy=fsdp"], capture_output=True, text=True)
-    assert refused.returncode == 1
-    assert refused.stderr == "error: trainer.devices=auto: a job asks for a number of devices per node; give one\n"
+    _, err = run_here(*command, "strategy=fsdp", program="scripts/submit.py", code=1)
+    assert err == "error: trainer.devices=auto: a job asks for a number of devices per node; give one\n"
 
 
+@needs_slurm
 @pytest.mark.slow
 def test_a_sweep_of_jobs_on_two_nodes(slurm: Slurm, small: list[str], tmp_path: Path) -> None:
     """Hydra's launcher submits each job, whose ranks srun starts."""

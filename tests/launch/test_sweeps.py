@@ -17,14 +17,11 @@ import yaml
 from omegaconf import OmegaConf
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
-from tests.launch.test_command_line import ROOT, TINY, one_line, run, start
+from tests.support.commands import ROOT, TINY, TORCHRUN, TWO, callback, one_line, run, run_here, slow, start
 
 MLP = [*TINY, "trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
 JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-FATES = ["kill", "memory", "nothing"]
-TWO = ["trainer.devices=2", "strategy=ddp"]
-TELL = "+callbacks.tell={_target_: tests.launch.callbacks.Tell, folder: '${run_dir}', lr: '${optimizer.lr}', "
-TELL += "random: '${run_folder:x,null,true}'}"
+REPORT = callback("Report", folder="'${run_dir}'", lr="'${optimizer.lr}'", random="'${run_folder:x,null,true}'")
 
 
 def rows(file: Path) -> list[dict[str, str]]:
@@ -32,9 +29,9 @@ def rows(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def told(job: Path) -> list[dict[str, Any]]:
-    """What the ranks of a job said, of which no value may differ."""
-    ranks = [torch.load(file, weights_only=False) for file in sorted(job.glob("told.*"))]
+def reports_of(job: Path) -> list[dict[str, Any]]:
+    """Return what the ranks of a job reported; no value may differ between them."""
+    ranks = [torch.load(file, weights_only=False) for file in sorted(job.glob("report.*"))]
     assert all(rank["values"] == ranks[0]["values"] for rank in ranks)
     return ranks
 
@@ -51,32 +48,35 @@ def wandb_runs(folder: Path) -> list[dict[str, Any]]:
     return runs
 
 
-def test_a_sweep_goes_on_past_jobs_that_fail(small: list[str], tmp_path: Path) -> None:
-    """Two ranks each; the last one is killed, or asks for too much memory. One wandb run for each job."""
-    folder, fate = tmp_path / "sweep", f"callbacks.fate.what={','.join(FATES)}"
-    arguments = ["-m", *small, *MLP, *TWO, "+callbacks.fate={_target_: tests.launch.callbacks.Fate, what: ''}", fate]
-    out, err = run(*arguments, TELL, f"hydra.sweep.dir={folder}", code=1, WANDB_MODE="offline")
+@pytest.mark.parametrize(
+    ("fate", "error"), [("kill", "rank 1 died"), pytest.param("memory", "allocate", marks=pytest.mark.slow)]
+)
+def test_a_sweep_goes_on_past_a_job_that_fails(fate: str, error: str, small: list[str], tmp_path: Path) -> None:
+    """Two ranks each; in the first job the last one is killed, or asks for too much memory. Each has a wandb run."""
+    folder, fates = tmp_path / "sweep", [fate, "nothing"]
+    arguments = ["-m", *small, *MLP, *TWO, callback("Fate", what="''"), f"callbacks.fate.what={','.join(fates)}"]
+    out, err = run(*arguments, REPORT, f"hydra.sweep.dir={folder}", code=1, WANDB_MODE="offline")
     table = rows(folder / "sweep.csv")
-    assert [row["status"] for row in table] == ["failed", "failed", "finished"]
-    assert [row["overrides"] for row in table] == [f"callbacks.fate.what={what}" for what in FATES]
-    assert table[0]["error"]
-    assert "allocate" in table[1]["error"]
-    assert float(table[2]["result"]) == float(table[2]["val/acc"])
+    assert [row["status"] for row in table] == ["failed", "finished"]
+    assert [row["overrides"] for row in table] == [f"callbacks.fate.what={what}" for what in fates]
+    assert error in table[0]["error"]
+    assert float(table[1]["result"]) == float(table[1]["val/acc"])
     assert "failed: " in out
     assert "job 0 failed: " in err
-    assert len(told(folder / "2")) == 2
-    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2", "multirun.yaml", "sweep.csv"]
+    assert len(reports_of(folder / "1")) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "multirun.yaml", "sweep.csv"]
     recorded = wandb_runs(folder)
-    assert [run["run_id"] for run in recorded] == [f"sweep-{number}" for number in range(3)]
+    assert [run["run_id"] for run in recorded] == [f"sweep-{number}" for number in range(2)]
     assert {run["run_group"] for run in recorded} == {"sweep"}
-    assert all(OmegaConf.load(folder / str(job) / "config.yaml").run_id == f"sweep-{job}" for job in range(3))
+    assert all(OmegaConf.load(folder / str(job) / "config.yaml").run_id == f"sweep-{job}" for job in range(2))
 
 
+@pytest.mark.slow
 def test_a_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Path) -> None:
     """Stopped by Ctrl-C in its second job; that one goes on from its checkpoint, and a third is added."""
     folder = tmp_path / "a sweep"
-    slow = ["+callbacks.wait={_target_: tests.launch.callbacks.Wait, seconds: 0.05}", "trainer.max_epochs=3"]
-    arguments = [*small, *MLP, *slow, "logger=none", "callbacks.checkpoint.every_n_train_steps=1"]
+    slowly = [slow(0.05), "trainer.max_epochs=3"]
+    arguments = [*small, *MLP, *slowly, "logger=none", "callbacks.checkpoint.every_n_train_steps=1"]
     process = start("-m", *arguments, "seed=0,1", f"hydra.sweep.dir='{folder}'")
     metrics = folder / "1" / "metrics.csv"
     deadline = time.monotonic() + 120
@@ -114,9 +114,9 @@ def test_a_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Path) -> N
 def test_jobs_side_by_side_have_cores_of_their_own(launcher: list[str], small: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     several = ["-m", "trainer.devices=2", "strategy=ddp,pipeline", "trainer.sync_batchnorm=false"]
-    run(*several, *small, *MLP, TELL, "logger=none", *launcher, f"hydra.sweep.dir={folder}")
+    run(*several, *small, *MLP, REPORT, "logger=none", *launcher, f"hydra.sweep.dir={folder}")
     assert [row["status"] for row in rows(folder / "sweep.csv")] == ["finished"] * 2
-    jobs = [told(folder / number)[0] for number in ("0", "1")]
+    jobs = [reports_of(folder / number)[0] for number in ("0", "1")]
     assert all(len(job["cores"]) == min(2, len(os.sched_getaffinity(0))) for job in jobs)
     (began, ended), (also_began, also_ended) = (job["span"] for job in jobs)
     apart = ended < also_began or also_ended < began
@@ -141,9 +141,9 @@ def test_joblibs_processes_end_with_the_sweep(number: signal.Signals, small: lis
 def test_an_optuna_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Path) -> None:
     """The trial that ran then goes on with its values; a sampler with a seed proposes no point twice."""
     folder, lr = tmp_path / "study", "optimizer.lr=tag(log, interval(0.001,0.1))"
-    slow = ["+callbacks.wait={_target_: tests.launch.callbacks.Wait, seconds: 0.05}", "trainer.max_epochs=2"]
+    slowly = [slow(0.05), "trainer.max_epochs=2"]
     optuna = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "+hydra.sweeper.sampler.seed=0"]
-    process = start(*optuna, *small, *MLP, *slow, lr, TELL, "logger=none", f"hydra.sweep.dir={folder}")
+    process = start(*optuna, *small, *MLP, *slowly, lr, REPORT, "logger=none", f"hydra.sweep.dir={folder}")
     deadline = time.monotonic() + 120
     while not (folder / "1" / "metrics.csv").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -155,13 +155,14 @@ def test_an_optuna_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Pa
     table = rows(folder / "sweep.csv")
     assert [row["status"] for row in table] == ["finished"] * 3
     assert json.loads((folder / "1" / "job.json").read_text())["overrides"] == chosen
-    rates = [told(folder / str(trial))[0]["values"]["lr"] for trial in range(3)]
+    rates = [reports_of(folder / str(trial))[0]["values"]["lr"] for trial in range(3)]
     assert len(set(rates)) == 3
     assert all(0.001 <= rate <= 0.1 for rate in rates)
     best = max(table, key=lambda row: float(row["result"]))
     assert f"best: trial {best['job']} with {float(best['result']):.4f}" in out
 
 
+@pytest.mark.slow
 def test_a_pruned_trial_stops_on_all_ranks(small: list[str], tmp_path: Path) -> None:
     """A pruner that no accuracy satisfies; both ranks had the same value, and neither is left."""
     folder = tmp_path / "study"
@@ -174,14 +175,15 @@ def test_a_pruned_trial_stops_on_all_ranks(small: list[str], tmp_path: Path) -> 
     ]
     pruning = ["callbacks=[default,pruning]", *threshold, f"~{pruner}.n_startup_trials"]
     long = ["trainer.max_epochs=500"]
-    run(*optuna, *small, *MLP, *long, *pruning, TELL, "logger=none", f"hydra.sweep.dir={folder}")
+    run(*optuna, *small, *MLP, *long, *pruning, REPORT, "logger=none", f"hydra.sweep.dir={folder}")
     (row,) = rows(folder / "sweep.csv")
     assert row["status"] == "pruned"
-    assert len(told(folder / "0")) == 2
+    assert len(reports_of(folder / "0")) == 2
     epochs = [int(line["epoch"]) for line in rows(folder / "0" / "metrics.csv") if line["train/loss"]]
     assert set(epochs) == {0, 1}
 
 
+@pytest.mark.slow
 def test_what_the_agent_of_wandb_starts(small: list[str], tmp_path: Path) -> None:
     """The command of the YAML, filled in by wandb's own functions, reaches both ranks of the agent's run."""
     sweep = yaml.safe_load((ROOT / "conf" / "sweep" / "bayes.yaml").read_text())
@@ -193,18 +195,21 @@ def test_what_the_agent_of_wandb_starts(small: list[str], tmp_path: Path) -> Non
         words += macros[word[2:-1]] if word.startswith("${") else [word]
     little = ["data.batch_size=32", "trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.accelerator=cpu"]
     agent = {"WANDB_SWEEP_ID": "s1", "WANDB_RUN_ID": "r1", "WANDB_MODE": "offline"}
-    command = [*words, *small, *little, *TWO, TELL, f"hydra.run.dir={tmp_path}/run"]
+    command = [*words, *small, *little, *TWO, REPORT, f"hydra.run.dir={tmp_path}/run"]
     subprocess.run(command, cwd=ROOT, env=os.environ | agent, check=True, timeout=200)
-    assert [rank["values"]["lr"] for rank in told(tmp_path / "run")] == [0.01] * 2
+    assert [rank["values"]["lr"] for rank in reports_of(tmp_path / "run")] == [0.01] * 2
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").run_id == "r1"
     (recorded,) = wandb_runs(tmp_path)
     assert (recorded["run_id"], recorded["sweep_id"]) == ("r1", "s1")
 
 
-def test_what_cannot_be_a_sweep(tmp_path: Path) -> None:
-    _, err = run(f"sweep={tmp_path}", code=1)
+def test_a_folder_without_a_sweep(tmp_path: Path) -> None:
+    _, err = run_here(f"sweep={tmp_path}", code=1)
     assert f"sweep={tmp_path}: there is no sweep in that folder" in one_line(err)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
-    _, err = run("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", program=torchrun, code=1)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_no_sweep(tmp_path: Path) -> None:
+    _, err = run("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", program=TORCHRUN, code=1)
     assert err.count("error: -m: a sweep starts the processes of its jobs") == 1
     assert not (tmp_path / "sweep").exists()

@@ -1,29 +1,33 @@
 """Online where a key is configured, otherwise offline; and no prompt."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-# It ends at once: wandb's own way out waits for its service, once seen to do so for ever.
-SCRIPT = (
-    "import os; from src.loggers.wandb import online_or_offline; print(online_or_offline(), flush=True); os._exit(0)"
-)
+# Each case has a process of its own, which need not import wandb again. It ends at once: the orderly end of wandb
+# waits for its service, once seen to do so for ever.
+SCRIPT = """
+import json, os, sys, wandb
+from src.loggers.wandb import online_or_offline
+for variables in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        os.environ.update(variables)
+        print(online_or_offline(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+KEY = "0123456789" * 4
+Cases = list[tuple[dict[str, str], str]]
+QUICK: Cases = [({}, "offline"), ({"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, "disabled")]
+WITH_KEY: Cases = [({"WANDB_API_KEY": KEY}, "online")]  # wandb takes seconds to find that there is no network
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, "offline"),
-        ({"WANDB_API_KEY": "0123456789" * 4}, "online"),
-        ({"WANDB_API_KEY": "0123456789" * 4, "WANDB_MODE": "disabled"}, "disabled"),
-    ],
-)
-def test_mode(variables: dict[str, str], expected: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(WITH_KEY, marks=pytest.mark.slow)], ids=["without", "with key"])
+def test_mode(cases: Cases, tmp_path: Path) -> None:
     environment = {"HOME": str(tmp_path), "PATH": "", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", SCRIPT]
-    result = subprocess.run(
-        command, env=environment | variables, cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
-    assert result.stdout.split()[-1:] == [expected], result.stderr
+    command = [sys.executable, "-c", SCRIPT, json.dumps([variables for variables, _ in cases])]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert result.stdout.split() == [expected for _, expected in cases], result.stderr

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from src.data.batch import Batch
 from src.errors import UserError
 from src.experiment import assemble
-from tests.runs import compose, fit
+from tests.support.runs import compose, fit
 
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=1", "trainer.max_epochs=1"]
 
@@ -40,12 +40,26 @@ def test_checkpoint_is_plain_and_loads_into_the_bare_network(small: list[str], f
     assert {name for group in groups for name in group["param_names"]} == set(checkpoint["state_dict"])
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
-def test_precisions(precision: str, small: list[str], folder: Path) -> None:
-    others = [override for override in MLP if not override.startswith("model")]
-    record = fit(compose(folder, *small, *others, "model.width=4", f"trainer.precision={precision}"))
-    assert record.losses[-1] < record.losses[0] + 1
-    assert "val/acc" in record.metrics
+@pytest.mark.parametrize(
+    ("precision", "weights", "bounds"),
+    [
+        ("32-true", torch.float32, (1e-10, 1e-6)),
+        ("bf16-mixed", torch.float32, (1e-5, 1e-2)),
+        ("bf16-true", torch.bfloat16, (1e-5, 1e-2)),
+    ],
+)
+def test_precisions(
+    precision: str, weights: torch.dtype, bounds: tuple[float, float], small: list[str], folder: Path
+) -> None:
+    """The losses are as far from those in double precision as the type rounds."""
+    task = [*small, *MLP[2:], "model.width=4", "trainer.limit_train_batches=3"]
+    exact = fit(compose(folder / "exact", *task, "trainer.precision=64-true"))
+    record = fit(compose(folder, *task, f"trainer.precision={precision}"))
+    assert {tensor.dtype for tensor in exact.final.values() if tensor.is_floating_point()} == {torch.float64}
+    assert {tensor.dtype for tensor in record.final.values() if tensor.is_floating_point()} == {weights}
+    differences = [abs(a - b) / b for a, b in zip(record.losses, exact.losses, strict=True)]
+    assert bounds[0] < max(differences) < bounds[1]
+    assert record.metrics["val/loss"] == pytest.approx(exact.metrics["val/loss"], rel=bounds[1])
 
 
 def test_compiled(small: list[str], folder: Path) -> None:

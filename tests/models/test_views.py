@@ -11,8 +11,8 @@ from src.data.pixels import normalize
 from src.errors import UserError
 from src.experiment import assemble
 from src.models.views import average_over_views
-from tests.pool import Pool
-from tests.runs import Record, compose, fit
+from tests.support.pool import Pool
+from tests.support.runs import Record, compose, fit
 
 NET = ["model=resnet9", "model.width=4", "data.batch_size=16", "trainer.max_epochs=1", "trainer.limit_train_batches=5"]
 PICTURES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))

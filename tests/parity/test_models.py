@@ -1,4 +1,8 @@
-"""Every model under every strategy, both found by globbing: two steps in float64 that agree with one process."""
+"""Every model under every strategy agrees with one process, in float64; both are found by globbing.
+
+Four small networks, one of each architecture, are trained here; `make test-all` trains all of them at their published
+sizes.
+"""
 
 import functools
 import shutil
@@ -13,11 +17,10 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from src.experiment import assemble
-from tests.parity.test_parity import TOLERANCE
-from tests.pool import Pool
-from tests.runs import CONF, STRATEGIES, compose, drives_all_devices, whole
+from tests.support.comparison import TOLERANCE
+from tests.support.pool import Pool
+from tests.support.runs import CONF, STRATEGIES, compose, drives_all_devices, whole
 
-MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
 TASK = [
     "data.batch_size=4",
     "module.reference_batch_size=4",
@@ -30,10 +33,25 @@ TASK = [
     "callbacks.best=null",
     "callbacks.checkpoint=null",
 ]
+SMALL = {  # one of each architecture: plain convolution, residual, transformer, MLP
+    "airbench": ["model.widths=[8,8,8]"],
+    "wide_resnet": ["model.width=1", "model.depth=10"],
+    "vit": ["model.width=16", "model.depth=2", "model.heads=2", "model.patch=8"],
+    "mlp": ["model.hidden=[16,8]"],
+}
+MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
+PUBLISHED: list[str] = []  # no change of size
+ROWS = [
+    *[pytest.param(name, SMALL[name], id=f"small {name}") for name in SMALL],
+    *[pytest.param(name, PUBLISHED, id=name, marks=pytest.mark.slow) for name in MODELS],
+]
+# `auto` is DDP on several devices. Lightning takes ten seconds to spawn processes, which then do what DDP's do.
+STRATEGIES_OF_SMALL = [name for name in STRATEGIES if name in ("ddp", "fsdp", "pipeline")]
+OTHERS = [name for name in STRATEGIES if name not in (*STRATEGIES_OF_SMALL, "auto")]
 
 
 class Sketch(L.Callback):
-    """Of each step its loss, and of each tensor at the end one number that any difference would change."""
+    """Keep each step's loss, and of each tensor at the end one number that any difference would change."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -49,33 +67,27 @@ class Sketch(L.Callback):
 
 
 def _projection(tensor: Tensor) -> float:
-    """The product with a fixed direction, relative to the tensor's size: large networks need not travel whole."""
+    """Return the product with a fixed direction, relative to the tensor's size: a large network is not copied."""
     direction = torch.cos(torch.arange(tensor.numel(), dtype=torch.float64)).view_as(tensor)
     return float((tensor * direction).sum() / tensor.norm().clamp_min(1e-300))
 
 
 def sketch(cfg: DictConfig) -> None:
+    """Fit as configured, and write a sketch of the run."""
     trainer, module, data = assemble(cfg)
     trainer.callbacks.append(Sketch())
     trainer.fit(module, datamodule=data)
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def reference(
-    model: str, small: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], dict[str, Any]]:
+@pytest.fixture(scope="session")
+def single_process(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
     """The single process's run, which accumulates the micro-batches that a pipeline makes."""
 
     @functools.cache
-    def run(micro_batches: int) -> dict[str, Any]:
+    def run(model: str, micro_batches: int, *size: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("single")
         accumulate = f"trainer.accumulate_grad_batches={micro_batches}"
-        sketch(compose(folder, *small, *TASK, f"model={model}", accumulate))
+        sketch(compose(folder, *small, *TASK, f"model={model}", *size, accumulate))
         found = torch.load(folder / "sketch.0")
         shutil.rmtree(folder)  # checkpoints of all models would be gigabytes
         return found
@@ -83,21 +95,26 @@ def reference(
     return run
 
 
-SPAWNING = "ddp_spawn"  # takes ten seconds and more to start, and then does what ddp does
-
-
 @pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=[pytest.mark.slow] if name == SPAWNING else []) for name in STRATEGIES]
+    "strategy", [*STRATEGIES_OF_SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
+@pytest.mark.parametrize(("model", "size"), ROWS)
 def test_agrees_with_single_process(
-    model: str, reference: Callable[[int], dict[str, Any]], strategy: str, pool: Pool, small: list[str], folder: Path
+    model: str,
+    size: list[str],
+    strategy: str,
+    single_process: Callable[..., dict[str, Any]],
+    pool: Pool,
+    small: list[str],
+    folder: Path,
 ) -> None:
-    cfg = compose(folder, *small, *TASK, f"model={model}", f"strategy={strategy}", "trainer.devices=2")
+    chosen = [f"model={model}", *size, f"strategy={strategy}", "trainer.devices=2"]
+    cfg = compose(folder, *small, *TASK, *chosen)
     if drives_all_devices(cfg):
         sketch(cfg)
     else:
         pool.run(2, sketch, cfg)
-    expected = reference(cfg.strategy.get("microbatches", 1))
+    expected = single_process(model, cfg.strategy.get("microbatches", 1), *size)
     ranks = [torch.load(folder / f"sketch.{rank}") for rank in range(2)]
     assert {name for rank in ranks for name in rank} == set(expected)
     for found in ranks:

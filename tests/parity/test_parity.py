@@ -1,9 +1,12 @@
-"""The promise: the same run under every strategy and world size is the same run, in float64 to 1e-9."""
+"""The promise: the same run under every strategy and world size is the same run, in float64 to 1e-9.
+
+Each strategy under conf/strategy makes a short run here. `make test-all` adds all worlds, with the 20 steps that the
+experiment ships with.
+"""
 
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -14,28 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from src.data.sampler import TrainingBatches
 from src.strategies.schedules import SCHEDULES, kind_of
 from src.strategies.sync_batchnorm import GlobalBatchNorm
-from tests.pool import Pool
-from tests.runs import STRATEGIES, Record, compose, drives_all_devices, fit, relative, spawned
+from tests.support.comparison import TOLERANCE, check_replicas, distances
+from tests.support.experiments import EXPERIMENTS, SHORT, SHORT_STEPS
+from tests.support.pool import Pool
+from tests.support.runs import STRATEGIES, Record, compose, fit, fit_ranks
 
-TOLERANCE = 1e-9
-EXPERIMENTS: dict[str, list[str]] = {
-    "sgd": [],
-    "adamw": ["optimizer=adamw", "optimizer.lr=0.01"],
-    "accumulate": ["trainer.accumulate_grad_batches=2"],
-    "muon": [
-        "model=airbench",
-        "~model.width",
-        "model.widths=[8,16,16]",
-        "optimizer=muon",
-        "optimizer.unit_filters=true",
-        "optimizer.whitening_share=0.5",
-        "callbacks=[default,whitening]",
-        "callbacks.whitening.bias_share=0.5",
-        "data.augment.flip=alternating",
-    ],
-    "deep": ["model=wide_resnet", "model.width=1", "model.depth=16", "data.batch_size=16"],  # blocks for eight stages
-}
 World = tuple[str, int, list[str]]  # strategy, processes, options
+ON_FOUR = ("hsdp", "hybrid")  # on two processes they are fsdp and pipeline
 WORLDS: dict[str, World] = {
     f"{strategy} x{devices}": (strategy, devices, []) for strategy in STRATEGIES for devices in (2, 4)
 }
@@ -61,61 +49,77 @@ def _experiment(schedule: str, devices: int) -> str:
     return "deep" if kind_of(schedule).stages_per_rank * devices > FEW_BLOCKS else "sgd"
 
 
-RUNS = [
+QUICK = [
+    *[("sgd", f"{strategy} x{4 if strategy in ON_FOUR else 2}") for strategy in STRATEGIES],
+    *[("adamw", world) for world in ("ddp x4, ZeRO-1", "fsdp x2", "pipeline x2")],
+    *[("accumulate", world) for world in ("ddp x2", "fsdp x4", "pipeline x2", "hybrid x4 of fsdp, zbv")],
+    *[("muon", world) for world in ("ddp x2, ZeRO-1", "fsdp x2", "pipeline x2, zbv_zero_bubble")],
+    *[(_experiment(schedule, 2), f"pipeline x2, {schedule}") for schedule in SCHEDULES],
+]
+ALL = [
     *[(experiment, world) for experiment in ("sgd", "adamw", "accumulate") for world in WORLDS],
     *[("sgd", world) for world in OPTIONS],
     *[("accumulate", world) for world in OPTIONS],
     *[("muon", world) for world in ("ddp x2", "fsdp x2", "hsdp x4", *MUON_OPTIONS)],
     *[(_experiment(world.partition(", ")[2], devices), world) for world, (_, devices, _) in SCHEDULED.items()],
 ]
+SHIPPED: list[str] = []  # no change to the shipped experiment, which takes 20 steps
+ROWS = [
+    *[pytest.param(*row, SHORT, id=f"{row[0]}, {row[1]}") for row in dict.fromkeys(QUICK)],
+    *[pytest.param(*row, SHIPPED, id=f"20 steps of {row[0]}, {row[1]}", marks=pytest.mark.slow) for row in ALL],
+]
 
 
-def distances(run: Record, reference: Record) -> tuple[float, float]:
-    """The worst relative difference of any step's loss, and of any final weight or buffer."""
-    losses = max(abs(a - b) / abs(b) for a, b in zip(run.losses, reference.losses, strict=True))
-    weights = max(relative(tensor, reference.final[name]) for name, tensor in run.final.items())  # a stage's, or all
-    return losses, weights
-
-
-@pytest.fixture(scope="module")
-def alone(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Record]:
+@pytest.fixture(scope="session")
+def single_process(
+    small: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int, list[str]], Record]:
     """The single process's run, which accumulates the micro-batches that a pipeline makes of each batch."""
 
     @functools.cache
-    def run(experiment: str, micro_batches: int) -> Record:
-        cfg = compose(tmp_path_factory.mktemp("single"), *small, "experiment=parity", *EXPERIMENTS[experiment])
+    def run(experiment: str, micro_batches: int, length: tuple[str, ...]) -> Record:
+        folder = tmp_path_factory.mktemp("single")
+        cfg = compose(folder, *small, "experiment=parity", *length, *EXPERIMENTS[experiment])
         cfg.trainer.accumulate_grad_batches *= micro_batches
         return fit(cfg)
 
-    return run
+    return lambda experiment, micro_batches, length: run(experiment, micro_batches, tuple(length))
 
 
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [(SHORT, SHORT_STEPS), pytest.param(SHIPPED, 20, marks=pytest.mark.slow)],
+    ids=["short", "20 steps"],
+)
 @pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "experiment", [pytest.param(name, marks=[pytest.mark.slow] if name == "deep" else []) for name in EXPERIMENTS]
+)
 def test_reference_is_worth_comparing_with(
-    experiment: str, micro_batches: int, alone: Callable[[str, int], Record]
+    experiment: str,
+    micro_batches: int,
+    length: list[str],
+    steps: int,
+    single_process: Callable[[str, int, list[str]], Record],
 ) -> None:
-    reference = alone(experiment, micro_batches)
-    assert len(reference.losses) == 20
+    """It crosses an epoch's end, repeats no batch, is in float64, and moves each weight by more than 1 %."""
+    reference = single_process(experiment, micro_batches, length)
+    assert len(reference.losses) == steps
     assert len({tuple(sorted(batch)) for batch in reference.indices}) == len(reference.indices)
+    first_epoch = {index for batch in reference.indices for index in batch}
+    assert sum(map(len, reference.indices)) > len(first_epoch), "some sample is trained on in a second epoch"
     matrices = {name: tensor for name, tensor in reference.initial.items() if tensor.ndim > 1 and name not in FROZEN}
-    moved = [relative(reference.final[name], tensor) for name, tensor in matrices.items()]
+    moved = [float((reference.final[name] - tensor).norm() / tensor.norm()) for name, tensor in matrices.items()]
     assert min(moved) > 0.01
     assert all(tensor.dtype == torch.float64 for tensor in reference.final.values() if tensor.is_floating_point())
 
 
-def _marked(experiment: str, world: str) -> Any:
-    """Lightning takes ten seconds and more to spawn processes, which then do what those of ddp do."""
-    spawned_again = "spawn" in world and (experiment != "sgd" or world in OPTIONS)
-    marks = [pytest.mark.slow] if spawned_again else []
-    return pytest.param(experiment, world, marks=marks, id=f"{experiment}, {world}")
-
-
-@pytest.mark.parametrize(("experiment", "world"), [_marked(*run) for run in RUNS])
+@pytest.mark.parametrize(("experiment", "world", "length"), ROWS)
 def test_agrees_with_single_process(
     experiment: str,
     world: str,
-    alone: Callable[[str, int], Record],
+    length: list[str],
+    single_process: Callable[[str, int, list[str]], Record],
     pool: Pool,
     small: list[str],
     folder: Path,
@@ -123,29 +127,23 @@ def test_agrees_with_single_process(
 ) -> None:
     strategy, devices, options = (WORLDS | OPTIONS | SCHEDULED)[world]
     chosen = [*EXPERIMENTS[experiment], f"strategy={strategy}", f"trainer.devices={devices}", *options]
-    cfg = compose(folder, *small, "experiment=parity", *chosen)
-    if drives_all_devices(cfg):
-        fit(cfg)
-        records = spawned(folder, devices)
-    else:
-        records = pool.run(devices, fit, cfg)
-    reference = alone(experiment, cfg.strategy.get("microbatches", 1))
+    cfg = compose(folder, *small, "experiment=parity", *length, *chosen)
+    records = fit_ranks(cfg, pool)
+    reference = single_process(experiment, cfg.strategy.get("microbatches", 1), length)
     assert {name for record in records for name in record.final} == set(reference.final)
-    found = [distances(record, reference) for record in records]
-    losses, weights = (max(values) for values in zip(*found, strict=True))
+    losses, weights = (
+        max(values) for values in zip(*(distances(record, reference) for record in records), strict=True)
+    )
     record_property("parity", (world, experiment, losses, weights))  # for `make parity`
     assert losses < TOLERANCE
     assert weights < TOLERANCE
-    for record in records:
-        same = [
-            (mine, other.final[name]) for other in records for name, mine in record.final.items() if name in other.final
-        ]
-        assert all(torch.equal(mine, theirs) for mine, theirs in same), "a rank has another replica"
+    check_replicas(records)
 
 
-def test_three_processes_agree_too(pool: Pool, small: list[str], folder: Path) -> None:
-    """Their share of the batch is no power of two, so that rounding is not on our side."""
-    task = [*small, "experiment=parity", "data.batch_size=33"]
+@pytest.mark.parametrize("length", [SHORT, pytest.param(SHIPPED, marks=pytest.mark.slow)], ids=["short", "20 steps"])
+def test_three_processes_agree_too(length: list[str], pool: Pool, small: list[str], folder: Path) -> None:
+    """A third of the batch is no power of two, so rounding does not help."""
+    task = [*small, "experiment=parity", *length, "data.batch_size=33"]
     reference = fit(compose(folder / "single", *task))
     for record in pool.run(3, fit, compose(folder, *task, "strategy=ddp", "trainer.devices=3")):
         assert max(distances(record, reference)) < TOLERANCE
@@ -188,9 +186,13 @@ def _broken_fit(cfg: DictConfig, sabotage: Callable[[DictConfig, int], list[L.Ca
 
 @pytest.mark.parametrize("sabotage", [_break_epochs, _break_batch_norm, _break_averaging, _break_one_seed])
 def test_notices(
-    sabotage: Callable[[DictConfig, int], list[L.Callback]], pool: Pool, small: list[str], folder: Path
+    sabotage: Callable[[DictConfig, int], list[L.Callback]],
+    single_process: Callable[[str, int, list[str]], Record],
+    pool: Pool,
+    small: list[str],
+    folder: Path,
 ) -> None:
-    reference = fit(compose(folder / "single", *small, "experiment=parity"))
-    cfg = compose(folder / "ddp", *small, "experiment=parity", "strategy=ddp", "trainer.devices=2")
+    reference = single_process("sgd", 1, SHORT)
+    cfg = compose(folder, *small, "experiment=parity", *SHORT, "strategy=ddp", "trainer.devices=2")
     for record in pool.run(2, _broken_fit, cfg, sabotage):
         assert max(distances(record, reference)) > 1000 * TOLERANCE

@@ -12,12 +12,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from src.errors import UserError
 from src.experiment import assemble
-from tests.faults.test_resume import SaveOnce, check_same, die
-from tests.parity.test_parity import TOLERANCE, distances
-from tests.pool import Pool, RankFailed
-from tests.runs import Record, compose, fit
+from tests.support.comparison import TOLERANCE, check_replicas, check_resumed, distances
+from tests.support.experiments import SHORT
+from tests.support.interruption import SaveOnce, die
+from tests.support.pool import Pool, RankFailed
+from tests.support.runs import Record, compose, fit
 
-PARITY = ["experiment=parity"]
+PARITY = ["experiment=parity", *SHORT]
 ADAMW = ["optimizer=adamw", "optimizer.lr=0.01", "trainer.gradient_clip_val=0.5"]
 TWO = ["strategy=ddp", "trainer.devices=2"]
 POWERSGD = [
@@ -34,14 +35,7 @@ def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Rec
     return fit(compose(tmp_path_factory.mktemp("single"), *small, *PARITY))
 
 
-def check_replicas(records: list[Record]) -> None:
-    for other in records[1:]:
-        assert all(torch.equal(other.final[name], tensor) for name, tensor in records[0].final.items())
-
-
-@pytest.mark.parametrize(
-    "option", ["bucket_cap_mb=0.02", "static_graph=true", "gradient_as_bucket_view=false", "shard_optimizer=true"]
-)
+@pytest.mark.parametrize("option", ["bucket_cap_mb=0.02", "static_graph=true", "gradient_as_bucket_view=false"])
 def test_agrees_with_single_process(option: str, reference: Record, pool: Pool, small: list[str], folder: Path) -> None:
     records = pool.run(2, fit, compose(folder, *small, *PARITY, *TWO, f"strategy.{option}"))
     check_replicas(records)
@@ -83,7 +77,7 @@ def test_broadcasts_buffers_only_where_they_differ(synced: bool, pool: Pool, sma
         assert found["gloo:all_reduce"] >= 3
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("hook", "bound"),
     [(["strategy.comm_hook=fp16"], 1e-3), (POWERSGD, 1e-2), (LOCAL, 1e-2)],
@@ -98,7 +92,7 @@ def test_lossy_communication_stays_near(
     records = pool.run(devices, fit, cfg)
     check_replicas(records)
     losses, _ = distances(records[0], reference)
-    assert 1e-7 < losses < bound
+    assert 1e-8 < losses < bound
 
 
 class Spread(L.Callback):
@@ -129,7 +123,7 @@ def spread(cfg: Any) -> Spread:
 
 
 def test_local_sgd_averages_periodically_and_before_validation(pool: Pool, small: list[str], folder: Path) -> None:
-    quiet = ["callbacks.best=null", "callbacks.checkpoint=null", "trainer.max_steps=11"]
+    quiet = ["callbacks.best=null", "callbacks.checkpoint=null", "data.source.train_size=200", "trainer.max_steps=11"]
     for watch in pool.run(2, spread, compose(folder, *small, *PARITY, *TWO, *LOCAL, *quiet)):
         assert watch.alike == [step in (0, 1, 2, 3, 7) for step in range(11)]
         assert watch.validated
@@ -146,16 +140,16 @@ def test_goes_on_where_it_was(options: list[str], pool: Pool, small: list[str], 
     pool.run(2, die, compose(folder, *small, *task), "on_train_batch_end", 6)
     resumed = pool.run(2, fit, compose(folder, *small, *task, f"ckpt_path={folder}/died.ckpt"))
     for rank, record in enumerate(resumed):
-        check_same([record], reference[rank], done=6)
+        check_resumed([record], reference[rank], done=6)
 
 
 def test_a_sharded_optimiser_travels(pool: Pool, small: list[str], folder: Path) -> None:
     task = [*PARITY, *ADAMW]
     reference = fit(compose(folder / "single", *small, *task))
-    die(compose(folder, *small, *task), "on_train_batch_end", 5)
+    die(compose(folder, *small, *task), "on_train_batch_end", 3)
     resumed = [*task, *TWO, f"ckpt_path={folder}/died.ckpt"]
-    pool.run(2, die, compose(folder, *small, *resumed, "strategy.shard_optimizer=true"), "on_train_batch_end", 13)
-    check_same([fit(compose(folder, *small, *task, f"ckpt_path={folder}/died.ckpt"))], reference, done=13)
+    pool.run(2, die, compose(folder, *small, *resumed, "strategy.shard_optimizer=true"), "on_train_batch_end", 6)
+    check_resumed([fit(compose(folder, *small, *task, f"ckpt_path={folder}/died.ckpt"))], reference, done=6)
 
 
 def held(cfg: Any) -> tuple[int, int]:
@@ -186,7 +180,7 @@ def test_powersgd_does_not_depend_on_the_world_size(pool: Pool, small: list[str]
     pool.run(2, die, compose(folder, *small, *task, "trainer.devices=2"), "on_train_batch_end", 6)
     resumed = compose(folder, *small, *task, "trainer.devices=4", f"ckpt_path={folder}/died.ckpt")
     for record in pool.run(4, fit, resumed):
-        check_same([record], reference[0], done=6)
+        check_resumed([record], reference[0], done=6)
 
 
 @pytest.mark.parametrize(

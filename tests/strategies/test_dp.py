@@ -9,10 +9,11 @@ from lightning.pytorch.strategies import ParallelStrategy
 from src.errors import UserError
 from src.experiment import run
 from src.strategies.dp import DP
-from tests.parity.test_parity import TOLERANCE, distances
-from tests.runs import compose, fit
+from tests.support.comparison import TOLERANCE, distances
+from tests.support.experiments import SHORT
+from tests.support.runs import compose, fit
 
-PARITY = ["experiment=parity", "strategy=dp", "trainer.devices=2"]
+PARITY = ["experiment=parity", *SHORT, "strategy=dp", "trainer.devices=2"]
 
 
 def test_refused_without_gpus(small: list[str], folder: Path) -> None:
@@ -25,12 +26,12 @@ def test_trains_around_it(
 ) -> None:
     """On a CPU torch's DataParallel passes the batch on whole, which makes the run a single process's."""
     monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
-    reference = fit(compose(folder / "single", *small, "experiment=parity"), test=True)
+    reference = fit(compose(folder / "single", *small, "experiment=parity", *SHORT), test=True)
     with caplog.at_level(logging.INFO, "src"):
         record = fit(compose(folder, *small, *PARITY), test=True)
     assert max(distances(record, reference)) < TOLERANCE
     assert record.metrics["test/acc"] == reference.metrics["test/acc"]
-    assert "1 x 2 micro-batches x 16 per device" in caplog.text
+    assert "1 x 2 micro-batches x 8 per device" in caplog.text
 
 
 def test_a_batch_must_divide(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,13 @@ from torch.distributed.tensor import DTensor
 
 from src.errors import UserError
 from src.experiment import assemble, run
-from tests.faults.test_resume import check_same, die
-from tests.parity.test_parity import TOLERANCE, distances
-from tests.pool import Pool, RankFailed
-from tests.runs import compose, fit
+from tests.support.comparison import TOLERANCE, check_resumed, distances
+from tests.support.experiments import SHORT
+from tests.support.interruption import die
+from tests.support.pool import Pool, RankFailed
+from tests.support.runs import compose, fit
 
-PARITY = ["experiment=parity"]
+PARITY = ["experiment=parity", *SHORT]
 FSDP = ["strategy=fsdp", "trainer.devices=2"]
 
 
@@ -63,10 +64,10 @@ def test_agrees_with_single_process(overrides: list[str], pool: Pool, small: lis
 def test_an_optimiser_without_state_resumes(pool: Pool, small: list[str], folder: Path) -> None:
     stateless = [*PARITY, "optimizer.momentum=0", "optimizer.nesterov=false"]
     reference = fit(compose(folder / "single", *small, *stateless))
-    pool.run(2, die, compose(folder, *small, *stateless, *FSDP), "on_train_batch_end", 5)
+    pool.run(2, die, compose(folder, *small, *stateless, *FSDP), "on_train_batch_end", 3)
     resumed = pool.run(2, fit, compose(folder, *small, *stateless, *FSDP, f"ckpt_path={folder}/died.ckpt"))
     for record in resumed:
-        check_same([record], reference, done=5)
+        check_resumed([record], reference, done=3)
 
 
 @pytest.mark.parametrize("dtypes", [["strategy.param_dtype=bfloat16"], ["trainer.precision=bf16-mixed"]], ids=" ".join)

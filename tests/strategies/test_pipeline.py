@@ -16,11 +16,12 @@ from src.experiment import assemble, run
 from src.strategies.pipeline import Pipeline
 from src.strategies.schedules import SCHEDULES
 from src.strategies.split import Block, cut, ordered_blocks
-from tests.parity.test_parity import TOLERANCE, distances
-from tests.pool import Pool, RankFailed
-from tests.runs import compose, fit
+from tests.support.comparison import TOLERANCE, distances
+from tests.support.experiments import SHORT
+from tests.support.pool import Pool, RankFailed
+from tests.support.runs import compose, fit
 
-PARITY = ["experiment=parity", "data.batch_size=32"]
+PARITY = ["experiment=parity", *SHORT]
 PIPELINE = ["strategy=pipeline", "trainer.devices=2"]
 IN_FOUR = "trainer.accumulate_grad_batches=4"  # what four micro-batches are to a single process
 
@@ -148,7 +149,7 @@ def test_evaluates_predicts_and_follows_in_half_precision(pool: Pool, small: lis
         (["strategy.microbatches=0"], r"strategy.microbatches=0"),
         (
             ["strategy.microbatches=3"],
-            r"does not divide .* x 3 micro-batches: set data.batch_size=30 or 33",
+            r"does not divide .* x 3 micro-batches: set data.batch_size=15 or 18",
         ),
         (
             ["strategy.microbatches=1"],

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from src.experiment import assemble
 from src.strategies.sync_batchnorm import GlobalBatchNorm, SyncedBatchNorm
-from tests.pool import Pool
-from tests.runs import compose
+from tests.support.pool import Pool
+from tests.support.runs import compose
 
 SHAPES = {"1d": (8, 5), "1d long": (8, 5, 3), "2d": (8, 5, 4, 4)}
 

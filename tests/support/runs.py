@@ -1,4 +1,4 @@
-"""Training runs inside the test process, or inside the ranks of the pool, with a record of what they did."""
+"""Training runs inside the test process or the ranks of the pool, with a record of what they did."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from src.experiment import assemble
 from src.launch.rank import drives_all_devices as drives_all_devices
+from tests.support.pool import Pool
 
-CONF = Path(__file__).parents[1] / "conf"
+CONF = Path(__file__).parents[2] / "conf"
 NEED_GPUS = ("dp",)
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml") if file.stem not in NEED_GPUS)
 QUIET = ["logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
@@ -36,7 +37,7 @@ def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
 
 @dataclass
 class Record(L.Callback):
-    """What a run did, as one rank saw it; in a process that Lightning spawned it can only tell through a file."""
+    """What one rank saw of a run, kept in a file too: a process that Lightning spawned has no other way to tell."""
 
     file: Path
     losses: list[float] = field(default_factory=list)
@@ -78,11 +79,17 @@ def fit(cfg: DictConfig, *extra: L.Callback, test: bool = False) -> Record:
     return record
 
 
-def spawned(folder: Path, world_size: int) -> list[Record]:
-    """The records of the ranks that Lightning spawned."""
-    records = [Record(folder / "record") for _ in range(world_size)]
+def fit_ranks(cfg: DictConfig, pool: Pool) -> list[Record]:
+    """Fit as configured on all ranks, whoever starts them; return a record of each."""
+    if cfg.trainer.devices == 1:
+        return [fit(cfg)]
+    if not drives_all_devices(cfg):
+        return pool.run(cfg.trainer.devices, fit, cfg)
+    metrics = fit(cfg).metrics  # Lightning brings them back from the processes it spawned, and nothing else
+    records = [Record(Path(cfg.run_dir) / "record") for _ in range(cfg.trainer.devices)]
     for rank, record in enumerate(records):
-        vars(record).update(torch.load(record.file.with_suffix(f".{rank}"), weights_only=False))
+        kept = torch.load(record.file.with_suffix(f".{rank}"), weights_only=False)
+        vars(record).update(kept | {"metrics": metrics})
     return records
 
 
@@ -95,12 +102,6 @@ def moments(state: dict[str, Any]) -> dict[str, Tensor]:
         for key, value in whole(tensors).items()
         if isinstance(value, Tensor)
     }
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    """The norm of the difference, relative to the norm of `b`."""
-    a, b = a.double(), b.double()
-    return float((a - b).norm() / b.norm().clamp_min(1e-300)) if not torch.equal(a, b) else 0.0
 
 
 def _copy(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,9 +11,9 @@ import torch
 from omegaconf import DictConfig
 
 from src.experiment import assemble
-from tests.pool import Pool
-from tests.runs import compose
-from tests.waits import BetweenLogPoints, Watch
+from tests.support.pool import Pool
+from tests.support.runs import compose
+from tests.support.synchronizations import BetweenLogPoints, Watch
 
 # Everything on that a run has by default: progress bar, metrics.csv, wandb, checkpoints; and in the midst of an epoch.
 DEFAULT = ["trainer.accelerator=cpu", "model.width=4", "data.batch_size=32", "trainer.log_every_n_steps=4"]
@@ -81,7 +81,7 @@ class Waits(L.Callback):
 def test_a_wait_is_seen(wait: Callable[[torch.Tensor], Any], what: str, small: list[str], folder: Path) -> None:
     quick = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=4"]
     found = watched(compose(folder, *small, *quick, "trainer.max_epochs=2"), Waits(wait))
-    assert any(what in wait and "test_waits.py" in wait for wait in found)
+    assert any(what in wait and "test_synchronizations.py" in wait for wait in found)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -1,17 +1,18 @@
-"""Worker processes that live through the whole test session, since starting one costs seconds.
+"""Worker processes that live through the whole test session, since each takes seconds to start.
 
-Each job gets as many of them as its world has ranks, with the variables that a launcher would set, and leaves
-neither a process group nor a variable behind.
+A job gets as many of them as its world has ranks, with the variables that a launcher would set, and leaves neither a
+process group nor a variable behind.
 """
 
 import logging
 import multiprocessing as mp
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+from torch.distributed import TCPStore
 
 _TIMEOUT = 240.0  # seconds for one job; a rank that hangs is killed with the others
 _GRACE = 20.0  # seconds that the other ranks have once one has failed
@@ -22,22 +23,23 @@ class RankFailed(Exception):
 
 
 class Pool:
-    """Ranks 0 to `size - 1`, started when first needed."""
+    """Ranks 0 to `size - 1`, each started when a job first needs it."""
 
     def __init__(self, size: int = 4) -> None:
         self.size = size
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, world_size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `job(*args)` returns on each rank of a fresh world.
+        """Return what `job(*args)` returns on each rank of a new world.
 
         Raises:
             RankFailed: if any rank raised, or did not answer in time.
         """
-        self._start()
-        port = _free_port()
+        self._start(world_size)
+        # This process binds the port and holds it, as the agent of torchrun does, so no other program can take it.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
-            self._ranks[rank][1].send((job, args, _environment(rank, world_size, port)))
+            self._ranks[rank][1].send((job, args, _environment(rank, world_size, store.port)))
         answers: list[tuple[bool, Any]] = []
         for rank in range(world_size):
             if not self._ranks:
@@ -49,17 +51,18 @@ class Pool:
         return [value for _, value in answers]
 
     def stop(self) -> None:
+        """Kill all ranks."""
         for process, connection in self._ranks:
             process.kill()
             process.join()
             connection.close()
         self._ranks = []
 
-    def _start(self) -> None:
+    def _start(self, count: int) -> None:
         if not all(process.is_alive() for process, _ in self._ranks):
             self.stop()
         context = mp.get_context("spawn")
-        while len(self._ranks) < self.size:
+        while len(self._ranks) < count:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
@@ -71,7 +74,7 @@ class Pool:
         if connection.poll():
             return connection.recv()
         state = "timed out" if process.is_alive() else f"died: exit code {process.exitcode}"
-        self.stop()  # what the others are left with is not worth knowing
+        self.stop()  # the state of the other ranks is unknown
         return False, f"rank {rank} {state}"
 
 
@@ -79,7 +82,7 @@ def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from tests.memory import give_back, keep_none
+    from tests.support.memory import give_back, keep_none
 
     keep_none()
     torch.set_num_threads(1)
@@ -102,10 +105,5 @@ def _serve(connection: Connection) -> None:
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     others = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests"}
-    return {name: str(value) for name, value in (numbers | others).items()}
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {name: str(value) for name, value in (numbers | others | agent).items()}

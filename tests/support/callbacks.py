@@ -1,0 +1,107 @@
+"""Callbacks for runs that the real command line starts: they delay, hang, raise, kill or report."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+
+class Slow(L.Callback):
+    """Make each step last `seconds`, and the step with number `at` a minute."""
+
+    def __init__(self, seconds: float, at: int | None = None) -> None:
+        self.seconds, self.at = seconds, at
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        time.sleep(60 if trainer.global_step == self.at else self.seconds)
+
+
+class HangOnRankOne(L.Callback):
+    """Hang in the third step, on rank one only."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        while trainer.global_rank == 1 and trainer.global_step == 2:
+            time.sleep(1)
+
+
+class RaiseOnRankOne(L.Callback):
+    """Raise in the third step, on rank one only."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            raise RuntimeError("only here")
+
+
+class Fate(L.Callback):
+    """In the third step, on the last rank only: nothing, SIGKILL, or too much memory.
+
+    W&B knows of the run by then.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step != 2 or trainer.global_rank != trainer.world_size - 1:
+            return
+        files, run_id = Path(trainer.default_root_dir).glob, trainer.loggers[-1].version.encode()
+        while not any(run_id in file.read_bytes() for file in files("wandb/*/*.wandb")):
+            time.sleep(0.1)
+        if self.what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.what == "memory":
+            torch.empty(2**60, dtype=torch.uint8)
+
+
+class Report(L.Callback):
+    """Each rank writes the values it was given, the cores it may use, and when training began and ended."""
+
+    def __init__(self, folder: str, **values: Any) -> None:
+        self.folder, self.values = Path(folder), values
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.began = time.time()
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        report = {"values": self.values, "cores": os.sched_getaffinity(0), "span": (self.began, time.time())}
+        torch.save(report, self.folder / f"report.{trainer.global_rank}")
+
+
+class Phases(L.Callback):
+    """Write what the run is doing, and the samples of each step, for a test that kills it.
+
+    Validation and checkpoints last long enough to be hit: a checkpoint by the megabytes that it writes.
+    """
+
+    def __init__(self, folder: str, step: float = 0.2, validation: float = 0.7) -> None:
+        self.folder, self.step, self.validation = Path(folder), step, validation
+
+    def _enter(self, trainer: L.Trainer, phase: str) -> None:
+        if trainer.is_global_zero:
+            (self.folder / "phase").write_text(phase)
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._enter(trainer, "training")
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._enter(trainer, "training")
+        time.sleep(self.step)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with (self.folder / f"samples.{trainer.global_rank}").open("a") as file:
+            file.write(f"{trainer.global_step - 1} {' '.join(map(str, batch.sample_index.tolist()))}\n")
+
+    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._enter(trainer, "validation")
+        time.sleep(self.validation)
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._enter(trainer, "ending")
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._enter(trainer, "saving")
+        checkpoint["ballast"] = torch.rand(4_000_000)

@@ -1,0 +1,177 @@
+"""The real command line: start it, disturb it, wait for what it writes, and look for processes it leaves."""
+
+import contextlib
+import io
+import logging
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TRAIN = ("train.py",)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
+TINY = [  # two epochs of 11 steps on the fixture `small`
+    "model=mlp",
+    "model.hidden=[16]",
+    "data.batch_size=32",
+    "trainer.max_epochs=2",
+    "trainer.accelerator=cpu",
+    "trainer.log_every_n_steps=1",
+]
+PARITY = ["experiment=parity", "logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
+TWO = ["strategy=ddp", "trainer.devices=2"]
+_SLURM = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
+_SLURM |= {"SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1"}
+
+
+def start(*arguments: str, program: Sequence[str] = TRAIN, **variables: str) -> "subprocess.Popen[str]":
+    """Start a command in a process group of its own."""
+    environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"} | variables
+    return subprocess.Popen(
+        [sys.executable, *program, *arguments],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def run(*arguments: str, code: int = 0, program: Sequence[str] = TRAIN, **variables: str) -> tuple[str, str]:
+    """Run a command to its end, and return what it printed; nothing of its process group may be left."""
+    process = start(*arguments, program=program, **variables)
+    try:
+        out, err = process.communicate(timeout=200)
+    finally:
+        left = kill_group(process.pid)
+    assert process.returncode == code, err[-3000:]
+    assert not left, "processes left running"
+    return out, err
+
+
+def run_here(*arguments: str, code: int = 0, program: str = "train.py") -> tuple[str, str]:
+    """Run a command inside this process, and return what it printed.
+
+    A new process takes seconds to import torch. Only for commands that start no other process.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    with _restored(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        os.chdir(ROOT)
+        sys.argv = [program, *arguments]
+        try:
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+            result: object = 0
+        except SystemExit as stop:
+            result = stop.code or 0
+    if isinstance(result, str):  # the interpreter prints such a code, and ends with 1
+        err.write(f"{result}\n")
+        result = 1
+    assert result == code, err.getvalue()[-3000:]
+    return out.getvalue(), err.getvalue()
+
+
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    """Undo what a command changes in its process: arguments, folder, logging and warnings."""
+    root, lightning = logging.getLogger(), logging.getLogger("lightning.pytorch")
+    folder, argv, level, handlers = Path.cwd(), sys.argv, root.level, (root.handlers[:], lightning.handlers[:])
+    with warnings.catch_warnings():
+        try:
+            yield
+        finally:
+            os.chdir(folder)
+            sys.argv = argv
+            logging.captureWarnings(False)
+            for handler in set(root.handlers) - set(handlers[0]):
+                handler.close()
+            root.setLevel(level)
+            root.handlers[:], lightning.handlers[:] = handlers
+
+
+def end(process: "subprocess.Popen[str]", timeout: float = 90.0) -> tuple[int, str, str]:
+    """Return the exit code and what was printed; kill all processes of a command that does not end in time."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, out, err
+
+
+def kill_group(group: int) -> bool:
+    """Return whether a process of the group outlives its leader for 5 seconds: Python's resource tracker takes one."""
+    if wait_until(lambda: not subprocess.run(["pgrep", "-g", str(group)], capture_output=True).stdout, 5):
+        return False
+    os.killpg(group, signal.SIGKILL)
+    return True
+
+
+def wait_until(reached: Callable[[], bool], seconds: float) -> bool:
+    """Poll a condition until it holds or the time is up; return whether it holds."""
+    deadline = time.monotonic() + seconds
+    while not (holds := reached()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds
+
+
+def one_line(err: str) -> str:
+    """Return the error message, which must be the only line but for warnings."""
+    assert "Traceback" not in err
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, err
+    return lines[0]
+
+
+def rows(folder: Path) -> int:
+    """Return the number of lines of metrics.csv, the header included."""
+    file = folder / "metrics.csv"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the steps of the rows of metrics.csv."""
+    return [int(row.split(",")[0]) for row in (folder / "metrics.csv").read_text().splitlines()[1:]]
+
+
+def wait_for_rows(folder: Path, number: int, process: "subprocess.Popen[str]") -> None:
+    """Wait until the run has logged more than `number` lines."""
+    wait_until(lambda: rows(folder) > number or process.poll() is not None, 120)
+    assert rows(folder) > number, process.communicate(timeout=10)[1][-3000:]
+
+
+def ranks(launcher: int) -> list[int]:
+    """Return the processes of the ranks in their order: the resource tracker is a child of the launcher too."""
+    children = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split()
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children if Path(f"/proc/{pid}").exists()}
+    return [int(pid) for pid, command in commands.items() if "spawn_main" in command or "train.py" in command]
+
+
+def callback(name: str, **options: object) -> str:
+    """Return the override that adds a callback of tests/support/callbacks.py under its name in lower case."""
+    listed = "".join(f", {option}: {value}" for option, value in options.items())
+    return f"+callbacks.{name.lower()}={{_target_: tests.support.callbacks.{name}{listed}}}"
+
+
+def slow(seconds: float) -> str:
+    """Return the override that makes each step last so long."""
+    return callback("Slow", seconds=seconds)
+
+
+def free_port() -> int:
+    """Return a port that no process has at the moment, for a command that binds it itself."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def slurm_task(rank: int, port: int) -> dict[str, str]:
+    """Return the variables by which srun tells one of two tasks its rank."""
+    return _SLURM | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "MASTER_PORT": str(port)}

@@ -1,0 +1,72 @@
+"""Runs that save a checkpoint in one of Lightning's hooks and then stop."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from tests.support.pool import Pool
+from tests.support.runs import fit
+
+
+class Died(Exception):
+    """Ends a run in the middle."""
+
+
+class SaveAndDie(L.Callback):
+    """Save a checkpoint in one of Lightning's hooks, then raise."""
+
+    def __init__(self, hook: str, step: int) -> None:
+        self.hook, self.step = hook, step
+
+    def _fire(self, hook: str, trainer: L.Trainer) -> None:
+        if hook == self.hook and trainer.global_step >= self.step:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "died.ckpt")
+            raise Died
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._fire("on_train_batch_end", trainer)
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._fire("on_train_batch_start", trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._fire("on_validation_end", trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._fire("on_train_epoch_end", trainer)
+
+
+class SaveAndDieAtBatch(L.Callback):
+    """Save a checkpoint after the micro-batch with that number, then raise."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == self.number:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "died.ckpt")
+            raise Died
+
+
+class SaveOnce(L.Callback):
+    """Save a checkpoint after one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "saved.ckpt")
+
+
+def die(cfg: Any, hook: str, step: int) -> None:
+    """Train until `hook` of the step, and leave the checkpoint `died.ckpt` in the run folder."""
+    with pytest.raises(Died):
+        fit(cfg, SaveAndDie(hook, step))
+
+
+def in_world(pool: Pool, devices: int, job: Any, *args: Any) -> list[Any]:
+    """Return what each rank returns: of the pool, or of this process if one device is enough."""
+    return pool.run(devices, job, *args) if devices > 1 else [job(*args)]

@@ -1,0 +1,47 @@
+"""What a test session says at its end: its wall time per folder, and which skips nobody expected."""
+
+import time
+from collections import defaultdict
+
+import pytest
+
+ALLOWED_SKIPS = {
+    "tests/data/test_cifar.py::test_reads_the_real_images": "CIFAR-10 is not part of the project",
+    "tests/launch/test_command_line.py::test_what_the_parent_finds_wrong[no gpu]": "there is a GPU",
+    "tests/launch/test_slurm.py": "SLURM is not installed",
+    "tests/launch/test_two_hosts.py": "network namespaces take root, and iproute2",
+    "tests/test_canaries.py::test_torch_still_notes_a_stack_trace": "there is a GPU",
+    "tests/test_synchronizations.py::test_nothing_waits_on_a_gpu": "there is no GPU",
+    "tests/models/test_classifier.py::test_compiled": "there is no C++ compiler",
+}
+
+
+class Report:
+    """Counts the seconds of each folder, and the skips that are not on the committed list."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.unexpected_skips: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        folder = report.nodeid.partition("::")[0].rpartition("/")[0]
+        self.seconds[folder] += report.duration
+        if report.skipped and not report.nodeid.startswith(tuple(ALLOWED_SKIPS)):
+            self.unexpected_skips.append(report.nodeid)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.unexpected_skips:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section("wall time")
+        for folder, seconds in sorted(self.seconds.items(), key=lambda row: -row[1]):
+            terminalreporter.write_line(f"{seconds:7.1f} s  {folder}")
+        terminalreporter.write_line(f"{time.monotonic() - self.began:7.1f} s  in all")
+        if self.unexpected_skips:
+            terminalreporter.write_line(f"skipped, but not on the list in {__file__}: {self.unexpected_skips}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Report(), "wall time and skips")
