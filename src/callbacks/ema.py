@@ -61,6 +61,9 @@ class EMA(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave the average in the module, for whatever comes after."""
+        if self._restored:  # the run was finished already, so that training did not start
+            trainer.strategy.load_model_state_dict({"state_dict": self._restored})
+            self._restored = {}
         self._exchange(pl_module)
         self._average, self._trained = {}, {}
 

@@ -84,6 +84,12 @@ def test_what_is_evaluated_is_what_the_checkpoint_gives_out(small: list[str], fo
         assert run(from_file)["test/loss"] == pytest.approx(metrics["test/loss"], rel=TOLERANCE)
 
 
+def test_a_finished_run_started_again_is_tested_with_the_average(small: list[str], folder: Path) -> None:
+    metrics = run(compose(folder, *small, *TASK))
+    again = run(compose(folder, *small, *TASK, f"ckpt_path={folder}/checkpoints/last.ckpt"))
+    assert again["test/loss"] == pytest.approx(metrics["test/loss"], rel=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     "strategy",
     [pytest.param(name, marks=[] if name in ("ddp", "fsdp", "pipeline") else pytest.mark.slow) for name in STRATEGIES],
