@@ -7,10 +7,11 @@ import torch
 
 
 class SeedEachStep(L.Callback):
-    """Seeds torch per (seed, epoch, batch, data-parallel rank).
+    """Seeds torch per (seed, epoch, batch, rank).
 
-    So a resumed run draws what the uninterrupted one drew. Another world size draws other numbers: unlike the data
-    and its augmentation, dropout is not the same for any number of processes.
+    So a resumed run draws what the uninterrupted one drew, and the stages of a pipeline draw different numbers. Another
+    world size draws other numbers: unlike the data and its augmentation, dropout is not the same for any number of
+    processes.
     """
 
     def __init__(self, seed: int) -> None:
@@ -18,7 +19,7 @@ class SeedEachStep(L.Callback):
         self._rank, self._kind = 0, "cpu"
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._rank = (trainer.distributed_sampler_kwargs or {"rank": 0})["rank"]
+        self._rank = trainer.global_rank
         self._kind = pl_module.device.type
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
