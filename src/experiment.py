@@ -103,6 +103,7 @@ def build(node: DictConfig, **changes: Any) -> Any:
 
 def build_trainer(cfg: DictConfig) -> L.Trainer:
     """The trainer of a resolved configuration, with what every run needs whatever is configured."""
+    _check_options(cfg.trainer)
     folder, precision = Path(cfg.run_dir), cfg.trainer.precision
     together = [Heartbeat(folder, cfg.launch.timeout), StopTogether(folder)]
     required = [RunRecord(cfg), DataPosition(), SeedEachStep(cfg.seed), RefuseNaN(), PredictionWriter(folder)]
@@ -127,6 +128,22 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     except (MisconfigurationException, ValueError) as error:  # what Lightning says of its arguments
         raise _refusal(error) from error
     return built
+
+
+def _check_options(trainer: DictConfig) -> None:
+    """Refuse options of Lightning's Trainer that have no meaning here.
+
+    Raises:
+        UserError: if one is given.
+    """
+    if trainer.log_every_n_steps < 1:
+        raise UserError(
+            f"trainer.log_every_n_steps={trainer.log_every_n_steps} logs nothing and finds no NaN: give at least 1"
+        )
+    if trainer.get("overfit_batches"):
+        raise UserError(
+            f"trainer.overfit_batches={trainer.overfit_batches}: take debug=overfit, which trains on one batch"
+        )
 
 
 def _refusal(error: Exception) -> UserError:

@@ -69,6 +69,8 @@ def test_fewer_samples_on_request(small: list[str], folder: Path) -> None:
         (["data.train_samples=-100"], "data.train_samples=-100"),
         (["module.label_smoothing=2"], "module.label_smoothing=2"),
         (["trainer.precision=fp8"], "fp8"),
+        (["trainer.log_every_n_steps=0"], "trainer.log_every_n_steps=0"),
+        (["+trainer.overfit_batches=1"], "trainer.overfit_batches=1: take debug=overfit"),
     ],
 )
 def test_what_does_not_fit_is_refused(overrides: list[str], message: str, small: list[str], folder: Path) -> None:
