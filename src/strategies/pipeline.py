@@ -107,8 +107,8 @@ class Pipeline(PortableStrategy):
         net = cast(nn.Module, module.net)
         if net._compiled_call_impl is not None:
             raise UserError("module.compile=true compiles the whole network, of which a pipeline's rank holds a part")
-        if self._sharded:
-            net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP takes no other
+        if self._sharded or self._needs_channels_first(net):  # FSDP takes no other layout
+            net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         data, ranks = self.lightning_module.trainer.datamodule, self.device_mesh["pipeline"].size()
         pictures = next(net.parameters()).new_zeros(data.samples_per_micro_batch, *data.image_shape)
         with self.precision_plugin.forward_context():
@@ -133,6 +133,11 @@ class Pipeline(PortableStrategy):
             bubble = self.kind.bubble(ranks, self.microbatches)
             title = f"  pipeline: {self.schedule}, {self.microbatches} micro-batches, ideal bubble {bubble:.0%}"
             _log.info("\n".join([title, *table(stages, self._owners)]))
+
+    def _needs_channels_first(self, net: nn.Module) -> bool:
+        """Return whether torch's GroupNorm would crash: docs/upstream/group_norm.md."""
+        apart = self.kind.splits_backward and self.root_device.type == "cpu"
+        return apart and any(isinstance(part, nn.GroupNorm) for part in net.modules())
 
     def _agreed(self, stages: list[list[Block]], blocks: list[Block]) -> list[list[Block]]:
         """Rank zero's cuts, for all."""

@@ -23,12 +23,14 @@ class Kind(NamedTuple):
         stages_per_rank: two where each rank gets two stages, so that it idles less.
         there_and_back: whether the second half of the stages lies on the ranks in reverse order, which makes a V.
         idle: time without work, as a share of that of 1F1B with as many stages per rank.
+        splits_backward: whether weight gradients are computed in a pass of their own.
     """
 
     schedule: Any
     stages_per_rank: int = 1
     there_and_back: bool = False
     idle: float = 1.0
+    splits_backward: bool = False
 
     def owners(self, ranks: int) -> list[int]:
         """The rank of each stage."""
@@ -45,8 +47,10 @@ SCHEDULES = {
     "gpipe": Kind(ScheduleGPipe),
     "1f1b": Kind(Schedule1F1B),
     "interleaved_1f1b": Kind(ScheduleInterleaved1F1B, stages_per_rank=2),
-    "interleaved_zero_bubble": Kind(ScheduleInterleavedZeroBubble, stages_per_rank=2, idle=1 / 3),
-    "zbv_zero_bubble": Kind(ScheduleZBVZeroBubble, stages_per_rank=2, there_and_back=True, idle=0.0),
+    "interleaved_zero_bubble": Kind(ScheduleInterleavedZeroBubble, stages_per_rank=2, idle=1 / 3, splits_backward=True),
+    "zbv_zero_bubble": Kind(
+        ScheduleZBVZeroBubble, stages_per_rank=2, there_and_back=True, idle=0.0, splits_backward=True
+    ),
 }
 
 

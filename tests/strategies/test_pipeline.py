@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from src.strategies.pipeline import Pipeline
 from src.strategies.schedules import SCHEDULES
 from src.strategies.split import Block, cut, ordered_blocks
 from tests.support.comparison import TOLERANCE, distances
-from tests.support.experiments import SHORT
+from tests.support.experiments import SHORT, SHORT_STEPS
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import compose, fit
 
@@ -37,6 +38,8 @@ def test_ranks_hold_other_stages(pool: Pool, small: list[str], folder: Path) -> 
     [
         ["trainer.gradient_clip_val=0.5"],
         ["strategy.split=[layer3]"],
+        ["strategy.schedule=zbv_zero_bubble", "model.norm=group"],
+        ["strategy.schedule=interleaved_zero_bubble", "model.norm=group"],
         ["strategy.microbatches=1", "strategy.schedule=gpipe"],
         ["data.augment.mixup=1.0", "module.label_smoothing=0.1"],
         ["strategy=hybrid", "trainer.devices=4", "trainer.gradient_clip_val=0.5"],
@@ -129,6 +132,30 @@ def test_each_rank_holds_its_stages_only(pool: Pool, small: list[str], folder: P
     ranks = pool.run(4, holdings, cfg)
     assert sum(weights for weights, _, _ in ranks) == ranks[0][2]
     assert all(weights == moments for weights, moments, _ in ranks)
+
+
+class Draw(L.Callback):
+    """Keep what a layer with dropout would draw first in each step."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.drawn.append(float(torch.rand((), generator=torch.default_generator.clone_state())))
+
+
+def drawn(cfg: Any) -> list[float]:
+    draw = Draw()
+    trainer, module, data = assemble(cfg)
+    trainer.callbacks.append(draw)  # behind the callback that seeds
+    trainer.fit(module, datamodule=data)
+    return draw.drawn
+
+
+def test_stages_drop_different_units(pool: Pool, small: list[str], folder: Path) -> None:
+    first, second = pool.run(2, drawn, compose(folder, *small, *PARITY, *PIPELINE))
+    assert len(first) == len(second) == SHORT_STEPS
+    assert not set(first) & set(second)
 
 
 def test_evaluates_predicts_and_follows_in_half_precision(pool: Pool, small: list[str], folder: Path) -> None:
