@@ -40,6 +40,7 @@ SIGNATURES: list[tuple[Callable[..., Any], list[str], str]] = [
 def train(*callbacks: L.Callback, module: L.LightningModule | None = None, steps: int = 1, **options: Any) -> L.Trainer:
     """Train Lightning's own demonstration module, by a Trainer that is as Lightning made it."""
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     counts: dict[str, Any] = {"limit_train_batches": steps, "limit_val_batches": 1, "max_epochs": 1}
     trainer = L.Trainer(**({"accelerator": "cpu", "callbacks": list(callbacks)} | quiet | counts | options))
     trainer.fit(module or BoringModel())
