@@ -84,10 +84,17 @@ def test_what_is_evaluated_is_what_the_checkpoint_gives_out(small: list[str], fo
         assert run(from_file)["test/loss"] == pytest.approx(metrics["test/loss"], rel=TOLERANCE)
 
 
-def test_a_finished_run_started_again_is_tested_with_the_average(small: list[str], folder: Path) -> None:
-    metrics = run(compose(folder, *small, *TASK))
-    again = run(compose(folder, *small, *TASK, f"ckpt_path={folder}/checkpoints/last.ckpt"))
-    assert again["test/loss"] == pytest.approx(metrics["test/loss"], rel=TOLERANCE)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+def test_a_finished_run_started_again_is_tested_with_the_average(
+    strategy: str, pool: Pool, small: list[str], folder: Path
+) -> None:
+    """On one process, and on two, of which each may hold a part of the average."""
+    task = [*small, *TASK, "model.norm=group"]
+    metrics = run(compose(folder, *task))
+    last = f"ckpt_path={folder}/checkpoints/last.ckpt"
+    two = compose(folder / "two", *task, last, f"strategy={strategy}", "trainer.devices=2")
+    for again in (run(compose(folder, *task, last)), *pool.run(2, run, two)):
+        assert again["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(small: list[str], folder: Pat
     """The other one waits for it in a collective."""
     hang = callback("HangOnRankOne")
     before = time.monotonic()
-    _, err = run(*small, *PARITY, *TWO, hang, "launch.timeout=6", f"run_dir={folder}", code=1)
+    _, err = run(*small, *PARITY, *TWO, hang, "launch.timeout=8", f"run_dir={folder}", code=1)
     assert time.monotonic() - before < 60
     assert "no step within launch.timeout; rank 1 hangs" in err
     assert "rank 0 hangs" not in err

@@ -58,7 +58,7 @@ def test_every_few_steps_and_at_the_end_of_each_epoch(small: list[str], folder: 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_after_some_time(devices: int, pool: Pool, small: list[str], folder: Path) -> None:
     """Of two ranks one is slow to notice: they save together all the same."""
-    task = [*PARITY, "callbacks.best=null", "callbacks.checkpoint.train_time_interval={milliseconds: 300}"]
+    task = [*PARITY, "callbacks.best=null", "callbacks.checkpoint.train_time_interval={milliseconds: 500}"]
     cfg = compose(folder, *small, *task, *(TWO if devices == 2 else []))
     steps = pool.run(2, timed, cfg) if devices == 2 else [timed(cfg)]
     assert all(taken == steps[0] for taken in steps)
@@ -69,7 +69,7 @@ def timed(cfg: Any) -> list[int]:
     from tests.support.callbacks import Slow
 
     saves = Saves()
-    fit(cfg, saves, Slow(0.05))
+    fit(cfg, saves, Slow(0.1))
     return saves.steps
 
 

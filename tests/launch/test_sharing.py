@@ -31,7 +31,7 @@ def test_jobs_that_run_together_see_different_gpus(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
     found = SPAWN.Queue()
     wanted = [1, 2, 1, 2]
-    jobs = [SPAWN.Process(target=hold_gpus, args=(count, 0.8, found)) for count in wanted]
+    jobs = [SPAWN.Process(target=hold_gpus, args=(count, 1.5, found)) for count in wanted]
     for job in jobs:
         job.start()
     spans = [found.get(timeout=100) for _ in jobs]
