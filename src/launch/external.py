@@ -40,14 +40,18 @@ def meet(env: ClusterEnvironment) -> dist.Store:
     here, made and destroyed, would leave its addresses behind for Lightning's to stumble over.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    other = env.main_port + (10_000 if env.main_port < 50_000 else -10_000)  # jobs beside this one have the near ones
-    port = env.main_port if agent else other
+    port = env.main_port if agent else meeting_port(env.main_port)
     hosts = env.global_rank() == 0 and not agent
     if hosts:
         for wanted in (port, env.main_port):  # the second is the process group's
             check_free(wanted, "MASTER_PORT")
     store = dist.TCPStore(env.main_address, port, env.world_size(), hosts, timeout=PATIENCE)
     return dist.PrefixStore(f"configuration/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def meeting_port(main_port: int) -> int:
+    """Return the port of rank zero's store: far from the job's own, since jobs beside this one have the near ones."""
+    return main_port + (10_000 if main_port < 50_000 else -10_000)
 
 
 def check_free(port: int, option: str) -> None:

@@ -8,19 +8,21 @@ from typing import Any
 import lightning as L
 import pytest
 
+from src.launch.external import meeting_port
 from tests.support.commands import PARITY, TINY, TWO, end, free_port, one_line, run_here, slurm_task, start
 from tests.support.runs import compose, fit
 
 
-@pytest.mark.parametrize("offset", [0, -10_000], ids=["of the process group", "where ranks meet"])
-def test_a_port_in_use(offset: int, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of_process_group", [True, False], ids=["of the process group", "where ranks meet"])
+def test_a_port_in_use(of_process_group: bool, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two tasks that srun starts, the first."""
+    main_port = free_port()
+    taken = main_port if of_process_group else meeting_port(main_port)
+    for name, value in slurm_task(0, main_port).items():
+        monkeypatch.setenv(name, value)
     with socket.socket() as other:
-        other.bind(("", 0))
+        other.bind(("", taken))
         other.listen()
-        taken = other.getsockname()[1]
-        for name, value in slurm_task(0, taken - offset).items():
-            monkeypatch.setenv(name, value)
         _, err = run_here(*small, *PARITY, *TWO, f"run_dir={folder}", code=1)
     assert f"port {taken} of this host cannot be had" in one_line(err)
     assert "MASTER_PORT" in err
