@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
+from src.callbacks.checkpoint_history import CheckpointHistory
 from src.callbacks.finite import RefuseNaN
 from src.callbacks.heartbeat import Heartbeat
 from src.callbacks.predictions import PredictionWriter
@@ -106,7 +107,8 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     _check_options(cfg.trainer)
     folder, precision = Path(cfg.run_dir), cfg.trainer.precision
     together = [Heartbeat(folder, cfg.launch.timeout), StopTogether(folder)]
-    required = [RunRecord(cfg), DataPosition(), SeedEachStep(cfg.seed), RefuseNaN(), PredictionWriter(folder)]
+    resuming = [RunRecord(cfg), DataPosition(), CheckpointHistory()]
+    required = [*resuming, SeedEachStep(cfg.seed), RefuseNaN(), PredictionWriter(folder)]
     chosen = [build(callback) for callback in cfg.callbacks.values() if callback]
     if not cfg.trainer.enable_progress_bar:  # Lightning raises if it is given one all the same
         chosen = [callback for callback in chosen if not isinstance(callback, ProgressBar)]
@@ -123,6 +125,9 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             plugins=plugins,
             precision=precision,
             default_root_dir=folder,
+            **dict.fromkeys(
+                ("limit_train_batches", "limit_val_batches", "limit_test_batches"), 1.0
+            ),  # see `data.limits`
             use_distributed_sampler=False,  # our sampler shards itself; Lightning's wrapper would shuffle it again
         )
     except (MisconfigurationException, ValueError) as error:  # what Lightning says of its arguments
@@ -143,6 +148,12 @@ def _check_options(trainer: DictConfig) -> None:
     if trainer.get("overfit_batches"):
         raise UserError(
             f"trainer.overfit_batches={trainer.overfit_batches}: take debug=overfit, which trains on one batch"
+        )
+    interval = trainer.get("val_check_interval")
+    if interval is not None and (not isinstance(interval, int | float) or interval <= 0):
+        raise UserError(  # Lightning asks each rank's own clock, so that some would validate while others train
+            f"trainer.val_check_interval={interval}: give a number of steps, or a fraction of an epoch; "
+            "ranks cannot validate by the clock"
         )
 
 

@@ -4,6 +4,7 @@ import logging
 from typing import Any, cast
 
 import lightning as L
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -17,12 +18,13 @@ _log = logging.getLogger(__name__)
 class RunRecord(L.Callback):
     """Logs the resolved configuration, keeps it in every checkpoint as YAML, and prints the banner.
 
-    On resuming it cuts the metrics that are about to be made again.
+    Every checkpoint also keeps the metrics. On resuming, the rows that are about to be made again are cut.
     """
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
         self._resumed_at = 0
+        self._metrics: dict[str, float] = {}
         self._parameters = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -30,9 +32,11 @@ class RunRecord(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = OmegaConf.to_yaml(self.config)
+        checkpoint["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._resumed_at = checkpoint["global_step"] if trainer.training else 0
+        if trainer.training:
+            self._resumed_at, self._metrics = checkpoint["global_step"], checkpoint.get("metrics", {})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write only now, when whatever could refuse to resume the run has had its say."""
@@ -43,6 +47,11 @@ class RunRecord(L.Callback):
         if trainer.is_global_zero:
             width = max(map(len, facts := self._facts(trainer, pl_module)))
             _log.info("\n".join(f"  {name:<{width}}  {value}" for name, value in facts.items()))
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Give the metrics that were not measured again: all of them, where the run had been finished."""
+        for name, value in self._metrics.items():
+            trainer.callback_metrics.setdefault(name, torch.tensor(value))
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._log_settings(trainer)

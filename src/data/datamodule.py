@@ -1,6 +1,6 @@
 """The DataModule of every image data set: splits, global batches, augmentation on the device."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from src.data.augment import Augment
 from src.data.batch import Batch
+from src.data.limits import limited
 from src.data.pictures import PictureFolder
 from src.data.pixels import normalize
 from src.data.resident import Crops, ResidentBatches, loader
@@ -37,6 +38,7 @@ class ImageDataModule(L.LightningDataModule):
         device_resident: keep the pictures on the device, so that only indices travel; `auto`: if it has room enough.
             With them lie their borders and mirror images, so that crops are fetched fast: 2.5 times as much in all.
         seed: fixes the validation split, the order of the samples and their augmentation.
+        limits: of an epoch of `train`, `val` and `test`: a number of global batches, or a fraction.
 
     Raises:
         UserError: if both batch sizes are given, the batch does not divide among the processes, or a number makes no
@@ -60,6 +62,7 @@ class ImageDataModule(L.LightningDataModule):
         num_workers: int = 0,
         device_resident: str | bool = "auto",
         seed: int = 0,
+        limits: dict[str, int | float] | None = None,
     ) -> None:
         super().__init__()
         if (batch_size is None) == (batch_size_per_device is None):
@@ -81,6 +84,7 @@ class ImageDataModule(L.LightningDataModule):
         self.val_fraction, self.train_samples = val_fraction, train_samples
         self.augment, self.pictures = augment, pictures
         self.num_workers, self.device_resident, self.seed = num_workers, device_resident, seed
+        self.limits = limits or {}
         self.resume_at = (0, 0)  # epoch, and samples of it already trained
         self.splits: dict[str, ImageSplit] = {}
         self._comes_cropped = False  # what is trained on
@@ -101,7 +105,7 @@ class ImageDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         split = self.splits["train"]
-        share = (*self._share(), self._micro_batches_per_pass)
+        share = (*self._share(), self._micro_batches_per_pass, self.steps_per_epoch)
         batches = TrainingBatches(len(split), self.global_batch_size, self.accumulate, self.seed, *share)
         batches.epoch, batches.start = self.resume_at
         loaded = self._loader(split, batches, self._crops if self.augment.only_crops else None)
@@ -109,14 +113,16 @@ class ImageDataModule(L.LightningDataModule):
         return loaded
 
     def val_dataloader(self) -> DataLoader[Batch] | list[Any]:
-        split = self.splits["val"]
-        return self._evaluation_loader(split) if len(split) else []  # which Lightning takes for no validation
+        count = self._evaluated("val")
+        return self._evaluation_loader(self.splits["val"], count) if count else []  # no validation, to Lightning
 
-    def test_dataloader(self) -> DataLoader[Batch]:
-        return self._evaluation_loader(self.splits["test"])
+    def test_dataloader(self) -> DataLoader[Batch] | list[Any]:
+        count = self._evaluated("test")
+        return self._evaluation_loader(self.splits["test"], count) if count else []
 
     def predict_dataloader(self) -> DataLoader[Batch]:
-        return self._evaluation_loader(PictureFolder(Path(str(self.pictures)), self.image_shape))
+        folder = PictureFolder(Path(str(self.pictures)), self.image_shape)
+        return self._evaluation_loader(folder, len(folder))
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Unless it is there: Lightning takes its time to find that out."""
@@ -151,19 +157,18 @@ class ImageDataModule(L.LightningDataModule):
         if self.batch_size is not None:
             return self.batch_size
         assert self.batch_size_per_device is not None
-        return self.batch_size_per_device * self.accumulate * self._share()[0]
-
-    @property
-    def micro_batches_per_epoch(self) -> int:
-        """Batches that each process trains on per epoch, the trainer's limit counted in."""
-        batches = len(self.splits["train"]) // self.global_batch_size * self.accumulate
-        limit = self.trainer.limit_train_batches
-        return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        return self.batch_size_per_device * self.accumulate * self._micro_batches_per_pass * self._share()[0]
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimiser steps per epoch."""
-        return self.micro_batches_per_epoch // self.accumulate
+        steps = len(self.splits["train"]) // self.global_batch_size
+        return limited("trainer.limit_train_batches", self.limits.get("train"), steps)
+
+    @property
+    def micro_batches_per_epoch(self) -> int:
+        """Batches that each process trains on per epoch."""
+        return self.steps_per_epoch * self.accumulate
 
     @property
     def total_steps(self) -> int:
@@ -209,16 +214,18 @@ class ImageDataModule(L.LightningDataModule):
             )
         if batch > len(self.splits["train"]):
             raise UserError(f"data.batch_size={batch} exceeds the {len(self.splits['train'])} pictures to train on")
-        if self.micro_batches_per_epoch % self.accumulate:
-            raise UserError(
-                f"trainer.limit_train_batches={self.trainer.limit_train_batches} leaves {self.micro_batches_per_epoch} "
-                f"batches, no multiple of trainer.accumulate_grad_batches={self.accumulate}: change one of them"
-            )
+        if not self.steps_per_epoch:
+            raise UserError("trainer.limit_train_batches=0 trains nothing: set fit=false instead")
 
-    def _evaluation_loader(self, split: Dataset[Batch]) -> DataLoader[Batch]:
+    def _evaluated(self, name: str) -> int:
+        """How many samples of the split are evaluated."""
+        option, count = f"trainer.limit_{name}_batches", len(self.splits[name])
+        return limited(option, self.limits.get(name), count, unit=self.global_batch_size)
+
+    def _evaluation_loader(self, split: Dataset[Batch], count: int) -> DataLoader[Batch]:
         replicas, rank = self._share()
         per_device = max(1, self.global_batch_size // (replicas * self.accumulate))
-        return self._loader(split, EvaluationBatches(len(cast(Sized, split)), per_device, replicas, rank))
+        return self._loader(split, EvaluationBatches(count, per_device, replicas, rank))
 
     def _crops(self, epoch: int, index: Tensor) -> Iterator[Tensor]:
         pictures = self.splits["train"].held.bordered(self.augment.crop_padding)

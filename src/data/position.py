@@ -1,9 +1,11 @@
 """Where training stands in the data, in every checkpoint, and how Lightning's loops are put back there."""
 
+import hashlib
 from typing import Any
 
 import lightning as L
 
+from src.data.limits import validation_interval
 from src.errors import UserError
 
 
@@ -14,6 +16,17 @@ class DataPosition(L.Callback):
     number another accumulation would change. Here both are derived from the samples trained: whatever moment the
     checkpoint was written at, the loops are restored to the start of the first step that was not yet done.
     """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            data: Any = trainer.datamodule
+            steps, crosses = data.steps_per_epoch, trainer.check_val_every_n_epoch is None
+            interval = validation_interval(trainer.val_check_interval, steps, data.accumulate, crosses)
+            trainer.val_check_interval = interval
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let the test log at the step after the last, as it does in a run that did all its steps now."""
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         data: Any = trainer.datamodule
@@ -38,16 +51,18 @@ class DataPosition(L.Callback):
         loops, batches = checkpoint["loops"]["fit_loop"], steps * data.accumulate
         _rewind(loops, position["epoch"], batches, position["epoch"] * data.micro_batches_per_epoch + batches)
         done = position["epoch"] * data.steps_per_epoch + steps
-        counted = done if done >= data.total_steps else done - 1  # unless nothing is left, Lightning counts the last
-        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = counted
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = done - 1  # Lightning counts the last step itself
 
 
-def _order(data: Any) -> dict[str, int]:
+def _order(data: Any) -> dict[str, int | str]:
     """What fixes the global batches, and so what a position means."""
+    indices = data.splits["train"].members
     return {
         "data.batch_size": data.global_batch_size,
         "seed": data.seed,
-        "training pictures": len(data.splits["train"]),
+        "training pictures": len(indices),
+        "training indices (SHA-256)": hashlib.sha256(indices.cpu().numpy().tobytes()).hexdigest()[:16],
+        "steps per epoch": data.steps_per_epoch,
     }
 
 

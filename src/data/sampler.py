@@ -32,9 +32,11 @@ class TrainingBatches(Sampler[Tensor]):
         replicas: int = 1,
         rank: int = 0,
         interleaved: int = 1,
+        steps: int | None = None,
     ) -> None:
         self.num_samples, self.batch_size, self.accumulate = num_samples, batch_size, accumulate
         self.seed, self.replicas, self.rank, self.interleaved = seed, replicas, rank, interleaved
+        self.steps = num_samples // batch_size if steps is None else steps  # of an epoch
         self.epoch, self.start = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -43,18 +45,17 @@ class TrainingBatches(Sampler[Tensor]):
             self.epoch, self.start = epoch, 0
 
     def __len__(self) -> int:
-        return self.num_samples // self.batch_size * self.accumulate
+        return self.steps * self.accumulate
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from self.table()
 
     def table(self) -> Tensor:
         """What is left of the epoch: one micro-batch of this rank per row."""
-        order = permutation(self.num_samples, self.seed, self.epoch)
-        end = self.num_samples // self.batch_size * self.batch_size
+        order = permutation(self.num_samples, self.seed, self.epoch)[self.start : self.steps * self.batch_size]
         parts = self.replicas * self.accumulate * self.interleaved
         shape = (self.batch_size // parts, self.replicas, self.accumulate, self.interleaved)
-        rounds = order[self.start : end].view(-1, *shape)[:, :, self.rank]  # (steps, rounds, accumulate, interleaved)
+        rounds = order.view(-1, *shape)[:, :, self.rank]  # (steps, rounds, accumulate, interleaved)
         return rounds.transpose(1, 2).reshape(-1, shape[0] * self.interleaved)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from src.errors import UserError
 from src.experiment import run
+from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit
 
@@ -23,6 +24,41 @@ def test_stops_when_nothing_gets_better(devices: int, pool: Pool, small: list[st
     cfg.ckpt_path = f"{folder}/checkpoints/last.ckpt"
     for record in pool.run(devices, fit, cfg) if devices > 1 else [fit(cfg)]:
         assert record.indices == [], "a run that was stopped early stays so"
+
+
+STOPPING = ["experiment=parity", *SHORT, "model=mlp", "~model.width", "model.hidden=[16]", "trainer.max_epochs=20"]
+STOPPING += ["trainer.max_steps=-1", "callbacks=[default,early_stopping]", "optimizer.lr=0"]
+
+
+def test_a_larger_patience_makes_a_stopped_run_go_on(small: list[str], folder: Path) -> None:
+    task = [*small, *STOPPING, "callbacks.early_stopping.patience"]
+    fit(compose(folder, *task[:-1], f"{task[-1]}=1"))
+    last = folder / "checkpoints" / "last.ckpt"
+    assert torch.load(last)["global_step"] == 2 * SHORT_EPOCH
+    resumed = fit(compose(folder, *task[:-1], f"{task[-1]}=3", f"ckpt_path={last}"))
+    assert len(resumed.losses) == 2 * SHORT_EPOCH
+    assert torch.load(last)["global_step"] == 4 * SHORT_EPOCH
+
+
+def test_each_validation_counts_once(small: list[str], folder: Path) -> None:
+    """A run that ends in the middle of an epoch has not validated there; it goes on for all of its patience."""
+    task = [*small, *STOPPING, "callbacks.early_stopping.patience=2"]
+    fit(compose(folder, *task, f"trainer.max_steps={SHORT_EPOCH + 3}"))
+    last = folder / "checkpoints" / "last.ckpt"
+    fit(compose(folder, *task, f"ckpt_path={last}"))
+    assert torch.load(last)["global_step"] == 3 * SHORT_EPOCH
+
+
+@pytest.mark.parametrize(
+    "option", ["patience=1", "stopping_threshold=-1.0", "divergence_threshold=2.0"], ids=lambda option: option[:-2]
+)
+def test_a_stop_lasts_and_leaves_every_row(option: str, small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *small, *STOPPING, f"{'+' * ('threshold' in option)}callbacks.early_stopping.{option}")
+    fit(cfg, test=True)
+    rows = (folder / "metrics.csv").read_text()
+    cfg.ckpt_path = f"{folder}/checkpoints/last.ckpt"
+    assert fit(cfg, test=True).indices == []
+    assert (folder / "metrics.csv").read_text() == rows
 
 
 def test_a_monitor_that_is_not_logged(small: list[str], folder: Path) -> None:

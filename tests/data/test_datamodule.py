@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from src.data.pixels import normalize
 from src.errors import UserError
 from src.experiment import assemble, build
+from tests.support.comparison import check_same_rows, read_rows
 from tests.support.experiments import SHORT
+from tests.support.interruption import in_world
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import CONF, compose, fit
 
@@ -59,7 +61,10 @@ def test_fewer_samples_on_request(small: list[str], folder: Path) -> None:
         (["data.batch_size_per_device=8"], "set the other to null"),
         (["data.batch_size=10", "trainer.accumulate_grad_batches=4"], "data.batch_size=8 or 12"),
         (["data.batch_size=1000"], "exceeds the 360 pictures"),
-        (["trainer.limit_train_batches=3", "trainer.accumulate_grad_batches=2"], "no multiple of .*accumulate_grad"),
+        (["trainer.limit_train_batches=0"], "trainer.limit_train_batches=0 trains nothing"),
+        (["trainer.limit_train_batches=0.01"], "trainer.limit_train_batches=0.01 leaves nothing of 11"),
+        (["trainer.limit_train_batches=-1"], "trainer.limit_train_batches=-1"),
+        (["+trainer.val_check_interval=00:00:01:00"], "ranks cannot validate by the clock"),
         (["data.num_classes=5"], "data.num_classes=5"),
         (["data.batch_size=12.5"], "data.batch_size=12.5"),
         (["data.batch_size=-1"], "data.batch_size=-1"),
@@ -139,3 +144,21 @@ def fit_and_test(cfg: object) -> object:
 def test_every_class_has_a_name(name: str, folder: Path) -> None:
     data = build(compose(folder, f"data={name}").data)
     assert len(set(data.source.classes)) == data.num_classes
+
+
+def test_limits_and_intervals_count_steps(small: list[str], folder: Path, pool: Pool) -> None:
+    """Neither accumulation nor a pipeline's micro-batches change what is trained, when it is validated, and on what."""
+    limits = ["trainer.limit_train_batches=0.5", "trainer.limit_val_batches=1", "trainer.limit_test_batches=2"]
+    task = ["experiment=parity", *SHORT, "model.norm=group", "+trainer.val_check_interval=0.5", *limits]
+    places = {
+        "alone": ["data.batch_size=8"],
+        "accumulating": ["data.batch_size=8", "trainer.accumulate_grad_batches=2"],
+        "pipeline": ["data.batch_size=null", "data.batch_size_per_device=4", "strategy.microbatches=2"],
+    }
+    for name, place in places.items():
+        world = ["strategy=pipeline", "trainer.devices=2"] if name == "pipeline" else []
+        cfg = compose(folder / name, *small, *task, *place, *world)
+        in_world(pool, cfg.trainer.devices, fit_and_test, cfg)
+        check_same_rows(folder / name, folder / "alone")
+    validated = [row["step"] for row in read_rows(folder / "alone") if row["val/loss"]]
+    assert validated == ["1", "3", "6"], "two of five steps apart, in each epoch anew"

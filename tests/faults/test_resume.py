@@ -99,12 +99,31 @@ def test_loader_processes_that_fetch_ahead_change_nothing(small: list[str], fold
         ("data.batch_size=64", "had data.batch_size=16, this one has 64"),
         ("seed=1", "had seed=0, this one has 1"),
         ("data.val_fraction=0.2", "had training pictures=90, this one has 80"),
+        ("trainer.limit_train_batches=3", "had steps per epoch=5, this one has 3"),
     ],
 )
 def test_another_order_of_the_data_is_refused(override: str, message: str, small: list[str], folder: Path) -> None:
     die(compose(folder, *small, *TASK, *MLP), "on_train_batch_end", SAVED)
     with pytest.raises(UserError, match=message):
         fit(compose(folder, *small, *TASK, *MLP, override, f"ckpt_path={folder}/died.ckpt"))
+
+
+def test_another_training_set_of_the_same_size_is_refused(small: list[str], folder: Path) -> None:
+    """With another fraction held out, samples to validate become samples to train on."""
+    task = [*small, *TASK, *MLP, "data.train_samples=64"]
+    die(compose(folder, *task), "on_train_batch_end", SAVED)
+    with pytest.raises(UserError, match=r"training indices \(SHA-256\)"):
+        fit(compose(folder, *task, "data.val_fraction=0.2", f"ckpt_path={folder}/died.ckpt"))
+
+
+def test_a_finished_run_gives_its_result_again(small: list[str], folder: Path) -> None:
+    """A run that was interrupted in its test does not train again, but its job in a sweep needs the result."""
+    task = [*TASK, *MLP, f"trainer.max_steps={SHORT_EPOCH}"]
+    before = fit(compose(folder, *small, *task)).metrics
+    again = fit(compose(folder, *small, *task, f"ckpt_path={folder}/checkpoints/last.ckpt"))
+    assert again.losses == []
+    assert before["val/acc"] == again.metrics["val/acc"]
+    assert before.keys() == again.metrics.keys()
 
 
 def test_new_hyper_parameters_count(small: list[str], folder: Path) -> None:

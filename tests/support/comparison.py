@@ -1,5 +1,6 @@
 """How two runs are compared: losses, weights, buffers and the optimizer's moments."""
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,19 @@ def check_last_checkpoints(folder: Path, other: Path) -> None:
     assert ours["global_step"] == theirs["global_step"]
     weights = theirs["state_dict"].items()
     assert max(relative(ours["state_dict"][name], tensor) for name, tensor in weights) < TOLERANCE
+
+
+def read_rows(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of metrics.csv by the names of its columns."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def check_same_rows(folder: Path, other: Path) -> None:
+    """Check that two runs logged the same metrics at the same steps; throughput apart."""
+    ours, theirs = read_rows(folder), read_rows(other)
+    for row, reference in zip(ours, theirs, strict=True):
+        names = [name for name in row.keys() | reference.keys() if not name.startswith("throughput/")]
+        for name in names:
+            value, expected = row.get(name) or "nan", reference.get(name) or "nan"
+            assert float(value) == pytest.approx(float(expected), rel=TOLERANCE, nan_ok=True), (row["step"], name)

@@ -1,0 +1,95 @@
+"""The best checkpoints: saved when they are measured, and known again after a kill and in a folder that was moved."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.experiments import SHORT, SHORT_EPOCH
+from tests.support.interruption import die, in_world
+from tests.support.pool import Pool
+from tests.support.runs import compose, fit
+
+TASK = [
+    "experiment=parity",
+    *SHORT,
+    "model=mlp",
+    "~model.width",
+    "model.hidden=[16]",
+    "trainer.max_epochs=3",
+    "trainer.max_steps=-1",
+    "data.source.train_size=200",
+    "data.val_fraction=0.6",
+    "optimizer.lr=0.3",  # so that scores go up and down
+]
+TWICE_AN_EPOCH = ["+trainer.val_check_interval=2", "callbacks=[default,top_k]", "callbacks.best.save_top_k=2"]
+
+
+def scores(folder: Path) -> dict[int, float]:
+    """Return the validation accuracies of a run by their steps, which metrics.csv counts from zero."""
+    with (folder / "metrics.csv").open() as file:
+        return {int(row["step"]) + 1: float(row["val/acc"]) for row in csv.DictReader(file) if row["val/acc"]}
+
+
+def history(file: Path) -> dict[str, Any]:
+    """Return the state of the callback `best` in a checkpoint, with the names of files instead of their paths."""
+    states = torch.load(file)["callbacks"]
+    state = next(state for name, state in states.items() if "val/acc" in name)
+    state["best_k_models"] = {Path(path).name: float(score) for path, score in state["best_k_models"].items()}
+    return {name: Path(value).name if isinstance(value, str) else value for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    "when", [["trainer.check_val_every_n_epoch=2"], ["+trainer.val_check_interval=2"], ["trainer.max_steps=13"]]
+)
+def test_what_is_saved_was_validated_at_that_step(when: list[str], small: list[str], folder: Path) -> None:
+    fit(compose(folder, *small, *TASK, *when, "callbacks=[default,top_k]", "callbacks.best.save_top_k=-1"))
+    validated = scores(folder)
+    saved = {}
+    for file in (folder / "checkpoints").glob("epoch*.ckpt"):
+        checkpoint = torch.load(file)
+        saved[checkpoint["global_step"]] = checkpoint["metrics"]["val/acc"]
+    assert saved
+    assert saved == validated
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("step", [4, 11])
+def test_a_kill_changes_no_checkpoint(step: int, devices: int, pool: Pool, small: list[str], folder: Path) -> None:
+    world = [f"trainer.devices={devices}", f"strategy={'ddp' if devices > 1 else 'auto'}"]
+    task = [*small, *TASK, *TWICE_AN_EPOCH, *world, "callbacks.checkpoint.every_n_train_steps=3"]
+    in_world(pool, devices, fit, compose(folder / "alone", *task))
+    in_world(pool, devices, die, compose(folder / "killed", *task), "on_train_batch_end", step)
+    last = folder / "killed" / "checkpoints" / "last.ckpt"
+    in_world(pool, devices, fit, compose(folder / "killed", *task, f"ckpt_path={last}"))
+    names, same = ({file.name for file in (folder / name / "checkpoints").iterdir()} for name in ("alone", "killed"))
+    assert names == same
+    for name in names:
+        files = [folder / run / "checkpoints" / name for run in ("alone", "killed")]
+        assert torch.load(files[0])["global_step"] == torch.load(files[1])["global_step"]
+        assert history(files[0]) == history(files[1])
+
+
+def test_a_moved_folder_keeps_its_best(small: list[str], folder: Path) -> None:
+    """A score of one stands in for a better epoch than all that follow."""
+    task = [*small, *TASK, "callbacks=[default,top_k]", "callbacks.best.save_top_k=2"]
+    fit(compose(folder / "here", *task, "trainer.max_steps=10"))
+    kept = {file.name for file in (folder / "here" / "checkpoints").glob("epoch*")}
+    last = torch.load(folder / "here" / "checkpoints" / "last.ckpt")
+    state = next(state for name, state in last["callbacks"].items() if "val/acc" in name)
+    state["best_k_models"] = dict.fromkeys(state["best_k_models"], torch.tensor(1.0))
+    torch.save(last, folder / "here" / "checkpoints" / "last.ckpt")
+    (folder / "here").rename(folder / "there")
+    fit(compose(folder / "there", *task, f"ckpt_path={folder}/there/checkpoints/last.ckpt"))
+    assert not (folder / "here").exists()
+    assert {file.name for file in (folder / "there" / "checkpoints").glob("epoch*")} == kept
+    assert set(history(folder / "there" / "checkpoints" / "last.ckpt")["best_k_models"].values()) == {1.0}
+
+
+def test_a_copied_checkpoint_begins_a_history_of_its_own(small: list[str], folder: Path) -> None:
+    fit(compose(folder / "here", *small, *TASK, f"trainer.max_steps={SHORT_EPOCH}"))
+    copied = (folder / "here" / "checkpoints" / "last.ckpt").rename(folder / "copied.ckpt")
+    fit(compose(folder / "there", *small, *TASK, f"ckpt_path={copied}"))
+    assert (folder / "there" / "checkpoints" / "best.ckpt").is_file()
