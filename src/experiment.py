@@ -109,7 +109,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     together = [Heartbeat(folder, cfg.launch.timeout), StopTogether(folder)]
     resuming = [RunRecord(cfg), DataPosition(), CheckpointHistory()]
     required = [*resuming, SeedEachStep(cfg.seed), RefuseNaN(), PredictionWriter(folder)]
-    chosen = [build(callback) for callback in cfg.callbacks.values() if callback]
+    chosen = [_build_choice(f"callbacks.{name}", node) for name, node in cfg.callbacks.items() if node]
     if not cfg.trainer.enable_progress_bar:  # Lightning raises if it is given one all the same
         chosen = [callback for callback in chosen if not isinstance(callback, ProgressBar)]
     trainer = build(cfg.trainer, _partial_=True)
@@ -121,7 +121,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             **({} if trainer.keywords.get("profiler") else {"profiler": NoProfiler()}),
             strategy=build(cfg.strategy),
             callbacks=[*together, *required, *chosen],
-            logger=[CSVLogger(folder), build(cfg.logger)],
+            logger=[CSVLogger(folder), *([_build_choice("logger", cfg.logger)] if cfg.logger else [])],
             plugins=plugins,
             precision=precision,
             default_root_dir=folder,
@@ -133,6 +133,20 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     except (MisconfigurationException, ValueError) as error:  # what Lightning says of its arguments
         raise _refusal(error) from error
     return built
+
+
+def _build_choice(name: str, node: DictConfig) -> Any:
+    """Build a callback or a logger.
+
+    Raises:
+        UserError: if the files of its group that were chosen do not make one.
+    """
+    if "_target_" not in node:
+        raise UserError(
+            f"{name} has options ({', '.join(map(str, node))}) but no _target_: choose what they belong to as well, "
+            "such as callbacks=[default,top_k]"
+        )
+    return build(node)
 
 
 def _check_options(trainer: DictConfig) -> None:

@@ -59,12 +59,14 @@ class FrechetDistance(L.Callback):
         self._log(pl_module, "test/frechet")
 
     def _compare(self, trainer: L.Trainer, fake: Tensor, batch: Batch) -> None:
-        """Count the pictures that are no padding."""
+        """Count the pictures that are no padding: of a rank's batch that may be none, which counts too, as zero.
+
+        (A metric that was never updated has no `orig_dtype`, which its `compute` asks for on every rank.)
+        """
         assert self._distance is not None
         distance, counted = self._distance.to(fake.device), batch.weight > 0
-        if counted.any():
-            distance.update(trainer.datamodule.to_pixels(batch.image[counted].float()), real=True)
-            distance.update(trainer.datamodule.to_pixels(fake[counted].float()), real=False)
+        distance.update(trainer.datamodule.to_pixels(batch.image[counted].float()), real=True)
+        distance.update(trainer.datamodule.to_pixels(fake[counted].float()), real=False)
 
     def _log(self, module: L.LightningModule, name: str) -> None:
         """All ranks' pictures together."""

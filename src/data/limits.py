@@ -30,9 +30,7 @@ def limited(option: str, limit: int | float | None, available: int, unit: int = 
     return left
 
 
-def validation_interval(
-    interval: int | float | None, steps_per_epoch: int, accumulate: int, crosses: bool
-) -> int | float | None:
+def validation_interval(interval: int | float, steps_per_epoch: int, accumulate: int, crosses: bool) -> int | float:
     """Return `trainer.val_check_interval`, given in steps or as a fraction of an epoch, in micro-batches.
 
     Args:
@@ -44,7 +42,7 @@ def validation_interval(
     Raises:
         UserError: if it is longer than an epoch otherwise.
     """
-    if interval is None or (isinstance(interval, float) and not interval < 1):
+    if isinstance(interval, float) and interval >= 1:
         return interval  # the end of an epoch, or something that Lightning refuses
     steps = interval if isinstance(interval, int) else max(1, int(steps_per_epoch * interval))
     if steps > steps_per_epoch and not crosses:

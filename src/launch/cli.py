@@ -24,6 +24,7 @@ def run(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
     try:
         sys.argv = with_saved_sweep(with_saved_overrides(_multirun_first(sys.argv)))
+        _check_choices(sys.argv[1:])
     except UserError as error:
         return _fail(str(error))
     if TRACEBACK_WANTED:
@@ -54,6 +55,21 @@ def _multirun_first(argv: list[str]) -> list[str]:
     """Hydra understands `-m` before the overrides only."""
     flags = [word for word in argv if word in ("-m", "--multirun")]
     return [argv[0], *flags[:1], *(word for word in argv[1:] if word not in flags)]
+
+
+def _check_choices(words: list[str]) -> None:
+    """Refuse choices of a group that Hydra answers with a traceback, or merges into one.
+
+    Raises:
+        UserError: if there is one.
+    """
+    for word in words:
+        group, _, choice = word.partition("=")
+        if choice == "null" and (_CONF / group).is_dir():
+            names = sorted(file.stem for file in (_CONF / group).glob("[!_]*.yaml"))
+            raise UserError(f"{word}: give one of {', '.join(names)}, or leave {group} out")
+        if group == "logger" and choice.startswith("[") and "," in choice:
+            raise UserError(f"{word}: there can be one logger; metrics.csv is always written beside it")
 
 
 def _fail(message: str) -> int:

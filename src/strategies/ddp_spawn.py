@@ -33,7 +33,7 @@ class DDPSpawn(DDP):
 
 
 class _Launcher(_MultiProcessingLauncher):
-    """Ends each process in order, and tells the first one at which step to log what is tested after fit."""
+    """Ends each process in order, and tells the first one at which step and epoch to log what is tested after fit."""
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
         handlers = signals.handle(signals.note)  # the spawned ones have theirs; this process waits for them
@@ -62,8 +62,13 @@ class _Launcher(_MultiProcessingLauncher):
         close_process_group()
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
-        return super().get_extra_results(trainer) | {"step": trainer.fit_loop.epoch_loop._batches_that_stepped}
+        loop = trainer.fit_loop
+        return super().get_extra_results(trainer) | {
+            "step": loop.epoch_loop._batches_that_stepped,
+            "epoch": loop.epoch_progress.current.processed,
+        }
 
     def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         trainer.fit_loop.epoch_loop._batches_that_stepped = extra["step"]
+        trainer.fit_loop.epoch_progress.current.processed = extra["epoch"]

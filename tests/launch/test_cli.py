@@ -2,14 +2,29 @@
 
 from pathlib import Path
 
+import pytest
+
 from src.launch.cli import _multirun_first
 from src.launch.folder import CONFIG, remove_if_unused
-from tests.support.commands import run_here
+from tests.support.commands import one_line, run_here
 
 
 def test_a_sweep_may_be_asked_for_anywhere() -> None:
     assert _multirun_first(["train.py", "seed=0,1", "-m", "model=mlp"]) == ["train.py", "-m", "seed=0,1", "model=mlp"]
     assert _multirun_first(["train.py", "seed=0"]) == ["train.py", "seed=0"]
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("logger=null", "logger=null: give one of none, tensorboard, wandb"),
+        ("logger=[wandb,tensorboard]", "there can be one logger"),
+        ("callbacks=top_k", "callbacks.best has options (filename, auto_insert_metric_name, save_top_k)"),
+    ],
+)
+def test_choices_that_make_nothing(word: str, hint: str, small: list[str], tmp_path: Path) -> None:
+    _, err = run_here(*small, word, "trainer.accelerator=cpu", f"run_dir={tmp_path / 'run'}", code=1)
+    assert hint in one_line(err)
 
 
 def test_a_refused_run_leaves_no_folder_but_that_of_another(tmp_path: Path) -> None:

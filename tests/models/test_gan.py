@@ -53,6 +53,20 @@ def test_other_strategies_are_refused(strategy: str, small: list[str], folder: P
         assemble(compose(folder, *TASK, *small, *SHORT, f"strategy={strategy}", "trainer.devices=2"))
 
 
+def test_a_rank_without_test_images(pool: Pool, small: list[str], folder: Path) -> None:
+    """Four ranks and three images."""
+    few = [*TASK, *small, *SHORT, "trainer.max_steps=1", "trainer.limit_val_batches=0", "data.source.test_size=3"]
+    few += ["callbacks.best=null"]
+    alone = fit(compose(folder / "alone", *few), test=True).metrics["test/frechet"]
+    cfg = compose(folder, *few, "strategy=ddp", "trainer.devices=4")
+    for record in pool.run(4, _fit_and_test, cfg):
+        assert record.metrics["test/frechet"] == pytest.approx(alone, rel=1e-4)
+
+
+def _fit_and_test(cfg: Any) -> Record:
+    return fit(cfg, test=True)
+
+
 @pytest.mark.parametrize(("strategy", "devices"), WORLDS)
 def test_agrees_with_single_process(
     strategy: str, devices: int, reference: Record, pool: Pool, small: list[str], folder: Path
