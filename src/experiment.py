@@ -29,6 +29,7 @@ from src.lean import NoProfiler, lighten
 from src.loggers.csv import CSVLogger
 from src.loggers.wandb import finish, preempted
 from src.memory import keep_memory
+from src.models.dropout import drop_by_sample
 from src.strategies.compatibility import check_can_train
 from src.strategies.sync_batchnorm import GlobalBatchNorm
 
@@ -84,6 +85,7 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.Lightning
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
     module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
     lighten(trainer, module)
+    drop_by_sample(module)
     check_can_train(trainer.strategy, module)
     if cfg.predict and not is_overridden("predict_step", module):
         raise UserError(f"predict={cfg.predict}: {type(module).__name__} classifies nothing; take another `module`")

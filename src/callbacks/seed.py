@@ -1,28 +1,35 @@
-"""Dropout and whatever else draws from torch's generators: the same after a restart."""
-
-from typing import Any
+"""Dropout is the same on any hardware, and whatever draws from torch's generators is the same after a restart."""
 
 import lightning as L
 import torch
 
+from src.data.batch import Batch
+from src.data.hashing import hash_ints
+from src.models.dropout import SampleDropout, dropouts, set_keys
+
 
 class SeedEachStep(L.Callback):
-    """Seeds torch per (seed, epoch, batch, rank).
+    """Gives dropout layers their samples' keys, and seeds torch per (seed, epoch, batch, rank).
 
     So a resumed run draws what the uninterrupted one drew, and the stages of a pipeline draw different numbers. Another
-    world size draws other numbers: unlike the data and its augmentation, dropout is not the same for any number of
-    processes.
+    world size draws other numbers from torch's generators; dropout draws none of them.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._rank, self._kind = 0, "cpu"
+        self._dropouts: list[SampleDropout] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._rank = trainer.global_rank
         self._kind = pl_module.device.type
+        self._dropouts = dropouts(pl_module)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        if self._dropouts:
+            set_keys(self._dropouts, hash_ints(self.seed, trainer.current_epoch, batch.sample_index))
         number = hash((self.seed, trainer.current_epoch, batch_idx, self._rank))
         # torch.manual_seed would note a stack trace for each kind of device that is not in use: half a millisecond
         torch.default_generator.manual_seed(number)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from src.errors import UserError
+from src.models.dropout import DropPath
 
 
 def vit(
@@ -30,8 +31,7 @@ def vit(
 
     Args:
         image_shape: (channels, height, width) of the pictures, whole patches high and wide.
-        drop_path: probability of leaving out a branch of the last layer, rising to it from zero (Huang et al.,
-            "Deep networks with stochastic depth", 2016).
+        drop_path: probability of leaving out a branch of the last layer, rising to it from zero.
 
     Raises:
         UserError: if the patches do not tile the picture, or the heads do not share the width.
@@ -78,18 +78,11 @@ class _Layer(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(width, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, width), nn.Dropout(dropout)
         )
-        self.drop_path = drop_path
+        self.drop_path1, self.drop_path2 = DropPath(drop_path), DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self._keep(self.attention(self.norm1(x)))
-        return x + self._keep(self.mlp(self.norm2(x)))
-
-    def _keep(self, branch: Tensor) -> Tensor:
-        """Leave the branch out for some samples; the others' is scaled up, so that the mean stays."""
-        if not self.training or self.drop_path == 0:
-            return branch
-        kept = torch.rand(len(branch), 1, 1, device=branch.device) >= self.drop_path
-        return branch * kept / (1 - self.drop_path)
+        x = x + self.drop_path1(self.attention(self.norm1(x)))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
 class _Attention(nn.Module):

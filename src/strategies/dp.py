@@ -12,6 +12,16 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
 from src.errors import UserError
+from src.models.dropout import dropouts, set_keys
+
+
+class _Blocks(nn.Sequential):
+    """A GPU's copy of the network, for its share of the batch."""
+
+    def forward(self, input: Tensor, keys: Tensor | None = None) -> Tensor:
+        if keys is not None:
+            set_keys(dropouts(self), keys)
+        return super().forward(input)
 
 
 class DP(ParallelStrategy):
@@ -45,8 +55,9 @@ class DP(ParallelStrategy):
         net: Any = self.lightning_module.net
         if net._compiled_call_impl is not None:
             raise UserError("module.compile=true compiles the whole network, which strategy=dp copies in every step")
-        blocks = nn.DataParallel(nn.Sequential(*net.children()), self.parallel_devices)
-        net.forward = lambda image: blocks(image)  # a function, lest its parameters be registered twice
+        blocks, layers = nn.DataParallel(_Blocks(*net.children()), self.parallel_devices), dropouts(net)
+        # A function, lest its parameters be registered twice.
+        net.forward = lambda image: blocks(image, layers[0].keys if layers and net.training else None)
 
     def model_to_device(self) -> None:
         self.lightning_module.to(self.root_device)

@@ -66,7 +66,7 @@ class Pipeline(PortableStrategy):
         self.stages, self.schedule, self.kind = stages, schedule, kind_of(schedule)
         self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
         self._pipeline: Any = None  # torch's schedule, once the network is taken apart
-        self._modules: dict[int, nn.Module] = {}  # of this rank's stages
+        self._modules: dict[int, Stage] = {}  # of this rank's stages
         self._outputs: Tensor | None = None  # of the batch that the schedule has just trained on
         self._micro_batches: Batch | None = None  # and that batch, a micro-batch in each row
         self._weights: list[nn.Parameter] = []  # of this rank's stages
@@ -179,6 +179,8 @@ class Pipeline(PortableStrategy):
         accumulated = [weight.grad if self._accumulate > 1 else None for weight in self._weights]
         for weight in self._weights:
             weight.grad = None
+        for stage in self._modules.values():
+            stage.begin(self.microbatches)
         first, last = self._owners[0] == self._place, self._owners[-1] == self._place
         given = (self._micro_batches.image.flatten(0, 1),) if first else ()
         goal = {"target": torch.arange(self.microbatches), "losses": []} if last else {}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from src.errors import UserError, nearest
+from src.models.dropout import dropouts, set_keys
 
 _FLOPS_PER_BYTE = 100  # what a link takes to send a byte, a device takes to do so many operations, or thereabouts
 
@@ -47,9 +48,21 @@ class Stage(nn.Sequential):
 
     def __init__(self, blocks: Sequence[Block], before: Block | None) -> None:
         super().__init__(*(block.module for block in blocks))
+        self._dropouts = dropouts(self)
+        self._keys: Iterator[Tensor] = iter(())
         self._channels_last = (before is not None and before.channels_last, blocks[-1].channels_last)
 
+    def begin(self, microbatches: int) -> None:
+        """Take the keys of the batch's samples apart as the batch will be; schedules keep the micro-batches' order."""
+        if self._dropouts:
+            assert self._dropouts[0].keys is not None
+            self._keys = iter(self._dropouts[0].keys.unflatten(0, (-1, microbatches)).T.contiguous())
+
     def forward(self, input: Tensor) -> Tensor:
+        if self._dropouts and self._dropouts[0].training:  # Lightning puts the blocks into evaluation, not the stage
+            keys = next(self._keys, None)
+            assert keys is not None, "more micro-batches than the batch was taken apart into"
+            set_keys(self._dropouts, keys)
         given, gives = self._channels_last
         output = super().forward(input.permute(0, 3, 1, 2) if given else input)
         if not gives:

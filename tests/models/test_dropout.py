@@ -1,0 +1,98 @@
+"""Dropout by samples: the same masks on any hardware, and masks that have nothing to do with each other."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from src.data.hashing import hash_ints
+from src.models.dropout import DropPath, SampleDropout, drop_by_sample, set_keys
+from tests.support.comparison import TOLERANCE, distances
+from tests.support.experiments import SHORT
+from tests.support.pool import Pool
+from tests.support.runs import Record, compose, fit
+
+SAMPLES, ELEMENTS, RATE = 400, 3000, 0.3
+TASK = ["experiment=parity", *SHORT, "model=vit", "model.width=8", "model.depth=4", "model.heads=2", "model.patch=8"]
+TASK += ["model.dropout=0.2", "model.drop_path=0.3"]
+
+
+def masks(layer: SampleDropout, epoch: int = 0) -> Tensor:
+    """Return which elements a layer keeps, (samples, elements)."""
+    set_keys([layer], hash_ints(0, epoch, torch.arange(SAMPLES)))
+    return layer(torch.ones(SAMPLES, ELEMENTS, dtype=torch.float64)) > 0
+
+
+def test_masks_look_like_independent_draws() -> None:
+    """Between samples, elements, layers and epochs, the correlation of masks is that of chance."""
+    net = nn.ModuleDict({"one": nn.Dropout(RATE), "two": nn.Dropout(RATE)})
+    drop_by_sample(net)
+    one, two = (part for part in net.values() if isinstance(part, SampleDropout))
+    kept = (masks(one).double() - (1 - RATE)) / (RATE * (1 - RATE)) ** 0.5
+    for other in (masks(two), masks(one, epoch=1)):
+        other = (other.double() - (1 - RATE)) / (RATE * (1 - RATE)) ** 0.5
+        assert abs(float((kept * other).mean())) < 5 / (SAMPLES * ELEMENTS) ** 0.5
+    assert abs(float(kept.mean())) < 5 / (SAMPLES * ELEMENTS) ** 0.5
+    for table, length in ((kept, ELEMENTS), (kept.T, SAMPLES)):
+        correlation = table @ table.T / length
+        correlation.fill_diagonal_(0)
+        assert float(correlation.abs().max()) < 6.5 / length**0.5
+        assert float(correlation.square().mean()) == pytest.approx(1 / length, rel=0.05)
+
+
+def test_the_mean_stays_and_a_part_of_a_batch_is_dropped_alike() -> None:
+    layer = SampleDropout(RATE)
+    keys, image = hash_ints(0, 0, torch.arange(SAMPLES)), torch.rand(SAMPLES, 4, 5, 6)
+    set_keys([layer], keys)
+    whole = layer(image)
+    assert float(whole.mean()) == pytest.approx(float(image.mean()), rel=0.02)
+    set_keys([layer], keys[7:9])
+    assert torch.equal(layer(image[7:9]), whole[7:9])
+    assert torch.equal(layer.eval()(image), image)
+
+
+def test_a_path_is_dropped_whole() -> None:
+    layer = DropPath(RATE)
+    set_keys([layer], hash_ints(0, 0, torch.arange(SAMPLES)))
+    kept = layer(torch.ones(SAMPLES, 3, 2)).flatten(1)
+    assert kept.unique().tolist() == [0.0, pytest.approx(1 / (1 - RATE))]
+    assert all(len(set(row.tolist())) == 1 for row in kept)
+    assert float((kept[:, 0] > 0).float().mean()) == pytest.approx(1 - RATE, abs=0.08)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_all_or_nothing(rate: float) -> None:
+    layer = SampleDropout(rate)
+    set_keys([layer], hash_ints(0, 0, torch.arange(2)))
+    assert torch.equal(layer(torch.ones(2, 3)), torch.full((2, 3), 1 - rate))
+
+
+@pytest.fixture(scope="module")
+def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Record:
+    return fit(compose(tmp_path_factory.mktemp("single"), *small, *TASK))
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (1, ["strategy=auto", "trainer.accumulate_grad_batches=4"]),
+        (2, ["strategy=ddp"]),
+        (2, ["strategy=fsdp"]),
+        (2, ["strategy=pipeline"]),
+        (2, ["strategy=pipeline", "strategy.schedule=zbv_zero_bubble"]),
+        (4, ["strategy=hybrid", "strategy.data_parallel=fsdp"]),
+    ],
+    ids=str,
+)
+def test_agrees_with_single_process(
+    devices: int, options: list[str], reference: Record, pool: Pool, small: list[str], folder: Path
+) -> None:
+    cfg = compose(folder, *small, *TASK, *options, f"trainer.devices={devices}")
+    for record in pool.run(devices, fit, cfg) if devices > 1 else [fit(cfg)]:
+        assert max(distances(record, reference)) < TOLERANCE
+
+
+def test_dropout_matters(reference: Record, small: list[str], folder: Path) -> None:
+    without = fit(compose(folder, *small, *TASK, "model.dropout=0", "model.drop_path=0"))
+    assert min(abs(a - b) for a, b in zip(without.losses, reference.losses, strict=True)) > 1e-6
