@@ -25,8 +25,10 @@ class DataPosition(L.Callback):
             trainer.val_check_interval = interval
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let the test log at the step after the last, as it does in a run that did all its steps now."""
+        """Let the test log at the step and the epoch after the last, also if the run was stopped or finished before."""
+        data: Any = trainer.datamodule
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+        trainer.fit_loop.epoch_progress.current.completed = -(-trainer.global_step // data.steps_per_epoch)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         data: Any = trainer.datamodule

@@ -65,10 +65,10 @@ class _Launcher(_MultiProcessingLauncher):
         loop = trainer.fit_loop
         return super().get_extra_results(trainer) | {
             "step": loop.epoch_loop._batches_that_stepped,
-            "epoch": loop.epoch_progress.current.processed,
+            "epoch": trainer.current_epoch,
         }
 
     def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         trainer.fit_loop.epoch_loop._batches_that_stepped = extra["step"]
-        trainer.fit_loop.epoch_progress.current.processed = extra["epoch"]
+        trainer.fit_loop.epoch_progress.current.completed = extra["epoch"]

@@ -134,6 +134,7 @@ def test_spawned_ranks_evaluate_the_same(small: list[str], folder: Path) -> None
     steps = [int(row.split(",")[0]) for row in (folder / "metrics.csv").read_text().splitlines()[1:]]
     assert steps == sorted(steps)
     assert steps[-1] == 22
+    assert read_rows(folder)[-1]["epoch"] == read_rows(folder / "one")[-1]["epoch"]
 
 
 def fit_and_test(cfg: object) -> object:

@@ -1,0 +1,153 @@
+"""Run a case, and compare everything that it leaves with what the run left alone leaves."""
+
+import csv
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from src.checkpoint import read_checkpoint
+from src.experiment import run
+from src.launch import signals
+from src.launch.resume import newest_checkpoint
+from tests.fuzz.cases import Case
+from tests.support.comparison import TOLERANCE, check_same_rows, relative
+from tests.support.experiments import SHORT
+from tests.support.interruption import Died, in_world
+from tests.support.pool import Pool
+from tests.support.runs import compose, moments
+
+BASE = ["experiment=parity", *SHORT, "trainer.max_steps=-1"]
+
+
+class Stop(L.Callback):
+    """End the run in one of Lightning's hooks, or by a signal to the last rank, from a step on."""
+
+    def __init__(self, hook: str, step: int) -> None:
+        self.hook, self.step = hook, step
+
+    def _fire(self, hook: str, trainer: L.Trainer) -> None:
+        if trainer.global_step < self.step or trainer.sanity_checking or trainer.testing:
+            return
+        if self.hook == "signal" and trainer.global_rank == trainer.world_size - 1 and not signals.requested():
+            signals.note(signal.SIGTERM, None)
+        elif self.hook == hook:
+            raise Died
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._fire("on_train_batch_start", trainer)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._fire("on_train_batch_end", trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._fire("on_validation_end", trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._fire("on_train_epoch_end", trainer)
+
+
+class Checker:
+    """Check cases; a reference run is made once for all cases that share it."""
+
+    def __init__(self, pool: Pool, small: list[str], folder: Path) -> None:
+        self.pool, self.small, self.folder = pool, small, folder
+        self.images = folder / "images"
+        self.images.mkdir()
+        for number, image in enumerate(np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)):
+            Image.fromarray(image).save(self.images / f"{number}.png")
+
+    def check(self, case: Case) -> None:
+        """Raise AssertionError if the case's run differs from the run left alone."""
+        alone, moved = self.folder / "alone", self.folder / "moved"
+        for folder in (alone, moved):
+            shutil.rmtree(folder, ignore_errors=True)
+        self._start(case, "auto x1", alone)
+        for place, stop in zip(case.places, [*case.stops, None], strict=True):
+            self._start(case, place, moved, stop)
+        check_same_rows(moved, alone)
+        _check_same_checkpoints(moved / "checkpoints", alone / "checkpoints")
+        _check_same_predictions(moved, alone)
+
+    def _start(self, case: Case, place: str, folder: Path, stop: tuple[str, int] | None = None) -> None:
+        overrides = [*self.small, *BASE, *case.overrides(place), f"predict={self.images}"]
+        if stop:
+            overrides.append(f"+callbacks.stop={{_target_: tests.fuzz.check.Stop, hook: {stop[0]}, step: {stop[1]}}}")
+        if newest := newest_checkpoint(folder):
+            overrides.append(f"ckpt_path='{newest}'")
+        cfg = compose(folder, *overrides)
+        in_world(self.pool, cfg.trainer.devices, _run_until_stopped, cfg)
+
+
+def _run_until_stopped(cfg: Any) -> None:
+    try:
+        run(cfg)
+    except (Died, signals.Stopped):
+        pass
+    finally:
+        signals._received.clear()
+
+
+def _check_same_predictions(folder: Path, other: Path) -> None:
+    ours, theirs = ((place / "predictions.csv").read_text().splitlines() for place in (folder, other))
+    rows, expected = ([list(map(_parsed, row)) for row in csv.reader(lines)] for lines in (ours, theirs))
+    _check_same(rows, expected, "predictions.csv")
+
+
+def _parsed(cell: str) -> Any:
+    return float(cell) if cell.replace(".", "", 1).replace("e-", "", 1).isdigit() else cell
+
+
+def _check_same_checkpoints(folder: Path, other: Path) -> None:
+    """Compare all checkpoints but `previous.ckpt`, which depends on the stops."""
+    names, expected = ({file.name for file in place.glob("*.ckpt")} - {"previous.ckpt"} for place in (folder, other))
+    assert names == expected
+    for name in names:
+        ours, theirs = (_comparable(place / name) for place in (folder, other))
+        _check_same(ours, theirs, name)
+
+
+def _comparable(file: Path) -> dict[str, Any]:
+    """Return what two checkpoints of the same moment have in common, whatever ran them."""
+    checkpoint = read_checkpoint(file)
+    kept = ("epoch", "global_step", "state_dict", "training_state_dict", "position")
+    metrics = {name: value for name, value in checkpoint["metrics"].items() if not name.startswith("throughput/")}
+    states = {
+        name: state for name, state in checkpoint["callbacks"].items() if not name.startswith(("Last", "Through"))
+    }
+    common = {name: checkpoint.get(name) for name in kept} | {"metrics": metrics, "callbacks": states}
+    common["steps of the schedules"] = [state["last_epoch"] for state in checkpoint["lr_schedulers"]]
+    return common | {"moments": [moments(state) for state in checkpoint["optimizer_states"]]}
+
+
+def _check_same(ours: Any, theirs: Any, where: str) -> None:
+    """Compare two nested values: tensors and floats to the tolerance, paths by their names, the rest exactly."""
+    if isinstance(theirs, dict):
+        ours, theirs = ({_short(key): value for key, value in each.items()} for each in (ours, theirs))
+        assert ours.keys() == theirs.keys(), where
+        for name, value in theirs.items():
+            _check_same(ours[name], value, f"{where}: {name}")
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs), where
+        for position, value in enumerate(theirs):
+            _check_same(ours[position], value, f"{where}: {position}")
+    elif isinstance(theirs, Tensor) and theirs.is_floating_point() and theirs.isfinite().all():
+        assert relative(torch.as_tensor(ours), theirs) < 10 * TOLERANCE, where
+    elif isinstance(theirs, Tensor):
+        assert torch.equal(torch.as_tensor(ours), theirs), where
+    elif isinstance(theirs, float):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE, nan_ok=True), where
+    else:
+        assert _short(ours) == _short(theirs), where
+
+
+def _short(value: Any) -> Any:
+    """Return a path's name."""
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value

@@ -1,0 +1,27 @@
+"""Drawn configurations, stopped and moved at drawn moments, against the run left alone.
+
+`python -m tests.fuzz --draws 500 --seed 7` draws others, as many as you like.
+"""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, note, settings
+
+from tests.fuzz.cases import Case, cases
+from tests.fuzz.check import Checker
+from tests.fuzz.settings import SETTINGS
+from tests.support.pool import Pool
+
+
+@pytest.mark.parametrize("draws", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_stopped_and_moved_is_left_alone(draws: int, pool: Pool, small: list[str], tmp_path: Path) -> None:
+    checker = Checker(pool, small, tmp_path)
+
+    @settings(SETTINGS, max_examples=draws, derandomize=True)
+    @given(cases())
+    def check(case: Case) -> None:
+        note(case.command)
+        checker.check(case)
+
+    check()
