@@ -11,11 +11,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from src.errors import UserError
-from src.launch.cli import TRACEBACK_WANTED, run
-from src.launch.folder import register_resolvers, remove_if_unused
-from src.launch.imports import uncollected
+from src.cli.main import TRACEBACK_WANTED, run
+from src.run.folder import remove_if_unused
 from src.sweeps.optuna_sweeper import register_sweeper
+from src.sweeps.resolvers import register_resolvers
+from src.utils.errors import UserError
+from src.utils.gc_pause import uncollected
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")

@@ -12,10 +12,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from src import sharded
-from src.checkpoint import AtomicCheckpointIO, read_run
-from src.errors import UserError
-from src.launch.folder import checkpoint_file
+from src.checkpoint import sharded
+from src.checkpoint.integrity import read_run
+from src.checkpoint.io import AtomicCheckpointIO
+from src.checkpoint.run_files import checkpoint_file
+from src.utils.errors import UserError
 
 
 def convert(source: Path, target: Path, shards: bool) -> None:

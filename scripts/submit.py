@@ -19,10 +19,11 @@ from omegaconf import DictConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from src.errors import UserError
-from src.files import replacing
-from src.launch.folder import register_resolvers, run_folder
-from src.launch.rank import drives_all_devices
+from src.run.folder import run_folder
+from src.run.resolve import runs_in_single_process
+from src.sweeps.resolvers import register_resolvers
+from src.utils.errors import UserError
+from src.utils.files import replacing
 
 ROOT = Path(__file__).parents[1]
 _SCRIPT = """\
@@ -48,7 +49,7 @@ def script(cfg: DictConfig, overrides: list[str], folder: Path, arguments: argpa
     options = {
         "job-name": arguments.name,
         "nodes": cfg.trainer.num_nodes,
-        "ntasks-per-node": 1 if drives_all_devices(cfg) else devices,
+        "ntasks-per-node": 1 if runs_in_single_process(cfg) else devices,
         **({} if cfg.trainer.accelerator == "cpu" else {"gpus-per-node": devices}),
         "time": arguments.time,
         "signal": f"USR1@{arguments.save_before}",

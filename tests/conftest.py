@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from src.data.cifar import CIFAR10, CIFAR100
-from src.data.shapes import Shapes
+from src.data.sources.cifar import CIFAR10, CIFAR100
+from src.data.sources.shapes import Shapes
 from tests.support.experiments import SIZES
 from tests.support.memory import give_back, keep_none
 from tests.support.pool import Pool

@@ -11,15 +11,54 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
+FLOORS = [  # from the top down: a folder of src/ imports from those below it, and from itself
+    "cli",  # what the user types and reads
+    "sweeps",  # jobs of a multirun
+    "launch",  # who starts the ranks
+    "run",  # one run on one rank
+    "callbacks",
+    "strategies",
+    "models",
+    "data",
+    "optim",
+    "checkpoint",
+    "loggers",
+    "utils",
+]
+
+
+def _module(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
+
+
 def _imports(file: Path) -> set[str]:
-    """The modules of src that a file imports when it is itself imported."""
-    nodes = ast.parse(file.read_text()).body
-    names = {f"{node.module}" for node in nodes if isinstance(node, ast.ImportFrom)}
-    return {name for name in names if name.startswith("src")}
+    """Return the modules of src that a file imports, inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = f"{node.module}"
+            is_package = (ROOT / module.replace(".", "/")).is_dir()
+            names |= {f"{module}.{alias.name}" for alias in node.names} if is_package else {module}
+    return {name for name in names if name.startswith("src.")}
+
+
+def test_every_folder_has_its_floor() -> None:
+    assert sorted(FLOORS) == sorted(
+        folder.name for folder in (ROOT / "src").iterdir() if (folder / "__init__.py").exists()
+    )
+
+
+@pytest.mark.parametrize("file", [file for file in SOURCES if file.parent.name != "src"], ids=_module)
+def test_imports_only_from_floors_below(file: Path) -> None:
+    floor = FLOORS.index(_module(file).split(".")[1])
+    above = {name for name in _imports(file) if FLOORS.index(name.split(".")[1]) < floor}
+    assert not above
 
 
 def test_imports_form_no_circle() -> None:
-    graph = {".".join(file.relative_to(ROOT).with_suffix("").parts): _imports(file) for file in SOURCES}
+    graph = {_module(file): _imports(file) for file in SOURCES}
     try:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:

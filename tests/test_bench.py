@@ -14,7 +14,7 @@ from scripts.bench import BENCHMARKS
 from scripts.benchmarks.programs import Case, Program, in_turn
 from scripts.benchmarks.report import achieved, plot, ratios, table, write
 from scripts.peers.communication import Communication, resident
-from src.strategies.schedules import SCHEDULES
+from src.strategies.pipeline.schedules import SCHEDULES
 from tests.support.commands import run_here
 from tests.support.pool import Pool
 from tests.support.runs import NEED_GPUS, STRATEGIES, compose, fit

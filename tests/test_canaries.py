@@ -28,10 +28,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from src.sweeps.optuna_sweeper import OptunaSweeper, register_sweeper
 
 SIGNATURES: list[tuple[Callable[..., Any], list[str], str]] = [
-    (_TrainingEpochLoop._broadcast_sigterm_tensor, ["self"], "src/lean.py"),
-    (_TrainingEpochLoop._build_kwargs, ["self", "kwargs", "batch", "batch_idx"], "src/lean.py"),
-    (_ResultCollection.metrics, ["self", "on_step"], "src/lean.py"),
-    (_ResultMetric.to, ["self", "args", "kwargs"], "src/lean.py"),
+    (_TrainingEpochLoop._broadcast_sigterm_tensor, ["self"], "src/run/trainer_patches.py"),
+    (_TrainingEpochLoop._build_kwargs, ["self", "kwargs", "batch", "batch_idx"], "src/run/trainer_patches.py"),
+    (_ResultCollection.metrics, ["self", "on_step"], "src/run/trainer_patches.py"),
+    (_ResultMetric.to, ["self", "args", "kwargs"], "src/run/trainer_patches.py"),
     (ModelCheckpoint._save_none_monitor_checkpoint, ["self", "trainer", "monitor_candidates"], "callbacks/checkpoint"),
     (ModelCheckpoint._should_skip_saving_checkpoint, ["self", "trainer"], "src/callbacks/checkpoint.py"),
 ]
@@ -57,7 +57,7 @@ def test_private_functions_take_what_we_give_them(
 
 
 def test_loop_counters_that_a_resumption_rewrites_exist() -> None:
-    """src/data/position.py writes these into a checkpoint."""
+    """src/callbacks/data_position.py writes these into a checkpoint."""
     loops = L.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu").fit_loop.state_dict()
     for name in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
         assert set(loops[name]["total"]) == {"ready", "started", "processed", "completed"}
@@ -114,7 +114,7 @@ class Order(BoringModel):
 
 
 def test_lightning_clears_gradients_between_the_training_step_and_the_backward_pass() -> None:
-    """Which is why src/strategies/pipeline.py holds those of its schedule until `backward`."""
+    """Which is why src/strategies/pipeline/pipeline.py holds those of its schedule until `backward`."""
     module = Order()
     train(module=module)
     assert module.calls == ["training_step", "zero_grad", "backward"]
@@ -156,14 +156,14 @@ def test_autocast_keeps_no_cast_weights() -> None:
 
 
 def test_a_stage_whose_shapes_are_told_finds_none_out() -> None:
-    """Finding them out would run batch normalisation once more (src/strategies/pipeline.py)."""
+    """Finding them out would run batch normalisation once more (src/strategies/pipeline/pipeline.py)."""
     shapes = torch.empty(2, 3, device="meta")
     meta = _StageMeta(inputs=extract_tensor_metas((shapes,)), outputs=extract_tensor_metas((shapes,)))
     assert not InferenceMode.needs_dynamic(meta, stage_has_backward=True)
 
 
 def test_lightning_takes_the_signals_unless_it_is_stopped() -> None:
-    """If it no longer does, src/lean.py need not keep it from that. Its handler runs a collective."""
+    """If it no longer does, src/run/trainer_patches.py need not keep it from that. Its handler runs a collective."""
     handlers = []
 
     class Look(L.Callback):
@@ -176,7 +176,7 @@ def test_lightning_takes_the_signals_unless_it_is_stopped() -> None:
 
 
 def test_torch_writes_check_sums() -> None:
-    """src/checkpoint.py tells a damaged checkpoint by them."""
+    """src/checkpoint/io.py tells a damaged checkpoint by them."""
     assert torch.serialization.get_crc32_options()
 
 
@@ -201,7 +201,7 @@ def test_hydra_finds_a_plugin_by_its_entry() -> None:
 
 
 def test_lightning_still_does_at_every_step_what_we_take_out() -> None:
-    """If it no longer does, src/lean.py can be shorter."""
+    """If it no longer does, src/run/trainer_patches.py can be shorter."""
     with (
         patch.object(
             _TrainingEpochLoop, "_build_kwargs", autospec=True, side_effect=_TrainingEpochLoop._build_kwargs

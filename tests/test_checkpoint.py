@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.checkpoint import network_of
-from src.errors import UserError
-from src.experiment import assemble
+from src.checkpoint.weights import network_of
+from src.run.experiment import assemble
+from src.utils.errors import UserError
 from tests.support.runs import compose, fit
 
 GAN = ["experiment=gan", "module.generator.width=4", "module.discriminator.width=4", "data.batch_size=32"]

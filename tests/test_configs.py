@@ -10,7 +10,7 @@ from pathlib import Path
 import hydra
 import pytest
 
-from src.experiment import assemble
+from src.run.experiment import assemble
 from tests.support.pool import Pool
 from tests.support.runs import CONF, NEED_GPUS, compose, fit_ranks
 

@@ -1,4 +1,4 @@
-"""What src/lean.py takes out of Lightning's loop, and what it leaves in."""
+"""What src/run/trainer_patches.py takes out of Lightning's loop, and what it leaves in."""
 
 from collections import Counter
 from datetime import timedelta
@@ -31,8 +31,8 @@ class Ends(L.Callback):
 
 
 def test_calls_the_hooks_that_a_callback_has(small: list[str], folder: Path) -> None:
-    from src.experiment import assemble
-    from src.lean import lighten
+    from src.run.experiment import assemble
+    from src.run.trainer_patches import lighten
 
     trainer, module, data = assemble(compose(folder, *small, *STEPS))
     trainer.callbacks.append(ends := Ends())
@@ -45,7 +45,7 @@ def test_calls_the_hooks_that_a_callback_has(small: list[str], folder: Path) -> 
 
 @pytest.mark.parametrize("takes_index", [True, False])
 def test_a_step_gets_what_it_takes(takes_index: bool, small: list[str], folder: Path) -> None:
-    from src.experiment import assemble
+    from src.run.experiment import assemble
 
     trainer, module, data = assemble(compose(folder, *small, *STEPS))
     step, taken = module.training_step, []
@@ -65,8 +65,8 @@ def test_a_step_gets_what_it_takes(takes_index: bool, small: list[str], folder: 
 
 @pytest.mark.parametrize("profiler", ["simple", None])
 def test_a_profiler_is_asked_where_there_is_one(profiler: str | None, small: list[str], folder: Path) -> None:
-    from src.experiment import build_trainer
-    from src.lean import NoProfiler
+    from src.run.experiment import build_trainer
+    from src.run.trainer_patches import NoProfiler
 
     trainer = build_trainer(compose(folder, *small, f"+trainer.profiler={profiler or 'null'}"))
     assert isinstance(trainer.profiler, NoProfiler) == (profiler is None)
@@ -125,8 +125,8 @@ def _collectives(cfg: Any) -> Counter[str]:
 def test_checkpoints_are_asked_for_at_a_step_if_they_may_be_due(
     options: dict[str, Any], asked: bool, small: list[str], folder: Path
 ) -> None:
-    from src.experiment import assemble
-    from src.lean import lighten
+    from src.run.experiment import assemble
+    from src.run.trainer_patches import lighten
 
     trainer, module, _ = assemble(compose(folder, *small, *STEPS))
     trainer.callbacks.append(saves := ModelCheckpoint(folder, **options))
@@ -135,7 +135,7 @@ def test_checkpoints_are_asked_for_at_a_step_if_they_may_be_due(
 
 
 def test_a_module_keeps_its_parts_and_knows_its_hook(small: list[str], folder: Path) -> None:
-    from src.experiment import assemble
+    from src.run.experiment import assemble
 
     _, module, _ = assemble(compose(folder, *small, *STEPS))
     module._current_fx_name = "training_step"
@@ -145,7 +145,7 @@ def test_a_module_keeps_its_parts_and_knows_its_hook(small: list[str], folder: P
 
 
 def test_what_is_logged_is_moved_only_to_where_it_is_not(small: list[str], folder: Path) -> None:
-    from src.experiment import assemble
+    from src.run.experiment import assemble
 
     trainer, _, _ = assemble(compose(folder, *small, *STEPS))
     results: Any = trainer.fit_loop.epoch_loop._results
@@ -158,7 +158,7 @@ def test_what_is_logged_is_moved_only_to_where_it_is_not(small: list[str], folde
 
 @pytest.mark.parametrize("every", [1, 7])
 def test_what_is_logged_is_gathered_once_and_never_old(every: int, small: list[str], folder: Path) -> None:
-    from src.experiment import assemble
+    from src.run.experiment import assemble
 
     class Look(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:

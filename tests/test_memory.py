@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys, torch
-from src.memory import keep_memory
+from src.utils.malloc import keep_memory
 
 kept = keep_memory() if sys.argv[1] == "keep" else None
 net = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])

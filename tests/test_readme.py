@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from src.experiment import assemble, build, run
+from src.run.experiment import assemble, build, run
 from tests.support.commands import ROOT, run_here
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit, fit_ranks

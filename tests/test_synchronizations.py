@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from src.experiment import assemble
+from src.run.experiment import assemble
 from tests.support.pool import Pool
 from tests.support.runs import compose
 from tests.support.synchronizations import BetweenLogPoints, Watch

@@ -121,7 +121,7 @@ def make_pictures(folder: Path) -> Path:
 
     import numpy as np
 
-    from src.data.cifar import CIFAR10
+    from src.data.sources.cifar import CIFAR10
 
     rng = np.random.default_rng(0)
     files = folder / CIFAR10.archive.folder

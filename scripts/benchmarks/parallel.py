@@ -9,7 +9,7 @@ import torch
 
 from scripts.benchmarks.cases import ours, peer
 from scripts.benchmarks.programs import PEERS, ROOT, Case, Program, python
-from src.strategies.schedules import SCHEDULES
+from src.strategies.pipeline.schedules import SCHEDULES
 
 WORLDS = (1, 2, 4)
 _EVEN = ("hsdp", "hybrid")  # two groups of processes

@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 
 from scripts.benchmarks.programs import Case, Program, Readings
-from src.files import replacing
+from src.utils.files import replacing
 
 
 def header() -> str:

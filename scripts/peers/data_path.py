@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 
 from scripts.peers.handwritten import arguments
 from scripts.peers.marks import Marks
-from src.memory import keep_memory
+from src.utils.malloc import keep_memory
 
 
 def ours(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
     """What Lightning would hand to `training_step`."""
-    from src.experiment import assemble
+    from src.run.experiment import assemble
 
     with hydra.initialize_config_dir(str(Path(__file__).parents[2] / "conf"), version_base="1.3"):
         told = [f"data.root={folder}", f"data.batch_size={batch}", f"run_dir={scratch}", "logger=none", "model=mlp"]
@@ -45,7 +45,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--path", choices=["ours", "pil"], default="ours")
     options = parser.parse_args()
-    from src.launch.folder import register_resolvers
+    from src.sweeps.resolvers import register_resolvers
 
     register_resolvers()
     keep_memory()

@@ -23,12 +23,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from scripts.peers.marks import Marks
 from scripts.peers.nets import LAYOUT, NETS
-from src.data.cifar import CIFAR10
-from src.data.crops import Bordered
+from src.data.augment.crops import Bordered
+from src.data.augment.pixels import normalize, sample_keys
 from src.data.hashing import permutation
-from src.data.pixels import normalize, sample_keys
-from src.memory import keep_memory
-from src.models.optim import one_cycle
+from src.data.sources.cifar import CIFAR10
+from src.optim.schedules import one_cycle
+from src.utils.malloc import keep_memory
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 

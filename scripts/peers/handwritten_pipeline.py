@@ -20,9 +20,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from scripts.peers.handwritten import MEAN, STD, arguments, batches_of_epoch, begin, join, optimizer_of
 from scripts.peers.marks import Marks
-from src.data.pixels import normalize, sample_keys
-from src.strategies.schedules import SCHEDULES
-from src.strategies.split import Stage, cut, ordered_blocks
+from src.data.augment.pixels import normalize, sample_keys
+from src.strategies.pipeline.schedules import SCHEDULES
+from src.strategies.pipeline.split import Stage, cut, ordered_blocks
 
 
 class Alone:

@@ -25,10 +25,10 @@ from torchmetrics.classification import MulticlassAccuracy
 from scripts.peers.clock import Clock
 from scripts.peers.handwritten import MEAN, STD, arguments, batches_of_epoch, layout_of, optimizer_of
 from scripts.peers.nets import NETS
-from src.data.cifar import CIFAR10
-from src.data.crops import Bordered
-from src.data.pixels import normalize, sample_keys
-from src.memory import keep_memory
+from src.data.augment.crops import Bordered
+from src.data.augment.pixels import normalize, sample_keys
+from src.data.sources.cifar import CIFAR10
+from src.utils.malloc import keep_memory
 
 HABITS = ("bar", "metrics", "pictures")
 

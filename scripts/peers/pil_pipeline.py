@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from src.data.cifar import CIFAR10
+from src.data.sources.cifar import CIFAR10
 
 MEAN, STD = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1), torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
 

@@ -7,8 +7,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from src.callbacks.agreement import Agreement
-from src.errors import UserError
+from src.utils.consensus import Agreement
+from src.utils.errors import UserError
 
 
 class LastCheckpoint(ModelCheckpoint):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from src.errors import UserError
+from src.utils.errors import UserError
 
 
 class EMA(L.Callback):
@@ -25,6 +25,8 @@ class EMA(L.Callback):
     Raises:
         UserError: if that is no share, or checkpoints are saved in a way that leaves the average out.
     """
+
+    averages_weights = True  # strategies that average weights themselves refuse it
 
     def __init__(self, decay: float = 0.999) -> None:
         if not 0 <= decay < 1:

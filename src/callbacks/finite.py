@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.tensor import DTensor
 
-from src.errors import UserError
+from src.utils.errors import UserError
 
 
 class RefuseNaN(L.Callback):

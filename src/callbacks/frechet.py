@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.image.fid import FrechetInceptionDistance
 
-from src.checkpoint import network_of
+from src.checkpoint.weights import network_of
 from src.data.batch import Batch
-from src.errors import UserError
 from src.models.resnet9 import resnet9
+from src.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
 

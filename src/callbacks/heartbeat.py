@@ -5,8 +5,8 @@ from typing import Any
 
 import lightning as L
 
-from src.errors import UserError
-from src.launch.watchdog import Watchdog
+from src.utils.errors import UserError
+from src.utils.watchdog import Watchdog
 
 
 class Heartbeat(L.Callback):

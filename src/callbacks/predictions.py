@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from src.files import replacing
+from src.utils.files import replacing
 
 _log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import lightning as L
 
-from src.callbacks.agreement import Agreement
-from src.launch import signals
-from src.launch.folder import CHECKPOINTS, LAST
+from src.checkpoint.run_files import CHECKPOINTS, LAST
+from src.utils import signals
+from src.utils.consensus import Agreement
 
 _log = logging.getLogger(__name__)
 

@@ -69,15 +69,14 @@ class RunRecord(L.Callback):
         data: Any = trainer.datamodule
         batch, group = data.global_batch_size, trainer.optimizers[0].param_groups[0]
         name = self.config.strategy._target_.rpartition(".")[2]
-        dealt = {"num_replicas": 1, "interleaved": 1} | (trainer.distributed_sampler_kwargs or {})
-        replicas, micro_batches = dealt["num_replicas"], data.accumulate * dealt["interleaved"]
-        per_device = batch // replicas // micro_batches
+        dp_size, _, num_microbatches = data.parallel
+        micro_batches, per_device = data.accumulate * num_microbatches, data.samples_per_micro_batch
         return {
             "strategy": f"{name}, {trainer.world_size} process(es) on {module.device.type}",
             "precision": trainer.precision,
             "data": f"{data.source.description}, {len(data.splits['train'])} to train on",
-            "batch": f"{batch} = {replicas} x {micro_batches} micro-batches x {per_device} per device",
-            "batch norm sees": self._normalised_over(module, per_device, replicas),
+            "batch": f"{batch} = {dp_size} x {micro_batches} micro-batches x {per_device} per device",
+            "batch norm sees": self._normalised_over(module, per_device, dp_size),
             "learning rate": f"{group.get('initial_lr', group['lr']):g} after scaling, {data.total_steps} steps",
             "parameters": f"{self._parameters:,}",
             "run folder": self.config.run_dir,

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from src.errors import UserError
-from src.files import replacing
+from src.utils.errors import UserError
+from src.utils.files import replacing
 
 
 class SampleGrid(L.Callback):

@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from src.callbacks.flops import flops_per_sample, peak_flops
+from src.models.flops import flops_per_sample, peak_flops
 
 _log = logging.getLogger(__name__)
 _RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit in which the system tells it

@@ -5,9 +5,9 @@ from typing import Any
 import lightning as L
 import torch
 
-from src.data.pixels import normalize
-from src.errors import UserError
+from src.data.augment.pixels import normalize
 from src.models.whitening import Whitening
+from src.utils.errors import UserError
 
 
 class WhitenPictures(L.Callback):

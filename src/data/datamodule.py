@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from src.data.augment import Augment
+from src.data.augment.augmentation import Augment
+from src.data.augment.pixels import normalize
 from src.data.batch import Batch
-from src.data.limits import limited
+from src.data.limits import check_global_batch, limited
+from src.data.parallel import DataParallelInfo, data_parallel_info
 from src.data.pictures import PictureFolder
-from src.data.pixels import normalize
 from src.data.resident import Crops, ResidentBatches, loader
 from src.data.sampler import Batches, EvaluationBatches, TrainingBatches
-from src.data.source import ImageSource
+from src.data.sources.source import ImageSource
 from src.data.splits import ImageSplit, divide, load
-from src.errors import UserError
+from src.utils.errors import UserError
 
 
 class ImageDataModule(L.LightningDataModule):
@@ -101,12 +102,16 @@ class ImageDataModule(L.LightningDataModule):
             kept, held_out = divide(train.labels, self.val_fraction, self.train_samples, self.seed)
             parts = {"train": (train, kept), "val": (train, held_out), "test": (test, torch.arange(len(test.labels)))}
             self.splits = {name: ImageSplit(*part) for name, part in parts.items()}
-        self._check_batch()
+        samples, micro_batches = len(self.splits["train"]), self.accumulate * self.parallel.num_microbatches
+        mixes = bool(self.augment.mixers)
+        check_global_batch(self.global_batch_size, self.parallel.dp_size, micro_batches, samples, mixes)
+        if not self.steps_per_epoch:
+            raise UserError("trainer.limit_train_batches=0 trains nothing: set fit=false instead")
 
     def train_dataloader(self) -> DataLoader[Batch]:
         split = self.splits["train"]
-        share = (*self._share(), self._micro_batches_per_pass, self.steps_per_epoch)
-        batches = TrainingBatches(len(split), self.global_batch_size, self.accumulate, self.seed, *share)
+        sizes = (len(split), self.global_batch_size, self.accumulate)
+        batches = TrainingBatches(*sizes, self.seed, self.parallel, self.steps_per_epoch)
         batches.epoch, batches.start = self.resume_at
         loaded = self._loader(split, batches, self._crops if self.augment.only_crops else None)
         self._comes_cropped = isinstance(loaded, ResidentBatches) and loaded.crops is not None
@@ -157,7 +162,8 @@ class ImageDataModule(L.LightningDataModule):
         if self.batch_size is not None:
             return self.batch_size
         assert self.batch_size_per_device is not None
-        return self.batch_size_per_device * self.accumulate * self._micro_batches_per_pass * self._share()[0]
+        dp_size, _, num_microbatches = self.parallel
+        return self.batch_size_per_device * self.accumulate * num_microbatches * dp_size
 
     @property
     def steps_per_epoch(self) -> int:
@@ -179,43 +185,16 @@ class ImageDataModule(L.LightningDataModule):
             limits.append(epochs * self.steps_per_epoch)
         return min(limits, default=1000 * self.steps_per_epoch)
 
-    def _share(self) -> tuple[int, int]:
-        """The number of data-parallel ranks and this one's place among them, as the strategy tells."""
-        kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        return kwargs["num_replicas"], kwargs["rank"]
+    @property
+    def parallel(self) -> DataParallelInfo:
+        """How the strategy divides batches."""
+        return data_parallel_info(cast(L.Trainer, self.trainer))
 
     @property
     def samples_per_micro_batch(self) -> int:
         """What one process passes through the network at once."""
-        return self.global_batch_size // (self._share()[0] * self.accumulate * self._micro_batches_per_pass)
-
-    @property
-    def _micro_batches_per_pass(self) -> int:
-        """Into how many the strategy itself takes a batch apart, as a pipeline does."""
-        return (self.trainer.distributed_sampler_kwargs or {}).get("interleaved", 1)
-
-    def _check_batch(self) -> None:
-        replicas, batch = self._share()[0], self.global_batch_size
-        micro_batches = self.accumulate * self._micro_batches_per_pass
-        parts = replicas * micro_batches
-        if batch % parts:
-            below = batch // parts * parts
-            sizes = f"{below} or {below + parts}" if below else f"{parts}"
-            raise UserError(
-                f"data.batch_size={batch} does not divide over {replicas} data-parallel processes"
-                f"{f' x {micro_batches} micro-batches' if micro_batches > 1 else ''}: "
-                f"set data.batch_size={sizes}, or change trainer.devices"
-                f"{' or the number of micro-batches' if micro_batches > 1 else ''}"
-            )
-        if self.augment.mixers and batch // parts % 2:
-            raise UserError(
-                f"data.augment.mixup and cutmix pair the samples of a device, and {batch // parts} is odd: "
-                f"set data.batch_size={batch + parts}, or change trainer.devices"
-            )
-        if batch > len(self.splits["train"]):
-            raise UserError(f"data.batch_size={batch} exceeds the {len(self.splits['train'])} pictures to train on")
-        if not self.steps_per_epoch:
-            raise UserError("trainer.limit_train_batches=0 trains nothing: set fit=false instead")
+        dp_size, _, num_microbatches = self.parallel
+        return self.global_batch_size // (dp_size * self.accumulate * num_microbatches)
 
     def _evaluated(self, name: str) -> int:
         """How many samples of the split are evaluated."""
@@ -223,9 +202,9 @@ class ImageDataModule(L.LightningDataModule):
         return limited(option, self.limits.get(name), count, unit=self.global_batch_size)
 
     def _evaluation_loader(self, split: Dataset[Batch], count: int) -> DataLoader[Batch]:
-        replicas, rank = self._share()
-        per_device = max(1, self.global_batch_size // (replicas * self.accumulate))
-        return self._loader(split, EvaluationBatches(count, per_device, replicas, rank))
+        dp_size, dp_rank, _ = self.parallel
+        per_device = max(1, self.global_batch_size // (dp_size * self.accumulate))
+        return self._loader(split, EvaluationBatches(count, per_device, dp_size, dp_rank))
 
     def _crops(self, epoch: int, index: Tensor) -> Iterator[Tensor]:
         pictures = self.splits["train"].held.bordered(self.augment.crop_padding)

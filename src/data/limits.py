@@ -1,9 +1,9 @@
-"""Limits of `trainer`, counted in what does not depend on the hardware: steps to train, samples to evaluate.
+"""Sizes that do not depend on the hardware: steps to train, samples to evaluate, the global batch.
 
-Lightning counts micro-batches, whose size depends on the number of ranks and on accumulation.
+Lightning counts its limits in micro-batches, whose size depends on the number of ranks and on accumulation.
 """
 
-from src.errors import UserError
+from src.utils.errors import UserError
 
 
 def limited(option: str, limit: int | float | None, available: int, unit: int = 1) -> int:
@@ -51,3 +51,35 @@ def validation_interval(interval: int | float, steps_per_epoch: int, accumulate:
             "give less, or set trainer.check_val_every_n_epoch=null"
         )
     return steps * accumulate
+
+
+def check_global_batch(batch: int, dp_size: int, micro_batches: int, samples: int, mixes: bool) -> None:
+    """Find out whether a global batch divides over the data-parallel ranks and their micro-batches.
+
+    Args:
+        batch: samples per optimizer step.
+        dp_size: data-parallel ranks.
+        micro_batches: of each rank, accumulated ones and those of a pipeline.
+        samples: to train on.
+        mixes: whether the samples of a micro-batch are mixed in pairs.
+
+    Raises:
+        UserError: if it does not divide, or there are fewer samples.
+    """
+    parts = dp_size * micro_batches
+    if batch % parts:
+        below = batch // parts * parts
+        sizes = f"{below} or {below + parts}" if below else f"{parts}"
+        raise UserError(
+            f"data.batch_size={batch} does not divide over {dp_size} data-parallel processes"
+            f"{f' x {micro_batches} micro-batches' if micro_batches > 1 else ''}: "
+            f"set data.batch_size={sizes}, or change trainer.devices"
+            f"{' or the number of micro-batches' if micro_batches > 1 else ''}"
+        )
+    if mixes and batch // parts % 2:
+        raise UserError(
+            f"data.augment.mixup and cutmix pair the samples of a device, and {batch // parts} is odd: "
+            f"set data.batch_size={batch + parts}, or change trainer.devices"
+        )
+    if batch > samples:
+        raise UserError(f"data.batch_size={batch} exceeds the {samples} images to train on")

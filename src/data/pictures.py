@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from src.data.batch import Batch
-from src.errors import UserError
+from src.utils.errors import UserError
 
 
 class PictureFolder(Dataset[Batch]):

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from src.data.augment.crops import Bordered
 from src.data.batch import Batch
-from src.data.crops import Bordered
 from src.data.hashing import permutation
-from src.data.source import ImageSource
-from src.errors import UserError
+from src.data.sources.source import ImageSource
+from src.utils.errors import UserError
 
 
 class ImageSet:

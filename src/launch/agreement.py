@@ -9,8 +9,8 @@ import torch.distributed as dist
 import yaml
 from omegaconf import DictConfig
 
-from src.errors import UserError
-from src.launch.config import leaves
+from src.run.resolve import leaves
+from src.utils.errors import UserError
 
 
 def agree(store: dist.Store, number: int, count: int, composed: str, prepare: Callable[[], DictConfig]) -> DictConfig:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from src.errors import UserError
-from src.launch.config import device_count
-from src.launch.rank import drives_all_devices
+from src.run.resolve import device_count, runs_in_single_process
+from src.utils.errors import UserError
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -80,6 +79,6 @@ def checked(cfg: DictConfig, world_size: int) -> DictConfig:
             f"{world_size} processes were started, but trainer.devices x trainer.num_nodes is {configured}: "
             "make the two agree"
         )
-    if drives_all_devices(cfg):
+    if runs_in_single_process(cfg):
         raise UserError("this strategy starts its own processes, so torchrun or srun must not: use strategy=ddp there")
     return cfg

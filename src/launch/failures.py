@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from src.errors import UserError
-from src.launch.logs import log_file
+from src.utils.errors import UserError
+from src.utils.rank_log import log_file
 
 _PREFIX = f"{UserError.__name__}: "
 _WAITS_IN = (

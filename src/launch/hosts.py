@@ -6,8 +6,8 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from src.errors import UserError
 from src.launch.external import check_free
+from src.utils.errors import UserError
 
 
 def meet_hosts(endpoint: str | None, count: int, patience: float) -> tuple[dist.Store, int]:

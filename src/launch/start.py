@@ -17,13 +17,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from src.errors import UserError
 from src.launch.agreement import agree
-from src.launch.config import device_count, prepare
 from src.launch.external import checked, external, meet
 from src.launch.hosts import meet_hosts
-from src.launch.rank import drives_all_devices, run_rank
+from src.launch.rank import run_rank
 from src.launch.workers import launch_workers
+from src.run.resolve import device_count, prepare, runs_in_single_process
+from src.utils.errors import UserError
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -45,7 +45,7 @@ def launch(
     if devices == cfg.trainer.num_nodes == 1 and HydraConfig.get().mode == RunMode.RUN:
         return run_rank(cfg, rank=0)
     with share(cfg):
-        return launch_workers(cfg, 1 if drives_all_devices(cfg) else devices, host)
+        return launch_workers(cfg, 1 if runs_in_single_process(cfg) else devices, host)
 
 
 def _join(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, float]:
@@ -78,7 +78,7 @@ def _of_all_hosts(cfg: DictConfig) -> tuple[DictConfig, int]:
 
 
 def _check_possible(cfg: DictConfig, devices: int) -> None:
-    if cfg.trainer.num_nodes > 1 and drives_all_devices(cfg):
+    if cfg.trainer.num_nodes > 1 and runs_in_single_process(cfg):
         raise UserError("this strategy drives one host's devices from one process: use strategy=ddp on several")
     if devices > 1 and not dist.is_available():
         raise UserError(

@@ -12,12 +12,13 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from src.errors import UserError
-from src.launch import signals
 from src.launch.failures import RankFailed, first_error, log_sizes
 from src.launch.hosts import rendezvous
-from src.launch.rank import drives_all_devices, run_rank
-from src.launch.resume import continued
+from src.launch.rank import run_rank
+from src.run.resolve import runs_in_single_process
+from src.run.resume import continued
+from src.utils import signals
+from src.utils.errors import UserError
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 _ELASTICS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that the elastic launcher takes over
@@ -98,7 +99,7 @@ def _worker(cfg: DictConfig, launcher: int) -> Any:
     die_with_parent(launcher)
     _silence_launchers()
     rank, error_file = int(os.environ["RANK"]), os.environ[_ERROR_FILE]
-    if drives_all_devices(cfg):  # its own launcher must not take this process for one rank of many
+    if runs_in_single_process(cfg):  # its own launcher must not take this process for one rank of many
         for name in [name for name in os.environ if name.startswith(_LAUNCHER_VARIABLES)]:
             del os.environ[name]
     try:

@@ -10,7 +10,7 @@ import yaml
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from src.files import replacing
+from src.utils.files import replacing
 
 
 class CSVLogger(Logger):

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from src.checkpoint import check_fits
+from src.checkpoint.integrity import check_fits
 from src.data.batch import Batch
-from src.errors import UserError
-from src.lean import Module
 from src.models.metrics import WeightedMean
-from src.models.optim import Schedule, adopt, build_optimizer, factor_at, per_group, plain, scaling_factor
+from src.models.module import Module
 from src.models.views import average_over_views, check_views
+from src.optim.groups import adopt, build_optimizer, scaling_factor
+from src.optim.schedules import Schedule, factor_at, per_group, plain
+from src.utils.errors import UserError
 
 
 class ImageClassifier(Module):

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from src.checkpoint import check_fits
+from src.checkpoint.integrity import check_fits
 from src.data.batch import Batch
 from src.data.hashing import hash_ints, normal
-from src.errors import UserError
-from src.lean import Module
-from src.models.optim import adopt, build_optimizer
+from src.models.module import Module
+from src.optim.groups import adopt, build_optimizer
+from src.utils.errors import UserError
 
 _NOISE = 1  # tells these random numbers from those of augmentation
 _FOR_EVALUATION = -1  # in place of an epoch: always the same noise, so that curves can be compared

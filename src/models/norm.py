@@ -4,7 +4,7 @@ import math
 
 from torch import nn
 
-from src.errors import UserError, nearest
+from src.utils.errors import UserError, nearest
 
 _KINDS = ("batch", "group")
 

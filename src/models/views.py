@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from src.errors import UserError, nearest
+from src.utils.errors import UserError, nearest
 
 _KINDS = ("mirror", "shift")
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from src.errors import UserError
 from src.models.dropout import DropPath
+from src.utils.errors import UserError
 
 
 def vit(

@@ -5,7 +5,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from src.errors import UserError
+from src.utils.errors import UserError
 
 
 def check_can_train(strategy: Any, module: L.LightningModule) -> None:

@@ -19,9 +19,8 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from src.callbacks.ema import EMA
-from src.errors import UserError, nearest
 from src.strategies.sync_batchnorm import SyncedBatchNorm
+from src.utils.errors import UserError, nearest
 
 
 def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -93,7 +92,7 @@ class DDP(DDPStrategy):
         if self.comm_hook == "bf16" and self.root_device.type == "cpu":
             raise UserError("strategy.comm_hook=bf16: gloo, which CPUs use, does not reduce that type; take fp16")
         if self.comm_hook == "post_local_sgd":
-            if any(isinstance(callback, EMA) for callback in trainer.callbacks):
+            if any(getattr(callback, "averages_weights", False) for callback in trainer.callbacks):
                 raise UserError(
                     "callbacks.ema averages a rank's own weights under post_local_sgd: leave one of them out"
                 )

@@ -6,18 +6,16 @@ import lightning as L
 import torch.multiprocessing as mp
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
-from src.launch import signals
-from src.launch.logs import log_to_folder
-from src.launch.rank import close_process_group
 from src.loggers.wandb import finish, preempted
-from src.memory import keep_memory
 from src.strategies.ddp import DDP
+from src.utils import signals
+from src.utils.malloc import keep_memory
+from src.utils.process_group import close_process_group
+from src.utils.rank_log import log_to_folder
 
 
 class DDPSpawn(DDP):
     """Runs in one process, which spawns a process per device for each of fit and test."""
-
-    single_process = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(start_method="spawn", **kwargs)

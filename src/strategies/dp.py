@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
-from src.errors import UserError
 from src.models.dropout import dropouts, set_keys
+from src.utils.errors import UserError
 
 
 class _Blocks(nn.Sequential):
@@ -31,15 +31,18 @@ class DP(ParallelStrategy):
         UserError: if there are fewer than two GPUs: on a CPU torch would do nothing, without a word.
     """
 
-    single_process = True
-
     @property
     def root_device(self) -> torch.device:
         return (self.parallel_devices or [torch.device("cpu")])[0]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0, "interleaved": len(self.parallel_devices or [])}
+        return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts of a batch, one for each GPU."""
+        return len(self.parallel_devices or [])
 
     def setup_environment(self) -> None:
         gpus = [device for device in self.parallel_devices or [] if device.type != "cpu"]

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from src.errors import UserError
 from src.strategies.portable import PortableStrategy
+from src.utils.errors import UserError
 
 
 class FSDP(PortableStrategy):

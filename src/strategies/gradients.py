@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from src.strategies.moments import whole
+from src.optim.state import whole
 
 
 def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:

@@ -12,9 +12,10 @@ from lightning.pytorch.strategies.strategy import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from src import sharded
-from src.checkpoint import damaged, read_checkpoint, unwritable
-from src.strategies.moments import merge, part_of, parts_of, whole
+from src.checkpoint import sharded
+from src.checkpoint.integrity import damaged, read_checkpoint
+from src.checkpoint.io import unwritable
+from src.optim.state import merge, part_of, parts_of, whole
 
 
 class PortableStrategy(ModelParallelStrategy):
@@ -23,8 +24,8 @@ class PortableStrategy(ModelParallelStrategy):
     So a checkpoint is that of a single process, whichever strategy wrote it, and any reads it.
 
     Args:
-        sharded_checkpoints: each rank writes what it holds, into a folder beside the checkpoint (`src/sharded.py`),
-            instead of all of it going through the memory of the first.
+        sharded_checkpoints: each rank writes what it holds, into a folder beside the checkpoint
+            (`src/checkpoint/sharded.py`), instead of all of it going through the memory of the first.
     """
 
     def __init__(self, sharded_checkpoints: bool = False, **kwargs: Any) -> None:

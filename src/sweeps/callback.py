@@ -8,7 +8,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from src.launch.folder import register_resolvers
+from src.sweeps.resolvers import register_resolvers
 
 register_resolvers()  # joblib and submitit import this in their processes, where Hydra composes again
 

@@ -8,8 +8,8 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from src.launch.config import device_count
-from src.sweeps.locks import some_of
+from src.run.resolve import device_count
+from src.utils.locks import some_of
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 

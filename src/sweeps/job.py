@@ -12,13 +12,13 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from src.errors import UserError
-from src.launch.folder import rank_zero
-from src.launch.resume import newest_checkpoint
 from src.launch.start import launch
+from src.run.folder import rank_zero
+from src.run.resume import newest_checkpoint
 from src.sweeps.devices import share_of_machine
-from src.sweeps.locks import exclusive
 from src.sweeps.record import DONE, Job
+from src.utils.errors import UserError
+from src.utils.locks import exclusive
 
 
 def run_job(cfg: DictConfig) -> float:

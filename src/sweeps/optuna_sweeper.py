@@ -16,8 +16,8 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from src.errors import UserError
 from src.sweeps.record import Job
+from src.utils.errors import UserError
 
 if TYPE_CHECKING:
     import optuna

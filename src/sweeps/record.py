@@ -9,8 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from src.files import replacing
-from src.launch.folder import rank_zero
+from src.run.folder import rank_zero
+from src.utils.files import replacing
 
 _FILE = "job.json"
 DONE = ("finished", "pruned")

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from src.files import replacing
 from src.sweeps.record import DONE, Job, jobs
+from src.utils.files import replacing
 
 _ERROR = 80  # characters of a job's error that the table shows
 

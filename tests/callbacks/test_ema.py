@@ -9,13 +9,13 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from src.errors import UserError
-from src.experiment import run
+from src.run.experiment import run
+from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, relative
 from tests.support.experiments import SHORT, SHORT_STEPS
 from tests.support.interruption import die, in_world
 from tests.support.pool import Pool
-from tests.support.runs import STRATEGIES, compose, drives_all_devices, fit
+from tests.support.runs import STRATEGIES, compose, fit, runs_in_single_process
 
 TASK = ["experiment=parity", *SHORT, "callbacks=[default,ema]", "callbacks.ema.decay=0.8"]
 
@@ -105,7 +105,7 @@ def test_agrees_with_single_process(strategy: str, pool: Pool, small: list[str],
     task = [*small, *TASK, "model.norm=group"]  # as a pipeline's batch normalisation sees micro-batches
     alone = run(compose(folder / "single", *task))
     cfg = compose(folder, *task, f"strategy={strategy}", "trainer.devices=2")
-    metrics = run(cfg) if drives_all_devices(cfg) else pool.run(2, run, cfg)[0]
+    metrics = run(cfg) if runs_in_single_process(cfg) else pool.run(2, run, cfg)[0]
     for kind in ("state_dict", "training_state_dict"):
         check_same(checkpoint(folder)[kind], checkpoint(folder / "single")[kind])
     for name in ("val/loss", "test/loss"):

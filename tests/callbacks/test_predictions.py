@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
-from src.errors import UserError
-from src.experiment import run
+from src.run.experiment import run
+from src.utils.errors import UserError
 from tests.support.pool import Pool
-from tests.support.runs import STRATEGIES, compose, drives_all_devices, fit
+from tests.support.runs import STRATEGIES, compose, fit, runs_in_single_process
 
 TASK = ["model=mlp", "model.hidden=[64]", "data.batch_size=16", "trainer.max_epochs=2"]
 PREDICT = ["fit=false", "test=false"]
@@ -26,7 +26,7 @@ def trained(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pictures(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The test set as files, some of them below, beside something that is no picture."""
-    from src.experiment import build
+    from src.run.experiment import build
 
     folder = tmp_path_factory.mktemp("pictures")
     data = build(compose(folder, *small).data)
@@ -47,12 +47,12 @@ def test_predicts_what_it_scores(
 ) -> None:
     world = [f"strategy={strategy}", "trainer.devices=2"]
     cfg = compose(folder, *small, *TASK, *world, "fit=false", f"ckpt_path={trained}", f"predict={pictures}")
-    run(cfg) if drives_all_devices(cfg) else pool.run(2, run, cfg)  # tests, then predicts
+    run(cfg) if runs_in_single_process(cfg) else pool.run(2, run, cfg)  # tests, then predicts
     rows = list(csv.DictReader((folder / "predictions.csv").open()))
     assert len({row["file"] for row in rows}) == 90
     alone = run(compose(folder / "test", *small, *TASK, "fit=false", f"ckpt_path={trained}"))
-    from src.data.shapes import CLASSES
-    from src.experiment import build
+    from src.data.sources.shapes import CLASSES
+    from src.run.experiment import build
 
     labels = build(cfg.data).source.load(build(cfg.data).root, "test")[1].tolist()
     hits = [row["class"] == CLASSES[labels[int(Path(row["file"]).stem)]] for row in rows]

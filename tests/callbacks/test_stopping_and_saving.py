@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.errors import UserError
-from src.experiment import run
+from src.run.experiment import run
+from src.utils.errors import UserError
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit

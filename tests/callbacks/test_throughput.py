@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from src.callbacks.flops import flops_per_sample
-from src.data.augment import Augment
-from src.experiment import assemble
+from src.data.augment.augmentation import Augment
+from src.models.flops import flops_per_sample
+from src.run.experiment import assemble
 from tests.support.pool import Pool
 from tests.support.runs import CONF, compose, fit
 

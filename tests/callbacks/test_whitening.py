@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.errors import UserError
+from src.utils.errors import UserError
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from src.data.cifar import CIFAR10
-from src.data.download import Archive
-from src.errors import UserError
+from src.data.sources.cifar import CIFAR10
+from src.data.sources.download import Archive
+from src.utils.errors import UserError
 
 PER_FILE = 20
 

@@ -5,8 +5,8 @@ import hashlib
 import pytest
 import torch
 
-from src.data.crops import Bordered
-from src.data.pixels import alternating_flip, crop_and_flip, normalize, sample_keys
+from src.data.augment.crops import Bordered
+from src.data.augment.pixels import alternating_flip, crop_and_flip, normalize, sample_keys
 from src.data.splits import ImageSet
 
 IMAGES = torch.arange(1200 * 3 * 10 * 16).mul(7919).remainder(251).to(torch.uint8).view(1200, 3, 10, 16)

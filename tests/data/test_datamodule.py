@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from src.data.pixels import normalize
-from src.errors import UserError
-from src.experiment import assemble, build
+from src.data.augment.pixels import normalize
+from src.run.experiment import assemble, build
+from src.utils.errors import UserError
 from tests.support.comparison import check_same_rows, read_rows
 from tests.support.experiments import SHORT
 from tests.support.interruption import in_world
@@ -60,7 +60,7 @@ def test_fewer_samples_on_request(small: list[str], folder: Path) -> None:
     [
         (["data.batch_size_per_device=8"], "set the other to null"),
         (["data.batch_size=10", "trainer.accumulate_grad_batches=4"], "data.batch_size=8 or 12"),
-        (["data.batch_size=1000"], "exceeds the 360 pictures"),
+        (["data.batch_size=1000"], "exceeds the 360 images"),
         (["trainer.limit_train_batches=0"], "trainer.limit_train_batches=0 trains nothing"),
         (["trainer.limit_train_batches=0.01"], "trainer.limit_train_batches=0.01 leaves nothing of 11"),
         (["trainer.limit_train_batches=-1"], "trainer.limit_train_batches=-1"),

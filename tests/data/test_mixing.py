@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from src.data.augment import Augment
-from src.data.mixing import cutmix, mixup
+from src.data.augment.augmentation import Augment
+from src.data.augment.mixing import cutmix, mixup
+from src.data.parallel import DataParallelInfo
 from src.data.sampler import TrainingBatches
-from src.errors import UserError
+from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import SHORT
 from tests.support.pool import Pool
@@ -56,17 +57,17 @@ def test_a_step_mixes_one_way_and_not_every_time() -> None:
     assert min(ways.count("mixup"), ways.count("cutmix")) > 30
 
 
-@pytest.mark.parametrize(("replicas", "accumulate"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 3), (3, 4)])
-def test_partners_are_those_of_one_process(replicas: int, accumulate: int) -> None:
-    def pairs(replicas: int, accumulate: int) -> set[frozenset[int]]:
+@pytest.mark.parametrize(("dp_size", "accumulate"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 3), (3, 4)])
+def test_partners_are_those_of_one_process(dp_size: int, accumulate: int) -> None:
+    def pairs(dp_size: int, accumulate: int) -> set[frozenset[int]]:
         found = set()
-        for rank in range(replicas):
-            for batch in TrainingBatches(1000, 48, accumulate, 0, replicas, rank):
+        for rank in range(dp_size):
+            for batch in TrainingBatches(1000, 48, accumulate, 0, DataParallelInfo(dp_size, rank, 1)):
                 halves = batch.tolist()[: len(batch) // 2], batch.tolist()[len(batch) // 2 :]
                 found |= {frozenset(pair) for pair in zip(*halves, strict=True)}
         return found
 
-    assert pairs(replicas, accumulate) == pairs(1, 1)
+    assert pairs(dp_size, accumulate) == pairs(1, 1)
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])

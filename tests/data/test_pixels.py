@@ -2,8 +2,8 @@
 
 import torch
 
+from src.data.augment.pixels import alternating_flip, crop_and_flip, cutout, normalize, sample_keys
 from src.data.hashing import hash_ints, integers, permutation, uniform
-from src.data.pixels import alternating_flip, crop_and_flip, cutout, normalize, sample_keys
 
 IMAGES = torch.arange(64 * 3 * 32 * 32).remainder(251).to(torch.uint8).view(64, 3, 32, 32)
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from src.data.batch import Batch
+from src.data.parallel import DataParallelInfo
 from src.data.resident import ResidentBatches, stays
 from src.data.sampler import EvaluationBatches, TrainingBatches
 from src.data.splits import ImageSet, ImageSplit
-from src.errors import UserError
-from src.experiment import assemble
+from src.run.experiment import assemble
+from src.utils.errors import UserError
 from tests.support.comparison import relative
 from tests.support.runs import compose, fit
 
@@ -29,9 +30,9 @@ def split() -> ImageSplit:
     "sampler",
     [
         TrainingBatches(70, 16),
-        TrainingBatches(70, 16, accumulate=2, replicas=2, rank=1, interleaved=2),
+        TrainingBatches(70, 16, accumulate=2, parallel=DataParallelInfo(2, 1, num_microbatches=2)),
         EvaluationBatches(70, 16),
-        EvaluationBatches(70, 16, replicas=3, rank=2),
+        EvaluationBatches(70, 16, dp_size=3, dp_rank=2),
     ],
     ids=["train", "a share of it", "evaluate", "a share of that"],
 )

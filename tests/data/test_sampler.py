@@ -3,23 +3,26 @@
 import pytest
 import torch
 
+from src.data.parallel import DataParallelInfo
 from src.data.sampler import EvaluationBatches, TrainingBatches
 
 COUNT, BATCH = 103, 24
 
 
-def epoch(replicas: int, accumulate: int = 1, start: int = 0, number: int = 0, seed: int = 0) -> list[list[int]]:
+def epoch(dp_size: int, accumulate: int = 1, start: int = 0, number: int = 0, seed: int = 0) -> list[list[int]]:
     """The samples of each micro-batch, over all ranks."""
-    ranks = [TrainingBatches(COUNT, BATCH, accumulate, seed, replicas, rank) for rank in range(replicas)]
+    ranks = [
+        TrainingBatches(COUNT, BATCH, accumulate, seed, DataParallelInfo(dp_size, rank, 1)) for rank in range(dp_size)
+    ]
     for rank in ranks:
         rank.epoch, rank.start = number, start
     return [sorted(torch.cat(batches).tolist()) for batches in zip(*ranks, strict=True)]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_global_batches_are_those_of_one_process(replicas: int, accumulate: int) -> None:
-    assert epoch(replicas, accumulate) == epoch(1, accumulate)
+@pytest.mark.parametrize("dp_size", [2, 4])
+def test_global_batches_are_those_of_one_process(dp_size: int, accumulate: int) -> None:
+    assert epoch(dp_size, accumulate) == epoch(1, accumulate)
 
 
 def test_accumulation_splits_the_same_global_batches() -> None:
@@ -39,9 +42,9 @@ def test_order_is_fixed_by_seed_and_epoch() -> None:
     assert epoch(1) != epoch(1, seed=1)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_resumes_at_a_sample(replicas: int) -> None:
-    assert epoch(replicas, start=2 * BATCH) == epoch(1)[2:]
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_resumes_at_a_sample(dp_size: int) -> None:
+    assert epoch(dp_size, start=2 * BATCH) == epoch(1)[2:]
 
 
 def test_next_epoch_starts_at_its_beginning() -> None:
@@ -53,13 +56,13 @@ def test_next_epoch_starts_at_its_beginning() -> None:
     assert batches.start == 0
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("count", [1, 16, 90, 103])
-def test_evaluation_counts_every_sample_once_in_equal_shares(count: int, replicas: int) -> None:
+def test_evaluation_counts_every_sample_once_in_equal_shares(count: int, dp_size: int) -> None:
     per_device = 8
-    ranks = [list(EvaluationBatches(count, per_device, replicas, rank)) for rank in range(replicas)]
+    ranks = [list(EvaluationBatches(count, per_device, dp_size, rank)) for rank in range(dp_size)]
     indices = torch.cat([batch for rank in ranks for batch in rank])
     assert sorted(indices[indices >= 0].tolist()) == list(range(count))
     assert {len(batch) for rank in ranks for batch in rank} == {per_device}
     assert len({len(rank) for rank in ranks}) == 1
-    assert len(ranks[0]) * per_device < count / replicas + per_device + 1
+    assert len(ranks[0]) * per_device < count / dp_size + per_device + 1

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from src.data.shapes import CLASSES, Shapes, draw
+from src.data.sources.shapes import CLASSES, Shapes, draw
 
 
 def test_are_drawn_the_same_each_time() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from src.data.pixels import sample_keys
-from src.data.shapes import draw
-from src.data.trivial_augment import OPERATIONS, apply, trivial_augment
+from src.data.augment.pixels import sample_keys
+from src.data.augment.trivial_augment import OPERATIONS, apply, trivial_augment
+from src.data.sources.shapes import draw
 
 PICTURES = torch.from_numpy(draw(8, seed=0)[0])
 BY_HAND: dict[str, Callable[[Any, float, float], Any]] = {

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from src.data.shapes import Shapes
-from src.launch.resume import newest_checkpoint, remove_fragments
+from src.data.sources.shapes import Shapes
+from src.run.resume import newest_checkpoint, remove_fragments
 from tests.support.commands import PARITY, TWO, callback, end, ranks, start, wait_until
 from tests.support.comparison import relative
 from tests.support.experiments import SIZES

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from src.checkpoint import check_is_whole
-from src.errors import UserError
-from src.launch.folder import run_folder
-from src.launch.resume import newest_checkpoint
+from src.checkpoint.integrity import check_is_whole
+from src.run.folder import run_folder
+from src.run.resume import newest_checkpoint
+from src.utils.errors import UserError
 from tests.support.commands import PARITY, TINY, one_line, run_here, steps
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.runs import compose, fit

@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 
-from src.errors import UserError
+from src.utils.errors import UserError
 from tests.support.comparison import check_resumed
 from tests.support.experiments import SHORT, SHORT_EPOCH, SHORT_STEPS
 from tests.support.interruption import Died, SaveAndDie, SaveAndDieAtBatch, SaveOnce, die, in_world

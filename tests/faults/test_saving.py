@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 
-from src.errors import UserError
+from src.utils.errors import UserError
 from tests.support.commands import PARITY, TWO
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit

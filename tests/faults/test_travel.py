@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.checkpoint import AtomicCheckpointIO
-from src.errors import UserError
-from src.launch.resume import newest_checkpoint
+from src.checkpoint.io import AtomicCheckpointIO
+from src.run.resume import newest_checkpoint
+from src.utils.errors import UserError
 from tests.support.commands import run_here
 from tests.support.comparison import check_resumed, relative
 from tests.support.experiments import SHORT, SHORT_STEPS
 from tests.support.interruption import SaveAndDie, die, in_world
 from tests.support.pool import Pool, RankFailed
-from tests.support.runs import Record, compose, drives_all_devices, fit, moments
+from tests.support.runs import Record, compose, fit, moments, runs_in_single_process
 
 TASK = [
     "experiment=parity",
@@ -123,7 +123,7 @@ def test_spawned_processes_go_on_too(
     cfg = compose(
         folder, *small, *TASK, GROUP_NORM, "strategy=ddp_spawn", "trainer.devices=2", f"ckpt_path={saved('single')}"
     )
-    assert drives_all_devices(cfg)
+    assert runs_in_single_process(cfg)
     with pytest.raises(Exception, match="Died"):
         fit(cfg, SaveAndDie("on_train_batch_end", 6))
     back = fit(at("single", folder, small, f"ckpt_path={folder}/died.ckpt"))

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from src.checkpoint import read_checkpoint
-from src.experiment import run
-from src.launch import signals
-from src.launch.resume import newest_checkpoint
+from src.checkpoint.integrity import read_checkpoint
+from src.run.experiment import run
+from src.run.resume import newest_checkpoint
+from src.utils import signals
 from tests.fuzz.cases import Case
 from tests.support.comparison import TOLERANCE, check_same_rows, relative
 from tests.support.experiments import SHORT

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from src.launch.cli import _multirun_first
-from src.launch.folder import CONFIG, remove_if_unused
+from src.cli.main import _multirun_first
+from src.run.folder import CONFIG, remove_if_unused
 from tests.support.commands import one_line, run_here
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from src.launch.failures import first_error
-from src.launch.logs import log_file
+from src.utils.rank_log import log_file
 
 WAITING, BUSY = "torch/distributed/c10d.py", "src/models/slow.py"
 

@@ -11,9 +11,9 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from src.sweeps.devices import _gpus
-from src.sweeps.locks import exclusive, try_lock
 from src.sweeps.record import Job, job_folder
 from src.sweeps.table import report
+from src.utils.locks import exclusive, try_lock
 
 SPAWN = mp.get_context("spawn")
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from src.data.batch import Batch
-from src.errors import UserError
-from src.experiment import assemble
+from src.run.experiment import assemble
+from src.utils.errors import UserError
 from tests.support.runs import compose, fit
 
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=1", "trainer.max_epochs=1"]

@@ -13,9 +13,9 @@ from PIL import Image
 
 from src.callbacks.frechet import FrechetDistance
 from src.data.hashing import hash_ints, normal
-from src.errors import UserError
-from src.experiment import assemble, build, run
+from src.run.experiment import assemble, build, run
 from src.strategies.compatibility import check_can_train
+from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.experiments import SHORT, SHORT_STEPS
 from tests.support.interruption import die, in_world

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from src.models.airbench import airbench
-from src.models.muon import muon, orthogonalised
-from src.models.optim import build_optimizer
+from src.optim.groups import build_optimizer
+from src.optim.muon import muon, orthogonalised
 from tests.support.runs import compose
 
 

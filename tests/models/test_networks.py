@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from src.errors import UserError
-from src.experiment import build
 from src.models.vit import vit
+from src.run.experiment import build
+from src.utils.errors import UserError
 from tests.support.runs import CONF, compose
 
 MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))

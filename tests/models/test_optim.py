@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from src.errors import UserError
-from src.models.optim import adopt, build_optimizer, constant, cosine, factor_at, multi_step, one_cycle, scaling_factor
+from src.optim.groups import adopt, build_optimizer, scaling_factor
+from src.optim.schedules import constant, cosine, factor_at, multi_step, one_cycle
+from src.utils.errors import UserError
 
 
 def test_only_matrices_decay_and_every_parameter_is_named() -> None:

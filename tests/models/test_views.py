@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from src.data.pixels import normalize
-from src.errors import UserError
-from src.experiment import assemble
+from src.data.augment.pixels import normalize
 from src.models.views import average_over_views
+from src.run.experiment import assemble
+from src.utils.errors import UserError
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 

@@ -16,10 +16,10 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from src.experiment import assemble
+from src.run.experiment import assemble
 from tests.support.comparison import TOLERANCE
 from tests.support.pool import Pool
-from tests.support.runs import CONF, STRATEGIES, compose, drives_all_devices, whole
+from tests.support.runs import CONF, STRATEGIES, compose, runs_in_single_process, whole
 
 TASK = [
     "data.batch_size=4",
@@ -110,7 +110,7 @@ def test_agrees_with_single_process(
 ) -> None:
     chosen = [f"model={model}", *size, f"strategy={strategy}", "trainer.devices=2"]
     cfg = compose(folder, *small, *TASK, *chosen)
-    if drives_all_devices(cfg):
+    if runs_in_single_process(cfg):
         sketch(cfg)
     else:
         pool.run(2, sketch, cfg)

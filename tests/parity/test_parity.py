@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from torch.nn.parallel import DistributedDataParallel
 
 from src.data.sampler import TrainingBatches
-from src.strategies.schedules import SCHEDULES, kind_of
+from src.strategies.pipeline.schedules import SCHEDULES, kind_of
 from src.strategies.sync_batchnorm import GlobalBatchNorm
 from tests.support.comparison import TOLERANCE, check_replicas, distances
 from tests.support.experiments import EXPERIMENTS, SHORT, SHORT_STEPS

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from src.errors import UserError
-from src.experiment import assemble
+from src.run.experiment import assemble
+from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_replicas, check_resumed, distances
 from tests.support.experiments import SHORT
 from tests.support.interruption import SaveOnce, die

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
-from src.launch.signals import Stopped
 from src.strategies.ddp_spawn import DDPSpawn
+from src.utils.signals import Stopped
 
 
 class Logger:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.strategies import ParallelStrategy
 
-from src.errors import UserError
-from src.experiment import run
+from src.run.experiment import run
 from src.strategies.dp import DP
+from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import SHORT
 from tests.support.runs import compose, fit

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from src.errors import UserError
-from src.experiment import assemble, run
+from src.run.experiment import assemble, run
+from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.experiments import SHORT
 from tests.support.interruption import die

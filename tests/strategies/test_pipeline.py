@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from src.errors import UserError
-from src.experiment import assemble, run
-from src.strategies.pipeline import Pipeline
-from src.strategies.schedules import SCHEDULES
-from src.strategies.split import Block, cut, ordered_blocks
+from src.run.experiment import assemble, run
+from src.strategies.pipeline.pipeline import Pipeline
+from src.strategies.pipeline.schedules import SCHEDULES
+from src.strategies.pipeline.split import Block, cut, ordered_blocks
+from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import SHORT, SHORT_STEPS
 from tests.support.pool import Pool, RankFailed

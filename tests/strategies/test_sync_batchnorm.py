@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from src.experiment import assemble
+from src.run.experiment import assemble
 from src.strategies.sync_batchnorm import GlobalBatchNorm, SyncedBatchNorm
 from tests.support.pool import Pool
 from tests.support.runs import compose

@@ -4,7 +4,7 @@ import ctypes
 import gc
 import sys
 
-import src.experiment
+import src.run.experiment
 
 
 def keep_none() -> None:
@@ -12,7 +12,7 @@ def keep_none() -> None:
 
     What is imported by now stays out of each later collection, which would take a quarter of a second otherwise.
     """
-    src.experiment.keep_memory = lambda: False
+    src.run.experiment.keep_memory = lambda: False
     gc.freeze()
 
 

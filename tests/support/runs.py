@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from src.experiment import assemble
-from src.launch.rank import drives_all_devices as drives_all_devices
+from src.run.experiment import assemble
+from src.run.resolve import runs_in_single_process as runs_in_single_process
 from tests.support.pool import Pool
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -23,7 +23,7 @@ QUIET = ["logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=
 
 def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
     """The resolved configuration of a run in `folder`, as the launcher hands it to the ranks."""
-    from src.launch.folder import register_resolvers
+    from src.sweeps.resolvers import register_resolvers
 
     register_resolvers()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
@@ -83,7 +83,7 @@ def fit_ranks(cfg: DictConfig, pool: Pool) -> list[Record]:
     """Fit as configured on all ranks, whoever starts them; return a record of each."""
     if cfg.trainer.devices == 1:
         return [fit(cfg)]
-    if not drives_all_devices(cfg):
+    if not runs_in_single_process(cfg):
         return pool.run(cfg.trainer.devices, fit, cfg)
     metrics = fit(cfg).metrics  # Lightning brings them back from the processes it spawned, and nothing else
     records = [Record(Path(cfg.run_dir) / "record") for _ in range(cfg.trainer.devices)]

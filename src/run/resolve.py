@@ -12,9 +12,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from src.errors import UserError
-from src.launch.folder import CONFIG, checkpoint_file, folder_of, identity
-from src.launch.resume import newest_checkpoint, remove_fragments
+from src.checkpoint.run_files import checkpoint_file
+from src.run.folder import CONFIG, folder_of, identity
+from src.run.resume import newest_checkpoint, remove_fragments
+from src.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
 _OF_ONE_START = ("ckpt_path", "resume", "fit", "predict", "run_dir")  # overrides that a continued run does not inherit
@@ -54,6 +55,11 @@ def device_count(trainer: DictConfig) -> int:
     return trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)
 
 
+def runs_in_single_process(cfg: DictConfig) -> bool:
+    """Whether the strategy wants one process per node, and drives all its devices from there."""
+    return bool(cfg.strategy.get("single_process", False))
+
+
 def _settle_start(cfg: DictConfig, folder: Path) -> None:
     """Check that the run folder can be written to; find the checkpoint from which `resume=auto` goes on.
 
@@ -86,7 +92,7 @@ def _checkpoint(option: str, value: str) -> Path:
     if not checkpoint.is_file():
         missing = f"checkpoint in that folder ({checkpoint})" if Path(value).is_dir() else "such file or run folder"
         raise UserError(f"{option}={value}: there is no {missing}")
-    from src.checkpoint import check_is_checkpoint  # late, since it imports Lightning
+    from src.checkpoint.integrity import check_is_checkpoint  # late, since it imports Lightning
 
     check_is_checkpoint(option, checkpoint)
     return checkpoint

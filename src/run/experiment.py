@@ -12,26 +12,27 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from src.callbacks.checkpoint_history import CheckpointHistory
+from src.callbacks.data_position import DataPosition
 from src.callbacks.finite import RefuseNaN
 from src.callbacks.heartbeat import Heartbeat
 from src.callbacks.predictions import PredictionWriter
 from src.callbacks.preemption import StopTogether
 from src.callbacks.record import RunRecord
 from src.callbacks.seed import SeedEachStep
-from src.checkpoint import AtomicCheckpointIO, start_from
-from src.data.position import DataPosition
-from src.errors import UserError
-from src.launch.signals import Stopped
-from src.lean import NoProfiler, lighten
+from src.checkpoint.io import AtomicCheckpointIO
+from src.checkpoint.weights import start_from
 from src.loggers.csv import CSVLogger
 from src.loggers.wandb import finish, preempted
-from src.memory import keep_memory
 from src.models.dropout import drop_by_sample
+from src.run.trainer_patches import NoProfiler, lighten
 from src.strategies.compatibility import check_can_train
 from src.strategies.sync_batchnorm import GlobalBatchNorm
+from src.utils.errors import UserError
+from src.utils.malloc import keep_memory
+from src.utils.signals import Stopped
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     try:
         built = trainer(
             **({} if trainer.keywords.get("profiler") else {"profiler": NoProfiler()}),
-            strategy=build(cfg.strategy),
+            strategy=_build_strategy(cfg.strategy),
             callbacks=[*together, *required, *chosen],
             logger=[CSVLogger(folder), *([_build_choice("logger", cfg.logger)] if cfg.logger else [])],
             plugins=plugins,
@@ -135,6 +136,11 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     except (MisconfigurationException, ValueError) as error:  # what Lightning says of its arguments
         raise _refusal(error) from error
     return built
+
+
+def _build_strategy(node: DictConfig) -> Any:
+    """Build the strategy; its key `single_process` is for the launcher alone."""
+    return build(OmegaConf.masked_copy(node, [str(key) for key in node if key != "single_process"]))
 
 
 def _build_choice(name: str, node: DictConfig) -> Any:

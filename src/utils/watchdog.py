@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from src.launch.logs import log_file
+from src.utils.rank_log import log_file
 
 _REST = 1.0  # seconds between two postponements, which cost some 50 microseconds each
 

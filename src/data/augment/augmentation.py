@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.data import mixing
-from src.data.crops import Bordered
-from src.data.pixels import alternating_flip, crop_and_flip, cutout, sample_keys
-from src.data.trivial_augment import trivial_augment
-from src.errors import UserError
+from src.data.augment import mixing
+from src.data.augment.crops import Bordered
+from src.data.augment.pixels import alternating_flip, crop_and_flip, cutout, sample_keys
+from src.data.augment.trivial_augment import trivial_augment
+from src.utils.errors import UserError
 
 
 class Augment:

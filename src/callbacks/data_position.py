@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 
 from src.data.limits import validation_interval
-from src.errors import UserError
+from src.utils.errors import UserError
 
 
 class DataPosition(L.Callback):

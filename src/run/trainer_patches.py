@@ -34,16 +34,6 @@ class NoProfiler(PassThroughProfiler):
         return _NOTHING
 
 
-class Module(L.LightningModule):
-    """A LightningModule that is told at once which hook is under way: Lightning says so some forty times a step."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_current_fx_name":
-            self.__dict__[name] = value  # no parameter, buffer or module, which nn.Module takes a microsecond to see
-        else:
-            super().__setattr__(name, value)
-
-
 def lighten(trainer: L.Trainer, module: L.LightningModule) -> None:
     """Take out of the trainer's loop what costs time at every step and does nothing.
 

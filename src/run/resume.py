@@ -5,14 +5,14 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from src.errors import UserError
-from src.launch.folder import CHECKPOINTS, LAST, PREVIOUS
+from src.checkpoint.run_files import CHECKPOINTS, LAST, PREVIOUS
+from src.utils.errors import UserError
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint of a run folder, if it has any; damaged ones are passed over with a warning."""
     for file in sorted((folder / CHECKPOINTS).glob("*.ckpt"), key=_age):
-        from src.checkpoint import check_is_whole  # late, since it imports Lightning
+        from src.checkpoint.integrity import check_is_whole  # late, since it imports Lightning
 
         try:
             check_is_whole(file)

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from src.errors import UserError, nearest
+from src.utils.errors import UserError, nearest
 
 
 class Kind(NamedTuple):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from src.errors import UserError
+from src.utils.errors import UserError
 
 
 @contextmanager

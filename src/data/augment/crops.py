@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from src.data.pixels import random_crop, windows
+from src.data.augment.pixels import random_crop, windows
 
 _BLOCK = 1000  # pictures at a time, so that few are in memory twice
 

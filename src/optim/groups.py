@@ -1,23 +1,16 @@
 """How the optimiser's numbers follow from the configuration: groups, learning-rate scaling, schedules."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from src.errors import UserError, nearest
-
-Schedule = Callable[[int, int], float]  # (step, steps of the whole run) -> factor on the learning rate
+from src.utils.errors import UserError, nearest
 
 _RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
-
-
-def plain(schedule: Schedule) -> Schedule:
-    """The same without what Hydra wraps around it, which checks its target anew at every call: 60 microseconds."""
-    return partial(schedule.func, *schedule.args, **schedule.keywords) if isinstance(schedule, partial) else schedule
 
 
 def scaling_factor(rule: str, batch_size: int, reference: int) -> float:
@@ -58,21 +51,6 @@ def build_optimizer(net: nn.Module, factory: partial[Any], lr_factor: float, pre
     return factory([group for group in groups if group["params"]], lr=lr * lr_factor)
 
 
-def factor_at(schedule: Schedule, group: dict[str, Any], step: int, steps: int) -> float:
-    """What is due of a group's learning rate; one with a share `until` has its whole schedule in that of the run."""
-    own = steps * group.get("until", 1.0)
-    return schedule(step, round(own)) if own == steps or step < own else 0.0
-
-
-def per_group(optimizer: Optimizer, factor: Callable[[dict[str, Any], int], float]) -> list[Callable[[int], float]]:
-    """The factor as a function of the step for each of the optimiser's groups."""
-
-    def of(group: dict[str, Any]) -> Callable[[int], float]:
-        return lambda step: factor(group, step)
-
-    return [of(group) for group in optimizer.param_groups]
-
-
 def adopt(saved: dict[str, Any], optimizer: Optimizer, factor: Callable[[dict[str, Any]], float]) -> None:
     """Put the hyper-parameters of `optimizer` into a saved state; of a group's learning rate, `factor` is due.
 
@@ -85,30 +63,3 @@ def adopt(saved: dict[str, Any], optimizer: Optimizer, factor: Callable[[dict[st
     for old, new in zip(*groups, strict=True):
         old.update({key: value for key, value in new.items() if key not in ("params", "param_names")})
         old["lr"] = new.get("initial_lr", new["lr"]) * factor(new)
-
-
-def cosine(step: int, steps: int, warmup: float = 0.05) -> float:
-    """Linear warm-up over the share `warmup` of the run, then half a cosine to zero (Loshchilov and Hutter, 2016)."""
-    ramp = max(1.0, warmup * steps)
-    if step < ramp:
-        return (step + 1) / (ramp + 1)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - ramp) / max(1.0, steps - ramp))))
-
-
-def one_cycle(step: int, steps: int, warmup: float = 0.25, start: float = 0.1) -> float:
-    """Straight up from `start` to 1 over the share `warmup` of the run, straight down to zero (Smith, 2018)."""
-    top = warmup * steps
-    if step < top:
-        return start + (1 - start) * step / top
-    return max(0.0, (steps - step) / max(1.0, steps - top))
-
-
-def constant(step: int, steps: int, warmup: float = 0.0) -> float:
-    """Linear warm-up over the share `warmup` of the run, then no change."""
-    return min(1.0, (step + 1) / (warmup * steps + 1))
-
-
-def multi_step(step: int, steps: int, milestones: Sequence[float], factor: float = 0.2, warmup: float = 0.0) -> float:
-    """Linear warm-up, then less by `factor` at each of the milestones, which are shares of the run."""
-    passed = sum(step >= milestone * steps for milestone in milestones)
-    return constant(step, steps, warmup) * factor**passed

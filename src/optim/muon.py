@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from src.strategies.moments import part_of, whole
+from src.optim.state import part_of, whole
 
 
 def muon(

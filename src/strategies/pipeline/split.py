@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from src.errors import UserError, nearest
 from src.models.dropout import dropouts, set_keys
+from src.utils.errors import UserError, nearest
 
 _FLOPS_PER_BYTE = 100  # what a link takes to send a byte, a device takes to do so many operations, or thereabouts
 

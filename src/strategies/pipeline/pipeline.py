@@ -22,13 +22,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.optim import Optimizer
 
 from src.data.batch import Batch
-from src.errors import UserError
 from src.strategies.gradients import average_over, clip_by_norm_over
+from src.strategies.pipeline.relay import Relay
+from src.strategies.pipeline.schedules import build_schedule, kind_of
+from src.strategies.pipeline.split import Block, Stage, cut, ordered_blocks, table
 from src.strategies.portable import PortableStrategy
-from src.strategies.relay import Relay
-from src.strategies.schedules import build_schedule, kind_of
-from src.strategies.split import Block, Stage, cut, ordered_blocks, table
 from src.strategies.sync_batchnorm import SyncedBatchNorm
+from src.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
 
@@ -82,8 +82,12 @@ class Pipeline(PortableStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        replicas, rank = self._replicas.size(), self._replicas.get_local_rank()
-        return {"num_replicas": replicas, "rank": rank, "interleaved": self.microbatches}
+        return {"num_replicas": self._replicas.size(), "rank": self._replicas.get_local_rank()}
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts that the schedule takes a batch apart into."""
+        return self.microbatches
 
     def setup_environment(self) -> None:
         self._setup_distributed()

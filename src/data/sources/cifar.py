@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.data.download import Archive, extract, fetch
-from src.errors import UserError
-from src.files import locked
+from src.data.sources.download import Archive, extract, fetch
+from src.utils.errors import UserError
+from src.utils.files import locked
 
 _RECONSTRUCT = np.empty(0).__reduce__()[0]  # lives elsewhere in every NumPy; the array itself knows
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.files import locked, replacing
+from src.utils.files import locked, replacing
 
 CLASSES = ["disc", "ring", "square", "frame", "triangle", "plus", "star", "bar", "half disc", "dumbbell"]
 _SIZE = 32

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from src.errors import UserError
+from src.utils.errors import UserError
 
 _TIMEOUT = 20.0  # seconds without a byte before the next address is tried
 _BLOCK = 1 << 20

@@ -12,8 +12,8 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from src.errors import UserError, nearest
-from src.launch.folder import with_saved_overrides, with_saved_sweep
+from src.cli.shorthands import with_saved_overrides, with_saved_sweep
+from src.utils.errors import UserError, nearest
 
 _CONF = Path(__file__).parents[2] / "conf"
 _FULL = "HYDRA_FULL_ERROR"  # Hydra's own switch: set to 1, every error keeps its traceback

@@ -1,0 +1,84 @@
+"""Whether a file is a complete checkpoint of a run, and of which network; what it holds."""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.types import _PATH
+from torch import Tensor
+
+from src.checkpoint import sharded
+from src.utils.errors import UserError
+
+
+def check_is_whole(path: Path, option: str = "ckpt_path") -> None:
+    """Find out whether `path` is a checkpoint of a run with every byte in its place.
+
+    Raises:
+        UserError: if not.
+    """
+    try:
+        if spoilt := zipfile.ZipFile(path).testzip():  # torch reads over a wrong check sum
+            raise zipfile.BadZipFile(f"{spoilt} is damaged")
+        sharded.check(read_run(path, option, map_location="meta", mmap=True), path)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file can raise anything
+        raise damaged(path, error, option) from error
+
+
+def check_is_checkpoint(option: str, path: Path) -> None:
+    """Find out, without reading the tensors, whether `path`, given by `option`, is a checkpoint of a run.
+
+    Raises:
+        UserError: if not.
+    """
+    read_run(path, option, map_location="meta", mmap=True)
+
+
+def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    """Find out whether the weights of a checkpoint are those of a module of this shape.
+
+    Raises:
+        UserError: if not.
+    """
+    odd = sorted(saved.keys() ^ own.keys()) or [name for name in own if saved[name].shape != own[name].shape]
+    if odd:
+        raise UserError(
+            f"ckpt_path holds another network than this run's `model`: they differ in {odd[0]}"
+            f"{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}; leave `model` and `data` as that run had them"
+        )
+
+
+def read_checkpoint(
+    path: _PATH, option: str = "ckpt_path", moments: bool = True, map_location: Any = "cpu", **options: Any
+) -> dict[str, Any]:
+    """What `torch.load` reads, of a sharded checkpoint with its tensors, but for the optimisers' if not `moments`.
+
+    Raises:
+        UserError: if it cannot be read; `option` is named.
+    """
+    try:
+        checkpoint = torch.load(path, weights_only=True, map_location=map_location, **options)
+        return checkpoint if map_location == "meta" else sharded.fill(checkpoint, Path(path), moments)
+    except Exception as error:  # a damaged file can raise anything
+        raise damaged(path, error, option) from error
+
+
+def read_run(path: _PATH, option: str, **options: Any) -> dict[str, Any]:
+    """The same, of a run.
+
+    Raises:
+        UserError: also if it is something else; `option` is named.
+    """
+    checkpoint = read_checkpoint(path, option, **options)
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise UserError(f"{option}={path} is no checkpoint of a training run: it has no `state_dict`")
+    return checkpoint
+
+
+def damaged(path: _PATH, error: Exception, option: str = "ckpt_path") -> UserError:
+    """What to say of a checkpoint that cannot be read."""
+    cause = str(error).split("\n")[0]
+    return UserError(f"{option}={path} is no whole checkpoint ({cause}): take another")

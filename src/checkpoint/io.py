@@ -1,0 +1,72 @@
+"""Checkpoint files: complete or absent, and readable without running code."""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from src.checkpoint import sharded
+from src.checkpoint.integrity import read_checkpoint
+from src.checkpoint.run_files import LAST, PREVIOUS
+from src.utils.errors import UserError
+from src.utils.files import replacing
+
+_log = logging.getLogger(__name__)
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint under a temporary name, syncs it and renames it."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
+        """Write the file.
+
+        Raises:
+            UserError: if the disk is full or cannot be written to; a file that was there stays as it was.
+        """
+        file = Path(path)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file) as temporary:
+                with temporary.open("wb") as stream:
+                    torch.save(checkpoint, stream)
+                if file.name == LAST and file.exists():
+                    _keep(file, file.with_name(PREVIOUS))
+        except (OSError, RuntimeError) as error:  # torch's zip writer turns some of the former into the latter
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError):
+                raise
+            raise unwritable(file, cause) from error
+
+    def load_checkpoint(self, path: _PATH, map_location: Any = "cpu", weights_only: Any = True) -> dict[str, Any]:
+        """Read the file, tensors and plain containers only.
+
+        Raises:
+            UserError: if it is no checkpoint, or not a whole one.
+        """
+        return read_checkpoint(path, map_location=map_location)
+
+    def remove_checkpoint(self, path: _PATH) -> None:
+        super().remove_checkpoint(path)
+        sharded.discard(Path(path))
+
+
+def unwritable(file: Path, cause: OSError) -> UserError:
+    """What to say of a checkpoint that cannot be written."""
+    return UserError(
+        f"cannot write the checkpoint {file} ({cause}): free some space, then continue with "
+        f"ckpt_path={file.parent.parent}; the checkpoints that are there are whole"
+    )
+
+
+def _keep(file: Path, name: Path) -> None:
+    """Give the file a second name, under which it outlives its replacement."""
+    with replacing(name) as temporary:
+        try:
+            os.link(file, temporary)
+        except OSError:  # not every file system can
+            shutil.copyfile(file, temporary)

@@ -1,0 +1,56 @@
+"""Short forms on the command line: `ckpt_path=RUN_DIR` and `sweep=FOLDER` stand for what was typed before."""
+
+from collections.abc import Iterable
+from itertools import accumulate
+from pathlib import Path
+
+import yaml
+from omegaconf import OmegaConf
+
+from src.run.folder import CONFIG, folder_of
+from src.utils.errors import UserError
+
+_SWEEP = "multirun.yaml"  # Hydra's own record of a sweep
+
+
+def with_saved_overrides(argv: list[str]) -> list[str]:
+    """The command line with the overrides of the run in `ckpt_path=`, if there is one, in front of its own.
+
+    An option given again replaces the saved one; a group chosen anew (`model=...`) all those of the group.
+    """
+    at = next((place for place, word in enumerate(argv) if word.startswith("ckpt_path=")), None)
+    folder = folder_of(Path(argv[at].partition("=")[2].strip("'\""))) if at is not None else None
+    if folder is None:
+        return argv
+    return [*argv[:at], *_not_given(OmegaConf.load(folder / CONFIG).overrides, argv), *argv[at:]]
+
+
+def with_saved_sweep(argv: list[str]) -> list[str]:
+    """The command line that started the sweep in `sweep=`, if there is one, with its own overrides behind.
+
+    Raises:
+        UserError: if there is no sweep in that folder.
+    """
+    at = next((place for place, word in enumerate(argv) if word.startswith("sweep=")), None)
+    if at is None:
+        return argv
+    folder = Path(argv[at].partition("=")[2].strip("'\"")).expanduser().absolute()
+    if not (folder / _SWEEP).is_file():
+        raise UserError(
+            f"{argv[at]}: there is no sweep in that folder ({folder / _SWEEP}): give the one it was made in"
+        )
+    saved = yaml.safe_load((folder / _SWEEP).read_text())["hydra"]["overrides"]  # as typed, nothing resolved
+    quoted = str(folder).replace("'", "\\'")
+    own = [word for word in saved["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
+    words = [*_not_given([*own, *saved["task"]], argv), f"hydra.sweep.dir='{quoted}'"]
+    return [argv[0], *([] if {"-m", "--multirun"} & set(argv) else ["-m"]), *argv[1:at], *words, *argv[at + 1 :]]
+
+
+def _not_given(saved: Iterable[str], argv: list[str]) -> list[str]:
+    """The saved overrides of options that are not given again, nor is the group they belong to."""
+    given = {_name(word) for word in argv}
+    return [word for word in saved if not given.intersection(accumulate(_name(word).split("."), "{}.{}".format))]
+
+
+def _name(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0].replace("/", ".")

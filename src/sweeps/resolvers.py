@@ -1,0 +1,12 @@
+"""The resolvers that `hydra.run.dir` and `hydra.sweep.subdir` in conf/train.yaml use."""
+
+from omegaconf import OmegaConf
+
+from src.run.folder import run_folder
+from src.sweeps.record import job_folder
+
+
+def register_resolvers() -> None:
+    """Let `hydra.run.dir` be `${run_folder:...}`, and name the folders of a sweep's jobs."""
+    OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
