@@ -16,16 +16,16 @@ from src.run.folder import remove_if_unused
 from src.sweeps.optuna_sweeper import register_sweeper
 from src.sweeps.resolvers import register_resolvers
 from src.utils.errors import UserError
-from src.utils.gc_pause import uncollected
+from src.utils.gc_pause import gc_paused
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict[str, float] | float:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        with uncollected():
+        with gc_paused():
             from src.sweeps.job import run_job
         return run_job(cfg)
-    with uncollected():
+    with gc_paused():
         from src.launch.start import launch
     try:
         return launch(cfg)

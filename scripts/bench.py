@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rich.console import Console
 
 from scripts.benchmarks import cases, parallel
-from scripts.benchmarks.cases import make_pictures
+from scripts.benchmarks.cases import make_images
 from scripts.benchmarks.programs import Case, Readings, in_turn
 from scripts.benchmarks.report import header, plot, table, write
 
@@ -36,13 +36,13 @@ def main() -> None:
     if unknown := set(options.measurements) - set(BENCHMARKS):
         parser.error(f"no such measurement: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
     if "accuracy" in options.measurements and not options.data:
-        parser.error("accuracy is nothing without real pictures: give --data")
+        parser.error("accuracy is nothing without real images: give --data")
     out, console = options.out.resolve(), Console()
-    pictures = options.data.resolve() if options.data else make_pictures(out / "pictures")
+    images = options.data.resolve() if options.data else make_images(out / "images")
     console.print(header())
     found: dict[str, list[tuple[Case, Readings]]] = {}
     for name in options.measurements or [name for name in BENCHMARKS if options.data or name != "accuracy"]:
-        for case in BENCHMARKS[name](pictures):
+        for case in BENCHMARKS[name](images):
             if re.search(options.only, case.name):
                 case.keep(options.programs)
                 readings = in_turn(case, options.rounds, out / "scratch")

@@ -23,7 +23,7 @@ def convert(source: Path, target: Path, shards: bool) -> None:
     """Copy `source` to `target`, which is replaced if it is there.
 
     Raises:
-        UserError: if there is no whole checkpoint, or no place to write to.
+        UserError: if there is no complete checkpoint, or no place to write to.
     """
     if not checkpoint_file(source).is_file():
         raise UserError(f"source={source}: there is no such file or run folder")
@@ -39,7 +39,7 @@ def convert(source: Path, target: Path, shards: bool) -> None:
             sharded.write(checkpoint, folder)
         except OSError as error:
             raise UserError(f"target={target} cannot be written ({error.strerror})") from error
-        checkpoint = sharded.replaced(checkpoint, lambda _, tensor: torch.empty_like(tensor, device="meta"))
+        checkpoint = sharded.map_tensors(checkpoint, lambda _, tensor: torch.empty_like(tensor, device="meta"))
         checkpoint[sharded.SHARDS] = folder.name
     files.save_checkpoint(checkpoint, target)
     sharded.discard(target)

@@ -49,7 +49,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides that train on a few hundred drawn shapes."""
+    """Overrides that train on a few hundred synthetic shapes."""
     root = tmp_path_factory.mktemp("data")
     Shapes(**SIZES).prepare(root)
     return ["data=shapes", f"data.root={root}", *(f"data.source.{name}={size}" for name, size in SIZES.items())]
@@ -57,7 +57,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A few random pictures in the official layout of both data sets."""
+    """A few random images in the official layout of both data sets."""
     root, rng = tmp_path_factory.mktemp("cifar"), np.random.default_rng(0)
     for kind, classes in ((CIFAR10, 10), (CIFAR100, 100)):
         for names in kind.members.values():

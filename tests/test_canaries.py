@@ -141,7 +141,7 @@ class SetUp(SingleDeviceStrategy):
 
 
 def test_lightning_lets_a_strategy_take_the_model_apart() -> None:
-    """src/strategies/portable.py calls Strategy.setup, which calls `_setup_model` before it makes the optimisers."""
+    """ShardedStateStrategy calls Strategy.setup, which calls `_setup_model` before it makes the optimisers."""
     strategy = SetUp()
     train(strategy=strategy)
     order = [strategy.calls.index(name) for name in ("model_to_device", "_setup_model", "setup_optimizers")]
@@ -176,7 +176,7 @@ def test_lightning_takes_the_signals_unless_it_is_stopped() -> None:
 
 
 def test_torch_writes_check_sums() -> None:
-    """src/checkpoint/io.py tells a damaged checkpoint by them."""
+    """src/checkpoint/io.py tells a corrupt checkpoint by them."""
     assert torch.serialization.get_crc32_options()
 
 

@@ -1,4 +1,4 @@
-"""What is measured: each function gives the cases of one measurement, on pictures in the folder that it is told."""
+"""What is measured: each function gives the cases of one measurement, on images in the folder that it is told."""
 
 import csv
 import os
@@ -12,12 +12,12 @@ STEPS = {"tiny": 2000, "resnet9w4b32": 1000, "resnet9w4": 400, "resnet9": 200, "
 EVERY = {"tiny": 50, "resnet9w4b32": 100, "resnet9w4": 40, "resnet9": 20, "resnet18": 5}  # between its log points
 
 
-def ours(name: str, net: str, pictures: Path, steps: int, every: int, *overrides: str, devices: int = 1) -> Program:
+def ours(name: str, net: str, images: Path, steps: int, every: int, *overrides: str, devices: int = 1) -> Program:
     """This template as it is used: progress bar, metrics.csv, wandb, metrics, checkpoints."""
     clock = ["_target_=scripts.peers.clock.Clock", "file={scratch}/clock.json", f"every={every}"]
     settings = [
         *OVERRIDES[net],
-        f"data.root={pictures}",
+        f"data.root={images}",
         f"trainer.devices={devices}",
         f"trainer.max_steps={steps}",
         "trainer.max_epochs=-1",
@@ -31,20 +31,20 @@ def ours(name: str, net: str, pictures: Path, steps: int, every: int, *overrides
 
 
 def peer(
-    name: str, script: str, net: str, pictures: Path, steps: int, every: int, *options: str, processes: int = 1
+    name: str, script: str, net: str, images: Path, steps: int, every: int, *options: str, processes: int = 1
 ) -> Program:
     """A program of `scripts/peers`, told what `ours` is."""
-    told = ["--net", net, "--data", pictures, "--clock", "{scratch}/clock.json", "--steps", steps, "--log-every", every]
+    told = ["--net", net, "--data", images, "--clock", "{scratch}/clock.json", "--steps", steps, "--log-every", every]
     told += ["--batch", BATCH.get(net, 128)]
     return Program(name, python(f"{PEERS}/{script}", *told, *options, processes=processes))
 
 
-def overhead(pictures: Path) -> list[Case]:
+def overhead(images: Path) -> list[Case]:
     """A step on one device: by hand, in plain Lightning with each habit of the tutorials, and ours."""
-    habits = {"bar": "bar", "metrics": "metrics", "pictures one by one": "pictures", "all": "bar,metrics,pictures"}
+    habits = {"bar": "bar", "metrics": "metrics", "images one by one": "images", "all": "bar,metrics,images"}
     cases = []
     for net in STEPS:
-        told = (net, pictures, STEPS[net], EVERY[net])
+        told = (net, images, STEPS[net], EVERY[net])
         programs = [
             peer("hand-written", "handwritten.py", *told),
             peer("Lightning, barebones", "lightning_loop.py", *told),
@@ -59,11 +59,11 @@ def overhead(pictures: Path) -> list[Case]:
     return cases
 
 
-def ddp(pictures: Path) -> list[Case]:
+def ddp(images: Path) -> list[Case]:
     """A step of DistributedDataParallel on two processes: by hand under torchrun, and ours."""
     cases = []
     for net in STEPS:
-        told = (net, pictures, STEPS[net], EVERY[net])
+        told = (net, images, STEPS[net], EVERY[net])
         programs = [
             peer("hand-written, torchrun", "handwritten.py", *told, processes=2),
             ours("this template, sync_batchnorm=false", *told, "trainer.sync_batchnorm=false", devices=2),
@@ -73,19 +73,19 @@ def ddp(pictures: Path) -> list[Case]:
     return cases
 
 
-def data(pictures: Path) -> list[Case]:
+def data(images: Path) -> list[Case]:
     """Loader and augmentation alone, without a network."""
-    told = ["--data", pictures, "--clock", "{scratch}/clock.json"]
-    paths = {"PIL, picture by picture": "pil", "this template": "ours"}
+    told = ["--data", images, "--clock", "{scratch}/clock.json"]
+    paths = {"PIL, image by image": "pil", "this template": "ours"}
     programs = [Program(name, python(f"{PEERS}/data_path.py", *told, "--path", path)) for name, path in paths.items()]
-    return [Case("a batch of 128 pictures", "step ms", programs)]
+    return [Case("a batch of 128 images", "step ms", programs)]
 
 
-def startup(pictures: Path) -> list[Case]:
+def startup(images: Path) -> list[Case]:
     """From the command to the end of the first step, on one process and two; and `--help`."""
     cases = []
     for processes in (1, 2):
-        told = ("resnet9", pictures, 3, 1)
+        told = ("resnet9", images, 3, 1)
         by_hand = peer("hand-written", "handwritten.py", *told, processes=processes)
         by_us = [ours("this template", *told, devices=processes)]
         by_us += [ours("this template, logger=none", *told, "logger=none", devices=processes)]
@@ -93,9 +93,9 @@ def startup(pictures: Path) -> list[Case]:
     return [*cases, Case("train.py --help", "seconds", [Program("--help", python("train.py", "--help"))])]
 
 
-def accuracy(pictures: Path) -> list[Case]:
+def accuracy(images: Path) -> list[Case]:
     """The recipe that takes minutes: accuracy on the test set, and the seconds to it. Only with --data."""
-    quiet = [f"data.root={pictures}", "run_dir={scratch}/run", "logger=none"]
+    quiet = [f"data.root={images}", "run_dir={scratch}/run", "logger=none"]
     program = Program("speedrun", python("train.py", "experiment=speedrun", *quiet), _accuracies)
     return [Case("to the end of the recipe", "seconds", [program])]
 
@@ -115,8 +115,8 @@ BENCHMARKS: dict[str, Callable[[Path], list[Case]]] = {
 }
 
 
-def make_pictures(folder: Path) -> Path:
-    """Noise in the official files of CIFAR-10: speed does not depend on what is in the pictures."""
+def make_images(folder: Path) -> Path:
+    """Noise in the official files of CIFAR-10: speed does not depend on what is in the images."""
     import pickle
 
     import numpy as np

@@ -17,14 +17,14 @@ _ONE_GPU_EACH = ("dp",)
 BATCH, TIMED, EVERY, PROFILED = 128, 40, 10, 8  # samples; steps
 
 
-def strategies(pictures: Path) -> list[Case]:
+def strategies(images: Path) -> list[Case]:
     """Every strategy on 1, 2 and 4 processes, a batch of 128 over all: speed, memory, communication.
 
     Also reads each rank's memory and communication, as `scripts/peers/communication.py` says.
     """
     names = sorted(file.stem for file in (ROOT / "conf/strategy").glob("*.yaml"))
     programs = [
-        _strategy(name, processes, pictures) for processes in WORLDS for name in names if _possible(name, processes)
+        _strategy(name, processes, images) for processes in WORLDS for name in names if _possible(name, processes)
     ]
     programs.sort(key=lambda program: not program.name.startswith("auto"))
     return [Case("resnet9", "samples/s", programs)]
@@ -36,11 +36,11 @@ def _possible(name: str, processes: int) -> bool:
     return processes == 1 if name == "auto" else not (name in _EVEN and processes % 2)
 
 
-def _strategy(name: str, processes: int, pictures: Path) -> Program:
+def _strategy(name: str, processes: int, images: Path) -> Program:
     profiled = ["_target_=scripts.peers.communication.Communication", "file={scratch}/rank"]
     profiled += [f"first={TIMED}", f"last={TIMED + PROFILED}"]
     settings = [f"strategy={name}", *(f"+callbacks.communication.{setting}" for setting in profiled)]
-    program = ours(f"{name} x{processes}", "resnet9", pictures, TIMED + PROFILED, EVERY, *settings, devices=processes)
+    program = ours(f"{name} x{processes}", "resnet9", images, TIMED + PROFILED, EVERY, *settings, devices=processes)
     program.read, program.samples = _ranks, BATCH
     return program
 
@@ -52,20 +52,20 @@ def _ranks(scratch: Path) -> dict[str, float]:
     return {"MB": max(rank["MB"] for rank in ranks)} | {f"{name} %": share for name, share in shares.items()}
 
 
-def pipeline(pictures: Path, stages: int = 2, microbatches: int = 8) -> list[Case]:
+def pipeline(images: Path, stages: int = 2, microbatches: int = 8) -> list[Case]:
     """A pipeline of two processes and 4 x 2 micro-batches: by hand, ours, and the ideal of its schedule.
 
     The ideal is what a process takes for the same micro-batches while others do so beside it, over the stages, and what
     the bubble leaves of a step.
     """
-    peers = ("handwritten_pipeline.py", "resnet9", pictures, TIMED, EVERY, "--microbatches", str(microbatches))
+    peers = ("handwritten_pipeline.py", "resnet9", images, TIMED, EVERY, "--microbatches", str(microbatches))
     settings = ["strategy=pipeline", f"strategy.microbatches={microbatches}"]
     cases = []
     for name, kind in SCHEDULES.items():
         share = 1 / stages / (1 - kind.bubble(stages, microbatches))
         by_hand = peer("hand-written, torchrun", *peers, "--schedule", name, processes=stages)
         by_us = ours(
-            "this template", "resnet9", pictures, TIMED, EVERY, *settings, f"strategy.schedule={name}", devices=stages
+            "this template", "resnet9", images, TIMED, EVERY, *settings, f"strategy.schedule={name}", devices=stages
         )
         beside = peer("one process beside another", *peers, "--schedule", "none", processes=stages)
         by_hand.ideal = by_us.ideal = (beside.name, share)
@@ -73,7 +73,7 @@ def pipeline(pictures: Path, stages: int = 2, microbatches: int = 8) -> list[Cas
     return cases
 
 
-def allreduce(pictures: Path) -> list[Case]:
+def allreduce(images: Path) -> list[Case]:
     """ResNet-18's gradients over 2 and 4 processes: the time, and its share of the ring's bound."""
     cases = []
     for processes in WORLDS[1:]:

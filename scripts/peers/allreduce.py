@@ -33,9 +33,9 @@ def main() -> None:
     count = sum(weight.numel() for weight in NETS[options.net]().parameters())
     gradients = torch.zeros(count, device=device)
     pieces = gradients.split(int(options.bucket_mb * 2**20 / 4) if options.bucket_mb else count)
-    there_and_back = _seconds(lambda: _swap(gradients, rank), options.repeats, device)
+    v_shape = _seconds(lambda: _swap(gradients, rank), options.repeats, device)
     reduced = _seconds(lambda: _reduce(pieces), options.repeats, device)
-    bandwidth = 2 * gradients.nbytes / there_and_back
+    bandwidth = 2 * gradients.nbytes / v_shape
     bound = 2 * (world - 1) / world * gradients.nbytes / bandwidth
     if rank == 0:
         found = {"all-reduce ms": 1000 * reduced, "bound ms": 1000 * bound, "share of bound %": 100 * bound / reduced}

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from scripts.peers.handwritten import arguments
 from scripts.peers.marks import Marks
-from src.utils.malloc import keep_memory
+from src.utils.malloc import tune_malloc
 
 
 def ours(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
@@ -35,7 +35,7 @@ def ours(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
 
 
 def pil(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
-    """Picture by picture."""
+    """Image by image."""
     from scripts.peers.pil_pipeline import loader
 
     yield from loader(folder, batch)
@@ -48,7 +48,7 @@ def main() -> None:
     from src.sweeps.resolvers import register_resolvers
 
     register_resolvers()
-    keep_memory()
+    tune_malloc()
     marks = Marks(options.clock, options.log_every)
     batches = {"ours": ours, "pil": pil}[options.path](options.data, options.batch, options.clock.parent)
     for step, _ in enumerate(batches, start=1):

@@ -1,6 +1,6 @@
 """The loop that one would write by hand, for `scripts/bench.py`: no Lightning, no Hydra, the same work per step.
 
-Same network, pictures, order, augmentation, optimiser, schedule and log points as `train.py`, in float32; on several
+Same network, images, order, augmentation, optimiser, schedule and log points as `train.py`, in float32; on several
 processes `torchrun --nproc-per-node=N scripts/peers/handwritten.py ...` makes it DistributedDataParallel. Between log
 points nothing waits for the device.
 """
@@ -28,7 +28,7 @@ from src.data.augment.pixels import normalize, sample_keys
 from src.data.hashing import permutation
 from src.data.sources.cifar import CIFAR10
 from src.optim.schedules import one_cycle
-from src.utils.malloc import keep_memory
+from src.utils.malloc import tune_malloc
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 
@@ -56,18 +56,18 @@ def join() -> tuple[int, int, torch.device]:
 
 
 def begin(options: argparse.Namespace, device: torch.device) -> tuple[Bordered, Tensor, nn.Module]:
-    """The training set's pictures and labels, and the network, on the device."""
-    keep_memory()  # as the template does: it is the loops that are compared
+    """The training set's images and labels, and the network, on the device."""
+    tune_malloc()  # as the template does: it is the loops that are compared
     torch.manual_seed(0)
     images, labels = (tensor.to(device) for tensor in CIFAR10([]).load(options.data, "train"))
     net = NETS[options.net]().to(device, memory_format=layout_of(options))  # type: ignore[call-overload]
     return Bordered(images, 4), labels, net
 
 
-def batches_of_epoch(pictures: int, batch: int, epoch: int) -> Tensor:
+def batches_of_epoch(images: int, batch: int, epoch: int) -> Tensor:
     """The indices of a batch in each row."""
-    order = permutation(pictures, 0, epoch)
-    return order[: pictures // batch * batch].view(-1, batch)
+    order = permutation(images, 0, epoch)
+    return order[: images // batch * batch].view(-1, batch)
 
 
 def layout_of(options: argparse.Namespace) -> torch.memory_format:
@@ -88,14 +88,14 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     marks = Marks(options.clock, options.log_every)
     rank, world, device = join()
-    pictures, labels, net = begin(options, device)
+    images, labels, net = begin(options, device)
     model = DistributedDataParallel(net, gradient_as_bucket_view=True) if world > 1 else net
     optimizer, schedule = optimizer_of(list(model.parameters()), options.steps)
     layout = layout_of(options)
     rows, step = csv.writer(options.clock.with_suffix(".csv").open("w")), 0
     for epoch in range(options.steps):
         batches = batches_of_epoch(len(labels), options.batch, epoch).to(device)[:, rank::world]
-        crops = pictures.crops(batches, sample_keys(0, epoch, batches), True)
+        crops = images.crops(batches, sample_keys(0, epoch, batches), True)
         for label, image in zip(labels[batches], crops, strict=True):
             image = normalize(image, MEAN, STD, torch.float32).contiguous(memory_format=layout)
             loss = F.cross_entropy(model(image), label)

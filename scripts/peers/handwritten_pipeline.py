@@ -1,8 +1,8 @@
 """A pipeline as one would write it with torch.distributed.pipelining, for `scripts/bench.py`: no Lightning, no Hydra.
 
 `torchrun --nproc-per-node=N scripts/peers/handwritten_pipeline.py ...` cuts the network where `train.py` does, into
-the same micro-batches, with pictures, optimiser, learning rates and log points of `handwritten.py`. The rank of the
-first stage alone makes pictures, that of the last alone has the loss. With `--schedule none` nothing is cut or sent:
+the same micro-batches, with images, optimiser, learning rates and log points of `handwritten.py`. The rank of the
+first stage alone makes images, that of the last alone has the loss. With `--schedule none` nothing is cut or sent:
 each process trains the whole network on the same micro-batches, from which a pipeline's ideal is reckoned.
 """
 
@@ -41,18 +41,18 @@ def pipeline(
     net: nn.Module, name: str, microbatches: int, batch: int, rank: int, world: int, device: torch.device, loss: Any
 ) -> tuple[Any, list[nn.Module], list[int]]:
     """The schedule, this rank's stages, and the rank of each stage."""
-    kind, pictures = SCHEDULES[name], torch.zeros(batch // microbatches, 3, 32, 32, device=device)
-    owners = kind.owners(world)
-    parts = cut(ordered_blocks(net, pictures), len(owners), "auto")
-    own = [number for number, owner in enumerate(owners) if owner == rank]
+    kind, images = SCHEDULES[name], torch.zeros(batch // microbatches, 3, 32, 32, device=device)
+    stage_to_rank = kind.stage_to_rank(world)
+    parts = cut(ordered_blocks(net, images), len(stage_to_rank), "auto")
+    own = [number for number, owner in enumerate(stage_to_rank) if owner == rank]
     modules = [Stage(parts[number], parts[number - 1][-1] if number else None) for number in own]
-    shapes = [pictures.to("meta"), *(part[-1].sent.requires_grad_() for part in parts)]
+    shapes = [images.to("meta"), *(part[-1].sent.requires_grad_() for part in parts)]
     stages = [
-        PipelineStage(module, number, len(owners), device, (shapes[number],), (shapes[number + 1],))
+        PipelineStage(module, number, len(stage_to_rank), device, (shapes[number],), (shapes[number + 1],))
         for number, module in zip(own, modules, strict=True)
     ]
     given: Any = stages[0] if kind.stages_per_rank == 1 else stages
-    return kind.schedule(given, microbatches, loss_fn=loss, scale_grads=False), list(modules), owners
+    return kind.schedule(given, microbatches, loss_fn=loss, scale_grads=False), list(modules), stage_to_rank
 
 
 def main() -> None:
@@ -62,27 +62,27 @@ def main() -> None:
     options = parser.parse_args()
     marks = Marks(options.clock, options.log_every)
     rank, world, device = join()
-    pictures, labels, net = begin(options, device)
+    images, labels, net = begin(options, device)
 
     def loss_of(output: Tensor, label: Tensor) -> Tensor:
         return F.cross_entropy(output, label, reduction="sum") / options.batch
 
     schedule: Any = Alone(net, options.microbatches, loss_of)
-    modules, owners = [net], [rank]
+    modules, stage_to_rank = [net], [rank]
     if options.schedule != "none":
-        schedule, modules, owners = pipeline(
+        schedule, modules, stage_to_rank = pipeline(
             net, options.schedule, options.microbatches, options.batch, rank, world, device, loss_of
         )
     weights: list[Tensor] = [weight for module in modules for weight in module.parameters()]
     optimizer, factors = optimizer_of(weights, options.steps)
     rows, step = csv.writer(options.clock.with_suffix(f".{rank}.csv").open("w")), 0
-    first, last = rank == owners[0], rank == owners[-1]
+    first, last = rank == stage_to_rank[0], rank == stage_to_rank[-1]
     while step < options.steps:
         epoch, number = divmod(step, len(labels) // options.batch)
         if number == 0:
             batches = batches_of_epoch(len(labels), options.batch, epoch).to(device)
             batches = batches.unflatten(1, (-1, options.microbatches)).transpose(1, 2).flatten(1)
-            crops = pictures.crops(batches, sample_keys(0, epoch, batches), True)
+            crops = images.crops(batches, sample_keys(0, epoch, batches), True)
         given: tuple[Tensor, ...] = ()
         goal: dict[str, Any] = {}
         if first:

@@ -1,7 +1,7 @@
 """Plain Lightning, for `scripts/bench.py`: `--habits barebones`, or the usual ones, which cost what they cost.
 
 Barebones is `Trainer(barebones=True)`, nothing logged, with the data path, optimiser and schedule of `handwritten.py`.
-The usual habits are those of many a tutorial: pictures one by one through PIL, torchmetrics as they come, loss and
+The usual habits are those of many a tutorial: images one by one through PIL, torchmetrics as they come, loss and
 accuracy of every step logged to the progress bar, a CSV file and a checkpoint per epoch. Each can be had alone, to see
 what it costs.
 """
@@ -28,9 +28,9 @@ from scripts.peers.nets import NETS
 from src.data.augment.crops import Bordered
 from src.data.augment.pixels import normalize, sample_keys
 from src.data.sources.cifar import CIFAR10
-from src.utils.malloc import keep_memory
+from src.utils.malloc import tune_malloc
 
-HABITS = ("bar", "metrics", "pictures")
+HABITS = ("bar", "metrics", "images")
 
 
 class Batches:
@@ -39,11 +39,11 @@ class Batches:
     def __init__(self, folder: Path, batch: int, layout: torch.memory_format) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         images, self.labels = (tensor.to(device) for tensor in CIFAR10([]).load(folder, "train"))
-        self.pictures, self.batch, self.layout = Bordered(images, 4), batch, layout
+        self.images, self.batch, self.layout = Bordered(images, 4), batch, layout
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         batches = batches_of_epoch(len(self.labels), self.batch, 0).to(self.labels.device)
-        crops = self.pictures.crops(batches, sample_keys(0, 0, batches), True)
+        crops = self.images.crops(batches, sample_keys(0, 0, batches), True)
         for label, image in zip(self.labels[batches], crops, strict=True):
             image = normalize(image, MEAN, STD, torch.float32).contiguous(memory_format=self.layout)
             yield image, label
@@ -80,9 +80,9 @@ def main() -> None:
     layout = layout_of(options)
     habits = [] if options.habits == "barebones" else options.habits.split(",")
     warnings.simplefilter("ignore")
-    keep_memory()  # as the template does: it is the loops that are compared
+    tune_malloc()  # as the template does: it is the loops that are compared
     torch.manual_seed(0)
-    if "pictures" in habits:
+    if "images" in habits:
         from scripts.peers.pil_pipeline import loader
 
         data: Any = loader(options.data, options.batch)

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from src.utils.consensus import Agreement
+from src.utils.consensus import RankConsensus
 from src.utils.errors import UserError
 
 
@@ -44,10 +44,10 @@ class LastCheckpoint(ModelCheckpoint):
         self._steps = every_n_train_steps
         self._seconds = _seconds(train_time_interval)
         self._saved_at = time.monotonic()
-        self._agreement = Agreement()
+        self._consensus = RankConsensus()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._saved_at, self._agreement = time.monotonic(), Agreement()
+        self._saved_at, self._consensus = time.monotonic(), RankConsensus()
         self._last_global_step_saved = trainer.global_step  # what a resumed run begins with is saved already
 
     on_train_batch_end = None  # type: ignore[assignment]  # Lightning's would save here already
@@ -57,7 +57,7 @@ class LastCheckpoint(ModelCheckpoint):
             return
         due = self._steps is not None and trainer.global_step % self._steps == 0
         if self._seconds is not None:
-            due = bool(self._agreement.reached(trainer, self._is_time)) or due
+            due = bool(self._consensus.poll(trainer, self._is_time)) or due
         if due and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 

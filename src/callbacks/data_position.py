@@ -58,11 +58,11 @@ class DataPosition(L.Callback):
 
 def _order(data: Any) -> dict[str, int | str]:
     """What fixes the global batches, and so what a position means."""
-    indices = data.splits["train"].members
+    indices = data.splits["train"].indices
     return {
         "data.batch_size": data.global_batch_size,
         "seed": data.seed,
-        "training pictures": len(indices),
+        "training images": len(indices),
         "training indices (SHA-256)": hashlib.sha256(indices.cpu().numpy().tobytes()).hexdigest()[:16],
         "steps per epoch": data.steps_per_epoch,
     }

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
 
-class LastingEarlyStopping(EarlyStopping):
+class ResumableEarlyStopping(EarlyStopping):
     """Lightning's EarlyStopping, with a decision that lasts: a stopped run that is started again stays stopped.
 
     Each validation counts once. The options come from the configuration, not from the checkpoint, so that a larger

@@ -1,4 +1,4 @@
-"""How far generated pictures are from real ones, by the features of a classifier."""
+"""How far generated images are from real ones, by the features of a classifier."""
 
 import logging
 from typing import Any
@@ -18,33 +18,34 @@ _log = logging.getLogger(__name__)
 
 class FrechetDistance(L.Callback):
     """Logs `val/frechet` and `test/frechet`: the distance of Heusel et al., "GANs trained by a two time-scale update
-    rule" (2017), between the real pictures and as many generated ones, less being better.
+    rule" (2017), between the real images and as many generated ones, less being better.
 
     It is no FID: the features are not Inception's, but what the last linear layer of a classifier of this template
     sees. So it compares generators that were judged alike, and nothing else.
 
     Args:
-        judge: a run folder or checkpoint of a classifier; without one, a network with random weights, always the same,
-            which tells less (Naeem et al., "Reliable fidelity and diversity metrics for generative models", 2020).
+        feature_checkpoint: a run folder or checkpoint of a classifier. Without one, the features are those of a network
+            with random weights, always the same, which tells less (Naeem et al., "Reliable fidelity and diversity
+            metrics for generative models", 2020).
 
     Raises:
-        UserError: if the checkpoint is of no classifier, or the module makes no pictures.
+        UserError: if the checkpoint is of no classifier, or the module makes no images.
     """
 
-    def __init__(self, judge: str | None = None) -> None:
-        self.judge = judge
+    def __init__(self, feature_checkpoint: str | None = None) -> None:
+        self.feature_checkpoint = feature_checkpoint
         self._distance: FrechetInceptionDistance | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Make the metric in this process: a spawned one would share its parent's memory."""
         if not hasattr(pl_module, "sample"):
-            raise UserError("callbacks.frechet is for modules that make pictures: leave it out, or take experiment=gan")
-        features = _trained(self.judge) if self.judge else _random()
+            raise UserError("callbacks.frechet is for modules that make images: leave it out, or take experiment=gan")
+        features = _trained(self.feature_checkpoint) if self.feature_checkpoint else _random()
         self._distance = FrechetInceptionDistance(feature=features)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        judge = self.judge or "a network with random weights (callbacks.frechet.judge=RUN_DIR takes a trained one)"
-        _log.info("  frechet is by the features of %s", judge)
+        random = "a network with random weights (callbacks.frechet.feature_checkpoint=RUN_DIR takes a trained one)"
+        _log.info("  frechet is by the features of %s", self.feature_checkpoint or random)
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         self._compare(trainer, outputs, batch)
@@ -59,7 +60,7 @@ class FrechetDistance(L.Callback):
         self._log(pl_module, "test/frechet")
 
     def _compare(self, trainer: L.Trainer, fake: Tensor, batch: Batch) -> None:
-        """Count the pictures that are no padding: of a rank's batch that may be none, which counts too, as zero.
+        """Count the images that are no padding: of a rank's batch that may be none, which counts too, as zero.
 
         (A metric that was never updated has no `orig_dtype`, which its `compute` asks for on every rank.)
         """
@@ -69,14 +70,14 @@ class FrechetDistance(L.Callback):
         distance.update(trainer.datamodule.to_pixels(fake[counted].float()), real=False)
 
     def _log(self, module: L.LightningModule, name: str) -> None:
-        """All ranks' pictures together."""
+        """All ranks' images together."""
         assert self._distance is not None
         module.log(name, self._distance.compute().float(), prog_bar=True)
         self._distance.reset()
 
 
 class _Features(nn.Module):
-    """Pictures in [0, 1] to what the last linear layer of a network sees."""
+    """Images in [0, 1] to what the last linear layer of a network sees."""
 
     def __init__(self, net: nn.Module, mean: list[float], std: list[float]) -> None:
         super().__init__()
@@ -89,8 +90,8 @@ class _Features(nn.Module):
         return self.net((pixels - self.mean) / self.std)
 
 
-def _trained(judge: str) -> _Features:
-    net, config = network_of(judge, "callbacks.frechet.judge")
+def _trained(feature_checkpoint: str) -> _Features:
+    net, config = network_of(feature_checkpoint, "callbacks.frechet.feature_checkpoint")
     return _Features(net, list(config.data.mean), list(config.data.std))
 
 

@@ -1,4 +1,4 @@
-"""The classes of a folder's pictures, as a table."""
+"""The classes of a folder's images, as a table."""
 
 import csv
 import logging
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes `predictions.csv` into the run folder: each picture's file, likeliest class, and its probability."""
+    """Writes `predictions.csv` into the run folder: each image's file, likeliest class, and its probability."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("epoch")
@@ -38,6 +38,6 @@ class PredictionWriter(BasePredictionWriter):
             writer = csv.writer(stream)
             writer.writerow(["file", "class", "probability"])
             for number, (label, probability) in sorted(found.items()):
-                file = trainer.predict_dataloaders.dataset.files[number].relative_to(data.pictures)
+                file = trainer.predict_dataloaders.dataset.files[number].relative_to(data.predict_dir)
                 writer.writerow([file, data.source.classes[label], f"{probability:.4f}"])
-        _log.info("the classes of %d pictures are in %s", len(found), self.file)
+        _log.info("the classes of %d images are in %s", len(found), self.file)

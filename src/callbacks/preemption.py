@@ -9,12 +9,12 @@ import lightning as L
 
 from src.checkpoint.run_files import CHECKPOINTS, LAST
 from src.utils import signals
-from src.utils.consensus import Agreement
+from src.utils.consensus import RankConsensus
 
 _log = logging.getLogger(__name__)
 
 
-class StopTogether(L.Callback):
+class PreemptionHandler(L.Callback):
     """Ends the run between two steps once any rank, or the launcher, was sent SIGTERM or SIGUSR1.
 
     Lightning's handlers, which run collectives wherever a signal finds the process, are not installed. A signal that
@@ -26,11 +26,11 @@ class StopTogether(L.Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._agreement = Agreement()
+        self._consensus = RankConsensus()
         self._handlers: dict[int, Any] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._agreement = Agreement()
+        self._consensus = RankConsensus()
         self._handlers = signals.handle(signals.note)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -43,7 +43,7 @@ class StopTogether(L.Callback):
         """Here, where all that belongs to the step before is logged and saved, its validation too."""
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        if number := self._agreement.reached(trainer, signals.requested):
+        if number := self._consensus.poll(trainer, signals.requested):
             if not trainer.fast_dev_run:
                 trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST)
             self._say(trainer, number)
@@ -56,7 +56,7 @@ class StopTogether(L.Callback):
         self._stop(trainer)
 
     def _stop(self, trainer: L.Trainer) -> None:
-        if number := self._agreement.reached(trainer, signals.requested):
+        if number := self._consensus.poll(trainer, signals.requested):
             self._say(trainer, number)
             raise signals.Stopped(number)
 

@@ -1,4 +1,4 @@
-"""Pictures that a generator makes, always of the same noise, laid out in a square."""
+"""Images that a generator makes, always of the same noise, laid out in a square."""
 
 import math
 from pathlib import Path
@@ -17,10 +17,10 @@ class SampleGrid(L.Callback):
     """After each validation, writes `samples/step000123.png` into the run folder, and logs it to W&B.
 
     Args:
-        count: pictures of the grid, a square number.
+        count: images of the grid, a square number.
 
     Raises:
-        UserError: if it is none, or the module makes no pictures.
+        UserError: if it is none, or the module makes no images.
     """
 
     def __init__(self, count: int = 64) -> None:
@@ -30,7 +30,7 @@ class SampleGrid(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not hasattr(pl_module, "sample"):
-            raise UserError("callbacks.samples is for modules that make pictures: leave it out, or take experiment=gan")
+            raise UserError("callbacks.samples is for modules that make images: leave it out, or take experiment=gan")
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not trainer.is_global_zero:
@@ -45,7 +45,7 @@ class SampleGrid(L.Callback):
                 logger.log_image("samples", [grid], step=trainer.global_step)
 
     def _grid(self, trainer: L.Trainer, images: Tensor) -> Tensor:
-        """(height, width, channels) uint8 of all (n, channels, height, width) normalised pictures."""
+        """(height, width, channels) uint8 of all (n, channels, height, width) normalised images."""
         pixels = (trainer.datamodule.to_pixels(images.float()) * 255).round().to(torch.uint8).cpu()
         rows = pixels.unflatten(0, (self.side, self.side)).permute(0, 3, 1, 4, 2)
         return rows.reshape(self.side * pixels.shape[2], -1, pixels.shape[1])

@@ -10,22 +10,22 @@ from src.models.whitening import Whitening
 from src.utils.errors import UserError
 
 
-class WhitenPictures(L.Callback):
-    """Computes the filters from training pictures, before a strategy takes the network apart.
+class InitWhitening(L.Callback):
+    """Computes the filters from training images, before a strategy takes the network apart.
 
     Every rank gets those of the first. A network that comes with filters, from a run that is continued or that it
     starts from (`init_from`), keeps them.
 
     Args:
-        pictures: how many to look at.
-        bias_share: share of the run in which the layer's bias is trained.
+        images: how many to look at.
+        bias_fraction: share of the run in which the layer's bias is trained.
 
     Raises:
         UserError: if the network has no such layer.
     """
 
-    def __init__(self, pictures: int = 5000, bias_share: float = 1.0) -> None:
-        self.pictures, self.bias_share = pictures, bias_share
+    def __init__(self, images: int = 5000, bias_fraction: float = 1.0) -> None:
+        self.images, self.bias_fraction = images, bias_fraction
         self._layers: list[Whitening] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -38,11 +38,11 @@ class WhitenPictures(L.Callback):
         split = data.splits["train"]
         for layer in self._layers:
             if not layer.fitted:
-                image = split[torch.arange(min(self.pictures, len(split)))].image
+                image = split[torch.arange(min(self.images, len(split)))].image
                 filters = layer.fit(normalize(image, data.mean, data.std, torch.float32))
                 layer.weight.data.copy_(trainer.strategy.broadcast(filters))
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         data: Any = trainer.datamodule
         for layer in self._layers:
-            layer.trains_bias = trainer.global_step < self.bias_share * data.total_steps
+            layer.trains_bias = trainer.global_step < self.bias_fraction * data.total_steps

@@ -12,7 +12,7 @@ from src.checkpoint import sharded
 from src.utils.errors import UserError
 
 
-def check_is_whole(path: Path, option: str = "ckpt_path") -> None:
+def check_is_complete(path: Path, option: str = "ckpt_path") -> None:
     """Find out whether `path` is a checkpoint of a run with every byte in its place.
 
     Raises:
@@ -20,12 +20,12 @@ def check_is_whole(path: Path, option: str = "ckpt_path") -> None:
     """
     try:
         if spoilt := zipfile.ZipFile(path).testzip():  # torch reads over a wrong check sum
-            raise zipfile.BadZipFile(f"{spoilt} is damaged")
+            raise zipfile.BadZipFile(f"{spoilt} is corrupt")
         sharded.check(read_run(path, option, map_location="meta", mmap=True), path)
     except UserError:
         raise
-    except Exception as error:  # a damaged file can raise anything
-        raise damaged(path, error, option) from error
+    except Exception as error:  # a corrupt file can raise anything
+        raise corruption_error(path, error, option) from error
 
 
 def check_is_checkpoint(option: str, path: Path) -> None:
@@ -61,9 +61,9 @@ def read_checkpoint(
     """
     try:
         checkpoint = torch.load(path, weights_only=True, map_location=map_location, **options)
-        return checkpoint if map_location == "meta" else sharded.fill(checkpoint, Path(path), moments)
-    except Exception as error:  # a damaged file can raise anything
-        raise damaged(path, error, option) from error
+        return checkpoint if map_location == "meta" else sharded.load_full(checkpoint, Path(path), moments)
+    except Exception as error:  # a corrupt file can raise anything
+        raise corruption_error(path, error, option) from error
 
 
 def read_run(path: _PATH, option: str, **options: Any) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def read_run(path: _PATH, option: str, **options: Any) -> dict[str, Any]:
     return checkpoint
 
 
-def damaged(path: _PATH, error: Exception, option: str = "ckpt_path") -> UserError:
+def corruption_error(path: _PATH, error: Exception, option: str = "ckpt_path") -> UserError:
     """What to say of a checkpoint that cannot be read."""
     cause = str(error).split("\n")[0]
-    return UserError(f"{option}={path} is no whole checkpoint ({cause}): take another")
+    return UserError(f"{option}={path} is no complete checkpoint ({cause}): take another")

@@ -33,12 +33,12 @@ def write(checkpoint: dict[str, Any], folder: Path) -> None:
         OSError: on all of them, if one cannot write.
     """
     try:
-        dcp.save(tensors_of(checkpoint), checkpoint_id=folder, no_dist=not dist.is_initialized())
+        dcp.save(named_tensors(checkpoint), checkpoint_id=folder, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:
         raise _first(error) from error
 
 
-def fill(checkpoint: dict[str, Any], file: Path, moments: bool = True) -> dict[str, Any]:
+def load_full(checkpoint: dict[str, Any], file: Path, moments: bool = True) -> dict[str, Any]:
     """The checkpoint with whole tensors, if those of `file` lie in a folder; a rank reads them for itself.
 
     Args:
@@ -52,7 +52,7 @@ def fill(checkpoint: dict[str, Any], file: Path, moments: bool = True) -> dict[s
     wanted = {name: checkpoint[name] for name in WEIGHTS if name in checkpoint}
     if moments and "optimizer_states" in checkpoint:
         wanted["optimizer_states"] = checkpoint["optimizer_states"]
-    whole = replaced(wanted, lambda _, tensor: torch.empty_like(tensor, device="cpu"))
+    whole = map_tensors(wanted, lambda _, tensor: torch.empty_like(tensor, device="cpu"))
     read(whole, file, checkpoint)
     return checkpoint | whole
 
@@ -63,7 +63,7 @@ def read(wanted: dict[str, Any], file: Path, checkpoint: dict[str, Any]) -> None
     if not (folder / ".metadata").is_file():
         raise FileNotFoundError(f"its folder {folder.name} is not there")
     try:
-        dcp.load(tensors_of(wanted), checkpoint_id=folder, no_dist=True)
+        dcp.load(named_tensors(wanted), checkpoint_id=folder, no_dist=True)
     except dcp.CheckpointException as error:
         raise _first(error) from error
 
@@ -104,18 +104,18 @@ def _folder_of(file: Path) -> str | None:
     """The folder that a checkpoint names; of one that cannot be read, none."""
     try:
         return torch.load(file, map_location="meta", mmap=True, weights_only=True).get(SHARDS)
-    except Exception:  # a damaged file can raise anything
+    except Exception:  # a corrupt file can raise anything
         return None
 
 
-def tensors_of(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
+def named_tensors(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
     """Its tensors under names that do not depend on which of them a rank holds."""
     found: dict[str, Tensor] = {}
-    replaced(checkpoint, found.setdefault)
+    map_tensors(checkpoint, found.setdefault)
     return found
 
 
-def replaced(checkpoint: dict[str, Any], swap: Callable[[str, Tensor], Any]) -> dict[str, Any]:
+def map_tensors(checkpoint: dict[str, Any], swap: Callable[[str, Tensor], Any]) -> dict[str, Any]:
     """The checkpoint with `swap(name, tensor)` in the place of each tensor of weights and optimisers."""
     result = dict(checkpoint)
     for section in WEIGHTS:

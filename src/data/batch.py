@@ -11,7 +11,7 @@ class Batch(NamedTuple):
     Attributes:
         image: (n, channels, height, width), uint8 until it reaches the device, then normalised floats; laid out in
             memory channels first or last, as they were fetched.
-        target: (n,) class numbers or, where pictures are mixed, (n, classes) shares of the classes.
+        target: (n,) class numbers or, where images are mixed, (n, classes) shares of the classes.
         sample_index: (n,) the samples' places in their split, which is their identity; -1 for padding.
         weight: (n,) what each sample counts for in the loss, which is a weighted sum: on the device 1/n in training,
             so that the sum is the mean; 1 in evaluation, and 0 for padding.

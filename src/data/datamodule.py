@@ -12,31 +12,31 @@ from torch.utils.data import DataLoader, Dataset
 from src.data.augment.augmentation import Augment
 from src.data.augment.pixels import normalize
 from src.data.batch import Batch
+from src.data.image_folder import ImageFolder
 from src.data.limits import check_global_batch, limited
 from src.data.parallel import DataParallelInfo, data_parallel_info
-from src.data.pictures import PictureFolder
 from src.data.resident import Crops, ResidentBatches, loader
 from src.data.sampler import Batches, EvaluationBatches, TrainingBatches
 from src.data.sources.source import ImageSource
-from src.data.splits import ImageSplit, divide, load
+from src.data.splits import ImageSplit, load, stratified_split
 from src.utils.errors import UserError
 
 
 class ImageDataModule(L.LightningDataModule):
-    """Pictures in memory, global batches, and augmentation that depends on the sample alone.
+    """Images in memory, global batches, and augmentation that depends on the sample alone.
 
     Args:
-        source: where the pictures come from.
+        source: where the images come from.
         num_classes, image_shape, mean, std: facts of the data set; mean and std are per channel, in [0, 1].
-        augment: what is done to the pictures of training batches.
+        augment: what is done to the images of training batches.
         root: folder that holds the data, or will.
         batch_size: samples the optimiser sees per step, over all processes and accumulated micro-batches.
         batch_size_per_device: the other way to say it: samples per process and micro-batch.
         val_fraction: share of each class of the training set kept for validation.
-        train_samples: train on this many pictures only, the same share of each class; null for all.
-        pictures: a folder of image files, to be classified where prediction is asked for.
+        train_samples: train on this many images only, the same share of each class; null for all.
+        predict_dir: a folder of image files, to be classified where prediction is asked for.
         num_workers: processes that fetch batches; the data is in memory, so none is usually fastest.
-        device_resident: keep the pictures on the device, so that only indices travel; `auto`: if it has room enough.
+        device_resident: keep the images on the device, so that only indices travel; `auto`: if it has room enough.
             With them lie their borders and mirror images, so that crops are fetched fast: 2.5 times as much in all.
         seed: fixes the validation split, the order of the samples and their augmentation.
         limits: of an epoch of `train`, `val` and `test`: a number of global batches, or a fraction.
@@ -59,7 +59,7 @@ class ImageDataModule(L.LightningDataModule):
         batch_size_per_device: int | None = None,
         val_fraction: float = 0.1,
         train_samples: int | None = None,
-        pictures: str | None = None,
+        predict_dir: str | None = None,
         num_workers: int = 0,
         device_resident: str | bool = "auto",
         seed: int = 0,
@@ -76,14 +76,14 @@ class ImageDataModule(L.LightningDataModule):
         if train_samples is not None and train_samples < 1:
             raise UserError(f"data.train_samples={train_samples}: give a number of at least one, or null for all")
         if augment.crop_padding >= min(image_shape[1:]):
-            raise UserError(f"data.augment.crop_padding={augment.crop_padding} is more than the picture has to reflect")
+            raise UserError(f"data.augment.crop_padding={augment.crop_padding} is more than the image has to reflect")
         if device_resident not in ("auto", True, False) or (device_resident is True and num_workers):
             raise UserError(f"data.device_resident={device_resident}: auto, false, or true with data.num_workers=0")
         self.source, self.root, self.num_classes = source, Path(root), num_classes
         self.image_shape, self.mean, self.std = cast(tuple[int, int, int], tuple(image_shape)), mean, std
         self.batch_size, self.batch_size_per_device = batch_size, batch_size_per_device
         self.val_fraction, self.train_samples = val_fraction, train_samples
-        self.augment, self.pictures = augment, pictures
+        self.augment, self.predict_dir = augment, predict_dir
         self.num_workers, self.device_resident, self.seed = num_workers, device_resident, seed
         self.limits = limits or {}
         self.resume_at = (0, 0)  # epoch, and samples of it already trained
@@ -99,8 +99,12 @@ class ImageDataModule(L.LightningDataModule):
             return
         if not self.splits:
             train, test = (load(self.source, self.root, name, self.num_classes) for name in ("train", "test"))
-            kept, held_out = divide(train.labels, self.val_fraction, self.train_samples, self.seed)
-            parts = {"train": (train, kept), "val": (train, held_out), "test": (test, torch.arange(len(test.labels)))}
+            train_index, val_index = stratified_split(train.labels, self.val_fraction, self.train_samples, self.seed)
+            parts = {
+                "train": (train, train_index),
+                "val": (train, val_index),
+                "test": (test, torch.arange(len(test.labels))),
+            }
             self.splits = {name: ImageSplit(*part) for name, part in parts.items()}
         samples, micro_batches = len(self.splits["train"]), self.accumulate * self.parallel.num_microbatches
         mixes = bool(self.augment.mixers)
@@ -126,7 +130,7 @@ class ImageDataModule(L.LightningDataModule):
         return self._evaluation_loader(self.splits["test"], count) if count else []
 
     def predict_dataloader(self) -> DataLoader[Batch]:
-        folder = PictureFolder(Path(str(self.pictures)), self.image_shape)
+        folder = ImageFolder(Path(str(self.predict_dir)), self.image_shape)
         return self._evaluation_loader(folder, len(folder))
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
@@ -135,7 +139,7 @@ class ImageDataModule(L.LightningDataModule):
         return batch if there else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Augment the pictures, in training, and normalise them, on the device."""
+        """Augment the images, in training, and normalise them, on the device."""
         trainer, dtype = self.trainer, cast(torch.dtype, self.trainer.lightning_module.dtype)
         if not trainer.training:
             image = normalize(batch.image, self.mean, self.std, dtype)
@@ -147,7 +151,7 @@ class ImageDataModule(L.LightningDataModule):
         return Batch(image, target, batch.sample_index, batch.weight.to(dtype) / len(image))
 
     def to_pixels(self, image: Tensor) -> Tensor:
-        """Undo the normalisation: (n, channels, height, width) pictures in [0, 1]."""
+        """Undo the normalisation: (n, channels, height, width) images in [0, 1]."""
         mean, std = (torch.tensor(values, device=image.device)[:, None, None] for values in (self.mean, self.std))
         return (image * std + mean).clamp(0, 1)
 
@@ -207,8 +211,8 @@ class ImageDataModule(L.LightningDataModule):
         return self._loader(split, EvaluationBatches(count, per_device, dp_size, dp_rank))
 
     def _crops(self, epoch: int, index: Tensor) -> Iterator[Tensor]:
-        pictures = self.splits["train"].held.bordered(self.augment.crop_padding)
-        return self.augment.crops(pictures, self.seed, epoch, index)
+        images = self.splits["train"].dataset.bordered(self.augment.crop_padding)
+        return self.augment.crops(images, self.seed, epoch, index)
 
     def _loader(self, split: Dataset[Batch], batches: Batches, crops: Crops | None = None) -> DataLoader[Batch]:
         device = self.trainer.lightning_module.device

@@ -1,4 +1,4 @@
-"""Pictures that lie where the network is: no batch travels, and of an epoch only its indices do."""
+"""Images that lie where the network is: no batch travels, and of an epoch only its indices do."""
 
 from collections.abc import Callable, Iterator
 
@@ -11,16 +11,16 @@ from src.data.sampler import Batches
 from src.data.splits import ImageSplit
 
 Crops = Callable[[int, Tensor], Iterator[Tensor]]
-_SHARE = 0.04  # of a GPU's free memory that pictures may take without being told to: with borders, a tenth
+_SHARE = 0.04  # of a GPU's free memory that images may take without being told to: with borders, a tenth
 
 
 def stays(split: ImageSplit, device: torch.device, choice: str | bool, num_workers: int) -> bool:
-    """Whether the split's pictures are to be kept on the device: under `auto` if they are there, or fit well."""
+    """Whether the split's images are to be kept on the device: under `auto` if they are there, or fit well."""
     if choice != "auto" or num_workers:
         return choice is True
-    if split.held.images.device == device:
+    if split.dataset.images.device == device:
         return True
-    return device.type == "cuda" and split.held.images.nbytes <= _SHARE * torch.cuda.mem_get_info(device)[0]
+    return device.type == "cuda" and split.dataset.images.nbytes <= _SHARE * torch.cuda.mem_get_info(device)[0]
 
 
 def loader(
@@ -42,7 +42,7 @@ class ResidentBatches(DataLoader[Batch]):
     """A DataLoader without workers, and without what it does for each batch.
 
     All indices of an epoch are sent at once, from pinned memory: the host waits for nothing. `crops` is told the epoch
-    and its (batches, n) indices, and fetches pictures cropped instead of whole.
+    and its (batches, n) indices, and fetches images cropped instead of whole.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class ResidentBatches(DataLoader[Batch]):
         crops: Crops | None = None,
     ) -> None:
         super().__init__(split, sampler=sampler, batch_size=None)
-        split.held.move(device)
+        split.dataset.move(device)
         self.split, self.batches, self.device, self.crops = split, sampler, device, crops
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         index = self.split.samples(self.batches.table())
         if self.device.type == "cuda":
             index = index.pin_memory().to(self.device, non_blocking=True)
-        held, rows = self.split.held, index.clamp_min(0)
-        images = self.crops(self.batches.epoch, rows) if self.crops else map(held.pictures, rows)
+        held, rows = self.split.dataset, index.clamp_min(0)
+        images = self.crops(self.batches.epoch, rows) if self.crops else map(held.gather, rows)
         yield from map(Batch, images, held.labels[rows], index, index >= 0)

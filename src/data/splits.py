@@ -14,7 +14,7 @@ from src.utils.errors import UserError
 
 
 class ImageSet:
-    """All (n, channels, height, width) uint8 pictures of a data set and their (n,) labels, which its splits share."""
+    """All (n, channels, height, width) uint8 images of a data set and their (n,) labels, which its splits share."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
@@ -26,12 +26,12 @@ class ImageSet:
             self._bordered = None
         self.images, self.labels = self.images.to(device), self.labels.to(device)
 
-    def pictures(self, index: Tensor) -> Tensor:
-        """Those of (n,) indices, which lie where the pictures do. (Slower by far: `images[index]`.)"""
-        return self._bordered.pictures(index) if self._bordered else self.images.index_select(0, index)
+    def gather(self, index: Tensor) -> Tensor:
+        """Those of (n,) indices, which lie where the images do. (Slower by far: `images[index]`.)"""
+        return self._bordered.gather(index) if self._bordered else self.images.index_select(0, index)
 
     def bordered(self, padding: int) -> Bordered:
-        """Keep the pictures with borders from now on, where they are."""
+        """Keep the images with borders from now on, where they are."""
         if self._bordered is None or self._bordered.padding != padding:
             self._bordered = Bordered(self.images, padding)
             self.images = self._bordered.images
@@ -49,34 +49,42 @@ def load(source: ImageSource, root: Path, name: str, num_classes: int) -> ImageS
 class ImageSplit(Dataset[Batch]):
     """A split in memory; an item is a whole batch, fetched by its samples' places in the split (-1: padding)."""
 
-    def __init__(self, held: ImageSet, members: Tensor) -> None:
-        self.held, self.members = held, members
+    def __init__(self, dataset: ImageSet, indices: Tensor) -> None:
+        self.dataset, self.indices = dataset, indices
 
     def __len__(self) -> int:
-        return len(self.members)
+        return len(self.indices)
 
     def __getitem__(self, positions: Tensor) -> Batch:
         index = self.samples(positions)
         rows = index.clamp_min(0)
-        return Batch(self.held.pictures(rows), self.held.labels[rows], index, index >= 0)
+        return Batch(self.dataset.gather(rows), self.dataset.labels[rows], index, index >= 0)
 
     def samples(self, positions: Tensor) -> Tensor:
         """The indices of the samples at these places of the split; -1 stays what it is."""
-        return torch.where(positions >= 0, self.members[positions], -1)
+        return torch.where(positions >= 0, self.indices[positions], -1)
 
 
-def divide(labels: Tensor, share: float, limit: int | None, seed: int) -> tuple[Tensor, Tensor]:
-    """Divide the training set, class by class, into samples to train on and a `share` held out for validation.
+def stratified_split(labels: Tensor, fraction: float, limit: int | None, seed: int) -> tuple[Tensor, Tensor]:
+    """Divide a training set, class by class, into samples to train on and samples to validate on.
 
-    Of the former only the first `limit` are taken, which holds the classes in equal shares whatever the limit.
+    Args:
+        labels: (n,) int64.
+        fraction: of each class, held out for validation.
+        limit: train on so many samples only, with the same fraction of each class; None for all.
+        seed: fixes which samples are held out.
+
+    Returns:
+        The indices to train on, and those to validate on, each in ascending order.
     """
-    kept, held_out = [], []
+    train_index, val_index = [], []
     for label in range(int(labels.max()) + 1):
-        members = torch.nonzero(labels == label).flatten()
-        members = members[permutation(len(members), seed, label)]
-        cut = round(len(members) * share)
-        held_out.append(members[:cut])
-        kept.append(members[cut:])
-    in_turn = torch.cat([torch.arange(len(members)) / max(1, len(members)) for members in kept]).argsort(stable=True)
-    chosen = torch.cat(kept)[in_turn[:limit]]
-    return chosen.sort().values, torch.cat(held_out).sort().values
+        of_class = torch.nonzero(labels == label).flatten()
+        of_class = of_class[permutation(len(of_class), seed, label)]
+        cut = round(len(of_class) * fraction)
+        val_index.append(of_class[:cut])
+        train_index.append(of_class[cut:])
+    # A sample's place within its class, from 0 to 1: taken in this order, every prefix has equal parts of all classes.
+    place = torch.cat([torch.arange(len(of_class)) / max(1, len(of_class)) for of_class in train_index])
+    chosen = torch.cat(train_index)[place.argsort(stable=True)[:limit]]
+    return chosen.sort().values, torch.cat(val_index).sort().values

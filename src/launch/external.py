@@ -32,7 +32,7 @@ def external() -> ClusterEnvironment | None:
     return None
 
 
-def meet(env: ClusterEnvironment) -> dist.Store:
+def rendezvous(env: ClusterEnvironment) -> dist.Store:
     """Where the ranks meet before there is a process group.
 
     It is the store of torchrun's agent, or else one of rank zero's own, on a port beside the job's: a process group

@@ -10,7 +10,7 @@ from src.launch.external import check_free
 from src.utils.errors import UserError
 
 
-def meet_hosts(endpoint: str | None, count: int, patience: float) -> tuple[dist.Store, int]:
+def rendezvous_hosts(endpoint: str | None, count: int, timeout: float) -> tuple[dist.Store, int]:
     """A store for the launchers of `count` hosts, and the number of this one; zero is that of the endpoint's host.
 
     The store is at the port after the endpoint's, which is that of torch's own rendezvous.
@@ -18,7 +18,7 @@ def meet_hosts(endpoint: str | None, count: int, patience: float) -> tuple[dist.
     Args:
         endpoint: HOST:PORT.
         count: of hosts.
-        patience: seconds to wait for the others.
+        timeout: seconds to wait for the others.
 
     Raises:
         UserError: if there is no such endpoint, or not all hosts come to it in time.
@@ -30,19 +30,19 @@ def meet_hosts(endpoint: str | None, count: int, patience: float) -> tuple[dist.
     if first:
         check_free(port + 1, "launch.endpoint to another")
     try:
-        store = dist.TCPStore(host, port + 1, None, first, timedelta(seconds=patience), wait_for_workers=False)
+        store = dist.TCPStore(host, port + 1, None, first, timedelta(seconds=timeout), wait_for_workers=False)
         number = 0 if first else store.add("others", 1)
         store.set(f"arrived/{number}", "")
-        store.wait([f"arrived/{other}" for other in range(count)], timedelta(seconds=patience))
+        store.wait([f"arrived/{other}" for other in range(count)], timedelta(seconds=timeout))
     except dist.DistError as error:
         raise UserError(
-            f"launch.endpoint={endpoint}: not all of trainer.num_nodes={count} hosts came there within {patience:.0f} "
+            f"launch.endpoint={endpoint}: not all of trainer.num_nodes={count} hosts came there within {timeout:.0f} "
             "seconds: start the same command on each, with an endpoint that all can reach"
         ) from error
     return store, number
 
 
-def rendezvous(cfg: DictConfig, number: int, attempt: int) -> dict[str, Any]:
+def rendezvous_settings(cfg: DictConfig, number: int, attempt: int) -> dict[str, Any]:
     """Where torch's launchers meet for one start of the ranks: of one host, that one alone.
 
     At another port each time, since the last one's may not be free yet; and statically, because the numbers are
@@ -51,7 +51,7 @@ def rendezvous(cfg: DictConfig, number: int, attempt: int) -> dict[str, Any]:
     if cfg.trainer.num_nodes == 1:  # whatever endpoint the run had that goes on here
         return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
     host, port = _parsed(cfg.launch.endpoint)
-    settings = {"rank": number, "timeout": cfg.launch.patience}
+    settings = {"rank": number, "timeout": cfg.launch.rendezvous_timeout}
     return {"rdzv_backend": "static", "rdzv_endpoint": f"{host}:{port + 2 * attempt}", "rdzv_configs": settings}
 
 

@@ -6,7 +6,7 @@ import torch
 from omegaconf import DictConfig
 
 from src.run.resolve import device_count
-from src.utils.gc_pause import uncollected
+from src.utils.gc_pause import gc_paused
 from src.utils.process_group import close_process_group
 from src.utils.rank_log import log_to_folder
 from src.utils.signals import Stopped
@@ -18,7 +18,7 @@ def run_rank(cfg: DictConfig, rank: int) -> dict[str, float]:
     If that fails, the process group is left for the end of the process: closing it here would fail the other ranks
     before this one has told its error, and NCCL's might wait for them.
     """
-    with uncollected():
+    with gc_paused():
         from src.run.experiment import run  # late: it imports Lightning, which the process that only launches need not
 
     log_to_folder(cfg.run_dir, rank)

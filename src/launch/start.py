@@ -18,8 +18,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from src.launch.agreement import agree
-from src.launch.external import checked, external, meet
-from src.launch.hosts import meet_hosts
+from src.launch.external import checked, external, rendezvous
+from src.launch.hosts import rendezvous_hosts
 from src.launch.rank import run_rank
 from src.launch.workers import launch_workers
 from src.run.resolve import device_count, prepare, runs_in_single_process
@@ -52,7 +52,8 @@ def _join(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, float]:
     """Be one of the ranks that torchrun or SLURM started; what rank zero finds wrong, it alone says."""
     try:
         rank, world_size = env.global_rank(), env.world_size()
-        cfg = agree(meet(env), rank, world_size, OmegaConf.to_yaml(cfg), lambda: checked(prepare(cfg), world_size))
+        store = rendezvous(env)
+        cfg = agree(store, rank, world_size, OmegaConf.to_yaml(cfg), lambda: checked(prepare(cfg), world_size))
     except UserError:
         if env.global_rank() > 0:
             raise SystemExit(1) from None
@@ -68,7 +69,7 @@ def _of_all_hosts(cfg: DictConfig) -> tuple[DictConfig, int]:
             f"trainer.num_nodes={nodes}: this command starts processes on its own host only; type it on each, with "
             "launch.endpoint=HOST:PORT of one of them, or start train.py by torchrun or srun; no sweep does that"
         )
-    store, number = meet_hosts(cfg.launch.endpoint, nodes, cfg.launch.patience)
+    store, number = rendezvous_hosts(cfg.launch.endpoint, nodes, cfg.launch.rendezvous_timeout)
     cfg = agree(store, number, nodes, OmegaConf.to_yaml(cfg), lambda: prepare(cfg))
     folder = Path(hydra_cfg.runtime.output_dir)
     if str(folder) != cfg.run_dir:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from src.launch.failures import RankFailed, first_error, log_sizes
-from src.launch.hosts import rendezvous
+from src.launch.hosts import rendezvous_settings
 from src.launch.rank import run_rank
 from src.run.resolve import runs_in_single_process
 from src.run.resume import continued
@@ -61,7 +61,7 @@ def _run_group(cfg: DictConfig, processes: int, host: int, attempt: int) -> dict
         max_nodes=cfg.trainer.num_nodes,
         nproc_per_node=processes,
         run_id=f"{cfg.run_id}-{attempt}",
-        **rendezvous(cfg, host, attempt),
+        **rendezvous_settings(cfg, host, attempt),
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=5,

@@ -7,20 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from src.loggers.background import InBackground
+from src.loggers.async_logger import AsyncLogger
 
 _log = logging.getLogger(__name__)
 
 
 def wandb_logger(
     project: str, run_id: str, folder: str, group: str | None = None, tags: list[str] | None = None
-) -> InBackground:
+) -> AsyncLogger:
     """The logger of one training run, whatever the number of its processes and however often it is resumed.
 
     wandb takes a second to import and to start, and longer where it waits for its server: training does not.
     """
     options = {"project": project, "name": run_id, "id": run_id, "save_dir": folder, "group": group, "tags": tags}
-    return InBackground(partial(_begin, folder, options), version=run_id)
+    return AsyncLogger(partial(_begin, folder, options), version=run_id)
 
 
 def _begin(folder: str, options: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU" (2024), in the widths of its successor for Muon
 (github.com/KellerJordan/cifar10-airbench, airbench94_muon); after Page, "How to train your ResNet" (2018), and
-tysam-code/hlb-CIFAR10. 1,972,792 parameters for ten classes. The whitening filters are computed from training pictures
+tysam-code/hlb-CIFAR10. 1,972,792 parameters for ten classes. The whitening filters are computed from training images
 by callbacks.whitening; without it they stay random.
 """
 
@@ -17,7 +17,7 @@ from src.models.whitening import Whitening
 
 
 def airbench(num_classes: int, widths: Sequence[int] = (64, 256, 256)) -> nn.Sequential:
-    """The network as its ordered blocks; it takes (n, 3, 32, 32) pictures.
+    """The network as its ordered blocks; it takes (n, 3, 32, 32) images.
 
     Args:
         widths: channels of the three stages.
@@ -34,7 +34,7 @@ def airbench(num_classes: int, widths: Sequence[int] = (64, 256, 256)) -> nn.Seq
 
 
 class _Stage(nn.Sequential):
-    """Two convolutions, the picture halved after the first."""
+    """Two convolutions, the image halved after the first."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         first, second = (_Convolution(inputs, outputs), nn.MaxPool2d(2)), (_Convolution(outputs, outputs),)

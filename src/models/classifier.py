@@ -15,8 +15,8 @@ from src.data.batch import Batch
 from src.models.metrics import WeightedMean
 from src.models.module import Module
 from src.models.views import average_over_views, check_views
-from src.optim.groups import adopt, build_optimizer, scaling_factor
-from src.optim.schedules import Schedule, factor_at, per_group, plain
+from src.optim.groups import build_optimizer, override_hyperparameters, scaling_factor
+from src.optim.schedules import Schedule, lr_lambdas, lr_multiplier, unwrap_partial
 from src.utils.errors import UserError
 
 
@@ -24,16 +24,16 @@ class ImageClassifier(Module):
     """Cross-entropy on a network's logits.
 
     Args:
-        net: a plain network, pictures to logits; its parameters appear in checkpoints under the prefix `net.`.
+        net: a plain network, images to logits; its parameters appear in checkpoints under the prefix `net.`.
         optimizer: makes the optimiser from parameter groups; its `lr` is for a batch of `reference_batch_size`.
         schedule: the factor on the learning rate at (step, steps of the whole run). A finished run that is extended
             takes its place on the schedule of the longer run.
         lr_scaling: how the learning rate follows the batch size: `linear`, `sqrt` or `none`.
         label_smoothing: share of the target spread evenly over the classes (Szegedy et al., 2015).
-        tta: in the test, also average the logits over views of each picture, for `test/acc_tta`: `mirror`, or `shift`,
+        tta: in the test, also average the logits over views of each image, for `test/acc_tta`: `mirror`, or `shift`,
             which adds shifts by a pixel; null for none.
         compile: compile the network, in place, so that names stay as they are.
-        channels_last: lay pictures and filters out channels last, which convolutions prefer on CPUs and GPUs alike.
+        channels_last: lay images and filters out channels last, which convolutions prefer on CPUs and GPUs alike.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class ImageClassifier(Module):
         self.label_smoothing = label_smoothing
         if compile:
             self.net.compile()
-        self.mean_loss, self.mean_hits, self.mean_hits_tta = WeightedMean(), WeightedMean(), WeightedMean()
+        self.mean_loss, self.accuracy, self.accuracy_tta = WeightedMean(), WeightedMean(), WeightedMean()
         self._step_sums: Tensor | None = None  # loss and hits of the step's micro-batches so far
 
     def setup(self, stage: str) -> None:
-        for metric in (self.mean_loss, self.mean_hits, self.mean_hits_tta):
+        for metric in (self.mean_loss, self.accuracy, self.accuracy_tta):
             metric.reset()  # into memory of this process's own: what was spawned shares its parent's
 
     def forward(self, image: Tensor) -> Tensor:
-        """(n, channels, height, width) pictures to (n, classes) logits."""
+        """(n, channels, height, width) images to (n, classes) logits."""
         return self.net(image.contiguous(memory_format=self.layout))
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
@@ -91,8 +91,8 @@ class ImageClassifier(Module):
         self._evaluate(outputs, batch, "test")
         if self.tta:
             averaged = average_over_views(self, batch.image, outputs, self.tta)
-            self.mean_hits_tta.update(_hits(averaged, batch), batch.weight)
-            self.log("test/acc_tta", self.mean_hits_tta, on_step=False, on_epoch=True)
+            self.accuracy_tta.update(_correct(averaged, batch), batch.weight)
+            self.log("test/acc_tta", self.accuracy_tta, on_step=False, on_epoch=True)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
         """The samples' indices, (n,), and the probabilities of their classes, (n, classes)."""
@@ -102,9 +102,9 @@ class ImageClassifier(Module):
         data = self.trainer.datamodule
         factor = scaling_factor(self.lr_scaling, data.global_batch_size, self.reference_batch_size)
         optimizer = build_optimizer(self.net, self.optimizer, factor, prefix="net.")
-        horizon, schedule = data.total_steps, plain(self.schedule)
+        horizon, schedule = data.total_steps, unwrap_partial(self.schedule)
         scheduler = LambdaLR(
-            optimizer, per_group(optimizer, lambda group, step: factor_at(schedule, group, step, horizon))
+            optimizer, lr_lambdas(optimizer, lambda group, step: lr_multiplier(schedule, group, step, horizon))
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -114,8 +114,9 @@ class ImageClassifier(Module):
         if not self.trainer.training or not checkpoint.get("optimizer_states"):
             return
         optimizer = self.configure_optimizers()["optimizer"]
-        at = (checkpoint["global_step"], self.trainer.datamodule.total_steps)
-        adopt(checkpoint["optimizer_states"][0], optimizer, lambda group: factor_at(self.schedule, group, *at))
+        step, steps = checkpoint["global_step"], self.trainer.datamodule.total_steps
+        saved = checkpoint["optimizer_states"][0]
+        override_hyperparameters(saved, optimizer, lambda group: lr_multiplier(self.schedule, group, step, steps))
         for key in ("base_lrs", "_last_lr"):  # one per group of that run's optimiser: the configuration has them too
             checkpoint["lr_schedulers"][0].pop(key)
 
@@ -124,16 +125,16 @@ class ImageClassifier(Module):
 
     def _evaluate(self, outputs: Tensor, batch: Batch, stage: str) -> None:
         self.mean_loss.update(self._losses(outputs, batch), batch.weight)
-        self.mean_hits.update(_hits(outputs, batch), batch.weight)
+        self.accuracy.update(_correct(outputs, batch), batch.weight)
         self.log(f"{stage}/loss", self.mean_loss, on_step=False, on_epoch=True, prog_bar=True)
-        self.log(f"{stage}/acc", self.mean_hits, on_step=False, on_epoch=True, prog_bar=True)
+        self.log(f"{stage}/acc", self.accuracy, on_step=False, on_epoch=True, prog_bar=True)
 
     def _at_log_point(self) -> bool:
         return (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
 
     def _log_step(self, loss: Tensor, outputs: Tensor, batch: Batch, batch_idx: int) -> None:
         """Log the mean over the step's global batch: gathered over its micro-batches, reduced over ranks, once."""
-        sums = torch.stack([loss, (_hits(outputs, batch) * batch.weight).sum()])
+        sums = torch.stack([loss, (_correct(outputs, batch) * batch.weight).sum()])
         self._step_sums = sums if self._step_sums is None else self._step_sums + sums
         micro_batches = self.trainer.accumulate_grad_batches
         if (batch_idx + 1) % micro_batches:
@@ -145,7 +146,7 @@ class ImageClassifier(Module):
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def _hits(outputs: Tensor, batch: Batch) -> Tensor:
+def _correct(outputs: Tensor, batch: Batch) -> Tensor:
     """One where the greatest logit is that of the sample's class (the one with the greatest share), else zero."""
     label = batch.target.argmax(1) if batch.target.ndim == 2 else batch.target
     return (outputs.argmax(1) == label).float()

@@ -1,4 +1,4 @@
-"""The generator and the discriminator of DCGAN, for 32 x 32 pictures.
+"""The generator and the discriminator of DCGAN, for 32 x 32 images.
 
 Radford, Metz and Chintala, "Unsupervised representation learning with deep convolutional generative adversarial
 networks" (2015), one stage smaller than for the paper's 64 x 64. With a width of 64 and 100 latent numbers they have
@@ -11,20 +11,20 @@ from torch import nn
 
 
 def generator(latent: int = 100, width: int = 64) -> nn.Sequential:
-    """(n, latent) noise to (n, 3, 32, 32) pictures in [-1, 1]."""
+    """(n, latent) noise to (n, 3, 32, 32) images in [-1, 1]."""
     net = nn.Sequential(
         OrderedDict(
             start=nn.Sequential(nn.Unflatten(1, (latent, 1, 1)), *_doubling(latent, 4 * width, stride=1, padding=0)),
             layer1=nn.Sequential(*_doubling(4 * width, 2 * width)),
             layer2=nn.Sequential(*_doubling(2 * width, width)),
-            picture=nn.Sequential(nn.ConvTranspose2d(width, 3, 4, stride=2, padding=1, bias=False), nn.Tanh()),
+            image=nn.Sequential(nn.ConvTranspose2d(width, 3, 4, stride=2, padding=1, bias=False), nn.Tanh()),
         )
     )
     return net.apply(_initialise)
 
 
 def discriminator(width: int = 64) -> nn.Sequential:
-    """(n, 3, 32, 32) pictures to (n,) logits, greater for real ones."""
+    """(n, 3, 32, 32) images to (n,) logits, greater for real ones."""
     net = nn.Sequential(
         OrderedDict(
             stem=nn.Sequential(nn.Conv2d(3, width, 4, stride=2, padding=1, bias=False), nn.LeakyReLU(0.2)),

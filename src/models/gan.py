@@ -13,7 +13,7 @@ from src.checkpoint.integrity import check_fits
 from src.data.batch import Batch
 from src.data.hashing import hash_ints, normal
 from src.models.module import Module
-from src.optim.groups import adopt, build_optimizer
+from src.optim.groups import build_optimizer, override_hyperparameters
 from src.utils.errors import UserError
 
 _NOISE = 1  # tells these random numbers from those of augmentation
@@ -28,10 +28,10 @@ class GAN(Module):
     it stands beside: the same for any number of processes.
 
     Args:
-        generator: (n, latent) noise to pictures, normalised as those of the data are.
-        discriminator: pictures to (n,) logits, greater for real ones.
+        generator: (n, latent) noise to images, normalised as those of the data are.
+        discriminator: images to (n,) logits, greater for real ones.
         optimizer: makes each one's optimiser from parameter groups; the learning rate is not scaled.
-        latent: numbers of noise per picture.
+        latent: numbers of noise per image.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class GAN(Module):
         self.optimizer, self.latent = optimizer, latent
 
     def forward(self, noise: Tensor) -> Tensor:
-        """(n, latent) noise to (n, channels, height, width) pictures."""
+        """(n, latent) noise to (n, channels, height, width) images."""
         return self.generator(noise)
 
     def sample(self, count: int) -> Tensor:
-        """Always the same `count` pictures, as the generator makes them now."""
+        """Always the same `count` images, as the generator makes them now."""
         return self(self._noise(torch.arange(count, device=self.device), _FOR_EVALUATION))
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
@@ -64,7 +64,7 @@ class GAN(Module):
             self._log_step(torch.stack([generator_loss, discriminator_loss]).detach())
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """A fake for each real picture, for callbacks to compare."""
+        """A fake for each real image, for callbacks to compare."""
         return self(self._noise(batch.sample_index, _FOR_EVALUATION))
 
     def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -81,7 +81,7 @@ class GAN(Module):
         check_fits(checkpoint["state_dict"], self.state_dict())
         if self.trainer.training:
             for saved, optimizer in zip(checkpoint["optimizer_states"], self.configure_optimizers(), strict=True):
-                adopt(saved, optimizer, lambda group: 1.0)
+                override_hyperparameters(saved, optimizer, lambda group: 1.0)
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The generator's and the discriminator's, each a weighted sum over the samples."""

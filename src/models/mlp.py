@@ -10,7 +10,7 @@ from torch import nn
 def mlp(
     num_classes: int, image_shape: Sequence[int], hidden: Sequence[int] = (256, 128), dropout: float = 0.0
 ) -> nn.Sequential:
-    """The network as its ordered blocks; it takes pictures of `image_shape` (channels, height, width)."""
+    """The network as its ordered blocks; it takes images of `image_shape` (channels, height, width)."""
     blocks: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     width = math.prod(image_shape)
     for number, units in enumerate(hidden, start=1):

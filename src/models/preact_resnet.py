@@ -12,7 +12,7 @@ from src.models.norm import norm_layer
 
 
 def preact_resnet18(num_classes: int, norm: str = "batch") -> nn.Sequential:
-    """The network as its ordered blocks; it takes (n, 3, 32, 32) pictures."""
+    """The network as its ordered blocks; it takes (n, 3, 32, 32) images."""
     blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=_convolution(3, 64))
     inputs = 64
     for stage, outputs in enumerate((64, 128, 256, 512)):

@@ -1,4 +1,4 @@
-"""ResNet-18, -34 and -50 with the stem that suits 32 x 32 pictures.
+"""ResNet-18, -34 and -50 with the stem that suits 32 x 32 images.
 
 He et al., "Deep residual learning for image recognition" (2015): the ImageNet networks of table 1, their first
 convolution 3 x 3 with stride 1 and no pooling after it, as is usual on CIFAR. In the bottlenecks the stride is on the
@@ -14,17 +14,17 @@ from src.models.norm import norm_layer
 
 
 def resnet18(num_classes: int, norm: str = "batch") -> nn.Sequential:
-    """The network as its ordered blocks; it takes (n, 3, 32, 32) pictures."""
+    """The network as its ordered blocks; it takes (n, 3, 32, 32) images."""
     return _resnet(_basic, (2, 2, 2, 2), num_classes, norm)
 
 
 def resnet34(num_classes: int, norm: str = "batch") -> nn.Sequential:
-    """The network as its ordered blocks; it takes (n, 3, 32, 32) pictures."""
+    """The network as its ordered blocks; it takes (n, 3, 32, 32) images."""
     return _resnet(_basic, (3, 4, 6, 3), num_classes, norm)
 
 
 def resnet50(num_classes: int, norm: str = "batch") -> nn.Sequential:
-    """The network as its ordered blocks; it takes (n, 3, 32, 32) pictures."""
+    """The network as its ordered blocks; it takes (n, 3, 32, 32) images."""
     return _resnet(_bottleneck, (3, 4, 6, 3), num_classes, norm, expansion=4)
 
 

@@ -1,6 +1,6 @@
 """ResNet-9, the small fast default.
 
-After David Page, "How to train your ResNet" (2018): a convolution and three stages that halve the picture, two of
+After David Page, "How to train your ResNet" (2018): a convolution and three stages that halve the image, two of
 them with a residual branch. The width is a parameter: 64 is Page's network, 16 suits a CPU.
 """
 
@@ -12,7 +12,7 @@ from src.models.norm import norm_layer
 
 
 def resnet9(num_classes: int, width: int = 16, norm: str = "batch") -> nn.Sequential:
-    """The network as its ordered blocks; it takes (n, 3, 32, 32) pictures."""
+    """The network as its ordered blocks; it takes (n, 3, 32, 32) images."""
     return nn.Sequential(
         OrderedDict(
             stem=_convolution(3, width, norm),

@@ -1,7 +1,7 @@
-"""A vision Transformer with patches that suit 32 x 32 pictures.
+"""A vision Transformer with patches that suit 32 x 32 images.
 
 Dosovitskiy et al., "An image is worth 16 x 16 words" (2020), in the sizes of DeiT-Tiny (Touvron et al., 2020): twelve
-equal blocks of width 192 with three heads, a class token, learned positions. With patches of 4 x 4 pixels a picture is
+equal blocks of width 192 with three heads, a class token, learned positions. With patches of 4 x 4 pixels an image is
 64 words, and the network has 5,362,762 parameters for ten classes (5,717,416 as published, for ImageNet).
 """
 
@@ -30,15 +30,15 @@ def vit(
     """The network as its ordered blocks: `embed`, `depth` equal layers, `head`.
 
     Args:
-        image_shape: (channels, height, width) of the pictures, whole patches high and wide.
+        image_shape: (channels, height, width) of the images, whole patches high and wide.
         drop_path: probability of leaving out a branch of the last layer, rising to it from zero.
 
     Raises:
-        UserError: if the patches do not tile the picture, or the heads do not share the width.
+        UserError: if the patches do not tile the image, or the heads do not share the width.
     """
     channels, *size = image_shape
     if any(side % patch for side in size):
-        raise UserError(f"model.patch={patch} does not tile pictures of {size[0]} x {size[1]}: take a divisor")
+        raise UserError(f"model.patch={patch} does not tile images of {size[0]} x {size[1]}: take a divisor")
     if width % heads:
         raise UserError(f"model.heads={heads} does not divide model.width={width}: take a divisor")
     blocks: OrderedDict[str, nn.Module] = OrderedDict()

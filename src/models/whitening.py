@@ -1,4 +1,4 @@
-"""A first layer whose frozen filters whiten small patches of the pictures."""
+"""A first layer whose frozen filters whiten small patches of the images."""
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +23,13 @@ class Whitening(nn.Conv2d):
 
     @property
     def fitted(self) -> bool:
-        """Whether the filters come in pairs of both signs, as those do that were computed from pictures."""
+        """Whether the filters come in pairs of both signs, as those do that were computed from images."""
         positive, negative = self.weight.chunk(2)
         return torch.equal(positive, -negative)
 
-    def fit(self, pictures: Tensor, eps: float = 5e-4) -> Tensor:
-        """The filters for normalised pictures, (n, channels, height, width)."""
-        patches = F.unfold(pictures, self.kernel_size).transpose(1, 2).flatten(0, 1).double()
+    def fit(self, images: Tensor, eps: float = 5e-4) -> Tensor:
+        """The filters for normalised images, (n, channels, height, width)."""
+        patches = F.unfold(images, self.kernel_size).transpose(1, 2).flatten(0, 1).double()
         covariance = patches.T @ patches / len(patches)
         values, vectors = torch.linalg.eigh(covariance)
         largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))

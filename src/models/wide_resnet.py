@@ -17,7 +17,7 @@ from src.utils.errors import UserError
 def wide_resnet(
     num_classes: int, depth: int = 28, width: int = 10, dropout: float = 0.0, norm: str = "batch"
 ) -> nn.Sequential:
-    """The network as its ordered blocks; it takes (n, 3, 32, 32) pictures.
+    """The network as its ordered blocks; it takes (n, 3, 32, 32) images.
 
     Raises:
         UserError: if no whole number of blocks makes up the depth.

@@ -51,8 +51,15 @@ def build_optimizer(net: nn.Module, factory: partial[Any], lr_factor: float, pre
     return factory([group for group in groups if group["params"]], lr=lr * lr_factor)
 
 
-def adopt(saved: dict[str, Any], optimizer: Optimizer, factor: Callable[[dict[str, Any]], float]) -> None:
-    """Put the hyper-parameters of `optimizer` into a saved state; of a group's learning rate, `factor` is due.
+def override_hyperparameters(
+    saved: dict[str, Any], optimizer: Optimizer, multiplier: Callable[[dict[str, Any]], float]
+) -> None:
+    """Put the hyper-parameters of `optimizer` into a saved state.
+
+    Args:
+        saved: the optimizer's state in a checkpoint, changed in place.
+        optimizer: as the configuration makes it.
+        multiplier: the factor on a group's learning rate at the step of the checkpoint.
 
     Raises:
         UserError: if the state is of an optimiser of another kind.
@@ -62,4 +69,4 @@ def adopt(saved: dict[str, Any], optimizer: Optimizer, factor: Callable[[dict[st
         raise UserError("ckpt_path is of a run with another `optimizer`: leave it as that run had it")
     for old, new in zip(*groups, strict=True):
         old.update({key: value for key, value in new.items() if key not in ("params", "param_names")})
-        old["lr"] = new.get("initial_lr", new["lr"]) * factor(new)
+        old["lr"] = new.get("initial_lr", new["lr"]) * multiplier(new)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from src.optim.state import part_of, whole
+from src.optim.optimizer_state import shard_like, to_full_tensor
 
 
 def muon(
@@ -22,7 +22,7 @@ def muon(
     vector_momentum: float = 0.9,
     weight_decay: float = 0.0,
     unit_filters: bool = False,
-    whitening_share: float = 1.0,
+    whitening_fraction: float = 1.0,
     iterations: int = 5,
 ) -> Optimizer:
     """The optimiser over named parameters, in groups by their role.
@@ -35,7 +35,7 @@ def muon(
             block, which is called `head`, and for biases and whatever else is no matrix.
         weight_decay: share of a weight that a step takes away, as long as the schedule is at its top.
         unit_filters: instead, scale filters before each step to a norm of one on average.
-        whitening_share: share of the run over which the learning rate of a whitening layer's bias falls to zero.
+        whitening_fraction: share of the run over which the learning rate of a whitening layer's bias falls to zero.
         iterations: of Newton and Schulz.
     """
     named = [pair for group in params for pair in group["params"]]
@@ -51,7 +51,7 @@ def muon(
             "params": members,
             "lr": rates[role],
             "weight_decay": decays[role],
-            "until": whitening_share if role == "whitening" else 1.0,
+            "schedule_fraction": whitening_fraction if role == "whitening" else 1.0,
             "orthogonal": role == "filters",
             "momentum": momentum if role == "filters" else vector_momentum,
             "unit_filters": unit_filters,
@@ -102,7 +102,7 @@ class Muon(Optimizer):
             gradient = gradient.add(parameter, alpha=group["weight_decay"])
         update = gradient.add(state["momentum_buffer"].mul_(group["momentum"]).add_(gradient), alpha=group["momentum"])
         if orthogonal:
-            update = part_of(orthogonalised(whole(update), group["iterations"]), parameter)
+            update = shard_like(orthogonalised(to_full_tensor(update), group["iterations"]), parameter)
             if group["unit_filters"]:
                 parameter.mul_(len(parameter) ** 0.5 / parameter.norm())
             else:

@@ -10,18 +10,21 @@ from torch.optim import Optimizer
 Schedule = Callable[[int, int], float]  # (step, steps of the whole run) -> factor on the learning rate
 
 
-def plain(schedule: Schedule) -> Schedule:
+def unwrap_partial(schedule: Schedule) -> Schedule:
     """The same without what Hydra wraps around it, which checks its target anew at every call: 60 microseconds."""
     return partial(schedule.func, *schedule.args, **schedule.keywords) if isinstance(schedule, partial) else schedule
 
 
-def factor_at(schedule: Schedule, group: dict[str, Any], step: int, steps: int) -> float:
-    """What is due of a group's learning rate; one with a share `until` has its whole schedule in that of the run."""
-    own = steps * group.get("until", 1.0)
+def lr_multiplier(schedule: Schedule, group: dict[str, Any], step: int, steps: int) -> float:
+    """Return the factor on a group's learning rate at a step of a run of so many.
+
+    A group with a `schedule_fraction` has its whole schedule in that fraction of the run, and rests afterwards.
+    """
+    own = steps * group.get("schedule_fraction", 1.0)
     return schedule(step, round(own)) if own == steps or step < own else 0.0
 
 
-def per_group(optimizer: Optimizer, factor: Callable[[dict[str, Any], int], float]) -> list[Callable[[int], float]]:
+def lr_lambdas(optimizer: Optimizer, factor: Callable[[dict[str, Any], int], float]) -> list[Callable[[int], float]]:
     """The factor as a function of the step for each of the optimiser's groups."""
 
     def of(group: dict[str, Any]) -> Callable[[int], float]:

@@ -16,10 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from src.callbacks.checkpoint_history import CheckpointHistory
 from src.callbacks.data_position import DataPosition
-from src.callbacks.finite import RefuseNaN
 from src.callbacks.heartbeat import Heartbeat
+from src.callbacks.nan_guard import NaNGuard
 from src.callbacks.predictions import PredictionWriter
-from src.callbacks.preemption import StopTogether
+from src.callbacks.preemption import PreemptionHandler
 from src.callbacks.record import RunRecord
 from src.callbacks.seed import SeedEachStep
 from src.checkpoint.io import AtomicCheckpointIO
@@ -27,11 +27,11 @@ from src.checkpoint.weights import start_from
 from src.loggers.csv import CSVLogger
 from src.loggers.wandb import finish, preempted
 from src.models.dropout import drop_by_sample
-from src.run.trainer_patches import NoProfiler, lighten
+from src.run.trainer_patches import NullProfiler, patch_trainer
 from src.strategies.compatibility import check_can_train
 from src.strategies.sync_batchnorm import GlobalBatchNorm
 from src.utils.errors import UserError
-from src.utils.malloc import keep_memory
+from src.utils.malloc import tune_malloc
 from src.utils.signals import Stopped
 
 _log = logging.getLogger(__name__)
@@ -82,10 +82,10 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.Lightning
     L.seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg)
     if isinstance(trainer.accelerator, CPUAccelerator):
-        keep_memory()
+        tune_malloc()
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
     module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
-    lighten(trainer, module)
+    patch_trainer(trainer, module)
     drop_by_sample(module)
     check_can_train(trainer.strategy, module)
     if cfg.predict and not is_overridden("predict_step", module):
@@ -109,9 +109,9 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     """The trainer of a resolved configuration, with what every run needs whatever is configured."""
     _check_options(cfg.trainer)
     folder, precision = Path(cfg.run_dir), cfg.trainer.precision
-    together = [Heartbeat(folder, cfg.launch.timeout), StopTogether(folder)]
+    together = [Heartbeat(folder, cfg.launch.timeout), PreemptionHandler(folder)]
     resuming = [RunRecord(cfg), DataPosition(), CheckpointHistory()]
-    required = [*resuming, SeedEachStep(cfg.seed), RefuseNaN(), PredictionWriter(folder)]
+    required = [*resuming, SeedEachStep(cfg.seed), NaNGuard(), PredictionWriter(folder)]
     chosen = [_build_choice(f"callbacks.{name}", node) for name, node in cfg.callbacks.items() if node]
     if not cfg.trainer.enable_progress_bar:  # Lightning raises if it is given one all the same
         chosen = [callback for callback in chosen if not isinstance(callback, ProgressBar)]
@@ -121,7 +121,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
         plugins, precision = [*plugins, DoublePrecision()], None
     try:
         built = trainer(
-            **({} if trainer.keywords.get("profiler") else {"profiler": NoProfiler()}),
+            **({} if trainer.keywords.get("profiler") else {"profiler": NullProfiler()}),
             strategy=_build_strategy(cfg.strategy),
             callbacks=[*together, *required, *chosen],
             logger=[CSVLogger(folder), *([_build_choice("logger", cfg.logger)] if cfg.logger else [])],

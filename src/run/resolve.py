@@ -29,7 +29,7 @@ def prepare(cfg: DictConfig) -> DictConfig:
     """Settle what one start decides: the checkpoint, the devices, the folder and the id.
 
     Raises:
-        UserError: if a checkpoint or the pictures are missing, or there are fewer devices than asked for.
+        UserError: if a checkpoint or the images are missing, or there are fewer devices than asked for.
     """
     hydra_cfg = HydraConfig.get()
     folder = Path(hydra_cfg.runtime.output_dir)
@@ -40,7 +40,7 @@ def prepare(cfg: DictConfig) -> DictConfig:
     elif cfg.init_from:  # a run that goes on has its weights already
         cfg.init_from = str(_checkpoint("init_from", cfg.init_from))
     if cfg.predict:
-        cfg.predict = str(_pictures(cfg.predict))
+        cfg.predict = str(_image_folder(cfg.predict))
     cfg.trainer.accelerator, cfg.trainer.devices = _resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     cfg.run_dir = str(folder)
     cfg.run_id, cfg.sweep_id = identity(folder, sweep=hydra_cfg.mode == RunMode.MULTIRUN)
@@ -98,14 +98,14 @@ def _checkpoint(option: str, value: str) -> Path:
     return checkpoint
 
 
-def _pictures(predict: str) -> Path:
+def _image_folder(predict: str) -> Path:
     """The folder that `predict` means, looked for now rather than after hours of training."""
     folder = Path(predict).expanduser().absolute()
     if not folder.is_dir():
         raise UserError(f"predict={predict}: there is no such folder")
-    from src.data.pictures import PictureFolder  # late, since it need not be imported otherwise
+    from src.data.image_folder import ImageFolder  # late, since it need not be imported otherwise
 
-    PictureFolder(folder, (3, 1, 1))
+    ImageFolder(folder, (3, 1, 1))
     return folder
 
 

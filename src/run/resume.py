@@ -10,12 +10,12 @@ from src.utils.errors import UserError
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a run folder, if it has any; damaged ones are passed over with a warning."""
+    """The newest complete checkpoint of a run folder, if it has any; corrupt ones are passed over with a warning."""
     for file in sorted((folder / CHECKPOINTS).glob("*.ckpt"), key=_age):
-        from src.checkpoint.integrity import check_is_whole  # late, since it imports Lightning
+        from src.checkpoint.integrity import check_is_complete  # late, since it imports Lightning
 
         try:
-            check_is_whole(file)
+            check_is_complete(file)
             return file
         except UserError as error:
             print(f"warning: {error}; looking for the one before it", file=sys.stderr)

@@ -27,14 +27,14 @@ _STEP_HOOKS = (
 )
 
 
-class NoProfiler(PassThroughProfiler):
+class NullProfiler(PassThroughProfiler):
     """No profiler, and none asked some forty times a step whether it is one."""
 
     def profile(self, action_name: str) -> Any:
         return _NOTHING
 
 
-def lighten(trainer: L.Trainer, module: L.LightningModule) -> None:
+def patch_trainer(trainer: L.Trainer, module: L.LightningModule) -> None:
     """Take out of the trainer's loop what costs time at every step and does nothing.
 
     An empty hook is None from then on, and may be assigned anew.

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from src.loggers.wandb import finish, preempted
 from src.strategies.ddp import DDP
 from src.utils import signals
-from src.utils.malloc import keep_memory
+from src.utils.malloc import tune_malloc
 from src.utils.process_group import close_process_group
 from src.utils.rank_log import log_to_folder
 
@@ -23,7 +23,7 @@ class DDPSpawn(DDP):
     def setup(self, trainer: L.Trainer) -> None:
         log_to_folder(trainer.default_root_dir, self.global_rank)
         if self.root_device.type == "cpu":
-            keep_memory()
+            tune_malloc()
         super().setup(trainer)
 
     def _configure_launcher(self) -> None:

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from src.strategies.portable import PortableStrategy
+from src.strategies.sharded_state import ShardedStateStrategy
 from src.utils.errors import UserError
 
 
-class FSDP(PortableStrategy):
+class FSDP(ShardedStateStrategy):
     """Every rank has its share of the data and of each tensor.
 
     Args:
@@ -58,7 +58,7 @@ class FSDP(PortableStrategy):
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         self._device_mesh = mesh if self.replicas > 1 else mesh["shard"]
 
-    def distribute(self, module: L.LightningModule) -> None:
+    def parallelize(self, module: L.LightningModule) -> None:
         net = cast(nn.Module, module.net)
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP takes no other
         for norm in [part for part in net.modules() if isinstance(part, _BatchNorm) and self.policy.param_dtype]:

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from src.optim.state import whole
+from src.optim.optimizer_state import to_full_tensor
 
 
 def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
@@ -21,6 +21,6 @@ def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
 def clip_by_norm_over(group: dist.ProcessGroup, optimizer: Optimizer, clip_val: float) -> None:
     """Scale the gradients such that their norm, over the parameters of every rank of `group`, is at most `clip_val`."""
     weights = [weight for part in optimizer.param_groups for weight in part["params"] if weight.grad is not None]
-    square = whole(nn.utils.get_total_norm([weight.grad for weight in weights])) ** 2
+    square = to_full_tensor(nn.utils.get_total_norm([weight.grad for weight in weights])) ** 2
     dist.all_reduce(square, group=group)
     nn.utils.clip_grads_with_norm_(weights, clip_val, square.sqrt())

@@ -9,7 +9,7 @@ import torch
 _MOST = 200  # steps between two agreements, lest the steps grow slow before the next
 
 
-class Agreement:
+class RankConsensus:
     """Asks all ranks about once a second: a collective at every step would slow them down.
 
     Each agreement also settles the number of steps to the next one, so that ranks whose clocks differ meet at the same.
@@ -20,7 +20,7 @@ class Agreement:
         self._steps, self._left = 1, 1
         self._since = time.monotonic()
 
-    def reached(self, trainer: L.Trainer, ask: Callable[[], int]) -> int:
+    def poll(self, trainer: L.Trainer, ask: Callable[[], int]) -> int:
         """The greatest answer of any rank where they meet; 0 in the steps between. Every rank calls it every step."""
         self._left -= 1
         if self._left:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Collect nothing meanwhile, and never look at what is there by then: it takes half a second of a start.
 
     torch and Lightning are some hundred thousand objects, and stay.

@@ -6,7 +6,7 @@ import sys
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of malloc.h
 
 
-def keep_memory() -> bool:
+def tune_malloc() -> bool:
     """Let glibc's malloc keep large blocks for the next ones; return whether there is one to be told.
 
     By default it maps each anew, and the kernel fills all its pages with zeros, which for a network's activations, in

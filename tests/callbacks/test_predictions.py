@@ -1,4 +1,4 @@
-"""A folder of pictures is classified as the test set is, on any number of processes."""
+"""A folder of images is classified as the test set is, on any number of processes."""
 
 import csv
 from pathlib import Path
@@ -24,14 +24,14 @@ def trained(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pictures(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The test set as files, some of them below, beside something that is no picture."""
+def images(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The test set as files, some of them below, beside something that is no image."""
     from src.run.experiment import build
 
-    folder = tmp_path_factory.mktemp("pictures")
+    folder = tmp_path_factory.mktemp("images")
     data = build(compose(folder, *small).data)
     (folder / "below").mkdir()
-    (folder / "notes.txt").write_text("no picture")
+    (folder / "notes.txt").write_text("no image")
     for number, image in enumerate(data.source.load(data.root, "test")[0]):
         place = folder / "below" if number % 3 == 0 else folder
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(place / f"{number:03d}.png")
@@ -43,10 +43,10 @@ def pictures(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
     [pytest.param(name, marks=[] if name in ("ddp", "fsdp", "pipeline") else pytest.mark.slow) for name in STRATEGIES],
 )
 def test_predicts_what_it_scores(
-    strategy: str, trained: Path, pictures: Path, pool: Pool, small: list[str], folder: Path
+    strategy: str, trained: Path, images: Path, pool: Pool, small: list[str], folder: Path
 ) -> None:
     world = [f"strategy={strategy}", "trainer.devices=2"]
-    cfg = compose(folder, *small, *TASK, *world, "fit=false", f"ckpt_path={trained}", f"predict={pictures}")
+    cfg = compose(folder, *small, *TASK, *world, "fit=false", f"ckpt_path={trained}", f"predict={images}")
     run(cfg) if runs_in_single_process(cfg) else pool.run(2, run, cfg)  # tests, then predicts
     rows = list(csv.DictReader((folder / "predictions.csv").open()))
     assert len({row["file"] for row in rows}) == 90
@@ -60,7 +60,7 @@ def test_predicts_what_it_scores(
     assert all(0.1 <= float(row["probability"]) <= 1 for row in rows)
 
 
-def test_larger_pictures_are_cropped_and_scaled(trained: Path, small: list[str], tmp_path: Path, folder: Path) -> None:
+def test_larger_images_are_cropped_and_scaled(trained: Path, small: list[str], tmp_path: Path, folder: Path) -> None:
     wide = torch.zeros(64, 200, 3, dtype=torch.uint8)
     wide[:, 68:132] = 255
     (tmp_path / "wide").mkdir()
@@ -76,9 +76,9 @@ def test_larger_pictures_are_cropped_and_scaled(trained: Path, small: list[str],
     assert grey["class"] == white["class"]
 
 
-def test_pictures_that_are_none(trained: Path, small: list[str], tmp_path: Path, folder: Path) -> None:
+def test_images_that_are_none(trained: Path, small: list[str], tmp_path: Path, folder: Path) -> None:
     cfg = compose(folder, *small, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}")
-    with pytest.raises(UserError, match="there is no picture in it"):
+    with pytest.raises(UserError, match="there is no image in it"):
         run(cfg)
     with pytest.raises(UserError, match="GAN classifies nothing"):
         run(compose(folder, *small, "experiment=gan", "data.batch_size=16", *PREDICT, f"predict={tmp_path}"))

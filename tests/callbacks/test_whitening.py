@@ -1,4 +1,4 @@
-"""The callback: filters from training pictures, the same on all ranks, and not again for a network that has them."""
+"""The callback: filters from training images, the same on all ranks, and not again for a network that has them."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_a_network_that_has_filters_keeps_them(small: list[str], cifar: Path, fo
 def test_the_bias_is_trained_for_its_share_of_the_run(small: list[str], folder: Path) -> None:
     def run(share: float) -> Record:
         options = ["optimizer.weight_decay=0", "optimizer.momentum=0", "optimizer.nesterov=false"]
-        return fit(compose(folder / str(share), *small, *TASK, *options, f"callbacks.whitening.bias_share={share}"))
+        return fit(compose(folder / str(share), *small, *TASK, *options, f"callbacks.whitening.bias_fraction={share}"))
 
     none, half, whole = (run(share) for share in (0.0, 0.5, 1.0))
     moved = [float((record.final[BIAS] - record.initial[BIAS]).norm()) for record in (none, half, whole)]

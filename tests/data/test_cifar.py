@@ -32,7 +32,7 @@ def batch(number: int, **changes: object) -> bytes:
 def write_folder(root: Path) -> Path:
     folder = root / CIFAR10.archive.folder
     folder.mkdir(parents=True)
-    for number, name in enumerate(name for names in CIFAR10.members.values() for name in names):
+    for number, name in enumerate(name for names in CIFAR10.indices.values() for name in names):
         (folder / name).write_bytes(batch(number))
     return folder
 
@@ -148,13 +148,13 @@ def test_a_complete_download_that_was_not_renamed_is_used(tmp_path: Path, archiv
 
 
 def test_refuses_another_checksum(tmp_path: Path, site: Site) -> None:
-    with pytest.raises(UserError, match=r"is damaged .*delete it"):
+    with pytest.raises(UserError, match=r"is corrupt .*delete it"):
         CIFAR10([site.url]).prepare(tmp_path)
 
 
 def test_refuses_a_truncated_archive(tmp_path: Path, archive: bytes) -> None:
     (tmp_path / CIFAR10.archive.name).write_bytes(archive[:-1000])
-    with pytest.raises(UserError, match="is damaged"):
+    with pytest.raises(UserError, match="is corrupt"):
         source(archive, []).prepare(tmp_path)
     assert not (tmp_path / CIFAR10.archive.folder).exists()
 
@@ -194,7 +194,7 @@ def test_a_poisoned_pickle_is_refused_and_not_run(tmp_path: Path, monkeypatch: p
 def test_a_damaged_batch_is_named(tmp_path: Path, damage: object) -> None:
     file = write_folder(tmp_path) / "data_batch_2"
     file.write_bytes(damage(file.read_bytes()))  # type: ignore[operator]
-    with pytest.raises(UserError, match="data_batch_2 is missing or damaged"):
+    with pytest.raises(UserError, match="data_batch_2 is missing or corrupt"):
         CIFAR10([]).load(tmp_path, "train")
 
 

@@ -27,7 +27,7 @@ def test_fetched_is_computed(padding: int, flip: bool | str, channels: int) -> N
 
 
 def test_first_and_last_line_of_memory_are_reached() -> None:
-    """Of pictures that are cropped in every way, none but its own pixels is seen."""
+    """Of images that are cropped in every way, none but its own pixels is seen."""
     index = torch.zeros(1, 2000, dtype=torch.int64)
     keys = sample_keys(0, 0, torch.arange(2000)[None])
     for image in (IMAGES[:1], IMAGES[1:2]):
@@ -36,10 +36,10 @@ def test_first_and_last_line_of_memory_are_reached() -> None:
 
 
 @pytest.mark.parametrize("padding", [0, 4])
-def test_the_pictures_are_still_there(padding: int) -> None:
+def test_the_images_are_still_there(padding: int) -> None:
     bordered = Bordered(IMAGES, padding)
     assert torch.equal(bordered.images, IMAGES)
-    assert torch.equal(bordered.pictures(BATCHES[0]), IMAGES[BATCHES[0]])
+    assert torch.equal(bordered.gather(BATCHES[0]), IMAGES[BATCHES[0]])
     assert bordered.images.untyped_storage().data_ptr() == bordered.lines.untyped_storage().data_ptr()
 
 
@@ -47,7 +47,7 @@ def test_other_borders_are_made_anew() -> None:
     held = ImageSet(IMAGES, torch.zeros(len(IMAGES), dtype=torch.int64))
     for padding in (4, 4, 1):
         assert held.bordered(padding).padding == padding
-        assert torch.equal(held.pictures(BATCHES[0]), IMAGES[BATCHES[0]])
+        assert torch.equal(held.gather(BATCHES[0]), IMAGES[BATCHES[0]])
     assert held.bordered(1) is held.bordered(1)
 
 

@@ -22,7 +22,7 @@ def splits(small: list[str], folder: Path, *overrides: str) -> dict[str, torch.T
     trainer, _, data = assemble(compose(folder, *small, *MLP, *overrides))
     data.trainer = trainer
     data.setup("fit")
-    return {name: split.members for name, split in data.splits.items()}
+    return {name: split.indices for name, split in data.splits.items()}
 
 
 def test_validation_split_is_stratified_and_apart(small: list[str], folder: Path) -> None:
@@ -112,7 +112,7 @@ def test_evaluation_is_exact_on_any_number_of_processes(
 
 
 def test_evaluation_is_what_counting_by_hand_gives(small: list[str], folder: Path) -> None:
-    """90 pictures in batches of 32: six places of the last batch are padding."""
+    """90 images in batches of 32: six places of the last batch are padding."""
     cfg = compose(folder, *small, *MLP, "trainer.max_epochs=1")
     record = fit(cfg, test=True)
     _, module, data = assemble(cfg)

@@ -1,4 +1,4 @@
-"""Mixed pictures and targets: what the papers say, and the same whatever the number of processes and micro-batches."""
+"""Mixed images and targets: what the papers say, and the same whatever the number of processes and micro-batches."""
 
 from pathlib import Path
 
@@ -16,13 +16,13 @@ from tests.support.experiments import SHORT
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit
 
-IMAGES = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 32, 32).contiguous()  # each picture is its own number
+IMAGES = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 32, 32).contiguous()  # each image is its own number
 TARGETS = torch.eye(8)
 MIXED = ["experiment=parity", *SHORT, "data.augment.mixup=0.8", "data.augment.cutmix=1.0"]
 
 
 @pytest.mark.parametrize("mix", [mixup, cutmix])
-def test_targets_follow_the_share_of_the_partner_in_the_picture(mix: object) -> None:
+def test_targets_follow_the_share_of_the_partner_in_the_image(mix: object) -> None:
     shares = set()
     for seed in range(50):
         image, target = mix(IMAGES, TARGETS, 1.0, np.random.default_rng(seed))  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Pictures on the device: the same batches as a DataLoader's, whoever fetches them, and nothing else to travel."""
+"""Images on the device: the same batches as a DataLoader's, whoever fetches them, and nothing else to travel."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def split() -> ImageSplit:
     rng = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (100, 3, 8, 8), dtype=torch.uint8, generator=rng)
-    return ImageSplit(ImageSet(images, torch.arange(100) % 10), members=torch.randperm(100, generator=rng)[:70])
+    return ImageSplit(ImageSet(images, torch.arange(100) % 10), indices=torch.randperm(100, generator=rng)[:70])
 
 
 @pytest.mark.parametrize(
@@ -52,27 +52,27 @@ def test_epoch_and_start_are_read_with_the_first_batch() -> None:
     sampler.start = 32
     later = TrainingBatches(70, 16)
     later.set_epoch(3)
-    expected = [split().members[positions] for positions in later][2:]
+    expected = [split().indices[positions] for positions in later][2:]
     assert [batch.sample_index.tolist() for batch in iterator] == [index.tolist() for index in expected]
     sampler.start = 64
     assert list(ResidentBatches(split(), sampler, CPU)) == []
 
 
-def test_splits_share_the_pictures_wherever_they_are() -> None:
+def test_splits_share_the_images_wherever_they_are() -> None:
     """On the meta device, which here stands for a GPU: nothing but indices comes from the host."""
     train = split()
-    val = ImageSplit(train.held, torch.arange(5))
+    val = ImageSplit(train.dataset, torch.arange(5))
     ResidentBatches(train, TrainingBatches(70, 16), META)
-    assert val.held.images.device == val.held.labels.device == META
+    assert val.dataset.images.device == val.dataset.labels.device == META
     index = torch.empty(5, 16, dtype=torch.int64, device=META)
-    for images in (train.held.pictures(index[0]), next(train.held.bordered(2).crops(index, index, True))):
+    for images in (train.dataset.gather(index[0]), next(train.dataset.bordered(2).crops(index, index, True))):
         assert images.device == META
         assert images.shape == (16, 3, 8, 8)
-    assert val.held.images.device == META
+    assert val.dataset.images.device == META
 
 
 def test_auto_takes_what_a_tenth_of_the_memory_holds_with_borders(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, bytes_ = torch.device("cuda", 0), split().held.images.nbytes
+    cuda, bytes_ = torch.device("cuda", 0), split().dataset.images.nbytes
     for free, room in ((25 * bytes_, True), (25 * bytes_ - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
         assert stays(split(), cuda, "auto", num_workers=0) == room

@@ -1,4 +1,4 @@
-"""The drawn pictures: deterministic, balanced, in CIFAR's form, and too hard for a linear model."""
+"""The synthetic images: deterministic, balanced, in CIFAR's form, and too hard for a linear model."""
 
 from pathlib import Path
 

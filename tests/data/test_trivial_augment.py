@@ -1,4 +1,4 @@
-"""TrivialAugment's operations on a batch are Pillow's on each picture, and every one gets its turn."""
+"""TrivialAugment's operations on a batch are Pillow's on each image, and every one gets its turn."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,46 +12,46 @@ from src.data.augment.pixels import sample_keys
 from src.data.augment.trivial_augment import OPERATIONS, apply, trivial_augment
 from src.data.sources.shapes import draw
 
-PICTURES = torch.from_numpy(draw(8, seed=0)[0])
+IMAGES = torch.from_numpy(draw(8, seed=0)[0])
 BY_HAND: dict[str, Callable[[Any, float, float], Any]] = {
-    "identity": lambda picture, level, sign: picture,
-    "shear x": lambda picture, level, sign: _affine(picture, 1, 0.99 * sign * level, 0, 0, 1, 0),
-    "shear y": lambda picture, level, sign: _affine(picture, 1, 0, 0, 0.99 * sign * level, 1, 0),
-    "translate x": lambda picture, level, sign: _affine(picture, 1, 0, int(32 * sign * level), 0, 1, 0),
-    "translate y": lambda picture, level, sign: _affine(picture, 1, 0, 0, 0, 1, int(32 * sign * level)),
-    "rotate": lambda picture, level, sign: picture.rotate(-135 * sign * level),
-    "brightness": lambda picture, level, sign: ImageEnhance.Brightness(picture).enhance(1 + 0.99 * sign * level),
-    "colour": lambda picture, level, sign: ImageEnhance.Color(picture).enhance(1 + 0.99 * sign * level),
-    "contrast": lambda picture, level, sign: ImageEnhance.Contrast(picture).enhance(1 + 0.99 * sign * level),
-    "sharpness": lambda picture, level, sign: ImageEnhance.Sharpness(picture).enhance(1 + 0.99 * sign * level),
-    "posterize": lambda picture, level, sign: ImageOps.posterize(picture, 8 - round(6 * level)),
-    "solarize": lambda picture, level, sign: ImageOps.solarize(picture, round(255 * (1 - level))),
-    "autocontrast": lambda picture, level, sign: ImageOps.autocontrast(picture),
-    "equalize": lambda picture, level, sign: ImageOps.equalize(picture),
+    "identity": lambda image, level, sign: image,
+    "shear x": lambda image, level, sign: _affine(image, 1, 0.99 * sign * level, 0, 0, 1, 0),
+    "shear y": lambda image, level, sign: _affine(image, 1, 0, 0, 0.99 * sign * level, 1, 0),
+    "translate x": lambda image, level, sign: _affine(image, 1, 0, int(32 * sign * level), 0, 1, 0),
+    "translate y": lambda image, level, sign: _affine(image, 1, 0, 0, 0, 1, int(32 * sign * level)),
+    "rotate": lambda image, level, sign: image.rotate(-135 * sign * level),
+    "brightness": lambda image, level, sign: ImageEnhance.Brightness(image).enhance(1 + 0.99 * sign * level),
+    "colour": lambda image, level, sign: ImageEnhance.Color(image).enhance(1 + 0.99 * sign * level),
+    "contrast": lambda image, level, sign: ImageEnhance.Contrast(image).enhance(1 + 0.99 * sign * level),
+    "sharpness": lambda image, level, sign: ImageEnhance.Sharpness(image).enhance(1 + 0.99 * sign * level),
+    "posterize": lambda image, level, sign: ImageOps.posterize(image, 8 - round(6 * level)),
+    "solarize": lambda image, level, sign: ImageOps.solarize(image, round(255 * (1 - level))),
+    "autocontrast": lambda image, level, sign: ImageOps.autocontrast(image),
+    "equalize": lambda image, level, sign: ImageOps.equalize(image),
 }
 SHARE_OFF = {"shear x": 0.3, "shear y": 0.3, "rotate": 0.05}  # of pixels, which Pillow rounds to a neighbour
 
 
-def _affine(picture: Any, *coefficients: float) -> Any:
-    return picture.transform(picture.size, Image.Transform.AFFINE, coefficients)
+def _affine(image: Any, *coefficients: float) -> Any:
+    return image.transform(image.size, Image.Transform.AFFINE, coefficients)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("level", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_is_the_operation_that_pillow_does(name: str, level: float, sign: int) -> None:
-    count = len(PICTURES)
+    count = len(IMAGES)
     operation, levels = torch.full((count,), OPERATIONS.index(name)), torch.full((count,), level)
-    ours = apply(PICTURES, operation, levels, sign * levels)
-    for picture, mine in zip(PICTURES, ours, strict=True):
-        drawn = BY_HAND[name](Image.fromarray(picture.permute(1, 2, 0).numpy()), level, sign)
+    ours = apply(IMAGES, operation, levels, sign * levels)
+    for image, mine in zip(IMAGES, ours, strict=True):
+        drawn = BY_HAND[name](Image.fromarray(image.permute(1, 2, 0).numpy()), level, sign)
         theirs = torch.from_numpy(np.array(drawn)).permute(2, 0, 1)
         off = (mine.int() - theirs.int()).abs() > 1
         assert off.float().mean() <= SHARE_OFF.get(name, 0.0)
 
 
-def test_every_operation_gets_its_turn_and_its_picture_alone_decides() -> None:
-    many = PICTURES[:1].expand(2000, -1, -1, -1)
+def test_every_operation_gets_its_turn_and_its_image_alone_decides() -> None:
+    many = IMAGES[:1].expand(2000, -1, -1, -1)
     keys = sample_keys(0, 0, torch.arange(2000))
     whole = trivial_augment(many, keys)
     assert whole.dtype == torch.uint8

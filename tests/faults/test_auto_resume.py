@@ -1,4 +1,4 @@
-"""`resume=auto`, and what it makes of damaged checkpoints."""
+"""`resume=auto`, and what it makes of corrupt checkpoints."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from src.checkpoint.integrity import check_is_whole
+from src.checkpoint.integrity import check_is_complete
 from src.run.folder import run_folder
 from src.run.resume import newest_checkpoint
 from src.utils.errors import UserError
@@ -40,7 +40,7 @@ def test_the_newest_whole_checkpoint_is_found(damage: Any, trained: Path, capsys
     damage(checkpoints / "last.ckpt")
     assert newest_checkpoint(trained) == checkpoints / "previous.ckpt"
     assert torch.load(checkpoints / "previous.ckpt")["global_step"] == SHORT_EPOCH
-    assert ("last.ckpt is no whole checkpoint" in capsys.readouterr().err) == (damage is not Path.unlink)
+    assert ("last.ckpt is no complete checkpoint" in capsys.readouterr().err) == (damage is not Path.unlink)
     damage(checkpoints / "previous.ckpt")
     assert newest_checkpoint(trained) == checkpoints / "best.ckpt"
     damage(checkpoints / "best.ckpt")
@@ -53,11 +53,11 @@ def test_a_copied_folder_that_lost_its_times(trained: Path) -> None:
 
 
 def test_a_wrong_byte_is_noticed(trained: Path) -> None:
-    check_is_whole(trained / "checkpoints" / "last.ckpt")
+    check_is_complete(trained / "checkpoints" / "last.ckpt")
     spoil(trained / "checkpoints" / "last.ckpt")
     torch.load(trained / "checkpoints" / "last.ckpt")  # torch itself does not notice
-    with pytest.raises(UserError, match="is damaged"):
-        check_is_whole(trained / "checkpoints" / "last.ckpt")
+    with pytest.raises(UserError, match="is corrupt"):
+        check_is_complete(trained / "checkpoints" / "last.ckpt")
 
 
 def test_the_same_command_starts_and_goes_on(small: list[str], folder: Path) -> None:
@@ -70,7 +70,7 @@ def test_the_same_command_starts_and_goes_on(small: list[str], folder: Path) -> 
     assert {file.name for file in (folder / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
     cut(folder / "checkpoints" / "last.ckpt")
     _, err = run_here(*command, "trainer.max_epochs=2")
-    assert "last.ckpt is no whole checkpoint" in err
+    assert "last.ckpt is no complete checkpoint" in err
     assert steps(folder) == list(range(23))
     _, err = run_here(*[word for word in command if word != "resume=auto"], code=1)
     assert "holds a run: add resume=auto" in one_line(err)

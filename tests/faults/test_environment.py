@@ -41,7 +41,7 @@ def test_a_rank_with_another_configuration(small: list[str], folder: Path) -> No
 
 @pytest.mark.parametrize(
     ("damage", "hint"),
-    [("cut", "data_batch_3 is missing or damaged"), ("missing", "cannot be downloaded"), ("empty", "data_batch_3")],
+    [("cut", "data_batch_3 is missing or corrupt"), ("missing", "cannot be downloaded"), ("empty", "data_batch_3")],
 )
 def test_a_data_file_in_the_middle(damage: str, hint: str, cifar: Path, tmp_path: Path) -> None:
     """Of six files the third; there is no network to fetch another from."""
@@ -59,7 +59,7 @@ def test_a_data_file_in_the_middle(damage: str, hint: str, cifar: Path, tmp_path
 
 
 def test_data_that_goes_away_in_the_middle(cifar: Path, tmp_path: Path) -> None:
-    """The pictures are in memory: training, validation and test do not notice."""
+    """The images are in memory: training, validation and test do not notice."""
     root = tmp_path / "data"
     shutil.copytree(cifar, root)
     gone = Remove(root)

@@ -98,7 +98,7 @@ def test_loader_processes_that_fetch_ahead_change_nothing(small: list[str], fold
     [
         ("data.batch_size=64", "had data.batch_size=16, this one has 64"),
         ("seed=1", "had seed=0, this one has 1"),
-        ("data.val_fraction=0.2", "had training pictures=90, this one has 80"),
+        ("data.val_fraction=0.2", "had training images=90, this one has 80"),
         ("trainer.limit_train_batches=3", "had steps per epoch=5, this one has 3"),
     ],
 )

@@ -67,7 +67,7 @@ def test_help_is_complete_and_imports_nothing_heavy() -> None:
         (["init_form=x"], ["init_form ", "init_from"]),
         (["init_from=nowhere"], ["init_from=nowhere"]),
         (["predict=nowhere"], ["predict=nowhere", "no such folder"]),
-        (["predict=tests"], ["predict=", "no picture"]),
+        (["predict=tests"], ["predict=", "no image"]),
         (["trainer.num_nodes=2"], ["trainer.num_nodes=2", "torchrun"]),
     ],
 )
@@ -132,7 +132,7 @@ def test_data_that_cannot_be_used(damage: str, cifar: Path, tmp_path: Path) -> N
         (root / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps({b"data": Poison()}, protocol=4))
     arguments = ["trainer.accelerator=cpu", "trainer.devices=1", "data.source.urls=[http://127.0.0.1:9]"]
     _, err = run_here(*arguments, f"data.root={root}", "logger=none", f"hydra.run.dir={tmp_path}/run", code=1)
-    hints = {"truncated archive": "is damaged", "poisoned pickle": "would run posix.system", "no data": "be downloaded"}
+    hints = {"truncated archive": "is corrupt", "poisoned pickle": "would run posix.system", "no data": "be downloaded"}
     assert hints[damage] in one_line(err)
     assert "data.root" in err
     assert not (ROOT / "poisoned").exists()
@@ -194,7 +194,7 @@ def test_one_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> N
     assert out.count("DDP, 2 process(es) on cpu") == 1
     for fact in (
         "32 = 2 x 1 micro-batches x 16 per device",
-        "drawn shapes",
+        "synthetic shapes",
         "after scaling",
         str(folder),
         "wandb sync",
@@ -232,7 +232,7 @@ def test_one_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> N
     whole = (folder / "checkpoints" / "last.ckpt").read_bytes()
     (folder / "checkpoints" / "last.ckpt").write_bytes(whole[:-2000])
     _, err = run_here(f"ckpt_path='{folder}/checkpoints/last.ckpt'", code=1)
-    assert "is no whole checkpoint" in one_line(err)
+    assert "is no complete checkpoint" in one_line(err)
 
 
 def test_under_torchrun_rank_zero_decides(small: list[str], tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_the_same_command_on_each(
 
 
 def test_a_host_that_does_not_come(hosts: Hosts, tmp_path: Path) -> None:
-    words = [*ON_TWO, "launch.endpoint=10.77.0.1:29400", "launch.patience=1", "trainer.devices=1"]
+    words = [*ON_TWO, "launch.endpoint=10.77.0.1:29400", "launch.rendezvous_timeout=1", "trainer.devices=1"]
     log = tmp_path / "0.log"
     started = hosts.start(0, [sys.executable, *TRAIN, *words], log, tmp_path)
     assert finish([started], [log]) == [1]

@@ -134,18 +134,18 @@ def test_noise_is_normal_and_fixed_by_the_sample() -> None:
 def test_samples_are_laid_out_in_a_square(small: list[str], folder: Path) -> None:
     cfg = compose(folder, *TASK, *small, *SHORT, "callbacks.samples.count=16", "trainer.max_epochs=1")
     fit(cfg)
-    picture = Image.open(folder / "samples" / "step000005.png")
-    assert picture.size == (128, 128)
+    image = Image.open(folder / "samples" / "step000005.png")
+    assert image.size == (128, 128)
     trainer, module, data = assemble(cfg)
     module.load_state_dict(torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"])
     trainer.datamodule = data
     module.trainer = trainer
     samples = data.to_pixels(module.eval().sample(16))  # type: ignore[operator]
-    second_row_third = torch.from_numpy(np.array(picture))[32:64, 64:96].permute(2, 0, 1)
+    second_row_third = torch.from_numpy(np.array(image))[32:64, 64:96].permute(2, 0, 1)
     assert torch.equal(second_row_third, (samples[6] * 255).round().to(torch.uint8))
 
 
-def test_samples_are_logged_as_pictures(small: list[str], folder: Path) -> None:
+def test_samples_are_logged_as_images(small: list[str], folder: Path) -> None:
     cfg = compose(
         folder, *TASK, *small, *SHORT, "logger=wandb", "trainer.accelerator=cpu", "trainer.max_epochs=1", quiet=False
     )
@@ -155,14 +155,14 @@ def test_samples_are_logged_as_pictures(small: list[str], folder: Path) -> None:
     assert np.array_equal(np.asarray(Image.open(sent)), np.asarray(Image.open(written)))
 
 
-def test_real_pictures_are_nearer_to_real_ones_than_noise(small: list[str], folder: Path) -> None:
+def test_real_images_are_nearer_to_real_ones_than_noise(small: list[str], folder: Path) -> None:
     """Judged by a classifier that was trained here, and by a network with random weights."""
     fit(compose(folder, *small, "model.width=4", "data.batch_size=16", "trainer.max_epochs=2"))
     data = build(compose(folder, *small).data)
     pixels = data.source.load(data.root, "train")[0].float() / 255
     _, gan, _ = assemble(compose(folder, *TASK, *small, *SHORT))
-    for judge in (str(folder / "checkpoints" / "last.ckpt"), None):
-        callback = FrechetDistance(judge)
+    for feature_checkpoint in (str(folder / "checkpoints" / "last.ckpt"), None):
+        callback = FrechetDistance(feature_checkpoint)
         callback.setup(L.Trainer(accelerator="cpu", logger=False), gan, "fit")
         far = []
         for fake in (pixels[200:], pixels[200:] * 0.5 + 0.5 * torch.rand(200, 3, 32, 32), torch.rand(200, 3, 32, 32)):
@@ -176,14 +176,14 @@ def test_real_pictures_are_nearer_to_real_ones_than_noise(small: list[str], fold
 
 
 def test_what_cannot_be(small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=r"frechet.judge=.* is no whole checkpoint"):
-        run(compose(folder, *TASK, *small, *SHORT, f"callbacks.frechet.judge={Path(__file__)}"))
+    with pytest.raises(UserError, match=r"frechet.feature_checkpoint=.* is no complete checkpoint"):
+        run(compose(folder, *TASK, *small, *SHORT, f"callbacks.frechet.feature_checkpoint={Path(__file__)}"))
     fit(compose(folder / "other", *TASK, *small, *SHORT, "trainer.max_epochs=1"))
     own = folder / "other" / "checkpoints" / "last.ckpt"
-    with pytest.raises(UserError, match=r"frechet.judge=.* is no checkpoint of a classifier"):
-        run(compose(folder, *TASK, *small, *SHORT, f"callbacks.frechet.judge={own}"))
+    with pytest.raises(UserError, match=r"frechet.feature_checkpoint=.* is no checkpoint of a classifier"):
+        run(compose(folder, *TASK, *small, *SHORT, f"callbacks.frechet.feature_checkpoint={own}"))
     for alone in ("samples", "frechet"):
-        with pytest.raises(UserError, match=f"callbacks.{alone} is for modules that make pictures"):
+        with pytest.raises(UserError, match=f"callbacks.{alone} is for modules that make images"):
             run(compose(folder, *small, "model=mlp", "data.batch_size=16", f"callbacks=[default,{alone}]"))
     with pytest.raises(UserError, match=r"callbacks.samples.count=50"):
         run(compose(folder, *TASK, *small, *SHORT, "callbacks.samples.count=50"))

@@ -42,7 +42,7 @@ def test_an_update_has_singular_values_near_one(shape: tuple[int, ...], dtype: t
 
 def test_groups_by_role() -> None:
     optimizer = build(
-        airbench(10, (8, 16, 16)), head_scale=3.0, vector_scale=2.0, weight_decay=0.01, whitening_share=0.5
+        airbench(10, (8, 16, 16)), head_scale=3.0, vector_scale=2.0, weight_decay=0.01, whitening_fraction=0.5
     )
     groups = {group["name"]: group for group in optimizer.param_groups}
     assert list(groups) == sorted(groups), "as states are put together in order of the names"
@@ -51,7 +51,7 @@ def test_groups_by_role() -> None:
     assert len(groups["filters"]["params"]) == len(groups["vectors"]["params"]) == 6
     assert [groups[name]["lr"] for name in ("filters", "head", "vectors")] == pytest.approx([0.1, 0.3, 0.2])
     assert [group["lr"] * group["weight_decay"] for group in groups.values()] == pytest.approx([0.01] * 4)
-    assert [group["until"] for group in groups.values()] == [1, 1, 1, 0.5]
+    assert [group["schedule_fraction"] for group in groups.values()] == [1, 1, 1, 0.5]
 
 
 def test_the_rates_of_the_speedrun_are_the_records(folder: Path) -> None:

@@ -37,10 +37,10 @@ def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_is_the_composition_of_its_blocks(network: tuple[str, nn.Module]) -> None:
     net = network[1].eval()
-    x = pictures = torch.randn(2, 3, 32, 32)
+    x = images = torch.randn(2, 3, 32, 32)
     for block in net.children():
         x = block(x)
-    assert torch.equal(x, net(pictures))
+    assert torch.equal(x, net(images))
     assert x.shape == (2, 10)
     assert len(list(net.children())) >= 3
 

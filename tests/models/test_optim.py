@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from src.optim.groups import adopt, build_optimizer, scaling_factor
-from src.optim.schedules import constant, cosine, factor_at, multi_step, one_cycle
+from src.optim.groups import build_optimizer, override_hyperparameters, scaling_factor
+from src.optim.schedules import constant, cosine, lr_multiplier, multi_step, one_cycle
 from src.utils.errors import UserError
 
 
@@ -44,11 +44,11 @@ def test_schedules_rise_and_fall(schedule: object) -> None:
 
 def test_a_group_can_have_its_schedule_in_a_share_of_the_run() -> None:
     def factors(group: dict[str, float]) -> list[float]:
-        return [factor_at(partial(one_cycle, warmup=0.0), group, step, 8) for step in range(8)]
+        return [lr_multiplier(partial(one_cycle, warmup=0.0), group, step, 8) for step in range(8)]
 
     assert factors({}) == pytest.approx([1 - step / 8 for step in range(8)])
-    assert factors({"until": 0.5}) == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0, 0, 0])
-    assert [factor_at(constant, {"until": 0.5}, step, 4) for step in range(4)] == [1, 1, 0, 0]
+    assert factors({"schedule_fraction": 0.5}) == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0, 0, 0])
+    assert [lr_multiplier(constant, {"schedule_fraction": 0.5}, step, 4) for step in range(4)] == [1, 1, 0, 0]
 
 
 def test_another_kind_of_optimiser_is_refused() -> None:
@@ -59,7 +59,7 @@ def test_another_kind_of_optimiser_is_refused() -> None:
     fewer = {"param_groups": sgd.state_dict()["param_groups"][:1]}
     for saved in (adam.state_dict(), fewer):
         with pytest.raises(UserError, match="another `optimizer`"):
-            adopt(saved, sgd, lambda group: 1.0)
+            override_hyperparameters(saved, sgd, lambda group: 1.0)
 
 
 def test_constant_schedule() -> None:

@@ -15,23 +15,23 @@ from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
 NET = ["model=resnet9", "model.width=4", "data.batch_size=16", "trainer.max_epochs=1", "trainer.limit_train_batches=5"]
-PICTURES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def pixels(image: Tensor) -> Tensor:
-    """A network whose logits are the picture."""
+    """A network whose logits are the image."""
     return image.flatten(1)
 
 
 def test_mirror() -> None:
-    found = average_over_views(pixels, PICTURES, pixels(PICTURES), "mirror").view_as(PICTURES)
-    assert torch.allclose(found, (PICTURES + PICTURES.flip(-1)) / 2)
+    found = average_over_views(pixels, IMAGES, pixels(IMAGES), "mirror").view_as(IMAGES)
+    assert torch.allclose(found, (IMAGES + IMAGES.flip(-1)) / 2)
 
 
 def test_shift_is_by_a_pixel_both_ways_with_half_of_the_weight() -> None:
-    found = average_over_views(pixels, PICTURES, pixels(PICTURES), "shift").view_as(PICTURES)
-    padded = F.pad(PICTURES, (1, 1, 1, 1), mode="reflect")
-    views = [(PICTURES, 0.25), (padded[..., :8, :8], 0.125), (padded[..., 2:, 2:], 0.125)]
+    found = average_over_views(pixels, IMAGES, pixels(IMAGES), "shift").view_as(IMAGES)
+    padded = F.pad(IMAGES, (1, 1, 1, 1), mode="reflect")
+    views = [(IMAGES, 0.25), (padded[..., :8, :8], 0.125), (padded[..., 2:, 2:], 0.125)]
     expected = torch.stack([weight * (view + view.flip(-1)) for view, weight in views]).sum(0)
     assert torch.allclose(found, expected)
     constant = torch.ones(1, 3, 8, 8)

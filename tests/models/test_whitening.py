@@ -1,4 +1,4 @@
-"""The whitening layer: what its filters do to pictures, and its bias once it has had its time."""
+"""The whitening layer: what its filters do to images, and its bias once it has had its time."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from src.models.airbench import airbench
 from src.models.whitening import Whitening
 
-PICTURES = torch.nn.functional.avg_pool2d(
+IMAGES = torch.nn.functional.avg_pool2d(
     torch.randn(200, 3, 34, 34, generator=torch.Generator().manual_seed(0)), 3, stride=1
 )
 
@@ -15,7 +15,7 @@ PICTURES = torch.nn.functional.avg_pool2d(
 def fitted() -> Whitening:
     layer = Whitening(3, 2)
     assert not layer.fitted
-    layer.weight.data.copy_(layer.fit(PICTURES, eps=1e-9))
+    layer.weight.data.copy_(layer.fit(IMAGES, eps=1e-9))
     assert layer.fitted
     return layer
 
@@ -23,15 +23,15 @@ def fitted() -> Whitening:
 def test_whitens_patches_and_negates_them() -> None:
     layer = fitted()
     layer.bias.data.zero_()
-    values = layer(PICTURES).detach().transpose(0, 1).flatten(1)
+    values = layer(IMAGES).detach().transpose(0, 1).flatten(1)
     assert torch.equal(values[:12], -values[12:])
     covariance = values[:12] @ values[:12].T / values.shape[1]
     assert torch.allclose(covariance, torch.eye(12), atol=1e-2)
 
 
-def test_filters_do_not_depend_on_the_order_of_the_pictures() -> None:
+def test_filters_do_not_depend_on_the_order_of_the_images() -> None:
     layer = Whitening(3, 2)
-    assert torch.allclose(layer.fit(PICTURES.flip(0)), layer.fit(PICTURES), atol=1e-4)
+    assert torch.allclose(layer.fit(IMAGES.flip(0)), layer.fit(IMAGES), atol=1e-4)
 
 
 def test_a_bias_that_is_not_trained_any_more_costs_nothing() -> None:
@@ -43,7 +43,7 @@ def test_a_bias_that_is_not_trained_any_more_costs_nothing() -> None:
     for trains in (True, False):
         layer.trains_bias = trains
         net.zero_grad()
-        net(PICTURES[:8]).square().sum().backward()
+        net(IMAGES[:8]).square().sum().backward()
         gradients[trains] = {name: weight.grad for name, weight in net.named_parameters() if weight.requires_grad}
     assert seen == [True, False], "no gradient need be computed for the layer's output"
     bias = gradients[True].pop("layer1.whitening.bias")

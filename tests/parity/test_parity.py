@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from torch.nn.parallel import DistributedDataParallel
 
 from src.data.sampler import TrainingBatches
-from src.strategies.pipeline.schedules import SCHEDULES, kind_of
+from src.strategies.pipeline.schedules import SCHEDULES, schedule_spec
 from src.strategies.sync_batchnorm import GlobalBatchNorm
 from tests.support.comparison import TOLERANCE, check_replicas, distances
 from tests.support.experiments import EXPERIMENTS, SHORT, SHORT_STEPS
@@ -46,7 +46,7 @@ FEW_BLOCKS = 4  # stages that the default model's blocks make
 
 
 def _experiment(schedule: str, devices: int) -> str:
-    return "deep" if kind_of(schedule).stages_per_rank * devices > FEW_BLOCKS else "sgd"
+    return "deep" if schedule_spec(schedule).stages_per_rank * devices > FEW_BLOCKS else "sgd"
 
 
 QUICK = [

@@ -223,7 +223,7 @@ def test_the_dearest_stage_is_as_cheap_as_can_be(
 
 
 def test_no_stage_is_without_parameters() -> None:
-    """Though it would be the even cut: flattening costs nothing, but sends a whole picture on."""
+    """Though it would be the even cut: flattening costs nothing, but sends a whole image on."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(3072, 16), nn.Linear(16, 10))
     stages = cut(ordered_blocks(net, torch.zeros(2, 3, 32, 32)), 2, "auto")
     assert [len(stage) for stage in stages] == [2, 1]

@@ -23,9 +23,9 @@ EXPERIMENTS: dict[str, list[str]] = {
         "optimizer=muon",
         "module.lr_scaling=none",
         "optimizer.unit_filters=true",
-        "optimizer.whitening_share=0.5",
+        "optimizer.whitening_fraction=0.5",
         "callbacks=[default,whitening]",
-        "callbacks.whitening.bias_share=0.5",
+        "callbacks.whitening.bias_fraction=0.5",
         "data.augment.flip=alternating",
     ],
     "deep": [  # blocks for eight stages

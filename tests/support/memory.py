@@ -12,7 +12,7 @@ def keep_none() -> None:
 
     What is imported by now stays out of each later collection, which would take a quarter of a second otherwise.
     """
-    src.run.experiment.keep_memory = lambda: False
+    src.run.experiment.tune_malloc = lambda: False
     gc.freeze()
 
 

@@ -1,4 +1,4 @@
-"""What is done to the pictures of a training batch, by configuration: a function of seed, epoch, step and sample."""
+"""What is done to the images of a training batch, by configuration: a function of seed, epoch, step and sample."""
 
 from collections.abc import Iterator
 
@@ -17,12 +17,12 @@ class Augment:
     """The augmentation of training batches, in the order of the arguments.
 
     Args:
-        trivial: one random operation of TrivialAugment per picture.
-        crop_padding: pixels of reflected border from which a picture is cropped at random; 0 for no crop.
-        flip: mirror half of the pictures, at random; `alternating`: the other half in every other epoch.
+        trivial: one random operation of TrivialAugment per image.
+        crop_padding: pixels of reflected border from which an image is cropped at random; 0 for no crop.
+        flip: mirror half of the images, at random; `alternating`: the other half in every other epoch.
         cutout: side of a square set to the mean colour, in pixels; 0 for none.
         mixup, cutmix: alpha of each one's Beta distribution; 0 for none. With both, each step takes one of them.
-        mix_probability: share of the steps at which pictures are mixed.
+        mix_probability: share of the steps at which images are mixed.
 
     Raises:
         UserError: if a number makes no sense.
@@ -50,7 +50,7 @@ class Augment:
         self.mix_probability = mix_probability
 
     def pixels(self, image: Tensor, identity: tuple[int, int, Tensor]) -> Tensor:
-        """Change (n, channels, height, width) uint8 pictures; `identity` is seed, epoch and their (n,) indices."""
+        """Change (n, channels, height, width) uint8 images; `identity` is seed, epoch and their (n,) indices."""
         keys = sample_keys(*identity)
         if self.trivial:
             image = trivial_augment(image, keys)
@@ -63,9 +63,9 @@ class Augment:
         """Whether `pixels` crops or flips, and does nothing else."""
         return bool(self.crop_padding or self.flip) and not self.trivial
 
-    def crops(self, pictures: Bordered, seed: int, epoch: int, index: Tensor) -> Iterator[Tensor]:
-        """Batch after batch, what `pixels` would make of the pictures of (batches, n) indices, if it `only_crops`."""
-        return pictures.crops(index, sample_keys(seed, epoch, index), self._flip((seed, epoch, index)))
+    def crops(self, images: Bordered, seed: int, epoch: int, index: Tensor) -> Iterator[Tensor]:
+        """Batch after batch, what `pixels` would make of the images of (batches, n) indices, if it `only_crops`."""
+        return images.crops(index, sample_keys(seed, epoch, index), self._flip((seed, epoch, index)))
 
     def normalised(
         self,
@@ -75,9 +75,9 @@ class Augment:
         draw: tuple[int, int],
         num_classes: int,
     ) -> tuple[Tensor, Tensor]:
-        """Change normalised pictures and, if they are mixed, their (n,) class numbers into (n, classes) shares.
+        """Change normalised images and, if they are mixed, their (n,) class numbers into (n, classes) shares.
 
-        What a step's pictures have in common is fixed by `draw`.
+        What a step's images have in common is fixed by `draw`.
         """
         if self.cutout:
             image = cutout(image, sample_keys(*identity), self.cutout)

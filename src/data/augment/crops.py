@@ -1,4 +1,4 @@
-"""Pictures kept so that a random crop, mirrored or not, is made of whole lines, fetched all at once by one copy."""
+"""Images kept so that a random crop, mirrored or not, is made of whole lines, fetched all at once by one copy."""
 
 from collections.abc import Iterator
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from src.data.augment.pixels import random_crop, windows
 
-_BLOCK = 1000  # pictures at a time, so that few are in memory twice
+_BLOCK = 1000  # images at a time, so that few are in memory twice
 
 
 class Bordered:
-    """Each of (n, channels, height, width) uint8 pictures with reflected borders left and right, and its mirror image.
+    """Each of (n, channels, height, width) uint8 images with reflected borders left and right, and its mirror image.
 
-    Takes 2 (width + 2 padding) / width times the pictures' memory. Crops are laid out channels last.
+    Takes 2 (width + 2 padding) / width times the images' memory. Crops are laid out channels last.
     """
 
     def __init__(self, images: Tensor, padding: int) -> None:
@@ -25,18 +25,18 @@ class Bordered:
             wide = torch.cat([left, pixels, right], 2)
             torch.stack([wide, wide.flip(2)], 1, out=place)
 
-    def pictures(self, index: Tensor) -> Tensor:
+    def gather(self, index: Tensor) -> Tensor:
         """Those of (n,) indices, as they are: `images.index_select` would take 4 to 16 times as long."""
         lines = self.lines.flatten(0, 1).index_select(0, 2 * index)
         return lines[:, :, self.padding : self.padding + self.width].permute(0, 3, 1, 2)
 
     @property
     def images(self) -> Tensor:
-        """The pictures themselves: a view."""
+        """The images themselves: a view."""
         return self.lines[:, 0, :, self.padding : self.padding + self.width].permute(0, 3, 1, 2)
 
     def crops(self, index: Tensor, keys: Tensor, flip: bool | Tensor) -> Iterator[Tensor]:
-        """Batch after batch, what `crop_and_flip` would make of the pictures of (batches, n) indices and their keys.
+        """Batch after batch, what `crop_and_flip` would make of the images of (batches, n) indices and their keys.
 
         The random numbers of all are made at once, since with few numbers it is the call that costs.
         """

@@ -1,4 +1,4 @@
-"""Mixup and CutMix: pictures blended, or pasted into each other, and their targets with them.
+"""Mixup and CutMix: images blended, or pasted into each other, and their targets with them.
 
 A sample's partner stands half a global batch further on. The sampler deals that one to the same process, whatever
 their number, and to the same micro-batch; the share that it gets is drawn once per optimiser step. So neither the
@@ -17,7 +17,7 @@ def partners(values: Tensor) -> Tensor:
 
 
 def mixup(image: Tensor, target: Tensor, alpha: float, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Blend each picture and target with its partner's by a share drawn from Beta(alpha, alpha).
+    """Blend each image and target with its partner's by a share drawn from Beta(alpha, alpha).
 
     Zhang et al., "mixup: beyond empirical risk minimization" (2017).
     """
@@ -26,10 +26,10 @@ def mixup(image: Tensor, target: Tensor, alpha: float, rng: np.random.Generator)
 
 
 def cutmix(image: Tensor, target: Tensor, alpha: float, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Paste a box of each partner into each picture, of a share of its area drawn from Beta(alpha, alpha).
+    """Paste a box of each partner into each image, of a share of its area drawn from Beta(alpha, alpha).
 
     Yun et al., "CutMix: regularization strategy to train strong classifiers" (2019); the targets follow the share
-    of the box that lies within the picture.
+    of the box that lies within the image.
     """
     side = math.sqrt(float(rng.beta(alpha, alpha)))
     spans = []

@@ -32,7 +32,7 @@ def crop_and_flip(image: Tensor, keys: Tensor, padding: int, flip: bool | Tensor
 
 
 def random_crop(keys: Tensor, padding: int, flip: bool | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each key: the crop's first row and column in the picture with its borders, and whether it is mirrored."""
+    """Of each key: the crop's first row and column in the image with its borders, and whether it is mirrored."""
     draws = torch.arange(2, device=keys.device).view(2, *[1] * keys.ndim)
     top, left = integers(keys, draws, 2 * padding + 1)
     if flip is True:
@@ -41,14 +41,14 @@ def random_crop(keys: Tensor, padding: int, flip: bool | Tensor) -> tuple[Tensor
 
 
 def random_flip(keys: Tensor) -> Tensor:
-    """Which pictures to mirror: every second, at random."""
+    """Which images to mirror: every second, at random."""
     return uniform(keys, 2) < 0.5
 
 
 def alternating_flip(seed: int, epoch: int, index: Tensor) -> Tensor:
     """Those mirrored at random in epoch zero, in the next epoch the others, and so on in turn.
 
-    A pair of epochs shows every picture both ways (Jordan, "94% on CIFAR-10 in 3.29 seconds", 2024, section 3.6).
+    A pair of epochs shows every image both ways (Jordan, "94% on CIFAR-10 in 3.29 seconds", 2024, section 3.6).
     """
     return random_flip(sample_keys(seed, 0, index)) ^ bool(epoch % 2)
 
@@ -75,7 +75,7 @@ def normalize(image: Tensor, mean: list[float], std: list[float], dtype: torch.d
 def _per_pixel(
     values: tuple[float, ...], shape: torch.Size, dtype: torch.dtype, device: torch.device, layout: torch.memory_format
 ) -> Tensor:
-    """Laid out as the pictures, and kept on the device: sending them with each batch would make it wait."""
+    """Laid out as the images, and kept on the device: sending them with each batch would make it wait."""
     of_channels = torch.tensor(values, dtype=dtype, device=device)[:, None, None] * 255
     return of_channels.expand(1, *shape).contiguous(memory_format=layout)
 

@@ -1,8 +1,8 @@
-"""TrivialAugment for a whole batch on its device: one operation per picture, at a strength drawn for it.
+"""TrivialAugment for a whole batch on its device: one operation per image, at a strength drawn for it.
 
 Müller and Hutter, "TrivialAugment: tuning-free yet state-of-the-art data augmentation" (2021), the wide space: fourteen
-operations, in thirty-one strengths. Every operation is computed for every picture and the drawn one is kept, since a
-choice among pictures would make the device wait.
+operations, in thirty-one strengths. Every operation is computed for every image and the drawn one is kept, since a
+choice among images would make the device wait.
 """
 
 import math
@@ -21,7 +21,7 @@ _LEVELS = 31
 
 
 def trivial_augment(image: Tensor, keys: Tensor) -> Tensor:
-    """Apply one random operation to each of (n, 3, height, width) uint8 pictures."""
+    """Apply one random operation to each of (n, 3, height, width) uint8 images."""
     drawn = integers(keys, 5, len(OPERATIONS))
     level = integers(keys, 6, _LEVELS) / (_LEVELS - 1)
     signed = torch.where(uniform(keys, 7) < 0.5, -level, level)
@@ -29,7 +29,7 @@ def trivial_augment(image: Tensor, keys: Tensor) -> Tensor:
 
 
 def apply(image: Tensor, operation: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    """Apply to each picture the operation of its number, `level` in [0, 1] strong and in the direction of `signed`."""
+    """Apply to each image the operation of its number, `level` in [0, 1] strong and in the direction of `signed`."""
     moved = _move(image, *_affine(operation, signed, image.shape[-2:]))
     result = moved.float()
     for name, changed in _recoloured(moved.float(), *(part.view(-1, 1, 1, 1) for part in (level, signed))):
@@ -39,7 +39,7 @@ def apply(image: Tensor, operation: Tensor, level: Tensor, signed: Tensor) -> Te
 
 
 def _affine(operation: Tensor, signed: Tensor, size: torch.Size) -> tuple[Tensor, Tensor]:
-    """Per picture, the (2, 2) matrix and the offset that take an output pixel (row, column) to its source."""
+    """Per image, the (2, 2) matrix and the offset that take an output pixel (row, column) to its source."""
 
     def where(name: str, value: Tensor) -> Tensor:
         return torch.where(operation == OPERATIONS.index(name), value, 0.0)

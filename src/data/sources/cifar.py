@@ -22,7 +22,7 @@ _RECONSTRUCT = np.empty(0).__reduce__()[0]  # lives elsewhere in every NumPy; th
 
 
 class CIFAR10:
-    """60,000 pictures of ten kinds of thing; the official test set is the split `test`.
+    """60,000 images of ten kinds of thing; the official test set is the split `test`.
 
     Args:
         urls: folders to download the archive from, tried in this order.
@@ -41,7 +41,7 @@ class CIFAR10:
         """Make sure that the extracted folder is there: as it is, from the archive, or from the network.
 
         Raises:
-            UserError: if there is neither data nor a network, or the archive is damaged.
+            UserError: if there is neither data nor a network, or the archive is corrupt.
         """
         if not self._folder(root):
             with locked(root / self.archive.name):
@@ -49,7 +49,7 @@ class CIFAR10:
                     extract(self.archive, fetch(self.archive, root, self.urls), root)
 
     def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
-        """The split's pictures, (n, 3, 32, 32) uint8, and labels, (n,) int64.
+        """The split's images, (n, 3, 32, 32) uint8, and labels, (n,) int64.
 
         Raises:
             UserError: if a file is missing, is no such batch, or holds anything but arrays.
@@ -72,14 +72,14 @@ class CIFAR10:
         except UserError:
             raise
         except Exception as error:  # a damaged pickle can raise anything
-            raise UserError(f"{file} is missing or damaged ({error}): delete its folder, or set data.root") from None
+            raise UserError(f"{file} is missing or corrupt ({error}): delete its folder, or set data.root") from None
         if rows.dtype != np.uint8 or rows.shape != (len(labels), 3072) or (labels < 0).any():
             raise UserError(f"{file} is no CIFAR batch: rows {rows.shape}, {len(labels)} labels; set data.root")
         return rows, labels
 
 
 class CIFAR100(CIFAR10):
-    """60,000 pictures of a hundred kinds of thing (the fine labels)."""
+    """60,000 images of a hundred kinds of thing (the fine labels)."""
 
     archive = Archive("cifar-100-python.tar.gz", md5="eb9058c3a382ffc7106e4002c42a8d85", folder="cifar-100-python")
     members: ClassVar = {"train": ["train"], "test": ["test"]}

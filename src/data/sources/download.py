@@ -50,7 +50,7 @@ def fetch(archive: Archive, root: Path, urls: list[str]) -> Path:
         f"{archive.name} is not in {root} and cannot be downloaded ({'; '.join(reasons)}):\n"
         f"  put the archive at {file.resolve()},\n"
         f"  or point at a folder that has it: data.root=/path/to/it (or $CIFAR_ROOT),\n"
-        f"  or train on drawn pictures, which need no download: data=shapes"
+        f"  or train on synthetic images, which need no download: data=shapes"
     )
 
 
@@ -88,7 +88,7 @@ def _download(url: str, partial: Path) -> None:
 
 def _check(file: Path, archive: Archive) -> None:
     if (found := _md5(file)) != archive.md5:
-        raise UserError(f"{file} is damaged (MD5 {found} instead of {archive.md5}): delete it, or set data.root")
+        raise UserError(f"{file} is corrupt (MD5 {found} instead of {archive.md5}): delete it, or set data.root")
 
 
 def _md5(file: Path) -> str:

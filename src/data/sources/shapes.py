@@ -1,6 +1,6 @@
 """The embedded data set: ten kinds of shape in CIFAR's form, drawn in seconds, so that nothing need be downloaded.
 
-Each picture shows one object of varied colour, position, size and rotation on a shaded background, with clutter
+Each image shows one object of varied colour, position, size and rotation on a shaded background, with clutter
 and noise. Colours say nothing about the kind, and contrast may be low: a linear model stays near chance, a small
 convolutional network passes 90 %.
 """
@@ -15,13 +15,13 @@ from src.utils.files import locked, replacing
 
 CLASSES = ["disc", "ring", "square", "frame", "triangle", "plus", "star", "bar", "half disc", "dumbbell"]
 _SIZE = 32
-_CHUNK = 2_000  # pictures drawn at a time, which bounds the memory
+_CHUNK = 2_000  # images drawn at a time, which bounds the memory
 
 
 class Shapes:
-    """Pictures drawn from a fixed seed, kept under the data folder once drawn."""
+    """Images drawn from a fixed seed, kept under the data folder once drawn."""
 
-    description = "drawn shapes, a stand-in for photographs"
+    description = "synthetic shapes, a stand-in for photographs"
     classes = CLASSES
 
     def __init__(self, train_size: int = 50_000, test_size: int = 10_000) -> None:
@@ -37,7 +37,7 @@ class Shapes:
                         np.savez(stream, images=images, labels=labels)
 
     def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
-        """The split's pictures, (n, 3, 32, 32) uint8, and labels, (n,) int64."""
+        """The split's images, (n, 3, 32, 32) uint8, and labels, (n,) int64."""
         with np.load(self._file(root, split)) as arrays:
             return torch.from_numpy(arrays["images"]), torch.from_numpy(arrays["labels"])
 
@@ -46,7 +46,7 @@ class Shapes:
 
 
 def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw `count` pictures, (count, 3, 32, 32) uint8, the classes in equal parts, and their labels."""
+    """Draw `count` images, (count, 3, 32, 32) uint8, the classes in equal parts, and their labels."""
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(count) % len(CLASSES))
     chunks = [_draw_chunk(rng, labels[first : first + _CHUNK]) for first in range(0, count, _CHUNK)]
@@ -81,7 +81,7 @@ def _colours(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def _frame(rng: np.random.Generator, count: int, low: float, high: float, spread: float) -> tuple[np.ndarray, ...]:
-    """Each picture's coordinates seen from an object: its centre at 0, its radius 1, turned by any angle."""
+    """Each image's coordinates seen from an object: its centre at 0, its radius 1, turned by any angle."""
     centre = _SIZE / 2 - 0.5 + rng.uniform(-spread, spread, (2, count, 1, 1))
     radius, angle = rng.uniform(low, high, (count, 1, 1)), rng.uniform(0, 2 * np.pi, (count, 1, 1))
     y = (np.arange(_SIZE)[:, None] - centre[0]) / radius

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class ImageSource(Protocol):
-    """Where pictures come from: one file of `src/data/` each, which says in a few words what they are.
+    """Where images come from: one file of `src/data/` each, which says in a few words what they are.
 
     `classes` are the names of its classes, in the order of the labels.
     """
@@ -20,4 +20,4 @@ class ImageSource(Protocol):
         """Make the files under `root`: download, unpack, draw. Runs in one process per node."""
 
     def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
-        """Pictures, (n, channels, height, width) uint8, and labels, (n,) int64, of the split `train` or `test`."""
+        """Images, (n, channels, height, width) uint8, and labels, (n,) int64, of the split `train` or `test`."""

@@ -23,17 +23,17 @@ from torch.optim import Optimizer
 
 from src.data.batch import Batch
 from src.strategies.gradients import average_over, clip_by_norm_over
-from src.strategies.pipeline.relay import Relay
-from src.strategies.pipeline.schedules import build_schedule, kind_of
+from src.strategies.pipeline.schedules import build_schedule, schedule_spec
 from src.strategies.pipeline.split import Block, Stage, cut, ordered_blocks, table
-from src.strategies.portable import PortableStrategy
+from src.strategies.pipeline.stage_forward import StageForward
+from src.strategies.sharded_state import ShardedStateStrategy
 from src.strategies.sync_batchnorm import SyncedBatchNorm
 from src.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
 
 
-class Pipeline(PortableStrategy):
+class Pipeline(ShardedStateStrategy):
     """The network's blocks in stages, in order over the ranks; with more ranks than `stages` take, replicas of that.
 
     Args:
@@ -63,7 +63,7 @@ class Pipeline(PortableStrategy):
             raise UserError(f"strategy.data_parallel={data_parallel}: take ddp or fsdp")
         if not isinstance(microbatches, int) or microbatches < 1:
             raise UserError(f"strategy.microbatches={microbatches}: give a number of at least one")
-        self.stages, self.schedule, self.kind = stages, schedule, kind_of(schedule)
+        self.stages, self.schedule, self.kind = stages, schedule, schedule_spec(schedule)
         self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
         self._pipeline: Any = None  # torch's schedule, once the network is taken apart
         self._modules: dict[int, Stage] = {}  # of this rank's stages
@@ -102,7 +102,7 @@ class Pipeline(PortableStrategy):
         self._group = self._device_mesh["pipeline"].get_group()
         self._place = self._device_mesh["pipeline"].get_local_rank()
 
-    def distribute(self, module: L.LightningModule) -> None:
+    def parallelize(self, module: L.LightningModule) -> None:
         """Keep the blocks of this rank's stages, and put the pipeline in the place of the network's forward pass."""
         for norm in module.modules():
             if isinstance(norm, SyncedBatchNorm):
@@ -114,29 +114,29 @@ class Pipeline(PortableStrategy):
         if self._sharded or self._needs_channels_first(net):  # FSDP takes no other layout
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         data, ranks = self.lightning_module.trainer.datamodule, self.device_mesh["pipeline"].size()
-        pictures = next(net.parameters()).new_zeros(data.samples_per_micro_batch, *data.image_shape)
+        images = next(net.parameters()).new_zeros(data.samples_per_micro_batch, *data.image_shape)
         with self.precision_plugin.forward_context():
-            blocks = ordered_blocks(net, pictures)
-        self._owners = self.kind.owners(ranks)
-        stages = self._agreed(cut(blocks, len(self._owners), self.split), blocks)
-        shapes = [pictures.to("meta"), *(stage[-1].sent for stage in stages)]
-        for stage, owner in zip(stages, self._owners, strict=True):
+            blocks = ordered_blocks(net, images)
+        self._stage_to_rank = self.kind.stage_to_rank(ranks)
+        stages = self._agreed(cut(blocks, len(self._stage_to_rank), self.split), blocks)
+        shapes = [images.to("meta"), *(stage[-1].sent for stage in stages)]
+        for stage, owner in zip(stages, self._stage_to_rank, strict=True):
             for block in stage if owner != self._place else []:
                 net.set_submodule(block.name, nn.Identity())
-        own = [number for number, owner in enumerate(self._owners) if owner == self._place]
+        own = [number for number, owner in enumerate(self._stage_to_rank) if owner == self._place]
         self._modules = {number: Stage(stages[number], stages[number - 1][-1] if number else None) for number in own}
         if self._sharded:
             for held in self._modules.values():  # gathered once per batch, not per micro-batch
                 fully_shard(held, mesh=self._replicas, reshard_after_forward=False)
         parts = [self._stage(number, shapes) for number in own]
         self._pipeline = build_schedule(self.schedule, parts, self.microbatches, self._loss)
-        self._relay = Relay(self._modules, self._owners, shapes, self._group, self.root_device)
+        self._relay = StageForward(self._modules, self._stage_to_rank, shapes, self._group, self.root_device)
         self._weights = list(module.parameters())
         net.forward = self._forward
         if self.is_global_zero:
             bubble = self.kind.bubble(ranks, self.microbatches)
             title = f"  pipeline: {self.schedule}, {self.microbatches} micro-batches, ideal bubble {bubble:.0%}"
-            _log.info("\n".join([title, *table(stages, self._owners)]))
+            _log.info("\n".join([title, *table(stages, self._stage_to_rank)]))
 
     def _needs_channels_first(self, net: nn.Module) -> bool:
         """Return whether torch's GroupNorm would crash: docs/upstream/group_norm.md."""
@@ -155,7 +155,7 @@ class Pipeline(PortableStrategy):
         return PipelineStage(
             self._modules[stage],
             stage,
-            len(self._owners),
+            len(self._stage_to_rank),
             self.root_device,
             input_args=(floats[stage],),
             output_args=(floats[stage + 1],),
@@ -185,7 +185,7 @@ class Pipeline(PortableStrategy):
             weight.grad = None
         for stage in self._modules.values():
             stage.begin(self.microbatches)
-        first, last = self._owners[0] == self._place, self._owners[-1] == self._place
+        first, last = self._stage_to_rank[0] == self._place, self._stage_to_rank[-1] == self._place
         given = (self._micro_batches.image.flatten(0, 1),) if first else ()
         goal = {"target": torch.arange(self.microbatches), "losses": []} if last else {}
         outputs = self._pipeline.step(*given, **goal)
@@ -214,11 +214,11 @@ class Pipeline(PortableStrategy):
         return self._relay(image) if self._outputs is None else self._outputs
 
     @property
-    def contributes(self) -> bool:
+    def owns_state(self) -> bool:
         return self._replicas.get_local_rank() == 0
 
-    def collect(self, own: Any) -> list[Any]:
-        if not self.contributes:
+    def gather_state(self, own: Any) -> list[Any]:
+        if not self.owns_state:
             return []
         parts: list[Any] | None = [None] * dist.get_world_size(self._group) if self._place == 0 else None
         dist.gather_object(own, parts, group=self._group, group_dst=0)

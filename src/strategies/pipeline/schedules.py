@@ -16,26 +16,26 @@ from torch.distributed.pipelining import (
 from src.utils.errors import UserError, nearest
 
 
-class Kind(NamedTuple):
+class ScheduleSpec(NamedTuple):
     """A schedule of torch's.
 
     Attributes:
         stages_per_rank: two where each rank gets two stages, so that it idles less.
-        there_and_back: whether the second half of the stages lies on the ranks in reverse order, which makes a V.
+        v_shape: whether the second half of the stages lies on the ranks in reverse order, which makes a V.
         idle: time without work, as a share of that of 1F1B with as many stages per rank.
         splits_backward: whether weight gradients are computed in a pass of their own.
     """
 
     schedule: Any
     stages_per_rank: int = 1
-    there_and_back: bool = False
+    v_shape: bool = False
     idle: float = 1.0
     splits_backward: bool = False
 
-    def owners(self, ranks: int) -> list[int]:
+    def stage_to_rank(self, ranks: int) -> list[int]:
         """The rank of each stage."""
         stages = range(ranks * self.stages_per_rank)
-        return [2 * ranks - 1 - k if self.there_and_back and k >= ranks else k % ranks for k in stages]
+        return [2 * ranks - 1 - k if self.v_shape and k >= ranks else k % ranks for k in stages]
 
     def bubble(self, ranks: int, microbatches: int) -> float:
         """The share of a step in which a rank waits, were all stages equal and sending free."""
@@ -44,17 +44,19 @@ class Kind(NamedTuple):
 
 
 SCHEDULES = {
-    "gpipe": Kind(ScheduleGPipe),
-    "1f1b": Kind(Schedule1F1B),
-    "interleaved_1f1b": Kind(ScheduleInterleaved1F1B, stages_per_rank=2),
-    "interleaved_zero_bubble": Kind(ScheduleInterleavedZeroBubble, stages_per_rank=2, idle=1 / 3, splits_backward=True),
-    "zbv_zero_bubble": Kind(
-        ScheduleZBVZeroBubble, stages_per_rank=2, there_and_back=True, idle=0.0, splits_backward=True
+    "gpipe": ScheduleSpec(ScheduleGPipe),
+    "1f1b": ScheduleSpec(Schedule1F1B),
+    "interleaved_1f1b": ScheduleSpec(ScheduleInterleaved1F1B, stages_per_rank=2),
+    "interleaved_zero_bubble": ScheduleSpec(
+        ScheduleInterleavedZeroBubble, stages_per_rank=2, idle=1 / 3, splits_backward=True
+    ),
+    "zbv_zero_bubble": ScheduleSpec(
+        ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True, idle=0.0, splits_backward=True
     ),
 }
 
 
-def kind_of(name: str) -> Kind:
+def schedule_spec(name: str) -> ScheduleSpec:
     """The schedule of that name.
 
     Raises:
@@ -73,7 +75,7 @@ def build_schedule(
     Raises:
         UserError: if the schedule cannot do with that number of micro-batches.
     """
-    kind = kind_of(name)
+    kind = schedule_spec(name)
     given: Any = stages[0] if kind.stages_per_rank == 1 else stages
     try:
         return kind.schedule(given, microbatches, loss_fn=loss, scale_grads=False)

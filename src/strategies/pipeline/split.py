@@ -43,7 +43,7 @@ class Stage(nn.Sequential):
     """Consecutive blocks, whose input and output travel as they lie in memory, without a copy.
 
     Args:
-        before: the block that gives the input; none if that is the pictures.
+        before: the block that gives the input; none if that is the images.
     """
 
     def __init__(self, blocks: Sequence[Block], before: Block | None) -> None:
@@ -71,9 +71,9 @@ class Stage(nn.Sequential):
         return torch.ops.aten._unsafe_view(sent, sent.shape)  # no view: zero-bubble schedules detach it in place
 
 
-def ordered_blocks(net: nn.Module, pictures: Tensor) -> list[Block]:
+def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
     """The network's blocks, measured on a micro-batch; a sequence of composite blocks counts as those."""
-    was_training, blocks, x = net.training, [], pictures
+    was_training, blocks, x = net.training, [], images
     net.eval()  # statistics of batch normalisation stay as they are
     with torch.no_grad():
         for name, module in _leaves(net):
@@ -110,11 +110,11 @@ def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> lis
     return parts
 
 
-def table(stages: Sequence[Sequence[Block]], owners: Sequence[int]) -> list[str]:
+def table(stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int]) -> list[str]:
     """The split in lines: of each stage its rank, parameters, share of the operations, and bytes per micro-batch."""
     total = sum(block.flops for blocks in stages for block in blocks) or 1
     lines = ["  stage  rank  parameters  cost   sends       blocks"]
-    for number, (blocks, owner) in enumerate(zip(stages, owners, strict=True)):
+    for number, (blocks, owner) in enumerate(zip(stages, stage_to_rank, strict=True)):
         size = sum(block.parameters for block in blocks)
         cost = sum(block.flops for block in blocks) / total
         sent = blocks[-1].bytes_sent / 2**20 if number < len(stages) - 1 else 0.0

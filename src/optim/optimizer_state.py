@@ -31,7 +31,7 @@ def merge(parts: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
     return merged
 
 
-def parts_of(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+def shard(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Of a whole state, what `optimizer` on this rank holds: parameters, and of each tensor a shard or all.
 
     Tensors find their parameters by `param_names`, so the order of either's does not matter.
@@ -42,7 +42,7 @@ def parts_of(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     for group, described in zip(optimizer.param_groups, own, strict=True):
         for parameter, (name, number) in zip(group["params"], _numbered(described), strict=True):
             moments = saved["state"].get(numbers[name], {})
-            state[number] = {key: part_of(value, parameter) for key, value in moments.items()}
+            state[number] = {key: shard_like(value, parameter) for key, value in moments.items()}
         theirs = next(group for group in saved["param_groups"] if described["param_names"][0] in group["param_names"])
         kept.append({**theirs, "params": described["params"], "param_names": described["param_names"]})
     return {"state": {key: value for key, value in state.items() if value}, "param_groups": kept}
@@ -52,12 +52,12 @@ def _numbered(group: dict[str, Any]) -> list[tuple[str, int]]:
     return list(zip(group["param_names"], group["params"], strict=True))
 
 
-def whole(value: Any) -> Any:
+def to_full_tensor(value: Any) -> Any:
     """A sharded tensor put together, by all ranks of its mesh; anything else as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def part_of(value: Any, parameter: Tensor) -> Any:
+def shard_like(value: Any, parameter: Tensor) -> Any:
     """Of a tensor that is shaped like a sharded parameter, this rank's shard; else the value itself.
 
     For one without memory, memory of that size, to be read into.

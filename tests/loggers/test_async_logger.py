@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from src.loggers.background import InBackground
+from src.loggers.async_logger import AsyncLogger
 from tests.support.commands import wait_until
 
 
@@ -36,7 +36,7 @@ def wait_for(rows: list[Any], count: int) -> None:
 def test_nobody_waits_for_a_row_but_the_end_of_the_run() -> None:
     rows: list[Any] = []
     may_write = threading.Event()
-    logger = InBackground(partial(Gate, rows, may_write), version="1")
+    logger = AsyncLogger(partial(Gate, rows, may_write), version="1")
     for step in range(20):
         logger.log_metrics({"loss": 1.0}, step)
     assert not [row for row in rows if row is not False], "all were taken, and none is written yet"
@@ -50,14 +50,14 @@ def test_nobody_waits_for_a_row_but_the_end_of_the_run() -> None:
 
 def test_is_not_made_where_nothing_is_told() -> None:
     rows: list[Any] = []
-    InBackground(partial(Gate, rows), version="1").finalize("success")
+    AsyncLogger(partial(Gate, rows), version="1").finalize("success")
     assert rows == []
 
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_hyperparameters_wait_for_the_first_metrics_or_the_end(ends: bool) -> None:
     rows: list[Any] = []
-    logger = InBackground(partial(Gate, rows), version="1")
+    logger = AsyncLogger(partial(Gate, rows), version="1")
     logger.log_hyperparams({"width": 3})
     assert not wait_until(lambda: bool(rows), 0.2)
     if not ends:
@@ -67,9 +67,9 @@ def test_hyperparameters_wait_for_the_first_metrics_or_the_end(ends: bool) -> No
 
 
 def test_hyperparameters_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("src.loggers.background._HEAD_START", 0.1)
+    monkeypatch.setattr("src.loggers.async_logger._HEAD_START", 0.1)
     rows: list[Any] = []
-    logger = InBackground(partial(Gate, rows), version="1")
+    logger = AsyncLogger(partial(Gate, rows), version="1")
     logger.log_hyperparams({"width": 3})
     wait_for(rows, 2)
     assert rows == [False, {"width": 3}]
@@ -78,7 +78,7 @@ def test_hyperparameters_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_error_is_raised_by_what_comes_next() -> None:
     rows: list[Any] = []
-    logger = InBackground(partial(Gate, rows), version="1")
+    logger = AsyncLogger(partial(Gate, rows), version="1")
     logger.log_metrics({"loss": -1.0}, 0)
     assert logger._last is not None
     wait([logger._last], timeout=60)
@@ -91,4 +91,4 @@ def test_an_error_is_raised_by_what_comes_next() -> None:
 
 
 def test_can_be_sent_to_a_process_that_lightning_spawns() -> None:
-    assert pickle.loads(pickle.dumps(InBackground(partial(Gate, []), version="1"))).version == "1"
+    assert pickle.loads(pickle.dumps(AsyncLogger(partial(Gate, []), version="1"))).version == "1"

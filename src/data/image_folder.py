@@ -1,4 +1,4 @@
-"""Pictures to be classified: whatever image files lie in a folder."""
+"""Images to be classified: whatever image files lie in a folder."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ from src.data.batch import Batch
 from src.utils.errors import UserError
 
 
-class PictureFolder(Dataset[Batch]):
+class ImageFolder(Dataset[Batch]):
     """The image files of a folder and those below it, in the order of their paths; an item is a whole batch.
 
     Each is cropped to a square around its centre, scaled to the size that the network was trained on, and read when
     its batch is fetched.
 
     Raises:
-        UserError: if there is no picture in the folder, or one that cannot be read.
+        UserError: if there is no image in the folder, or one that cannot be read.
     """
 
     def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
@@ -28,7 +28,7 @@ class PictureFolder(Dataset[Batch]):
         self.folder, (_, self.height, self.width) = folder, image_shape
         self.files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in readable)
         if not self.files:
-            raise UserError(f"predict={folder}: there is no picture in it (.png, .jpg and what else Pillow reads)")
+            raise UserError(f"predict={folder}: there is no image in it (.png, .jpg and what else Pillow reads)")
 
     def __len__(self) -> int:
         return len(self.files)
@@ -40,9 +40,9 @@ class PictureFolder(Dataset[Batch]):
 
     def _read(self, file: Path) -> Tensor:
         try:
-            with Image.open(file) as picture:
-                upright = ImageOps.exif_transpose(picture).convert("RGB")
-        except Exception as error:  # a damaged file can raise anything
+            with Image.open(file) as image:
+                upright = ImageOps.exif_transpose(image).convert("RGB")
+        except Exception as error:  # a corrupt file can raise anything
             raise UserError(
                 f"predict={self.folder}: {file} cannot be read ({error}); mend it or move it away"
             ) from None

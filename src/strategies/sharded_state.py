@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from src.checkpoint import sharded
-from src.checkpoint.integrity import damaged, read_checkpoint
+from src.checkpoint.integrity import corruption_error, read_checkpoint
 from src.checkpoint.io import unwritable
-from src.optim.state import merge, part_of, parts_of, whole
+from src.optim.optimizer_state import merge, shard, shard_like, to_full_tensor
 
 
-class PortableStrategy(ModelParallelStrategy):
+class ShardedStateStrategy(ModelParallelStrategy):
     """Restores a checkpoint before the network is taken apart, and its optimiser's state, by name, after.
 
     So a checkpoint is that of a single process, whichever strategy wrote it, and any reads it.
@@ -34,17 +34,17 @@ class PortableStrategy(ModelParallelStrategy):
         self._names: list[str] = []  # of the whole network's tensors, in order, once it is distributed
 
     @abstractmethod
-    def distribute(self, module: L.LightningModule) -> None:
+    def parallelize(self, module: L.LightningModule) -> None:
         """Leave each rank its part of the module's network, under the names of the whole one."""
 
     @property
-    def contributes(self) -> bool:
+    def owns_state(self) -> bool:
         """Whether what this rank has goes into a checkpoint: others have the same."""
         return self.is_global_zero
 
-    def collect(self, own: Any) -> list[Any]:
+    def gather_state(self, own: Any) -> list[Any]:
         """On rank zero, what the ranks have who contribute. All of these must take part."""
-        return [own] if self.contributes else []
+        return [own] if self.owns_state else []
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -63,7 +63,7 @@ class PortableStrategy(ModelParallelStrategy):
             if self._layer_sync:
                 self._layer_sync.apply(model)
             assert self.lightning_module is not None
-            self.distribute(self.lightning_module)
+            self.parallelize(self.lightning_module)
         return model
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class PortableStrategy(ModelParallelStrategy):
         if self.sharded_checkpoints:
             return state
         moments = {number: self._gathered(values) for number, values in state["state"].items()}
-        return merge(self.collect(state | {"state": moments}), self._names)
+        return merge(self.gather_state(state | {"state": moments}), self._names)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.sharded_checkpoints:
@@ -94,27 +94,29 @@ class PortableStrategy(ModelParallelStrategy):
 
     def _without_tensors(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The whole network's, on rank zero. Every rank must take part."""
-        own = sharded.replaced(
+        own = sharded.map_tensors(
             checkpoint, lambda _, tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         )
         for section in sharded.WEIGHTS:
             if section in own:
                 own[section] = self._joined(own[section])
         if "optimizer_states" in own:
-            own["optimizer_states"] = [merge(self.collect(state), self._names) for state in own["optimizer_states"]]
+            own["optimizer_states"] = [
+                merge(self.gather_state(state), self._names) for state in own["optimizer_states"]
+            ]
         return own
 
     def _gathered(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Whole ones in the CPU's memory, one after the other; none where they do not contribute."""
         wholes = {}
         for name, value in tensors.items():
-            together = whole(value)
-            if self.contributes:
+            together = to_full_tensor(value)
+            if self.owns_state:
                 wholes[name] = together.cpu() if isinstance(together, Tensor) else together
         return wholes
 
     def _joined(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        every = {name: tensor for part in self.collect(own) for name, tensor in part.items()}
+        every = {name: tensor for part in self.gather_state(own) for name, tensor in part.items()}
         return {name: every[name] for name in self._names} if self.is_global_zero else {}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -132,15 +134,15 @@ class PortableStrategy(ModelParallelStrategy):
         """Of a whole network's tensors, what this rank holds."""
         assert self.lightning_module is not None
         own = self.lightning_module.state_dict()
-        return {name: part_of(saved[name], tensor) for name, tensor in own.items() if name in saved}
+        return {name: shard_like(saved[name], tensor) for name, tensor in own.items() if name in saved}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         saved = zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
-        states = [parts_of(state, optimizer) for state, optimizer in saved]
+        states = [shard(state, optimizer) for state, optimizer in saved]
         if sharded.SHARDS in checkpoint:
             try:
                 sharded.read({"optimizer_states": states}, self._read_from, dict(checkpoint))
-            except Exception as error:  # as a damaged file can raise anything
-                raise damaged(self._read_from, error) from error
+            except Exception as error:  # as a corrupt file can raise anything
+                raise corruption_error(self._read_from, error) from error
         for state, optimizer in zip(states, self.optimizers, strict=True):
             optimizer.load_state_dict(state)

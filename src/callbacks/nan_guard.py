@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from src.utils.errors import UserError
 
 
-class RefuseNaN(L.Callback):
+class NaNGuard(L.Callback):
     """Looks at the training loss where it is logged, and at every weight before it is saved.
 
     The loss is the same on every rank, so that all stop together; where a rank has other weights than the rest, it

@@ -32,11 +32,11 @@ class Ends(L.Callback):
 
 def test_calls_the_hooks_that_a_callback_has(small: list[str], folder: Path) -> None:
     from src.run.experiment import assemble
-    from src.run.trainer_patches import lighten
+    from src.run.trainer_patches import patch_trainer
 
     trainer, module, data = assemble(compose(folder, *small, *STEPS))
     trainer.callbacks.append(ends := Ends())
-    lighten(trainer, module)
+    patch_trainer(trainer, module)
     assert ends.on_after_backward is None
     assert module.on_after_backward is None
     trainer.fit(module, datamodule=data)
@@ -66,10 +66,10 @@ def test_a_step_gets_what_it_takes(takes_index: bool, small: list[str], folder: 
 @pytest.mark.parametrize("profiler", ["simple", None])
 def test_a_profiler_is_asked_where_there_is_one(profiler: str | None, small: list[str], folder: Path) -> None:
     from src.run.experiment import build_trainer
-    from src.run.trainer_patches import NoProfiler
+    from src.run.trainer_patches import NullProfiler
 
     trainer = build_trainer(compose(folder, *small, f"+trainer.profiler={profiler or 'null'}"))
-    assert isinstance(trainer.profiler, NoProfiler) == (profiler is None)
+    assert isinstance(trainer.profiler, NullProfiler) == (profiler is None)
 
 
 def test_ranks_exchange_nothing_but_gradients_between_log_points(pool: Pool, small: list[str], folder: Path) -> None:
@@ -126,11 +126,11 @@ def test_checkpoints_are_asked_for_at_a_step_if_they_may_be_due(
     options: dict[str, Any], asked: bool, small: list[str], folder: Path
 ) -> None:
     from src.run.experiment import assemble
-    from src.run.trainer_patches import lighten
+    from src.run.trainer_patches import patch_trainer
 
     trainer, module, _ = assemble(compose(folder, *small, *STEPS))
     trainer.callbacks.append(saves := ModelCheckpoint(folder, **options))
-    lighten(trainer, module)
+    patch_trainer(trainer, module)
     assert callable(saves.on_train_batch_end) == asked
 
 

@@ -7,9 +7,9 @@ import pytest
 
 PROGRAM = """
 import resource, sys, torch
-from src.utils.malloc import keep_memory
+from src.utils.malloc import tune_malloc
 
-kept = keep_memory() if sys.argv[1] == "keep" else None
+kept = tune_malloc() if sys.argv[1] == "keep" else None
 net = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])
 inputs = torch.ones(300_000, 32)  # 37 MB between layers
 for step in range(6):

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 _HEAD_START = 10.0  # seconds for the first step, which a logger that starts beside it would slow down
 
 
-class InBackground(Logger):
+class AsyncLogger(Logger):
     """Hands everything on to the logger that `make` builds, in order, and makes that only when there is something.
 
     If it is hyper-parameters, nobody waits for them: they are kept for the first metrics, or for ten seconds.
