@@ -70,7 +70,7 @@ def test_a_pipeline_by_hand_does_the_same(schedule: str, pool: Pool, cifar: Path
     pool.run(2, by_hand, "handwritten_pipeline", clock, "--data", cifar, *cut)
     chosen = ["strategy=pipeline", f"strategy.schedule={schedule}"]
     ours = pool.run(2, fit, compose(folder, f"data.root={cifar}", *SAME, *chosen))
-    last = SCHEDULES[schedule].owners(2)[-1]
+    last = SCHEDULES[schedule].stage_to_rank(2)[-1]
     expected = losses(clock.with_suffix(f".{last}.csv"))
     assert len(expected) == STEPS // 2
     assert ours[0].losses == pytest.approx(expected, rel=1e-4)

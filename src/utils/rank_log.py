@@ -11,6 +11,7 @@ _MISPLACED = [
     "does not have many workers",
     "dataloader is not resumable",
     "Checkpoint directory .* exists",
+    "The dirpath has changed",  # for an evaluation, which has a folder of its own
     "LeafSpec",
     "The `srun` command is available",
     "torch.distributed is disabled, unavailable or uninitialized",

@@ -32,7 +32,7 @@ def batch(number: int, **changes: object) -> bytes:
 def write_folder(root: Path) -> Path:
     folder = root / CIFAR10.archive.folder
     folder.mkdir(parents=True)
-    for number, name in enumerate(name for names in CIFAR10.indices.values() for name in names):
+    for number, name in enumerate(name for names in CIFAR10.members.values() for name in names):
         (folder / name).write_bytes(batch(number))
     return folder
 

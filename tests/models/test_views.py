@@ -41,7 +41,7 @@ def test_shift_is_by_a_pixel_both_ways_with_half_of_the_weight() -> None:
 def test_it_stands_beside_the_plain_accuracy(small: list[str], folder: Path) -> None:
     trainer, module, data = assemble(compose(folder, *small, "model=mlp", "module.tta=shift"))
     found = trainer.test(module, datamodule=data, verbose=False)[0]
-    held = data.splits["test"].held
+    held = data.splits["test"].dataset
     image = normalize(held.images, data.mean, data.std, torch.float32)
     with torch.no_grad():
         plain = module.eval()(image)
