@@ -12,7 +12,7 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from src.cli.shorthands import with_saved_overrides, with_saved_sweep
+from src.cli.shorthands import with_saved_overrides, with_saved_sweep, without_null_choices
 from src.utils.errors import UserError, nearest
 
 _CONF = Path(__file__).parents[2] / "conf"
@@ -23,8 +23,7 @@ TRACEBACK_WANTED = os.environ.get(_FULL) == "1"
 def run(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
     try:
-        sys.argv = with_saved_sweep(with_saved_overrides(_multirun_first(sys.argv)))
-        _check_choices(sys.argv[1:])
+        sys.argv = without_null_choices(with_saved_sweep(with_saved_overrides(_multirun_first(sys.argv))))
     except UserError as error:
         return _fail(str(error))
     if TRACEBACK_WANTED:
@@ -55,21 +54,6 @@ def _multirun_first(argv: list[str]) -> list[str]:
     """Hydra understands `-m` before the overrides only."""
     flags = [word for word in argv if word in ("-m", "--multirun")]
     return [argv[0], *flags[:1], *(word for word in argv[1:] if word not in flags)]
-
-
-def _check_choices(words: list[str]) -> None:
-    """Refuse choices of a group that Hydra answers with a traceback, or merges into one.
-
-    Raises:
-        UserError: if there is one.
-    """
-    for word in words:
-        group, _, choice = word.partition("=")
-        if choice == "null" and (_CONF / group).is_dir():
-            names = sorted(file.stem for file in (_CONF / group).glob("[!_]*.yaml"))
-            raise UserError(f"{word}: give one of {', '.join(names)}, or leave {group} out")
-        if group == "logger" and choice.startswith("[") and "," in choice:
-            raise UserError(f"{word}: there can be one logger; metrics.csv is always written beside it")
 
 
 def _fail(message: str) -> int:

@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 from src.run.folder import CONFIG, folder_of
 from src.utils.errors import UserError
 
+_CONF = Path(__file__).parents[2] / "conf"
+_OPTIONAL = ("experiment", "preset", "debug")  # groups of which nothing needs to be chosen
 _SWEEP = "multirun.yaml"  # Hydra's own record of a sweep
 
 
@@ -44,6 +46,25 @@ def with_saved_sweep(argv: list[str]) -> list[str]:
     own = [word for word in saved["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
     words = [*_not_given([*own, *saved["task"]], argv), f"hydra.sweep.dir='{quoted}'"]
     return [argv[0], *([] if {"-m", "--multirun"} & set(argv) else ["-m"]), *argv[1:at], *words, *argv[at + 1 :]]
+
+
+def without_null_choices(argv: list[str]) -> list[str]:
+    """The command line with `logger=null` as `logger=none`, and without `experiment=null`, which is the default.
+
+    Raises:
+        UserError: if a group is null that must be chosen, on which Hydra would end with a traceback.
+    """
+    words = []
+    for word in argv:
+        group, _, choice = word.partition("=")
+        names = sorted(file.stem for file in (_CONF / group).glob("[!_]*.yaml"))
+        if choice != "null" or not names:
+            words.append(word)
+        elif "none" in names:
+            words.append(f"{group}=none")
+        elif group not in _OPTIONAL:
+            raise UserError(f"{word}: give one of {', '.join(names)}, or leave {group} out")
+    return words
 
 
 def _not_given(saved: Iterable[str], argv: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ import lightning as L
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -112,7 +112,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     together = [Heartbeat(folder, cfg.launch.timeout), PreemptionHandler(folder)]
     resuming = [RunRecord(cfg), DataPosition(), CheckpointHistory()]
     required = [*resuming, SeedEachStep(cfg.seed), NaNGuard(), PredictionWriter(folder)]
-    chosen = [_build_choice(f"callbacks.{name}", node) for name, node in cfg.callbacks.items() if node]
+    chosen = _build_each(cfg, "callbacks")
     if not cfg.trainer.enable_progress_bar:  # Lightning raises if it is given one all the same
         chosen = [callback for callback in chosen if not isinstance(callback, ProgressBar)]
     trainer = build(cfg.trainer, _partial_=True)
@@ -124,7 +124,8 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             **({} if trainer.keywords.get("profiler") else {"profiler": NullProfiler()}),
             strategy=_build_strategy(cfg.strategy),
             callbacks=[*together, *required, *chosen],
-            logger=[CSVLogger(folder), *([_build_choice("logger", cfg.logger)] if cfg.logger else [])],
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in chosen),
+            logger=[CSVLogger(folder), *_build_each(cfg, "logger")],
             plugins=plugins,
             precision=precision,
             default_root_dir=folder,
@@ -143,18 +144,18 @@ def _build_strategy(node: DictConfig) -> Any:
     return build(OmegaConf.masked_copy(node, [str(key) for key in node if key != "single_process"]))
 
 
-def _build_choice(name: str, node: DictConfig) -> Any:
-    """Build a callback or a logger.
+def _build_each(cfg: DictConfig, group: str) -> list[Any]:
+    """Build the callbacks or the loggers that were chosen, each under its name in the group.
 
     Raises:
-        UserError: if the files of its group that were chosen do not make one.
+        UserError: if one has options, but not what they belong to.
     """
-    if "_target_" not in node:
-        raise UserError(
-            f"{name} has options ({', '.join(map(str, node))}) but no _target_: choose what they belong to as well, "
-            "such as callbacks=[default,top_k]"
-        )
-    return build(node)
+    chosen = {f"{group}.{name}": node for name, node in cfg.get(group, {}).items() if node}
+    for name, node in chosen.items():
+        if "_target_" not in node:
+            options = ", ".join(map(str, node))
+            raise UserError(f"{name} has options ({options}) but no _target_: choose a file of conf/{group} that has")
+    return [build(node) for node in chosen.values()]
 
 
 def _check_options(trainer: DictConfig) -> None:

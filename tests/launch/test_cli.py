@@ -6,7 +6,7 @@ import pytest
 
 from src.cli.main import _multirun_first
 from src.run.folder import CONFIG, remove_if_unused
-from tests.support.commands import one_line, run_here
+from tests.support.commands import TINY, one_line, run_here
 
 
 def test_a_sweep_may_be_asked_for_anywhere() -> None:
@@ -17,14 +17,19 @@ def test_a_sweep_may_be_asked_for_anywhere() -> None:
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
-        ("logger=null", "logger=null: give one of none, tensorboard, wandb"),
-        ("logger=[wandb,tensorboard]", "there can be one logger"),
-        ("callbacks=top_k", "callbacks.best has options (filename, auto_insert_metric_name, save_top_k)"),
+        ("model=null", "model=null: give one of airbench, mlp"),
+        ("+callbacks.mine.monitor=val/acc", "callbacks.mine has options (monitor) but no _target_"),
     ],
 )
 def test_choices_that_make_nothing(word: str, hint: str, small: list[str], tmp_path: Path) -> None:
     _, err = run_here(*small, word, "trainer.accelerator=cpu", f"run_dir={tmp_path / 'run'}", code=1)
     assert hint in one_line(err)
+
+
+def test_null_chooses_nothing(small: list[str], tmp_path: Path) -> None:
+    tiny = [*small, *TINY, "trainer.max_epochs=1", "experiment=null", "callbacks=null", "logger=null"]
+    run_here(*tiny, f"run_dir={tmp_path / 'run'}")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.csv", "logs"}
 
 
 def test_a_refused_run_leaves_no_folder_but_that_of_another(tmp_path: Path) -> None:

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from src.run.experiment import run
+from tests.support.experiments import SHORT
+from tests.support.runs import compose
+
 # Each case has a process of its own, which need not import wandb again. It ends at once: the orderly end of wandb
 # waits for its service, once seen to do so for ever.
 SCRIPT = """
@@ -31,3 +35,10 @@ def test_mode(cases: Cases, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, json.dumps([variables for variables, _ in cases])]
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert result.stdout.split() == [expected for _, expected in cases], result.stderr
+
+
+def test_beside_tensorboard(small: list[str], folder: Path) -> None:
+    loggers = ["logger=[wandb,tensorboard]", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
+    run(compose(folder, *small, *SHORT, "model=mlp", "model.hidden=[16]", *loggers, "test=false", quiet=False))
+    assert list(folder.glob("wandb/*/*.wandb"))
+    assert list(folder.glob("tensorboard/events.*"))
