@@ -19,8 +19,8 @@ def check_is_complete(path: Path, option: str = "ckpt_path") -> None:
         UserError: if not.
     """
     try:
-        if spoilt := zipfile.ZipFile(path).testzip():  # torch reads over a wrong check sum
-            raise zipfile.BadZipFile(f"{spoilt} is corrupt")
+        if corrupt_member := zipfile.ZipFile(path).testzip():  # torch reads over a wrong check sum
+            raise zipfile.BadZipFile(f"{corrupt_member} is corrupt")
         sharded.check(read_run(path, option, map_location="meta", mmap=True), path)
     except UserError:
         raise
@@ -43,11 +43,12 @@ def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
     Raises:
         UserError: if not.
     """
-    odd = sorted(saved.keys() ^ own.keys()) or [name for name in own if saved[name].shape != own[name].shape]
-    if odd:
+    mismatched = sorted(saved.keys() ^ own.keys()) or [name for name in own if saved[name].shape != own[name].shape]
+    if mismatched:
+        others = f" and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""
         raise UserError(
-            f"ckpt_path holds another network than this run's `model`: they differ in {odd[0]}"
-            f"{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}; leave `model` and `data` as that run had them"
+            f"ckpt_path holds another network than this run's `model`: they differ in {mismatched[0]}{others}; "
+            "leave `model` and `data` as that run had them"
         )
 
 

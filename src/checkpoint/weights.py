@@ -51,8 +51,10 @@ def start_from(module: nn.Module, path: str) -> None:
     fresh = [name for name in own if name in saved and saved[name].shape != own[name].shape]
     inputs = [name for name in fresh if saved[name].shape[1:] != own[name].shape[1:]]
     inner = [name for name in fresh if name.rpartition(".")[0] not in head]
-    if odd := sorted(saved.keys() ^ own.keys()) or inner or inputs:
-        raise UserError(f"init_from={path} holds another network than this run's `model`: they differ in {odd[0]}")
+    if mismatched := sorted(saved.keys() ^ own.keys()) or inner or inputs:
+        raise UserError(
+            f"init_from={path} holds another network than this run's `model`: they differ in {mismatched[0]}"
+        )
     module.load_state_dict({name: saved[name] for name in own if name not in fresh}, strict=False)
     if fresh:
         there, here = len(saved[fresh[0]]), len(own[fresh[0]])

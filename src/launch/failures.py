@@ -83,9 +83,9 @@ def _stacks(run_dir: str, sizes: dict[int, int]) -> dict[int, list[str]]:
 
 def _hang(stacks: dict[int, list[str]], run_dir: str) -> str:
     """Name the ranks that did not wait for others; all, where none can be told from the rest."""
-    odd = [rank for rank, stack in stacks.items() if not stack or not any(place in stack[0] for place in _WAITS_IN)]
-    told = []
-    for rank in odd or stacks:
+    hung = [rank for rank, stack in stacks.items() if not stack or not any(place in stack[0] for place in _WAITS_IN)]
+    messages = []
+    for rank in hung or stacks:
         stack = "\n    ".join(stacks[rank]) or "its stack could not be had: it was stopped, or is stuck in the kernel"
-        told.append(f"rank {rank} hangs; its log is {log_file(run_dir, rank)}\n    {stack}")
-    return "no step within launch.timeout; " + "\n".join(told)
+        messages.append(f"rank {rank} hangs; its log is {log_file(run_dir, rank)}\n    {stack}")
+    return "no step within launch.timeout; " + "\n".join(messages)

@@ -16,11 +16,11 @@ from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.runs import compose, fit
 
 
-def cut(file: Path) -> None:
+def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-2000])
 
 
-def spoil(file: Path) -> None:
+def flip_a_bit(file: Path) -> None:
     """Change one byte of a tensor: the archive stays in order."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 0xFF
@@ -33,7 +33,7 @@ def trained(small: list[str], folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("damage", [cut, spoil, Path.unlink])
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
 def test_the_newest_whole_checkpoint_is_found(damage: Any, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints = trained / "checkpoints"
     assert newest_checkpoint(trained) == checkpoints / "last.ckpt"
@@ -54,7 +54,7 @@ def test_a_copied_folder_that_lost_its_times(trained: Path) -> None:
 
 def test_a_wrong_byte_is_noticed(trained: Path) -> None:
     check_is_complete(trained / "checkpoints" / "last.ckpt")
-    spoil(trained / "checkpoints" / "last.ckpt")
+    flip_a_bit(trained / "checkpoints" / "last.ckpt")
     torch.load(trained / "checkpoints" / "last.ckpt")  # torch itself does not notice
     with pytest.raises(UserError, match="is corrupt"):
         check_is_complete(trained / "checkpoints" / "last.ckpt")
@@ -68,7 +68,7 @@ def test_the_same_command_starts_and_goes_on(small: list[str], folder: Path) -> 
     run_here(*command)
     assert steps(folder) == list(range(12))
     assert {file.name for file in (folder / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
-    cut(folder / "checkpoints" / "last.ckpt")
+    truncate(folder / "checkpoints" / "last.ckpt")
     _, err = run_here(*command, "trainer.max_epochs=2")
     assert "last.ckpt is no complete checkpoint" in err
     assert steps(folder) == list(range(23))

@@ -12,10 +12,10 @@ from src.utils.signals import Stopped
 
 class Logger:
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def finalize(self, status: str) -> None:
-        self.told.append(status)
+        self.messages.append(status)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), Stopped(15), KeyboardInterrupt()])
@@ -30,4 +30,4 @@ def test_tells_its_loggers_that_it_failed(error: BaseException, monkeypatch: pyt
     monkeypatch.setattr(_MultiProcessingLauncher, "_wrapping_function", fail)
     with pytest.raises(type(error)):
         strategy.launcher._wrapping_function(0, SimpleNamespace(loggers=[logger]))
-    assert logger.told == ["failed"]
+    assert logger.messages == ["failed"]
