@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from src.checkpoint import sharded
-from src.checkpoint.integrity import read_run
+from src.checkpoint.integrity import read_run_checkpoint
 from src.checkpoint.io import AtomicCheckpointIO
 from src.checkpoint.run_files import checkpoint_file
 from src.utils.errors import UserError
@@ -29,20 +29,20 @@ def convert(source: Path, target: Path, shards: bool) -> None:
         raise UserError(f"source={source}: there is no such file or run folder")
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # by whom, and why, is plain here
     files = AtomicCheckpointIO()
-    checkpoint = read_run(checkpoint_file(source), "source")
+    checkpoint = read_run_checkpoint(checkpoint_file(source), "source")
     if "config" not in checkpoint:
         raise UserError(f"source={source} is no checkpoint of this project's: it has no `config`")
     checkpoint.pop(sharded.SHARDS, None)
     if shards:
         folder = sharded.new_folder(target)
         try:
-            sharded.write(checkpoint, folder)
+            sharded.save_shards(checkpoint, folder)
         except OSError as error:
             raise UserError(f"target={target} cannot be written ({error.strerror})") from error
         checkpoint = sharded.map_tensors(checkpoint, lambda _, tensor: torch.empty_like(tensor, device="meta"))
         checkpoint[sharded.SHARDS] = folder.name
     files.save_checkpoint(checkpoint, target)
-    sharded.discard(target)
+    sharded.remove_unused_folders(target)
     print(f"{target}{f', with its tensors in {folder.name}' if shards else ''}")
 
 

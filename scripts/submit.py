@@ -23,7 +23,7 @@ from src.run.folder import run_folder
 from src.run.resolve import runs_in_single_process
 from src.sweeps.resolvers import register_resolvers
 from src.utils.errors import UserError
-from src.utils.files import replacing
+from src.utils.files import atomic_write
 
 ROOT = Path(__file__).parents[1]
 _SCRIPT = """\
@@ -86,7 +86,7 @@ def main() -> None:
         print(text, end="")
         return
     folder.mkdir(parents=True)
-    with replacing(folder / "job.sh") as file:
+    with atomic_write(folder / "job.sh") as file:
         file.write_text(text)
     print(folder)
     sys.exit(subprocess.run(["sbatch", str(folder / "job.sh")]).returncode)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.checkpoint.weights import network_of
+from src.checkpoint.weights import load_network
 from src.run.experiment import assemble
 from src.utils.errors import UserError
 from tests.support.runs import compose, fit
@@ -60,10 +60,10 @@ def test_a_checkpoint_runs_no_code_but_models(target: str, trained: Path, tmp_pa
     checkpoint["config"] = f"module: {{net: {{_target_: {target}, self: {tmp_path}/made}}}}"
     torch.save(checkpoint, tmp_path / "poisoned.ckpt")
     with pytest.raises(UserError, match=f"would run {target}"):
-        network_of(f"{tmp_path}/poisoned.ckpt", "judge")
+        load_network(f"{tmp_path}/poisoned.ckpt", "judge")
     torch.save(torch.zeros(1), tmp_path / "bare.ckpt")
     with pytest.raises(UserError, match="is no checkpoint of a training run"):
-        network_of(f"{tmp_path}/bare.ckpt", "judge")
+        load_network(f"{tmp_path}/bare.ckpt", "judge")
     assert not (tmp_path / "made").exists()
 
 

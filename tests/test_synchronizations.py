@@ -51,7 +51,7 @@ def test_nothing_waits_on_two_processes(pool: Pool, small: list[str], folder: Pa
     two = ["logger=none", "strategy=ddp", "trainer.devices=2", "trainer.max_epochs=1", "model.width=2"]
     cfg = compose(folder, *small, *SHORT, *two, quiet=False)
     for waits in pool.run(2, watched, cfg):
-        assert [wait for wait in waits if "agreement.py" not in wait] == []
+        assert [wait for wait in waits if "consensus.py" not in wait] == []
 
 
 class Waits(L.Callback):

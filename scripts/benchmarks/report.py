@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 
 from scripts.benchmarks.programs import Case, Program, Readings
-from src.utils.files import replacing
+from src.utils.files import atomic_write
 
 
 def header() -> str:
@@ -56,7 +56,7 @@ def ratios(case: Case, readings: Readings, program: str) -> list[float]:
 
 def write(found: dict[str, list[tuple[Case, Readings]]], file: Path) -> None:
     """Every reading of every program, one number per row."""
-    with replacing(file) as temporary, temporary.open("w", newline="") as stream:
+    with atomic_write(file) as temporary, temporary.open("w", newline="") as stream:
         rows = csv.writer(stream)
         rows.writerow(["measurement", "case", "program", "round", "name", "value"])
         for measurement, cases in found.items():
@@ -77,7 +77,7 @@ def plot(measurement: str, cases: list[tuple[Case, Readings]], file: Path) -> No
             bars.append({"value": statistics.median(values), "ci": {"low": min(values), "high": max(values)}})
     chart.x_labels = labels
     chart.add(measurement, bars)
-    with replacing(file) as temporary:
+    with atomic_write(file) as temporary:
         chart.render_to_file(str(temporary))
 
 

@@ -12,21 +12,22 @@ from src.utils.errors import UserError
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Keeps one checkpoint: the state at the end of the latest epoch, after its validation, or of a later step.
+    """Keeps one checkpoint: the state at the end of the latest epoch, after its validation, or at a later step.
 
-    (Of Lightning's own, a step or a time replaces the end of the epoch, a time costs a broadcast in every step, and
-    `save_last` skips the epochs in which the monitored metric did not improve.) A step is saved as the next begins: one
-    saved any earlier would resume behind what is not yet logged, the row of that step or an epoch's validation.
+    Lightning's ModelCheckpoint does not fit: saving at a step or a time would replace the save at the end of the epoch,
+    a time interval costs a broadcast at every step, and `save_last` skips epochs in which the monitored metric did not
+    improve. A checkpoint of a step is written when the next step begins, because before that the step's metrics and an
+    epoch's validation are not yet logged.
 
     Args:
         dirpath: the folder.
-        every_n_train_steps: also after each so many steps.
-        train_time_interval: also when so much time has gone by on any rank since the last, as timedelta's arguments,
+        every_n_train_steps: save also every so many optimizer steps.
+        train_time_interval: save also after this time since the last save on any rank, as the arguments of timedelta,
             such as {minutes: 10}.
         filename: without its ending.
 
     Raises:
-        UserError: if one of them is no such thing.
+        UserError: if an interval is not valid.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class LastCheckpoint(ModelCheckpoint):
             return
         due = self._steps is not None and trainer.global_step % self._steps == 0
         if self._seconds is not None:
-            due = bool(self._consensus.poll(trainer, self._is_time)) or due
+            due = bool(self._consensus.poll(trainer, self._is_save_due)) or due
         if due and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
@@ -65,7 +66,7 @@ class LastCheckpoint(ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
         self._saved_at = time.monotonic()
 
-    def _is_time(self) -> int:
+    def _is_save_due(self) -> int:
         return int(time.monotonic() - self._saved_at >= (self._seconds or 0.0))
 
 

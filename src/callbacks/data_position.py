@@ -1,4 +1,4 @@
-"""Where training stands in the data, in every checkpoint, and how Lightning's loops are put back there."""
+"""Save the position in the data with every checkpoint, and restore Lightning's loops to it."""
 
 import hashlib
 from typing import Any
@@ -25,7 +25,7 @@ class DataPosition(L.Callback):
             trainer.val_check_interval = interval
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let the test log at the step and the epoch after the last, also if the run was stopped or finished before."""
+        """Let the test log at the last step and epoch, also if training stopped early or did not run."""
         data: Any = trainer.datamodule
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         trainer.fit_loop.epoch_progress.current.completed = -(-trainer.global_step // data.steps_per_epoch)
@@ -35,13 +35,13 @@ class DataPosition(L.Callback):
         trained = trainer.fit_loop.epoch_loop.batch_progress.total.processed
         epoch, micro_batches = divmod(trained, data.micro_batches_per_epoch)
         samples = micro_batches // data.accumulate * data.global_batch_size  # a step half accumulated is done again
-        checkpoint["position"] = {"epoch": epoch, "samples": samples, "order": _order(data)}
+        checkpoint["position"] = {"epoch": epoch, "samples": samples, "order": _order_settings(data)}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         data: Any = trainer.datamodule
         if not trainer.training:
             return
-        position, order = checkpoint["position"], _order(data)
+        position, order = checkpoint["position"], _order_settings(data)
         for name, before in position["order"].items():
             if order[name] != before:
                 raise UserError(
@@ -56,8 +56,8 @@ class DataPosition(L.Callback):
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = done - 1  # Lightning counts the last step itself
 
 
-def _order(data: Any) -> dict[str, int | str]:
-    """What fixes the global batches, and so what a position means."""
+def _order_settings(data: Any) -> dict[str, int | str]:
+    """Return the settings that determine the global batches. A position is valid only if they are unchanged."""
     indices = data.splits["train"].indices
     return {
         "data.batch_size": data.global_batch_size,

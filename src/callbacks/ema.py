@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, which is what is evaluated and what a checkpoint gives out."""
+"""Exponential moving average of the weights, for evaluation and checkpoints."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ class EMA(L.Callback):
             raise UserError(f"callbacks.ema.decay={decay}: give a share of at least 0 and less than 1")
         self.decay = decay
         self._average: dict[str, Tensor] = {}
-        self._trained: dict[str, Tensor] = {}  # while the module holds the average
+        self._training_weights: dict[str, Tensor] = {}  # while the module holds the average
         self._restored: dict[str, Tensor] = {}
         self._step = 0
 
@@ -45,41 +45,41 @@ class EMA(L.Callback):
         self._step = trainer.global_step
         self._average = _precise_copies(pl_module)
         if self._restored:
-            self._exchange(pl_module)
+            self._swap_weights(pl_module)
             # Through the strategy, which gives each rank what it holds of a whole tensor.
             trainer.strategy.load_model_state_dict({"state_dict": self._restored})
             self._average = _precise_copies(pl_module)
-            self._exchange(pl_module)
+            self._swap_weights(pl_module)
             self._restored = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self._catch_up(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._exchange(pl_module)
+        self._swap_weights(pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._exchange(pl_module)
+        self._swap_weights(pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave the average in the module, for whatever comes after."""
         if self._restored:  # the run was finished already, so that training did not start
             trainer.strategy.load_model_state_dict({"state_dict": self._restored})
             self._restored = {}
-        self._exchange(pl_module)
-        self._average, self._trained = {}, {}
+        self._swap_weights(pl_module)
+        self._average, self._training_weights = {}, {}
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if not self._average:
             return
         self._catch_up(trainer, pl_module)
         roles = ("state_dict", "training_state_dict")
-        held, other = roles if self._trained else reversed(roles)  # what the module holds at the moment
+        held, other = roles if self._training_weights else reversed(roles)  # what the module holds at the moment
         state = checkpoint["state_dict"]
-        self._exchange(pl_module)
+        self._swap_weights(pl_module)
         exchanged: dict[str, Tensor] = trainer.strategy.lightning_module_state_dict()
         checkpoint[other] = {name: tensor.clone() for name, tensor in exchanged.items()}
-        self._exchange(pl_module)
+        self._swap_weights(pl_module)
         checkpoint[held] = state
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class EMA(L.Callback):
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        live, decay = _held(module), min(self.decay, (1 + self._step) / (10 + self._step))
+        live, decay = _local_tensors(module), min(self.decay, (1 + self._step) / (10 + self._step))
         floats = [name for name, tensor in live.items() if tensor.is_floating_point()]
         averages = [self._average[name] for name in floats]
         current = [live[name].to(average.dtype) for name, average in zip(floats, averages, strict=True)]
@@ -103,17 +103,19 @@ class EMA(L.Callback):
             self._average[name].copy_(live[name])
 
     @torch.no_grad()
-    def _exchange(self, module: L.LightningModule) -> None:
-        """Put the average into the module, or what was trained back; nothing, if there is no average."""
-        live = _held(module) if self._average else {}
-        incoming = self._trained or self._average
-        self._trained = {} if self._trained else {name: tensor.clone() for name, tensor in live.items()}
+    def _swap_weights(self, module: L.LightningModule) -> None:
+        """Swap the averaged and the training weights in the module; do nothing without an average."""
+        live = _local_tensors(module) if self._average else {}
+        incoming = self._training_weights or self._average
+        self._training_weights = (
+            {} if self._training_weights else {name: tensor.clone() for name, tensor in live.items()}
+        )
         for name, tensor in live.items():
             tensor.copy_(incoming[name])
 
 
-def _held(module: L.LightningModule) -> dict[str, Tensor]:
-    """What this rank has in memory of each tensor."""
+def _local_tensors(module: L.LightningModule) -> dict[str, Tensor]:
+    """Return the tensors, or shards, that this rank has in memory."""
     return {
         name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
         for name, tensor in module.state_dict().items()
@@ -124,5 +126,5 @@ def _precise_copies(module: L.LightningModule) -> dict[str, Tensor]:
     """Copies in which small steps are not lost to rounding."""
     return {
         name: tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.clone()
-        for name, tensor in _held(module).items()
+        for name, tensor in _local_tensors(module).items()
     }

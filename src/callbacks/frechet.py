@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.image.fid import FrechetInceptionDistance
 
-from src.checkpoint.weights import network_of
+from src.checkpoint.weights import load_network
 from src.data.batch import Batch
 from src.models.resnet9 import resnet9
 from src.utils.errors import UserError
@@ -40,7 +40,7 @@ class FrechetDistance(L.Callback):
         """Make the metric in this process: a spawned one would share its parent's memory."""
         if not hasattr(pl_module, "sample"):
             raise UserError("callbacks.frechet is for modules that make images: leave it out, or take experiment=gan")
-        features = _trained(self.feature_checkpoint) if self.feature_checkpoint else _random()
+        features = _trained_features(self.feature_checkpoint) if self.feature_checkpoint else _random_features()
         self._distance = FrechetInceptionDistance(feature=features)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -48,10 +48,10 @@ class FrechetDistance(L.Callback):
         _log.info("  frechet is by the features of %s", self.feature_checkpoint or random)
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
-        self._compare(trainer, outputs, batch)
+        self._update(trainer, outputs, batch)
 
     def on_test_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
-        self._compare(trainer, outputs, batch)
+        self._update(trainer, outputs, batch)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._log(pl_module, "val/frechet")
@@ -59,10 +59,10 @@ class FrechetDistance(L.Callback):
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._log(pl_module, "test/frechet")
 
-    def _compare(self, trainer: L.Trainer, fake: Tensor, batch: Batch) -> None:
-        """Count the images that are no padding: of a rank's batch that may be none, which counts too, as zero.
+    def _update(self, trainer: L.Trainer, fake: Tensor, batch: Batch) -> None:
+        """Add the images that are not padding. A rank must update the metric even if its batch has none.
 
-        (A metric that was never updated has no `orig_dtype`, which its `compute` asks for on every rank.)
+        (A metric that was never updated has no `orig_dtype`, which its `compute` needs on every rank.)
         """
         assert self._distance is not None
         distance, counted = self._distance.to(fake.device), batch.weight > 0
@@ -90,12 +90,12 @@ class _Features(nn.Module):
         return self.net((pixels - self.mean) / self.std)
 
 
-def _trained(feature_checkpoint: str) -> _Features:
-    net, config = network_of(feature_checkpoint, "callbacks.frechet.feature_checkpoint")
+def _trained_features(feature_checkpoint: str) -> _Features:
+    net, config = load_network(feature_checkpoint, "callbacks.frechet.feature_checkpoint")
     return _Features(net, list(config.data.mean), list(config.data.std))
 
 
-def _random() -> _Features:
+def _random_features() -> _Features:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return _Features(resnet9(num_classes=10, width=32), mean=[0.5] * 3, std=[0.25] * 3)

@@ -1,4 +1,4 @@
-"""Every step tells the watchdog that the rank gets on."""
+"""Reset the watchdog at every step."""
 
 from pathlib import Path
 from typing import Any

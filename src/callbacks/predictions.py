@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from src.utils.files import replacing
+from src.utils.files import atomic_write
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class PredictionWriter(BasePredictionWriter):
         best, classes = (values.tolist() for values in probabilities.max(1))
         found = {number: row for number, *row in zip(index.tolist(), classes, best, strict=True) if number >= 0}
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self.file) as temporary, temporary.open("w", newline="") as stream:
+        with atomic_write(self.file) as temporary, temporary.open("w", newline="") as stream:
             writer = csv.writer(stream)
             writer.writerow(["file", "class", "probability"])
             for number, (label, probability) in sorted(found.items()):

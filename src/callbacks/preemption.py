@@ -31,7 +31,7 @@ class PreemptionHandler(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._consensus = RankConsensus()
-        self._handlers = signals.handle(signals.note)
+        self._handlers = signals.install_handlers(signals.on_signal)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         signals.restore(self._handlers)
@@ -40,27 +40,27 @@ class PreemptionHandler(L.Callback):
         signals.restore(self._handlers)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
-        """Here, where all that belongs to the step before is logged and saved, its validation too."""
+        """Stop before a step, because the previous step and its validation are then logged and saved."""
         if batch_idx % trainer.accumulate_grad_batches:
             return
         if number := self._consensus.poll(trainer, signals.requested):
             if not trainer.fast_dev_run:
                 trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST)
-            self._say(trainer, number)
+            self._log_stop(trainer, number)
             raise signals.Stopped(number)
 
     def on_test_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._stop(trainer)
+        self._stop_if_requested(trainer)
 
     def on_predict_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._stop(trainer)
+        self._stop_if_requested(trainer)
 
-    def _stop(self, trainer: L.Trainer) -> None:
+    def _stop_if_requested(self, trainer: L.Trainer) -> None:
         if number := self._consensus.poll(trainer, signals.requested):
-            self._say(trainer, number)
+            self._log_stop(trainer, number)
             raise signals.Stopped(number)
 
-    def _say(self, trainer: L.Trainer, number: int) -> None:
+    def _log_stop(self, trainer: L.Trainer, number: int) -> None:
         if trainer.is_global_zero:
             at = f"stopped by {Signals(number).name} at step {trainer.global_step}"
             _log.info("%s; ckpt_path=%s goes on from there", at, self.folder)

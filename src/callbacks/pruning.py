@@ -1,4 +1,4 @@
-"""Trials of Optuna that promise little end early."""
+"""Stop unpromising Optuna trials early."""
 
 import logging
 from typing import Any
@@ -29,7 +29,7 @@ class Pruning(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.address is None or trainer.sanity_checking:
             return
-        stop = trainer.strategy.broadcast(trainer.is_global_zero and self._give_up(trainer))
+        stop = trainer.strategy.broadcast(trainer.is_global_zero and self._should_prune(trainer))
         trainer.should_stop = trainer.should_stop or stop
 
     def _load(self, storage: str, study: str, number: int) -> Any:
@@ -40,7 +40,7 @@ class Pruning(L.Callback):
         identifier = opened.get_trial_id_from_study_id_trial_number(opened.get_study_id_from_name(study), number)
         return optuna.trial.Trial(trials, identifier)
 
-    def _give_up(self, trainer: L.Trainer) -> bool:
+    def _should_prune(self, trainer: L.Trainer) -> bool:
         self._trial.report(float(trainer.callback_metrics[self.monitor]), trainer.current_epoch)
         if not self._trial.should_prune():
             return False

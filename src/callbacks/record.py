@@ -1,4 +1,4 @@
-"""What is told of a run as it starts: to the user, to the loggers, and to metrics.csv when it goes on."""
+"""Log the configuration, print the banner, and cut metrics.csv back when a run is resumed."""
 
 import logging
 from typing import Any, cast
@@ -39,17 +39,17 @@ class RunRecord(L.Callback):
             self._resumed_at, self._metrics = checkpoint["global_step"], checkpoint.get("metrics", {})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write only now, when whatever could refuse to resume the run has had its say."""
+        """Log only now, after every check that may refuse to resume the run."""
         self._log_settings(trainer)
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 logger.cut(self._resumed_at)
         if trainer.is_global_zero:
-            width = max(map(len, facts := self._facts(trainer, pl_module)))
+            width = max(map(len, facts := self._banner(trainer, pl_module)))
             _log.info("\n".join(f"  {name:<{width}}  {value}" for name, value in facts.items()))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give the metrics that were not measured again: all of them, where the run had been finished."""
+        """Restore the metrics that were not measured again; for a finished run, all of them."""
         for name, value in self._metrics.items():
             trainer.callback_metrics.setdefault(name, torch.tensor(value))
 
@@ -65,7 +65,7 @@ class RunRecord(L.Callback):
         for logger in trainer.loggers:
             logger.log_hyperparams(settings | {"data_source": data.source.description})
 
-    def _facts(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
+    def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         data: Any = trainer.datamodule
         batch, group = data.global_batch_size, trainer.optimizers[0].param_groups[0]
         name = self.config.strategy._target_.rpartition(".")[2]
@@ -76,7 +76,7 @@ class RunRecord(L.Callback):
             "precision": trainer.precision,
             "data": f"{data.source.description}, {len(data.splits['train'])} to train on",
             "batch": f"{batch} = {dp_size} x {micro_batches} micro-batches x {per_device} per device",
-            "batch norm sees": self._normalised_over(module, per_device, dp_size),
+            "batch norm sees": self._batch_norm_samples(module, per_device, dp_size),
             "learning rate": f"{group.get('initial_lr', group['lr']):g} after scaling, {data.total_steps} steps",
             "parameters": f"{self._parameters:,}",
             "run folder": self.config.run_dir,
@@ -87,7 +87,7 @@ class RunRecord(L.Callback):
             ),
         }
 
-    def _normalised_over(self, module: nn.Module, per_device: int, replicas: int) -> str:
+    def _batch_norm_samples(self, module: nn.Module, per_device: int, replicas: int) -> str:
         norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
         synchronised = any(isinstance(norm, SyncedBatchNorm) for norm in norms)
         return f"{per_device * (replicas if synchronised else 1)} samples" if norms else "nothing: there is none"

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from src.utils.errors import UserError
-from src.utils.files import replacing
+from src.utils.files import atomic_write
 
 
 class SampleGrid(L.Callback):
@@ -38,7 +38,7 @@ class SampleGrid(L.Callback):
         grid = Image.fromarray(self._grid(trainer, pl_module.sample(self.side**2)).numpy())
         file = Path(trainer.default_root_dir) / "samples" / f"step{trainer.global_step:06d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as temporary:
+        with atomic_write(file) as temporary:
             grid.save(temporary, "png")
         for logger in trainer.loggers:
             if hasattr(logger, "log_image"):

@@ -1,4 +1,4 @@
-"""How fast training goes, what it waits for, and what it takes."""
+"""Measure training speed, data-loading time and peak memory."""
 
 import logging
 import resource
@@ -14,23 +14,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from src.models.flops import flops_per_sample, peak_flops
 
 _log = logging.getLogger(__name__)
-_RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit in which the system tells it
+_RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
 
 
 class Throughput(L.Callback):
-    """Logs under `throughput/` what the steps since the last log point were like, and says so when training ends.
+    """Logs the speed of the steps since the last log point under `throughput/`, and a summary when training ends.
 
-    `samples_per_sec`: over all processes. `step_ms`: of one optimiser step. `data_share`: the share of it between the
-    end of one batch and the start of the next, in which the host fetches, sends and augments it; a GPU may be busy
-    meanwhile with what it was given before. `peak_memory_mib`: of the process that took most: its tensors on a GPU,
-    elsewhere its resident set. `mfu`: the share of the devices' peak that the network's own operations make
-    (Chowdhery et al., "PaLM", 2022), where the peak is known.
+    `samples_per_sec`: images per second over all processes. `step_ms`: milliseconds of one optimizer step.
+    `data_fraction`: fraction of a step between the end of a batch and the start of the next, in which the host fetches,
+    transfers and augments data. `peak_memory_mib`: largest memory of any process: allocated tensors on a GPU, resident
+    set size on a CPU. `mfu`: model FLOPs utilization (Chowdhery et al., "PaLM", 2022), if the device's peak is known.
 
-    What is neither a batch nor the way to the next one is not counted: validation, checkpoints, the writing of logs.
-    The times are those of the host, which waits for a GPU at log points: they are true as sums from one to the next.
+    Validation, checkpoints and logging are not counted. Times are host times, and exact only over the interval between
+    two log points, where the host waits for the GPU.
 
     Args:
-        peak_tflops: what one device could do in the run's precision, where Lightning does not know or is mistaken.
+        peak_tflops: peak of one device in the run's precision, where Lightning does not know it or is mistaken.
     """
 
     def __init__(self, peak_tflops: float | None = None) -> None:
@@ -39,7 +38,7 @@ class Throughput(L.Callback):
         self._flops: float | None = None  # of a step, over all processes
         self._counter: FlopCounterMode | None = None  # of the first batch, if the module has no `loss` to measure
         self._reports: list[dict[str, float]] = []
-        self._forget()
+        self._reset_timers()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule
@@ -66,16 +65,16 @@ class Throughput(L.Callback):
         whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         at_log_point = whole and trainer.global_step % trainer.log_every_n_steps == 0
         if at_log_point:
-            _finish(pl_module.device)  # what it has been given belongs to these steps
+            _synchronize(pl_module.device)  # what it has been given belongs to these steps
         self._ended = perf_counter()
         if self._started:
             self._worked += self._ended - self._started
             self._batches += 1
         if self._counter:
-            self._count(trainer)
+            self._estimate_step_flops(trainer)
         if at_log_point:
             self._report(trainer, pl_module)
-            self._forget()
+            self._reset_timers()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._pause(pl_module.device)
@@ -91,21 +90,21 @@ class Throughput(L.Callback):
         if self._reports and trainer.is_global_zero:
             _log.info("  throughput, the median of %d log points\n%s", len(self._reports), self._summary())
 
-    def _forget(self) -> None:
-        """Count anew from the next batch on: what lies between is not counted."""
+    def _reset_timers(self) -> None:
+        """Start a new measurement at the next batch."""
         self._started = self._ended = 0.0  # when the last batch did
         self._worked = self._waited = 0.0  # seconds
         self._batches = self._gaps = 0
 
     def _pause(self, device: torch.device) -> None:
-        """Count on from the next batch on; this one, if it has begun, is not counted."""
+        """Continue the measurement at the next batch; leave out the time until then."""
         if self._ended >= self._started > 0.0:
-            _finish(device)  # validation, or saving, would wait for it
+            _synchronize(device)  # validation, or saving, would wait for it
             self._worked += perf_counter() - self._ended
         self._started = self._ended = 0.0
 
     def _report(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """All ranks take part, for the sake of the memory."""
+        """Report the measurement. Every rank must call it, because the memory is reduced over ranks."""
         report = {"peak_memory_mib": _peak_memory(trainer, module.device)}
         if self._batches:
             wait = self._waited / max(1, self._gaps)
@@ -113,14 +112,16 @@ class Throughput(L.Callback):
             step = batch * trainer.accumulate_grad_batches
             report |= {"samples_per_sec": trainer.datamodule.global_batch_size / step, "step_ms": 1000 * step}
             if self._gaps:  # none with a log point at each batch
-                report["data_share"] = wait / batch
+                report["data_fraction"] = wait / batch
             if self._peak and self._flops:
                 report["mfu"] = self._flops / step / trainer.world_size / self._peak
-        module.log_dict({f"throughput/{name}": torch.tensor(value) for name, value in report.items()})  # not of the GPU
+        module.log_dict(
+            {f"throughput/{name}": torch.tensor(value) for name, value in report.items()}
+        )  # tensors on the CPU, so that logging them does not wait for the GPU
         self._reports.append(report)
 
-    def _count(self, trainer: L.Trainer) -> None:
-        """Every process does as many operations, and every batch."""
+    def _estimate_step_flops(self, trainer: L.Trainer) -> None:
+        """Extrapolate the first batch's FLOPs to a step: every process and every micro-batch costs the same."""
         assert self._counter is not None
         self._counter.__exit__(None, None, None)
         self._flops = self._counter.get_total_flops() * trainer.world_size * trainer.accumulate_grad_batches
@@ -133,14 +134,14 @@ class Throughput(L.Callback):
         return "\n".join(f"    {name:<16}  {value:.4g}" for name, value in values.items())
 
 
-def _finish(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given."""
+def _synchronize(device: torch.device) -> None:
+    """Wait for the GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _peak_memory(trainer: L.Trainer, device: torch.device) -> float:
-    """MiB."""
+    """Return the largest peak memory of any rank in MiB."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
     else:

@@ -13,15 +13,15 @@ from src.utils.errors import UserError
 
 
 def check_is_complete(path: Path, option: str = "ckpt_path") -> None:
-    """Find out whether `path` is a checkpoint of a run with every byte in its place.
+    """Check that `path` is a complete checkpoint of a run.
 
     Raises:
         UserError: if not.
     """
     try:
-        if corrupt_member := zipfile.ZipFile(path).testzip():  # torch reads over a wrong check sum
+        if corrupt_member := zipfile.ZipFile(path).testzip():  # torch.load ignores a wrong checksum
             raise zipfile.BadZipFile(f"{corrupt_member} is corrupt")
-        sharded.check(read_run(path, option, map_location="meta", mmap=True), path)
+        sharded.check_shards(read_run_checkpoint(path, option, map_location="meta", mmap=True), path)
     except UserError:
         raise
     except Exception as error:  # a corrupt file can raise anything
@@ -34,11 +34,11 @@ def check_is_checkpoint(option: str, path: Path) -> None:
     Raises:
         UserError: if not.
     """
-    read_run(path, option, map_location="meta", mmap=True)
+    read_run_checkpoint(path, option, map_location="meta", mmap=True)
 
 
 def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    """Find out whether the weights of a checkpoint are those of a module of this shape.
+    """Check that a checkpoint's weights have the names and shapes of this module's.
 
     Raises:
         UserError: if not.
@@ -55,7 +55,9 @@ def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
 def read_checkpoint(
     path: _PATH, option: str = "ckpt_path", moments: bool = True, map_location: Any = "cpu", **options: Any
 ) -> dict[str, Any]:
-    """What `torch.load` reads, of a sharded checkpoint with its tensors, but for the optimisers' if not `moments`.
+    """Load a checkpoint, including the tensors of a sharded one.
+
+    `moments=False` leaves the optimizer state of a sharded checkpoint unread.
 
     Raises:
         UserError: if it cannot be read; `option` is named.
@@ -67,11 +69,11 @@ def read_checkpoint(
         raise corruption_error(path, error, option) from error
 
 
-def read_run(path: _PATH, option: str, **options: Any) -> dict[str, Any]:
-    """The same, of a run.
+def read_run_checkpoint(path: _PATH, option: str, **options: Any) -> dict[str, Any]:
+    """Return the checkpoint in `path` after checking that a training run wrote it.
 
     Raises:
-        UserError: also if it is something else; `option` is named.
+        UserError: if the file cannot be read, or has no `state_dict`; the message names `option`.
     """
     checkpoint = read_checkpoint(path, option, **options)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:

@@ -14,7 +14,7 @@ from src.checkpoint import sharded
 from src.checkpoint.integrity import read_checkpoint
 from src.checkpoint.run_files import LAST, PREVIOUS
 from src.utils.errors import UserError
-from src.utils.files import replacing
+from src.utils.files import atomic_write
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         file = Path(path)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(file) as temporary:
+            with atomic_write(file) as temporary:
                 with temporary.open("wb") as stream:
                     torch.save(checkpoint, stream)
                 if file.name == LAST and file.exists():
@@ -40,7 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):
                 raise
-            raise unwritable(file, cause) from error
+            raise write_error(file, cause) from error
 
     def load_checkpoint(self, path: _PATH, map_location: Any = "cpu", weights_only: Any = True) -> dict[str, Any]:
         """Read the file, tensors and plain containers only.
@@ -52,10 +52,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: _PATH) -> None:
         super().remove_checkpoint(path)
-        sharded.discard(Path(path))
+        sharded.remove_unused_folders(Path(path))
 
 
-def unwritable(file: Path, cause: OSError) -> UserError:
+def write_error(file: Path, cause: OSError) -> UserError:
     """What to say of a checkpoint that cannot be written."""
     return UserError(
         f"cannot write the checkpoint {file} ({cause}): free some space, then continue with "
@@ -65,7 +65,7 @@ def unwritable(file: Path, cause: OSError) -> UserError:
 
 def _keep(file: Path, name: Path) -> None:
     """Give the file a second name, under which it outlives its replacement."""
-    with replacing(name) as temporary:
+    with atomic_write(name) as temporary:
         try:
             os.link(file, temporary)
         except OSError:  # not every file system can

@@ -26,16 +26,12 @@ def new_folder(file: Path) -> Path:
     return file.with_name(f"{file.stem}.{secrets.token_hex(4)}.{SHARDS}")
 
 
-def write(checkpoint: dict[str, Any], folder: Path) -> None:
-    """Save the tensors, of which each rank gives what it holds. Every rank must take part.
-
-    Raises:
-        OSError: on all of them, if one cannot write.
-    """
+def save_shards(checkpoint: dict[str, Any], folder: Path) -> None:
+    """Write the tensors; each rank writes those it owns. Every rank must call it."""
     try:
         dcp.save(named_tensors(checkpoint), checkpoint_id=folder, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:
-        raise _first(error) from error
+        raise _rank_error(error) from error
 
 
 def load_full(checkpoint: dict[str, Any], file: Path, moments: bool = True) -> dict[str, Any]:
@@ -52,12 +48,12 @@ def load_full(checkpoint: dict[str, Any], file: Path, moments: bool = True) -> d
     wanted = {name: checkpoint[name] for name in WEIGHTS if name in checkpoint}
     if moments and "optimizer_states" in checkpoint:
         wanted["optimizer_states"] = checkpoint["optimizer_states"]
-    whole = map_tensors(wanted, lambda _, tensor: torch.empty_like(tensor, device="cpu"))
-    read(whole, file, checkpoint)
-    return checkpoint | whole
+    full = map_tensors(wanted, lambda _, tensor: torch.empty_like(tensor, device="cpu"))
+    load_shards(full, file, checkpoint)
+    return checkpoint | full
 
 
-def read(wanted: dict[str, Any], file: Path, checkpoint: dict[str, Any]) -> None:
+def load_shards(wanted: dict[str, Any], file: Path, checkpoint: dict[str, Any]) -> None:
     """Read the parts of `wanted`, whole or sharded, in place, from the folder of the checkpoint in `file`."""
     folder = file.parent / checkpoint[SHARDS]
     if not (folder / ".metadata").is_file():
@@ -65,18 +61,21 @@ def read(wanted: dict[str, Any], file: Path, checkpoint: dict[str, Any]) -> None
     try:
         dcp.load(named_tensors(wanted), checkpoint_id=folder, no_dist=True)
     except dcp.CheckpointException as error:
-        raise _first(error) from error
+        raise _rank_error(error) from error
 
 
-def _first(error: dcp.CheckpointException) -> Exception:
-    """What one of the ranks raised, an error of the system's before others; torch's own is no Exception."""
+def _rank_error(error: dcp.CheckpointException) -> Exception:
+    """Return the error of a rank, preferably an OSError.
+
+    (CheckpointException is a BaseException and hides the cause.)
+    """
     raised = [cause for cause, _ in error.failures.values()]
     causes = [cause for one in raised for cause in (one, one.__cause__, one.__context__)]
     found = next((cause for cause in causes if isinstance(cause, OSError)), raised[0])
     return found if isinstance(found, Exception) else RuntimeError(str(found))
 
 
-def check(checkpoint: dict[str, Any], file: Path) -> None:
+def check_shards(checkpoint: dict[str, Any], file: Path) -> None:
     """Find out, without reading them, whether the tensors of a checkpoint in `file` are all there.
 
     Raises:
@@ -90,8 +89,8 @@ def check(checkpoint: dict[str, Any], file: Path) -> None:
                 raise FileNotFoundError(f"{folder.name}/{part.relative_path} is cut short")
 
 
-def discard(file: Path) -> None:
-    """Remove the folders of `file`, and of what was there before it, that no checkpoint beside it names."""
+def remove_unused_folders(file: Path) -> None:
+    """Remove the folders of `file`, present and former, that no checkpoint beside it uses."""
     name = re.compile(rf"{re.escape(file.stem)}\.[0-9a-f]{{8}}\.{SHARDS}")
     if folders := [folder for folder in file.parent.iterdir() if name.fullmatch(folder.name)]:
         named = {_folder_of(checkpoint) for checkpoint in {file, *file.parent.glob("*.ckpt")}}
@@ -109,7 +108,7 @@ def _folder_of(file: Path) -> str | None:
 
 
 def named_tensors(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
-    """Its tensors under names that do not depend on which of them a rank holds."""
+    """Return the tensors by names that are the same on every rank."""
     found: dict[str, Tensor] = {}
     map_tensors(checkpoint, found.setdefault)
     return found

@@ -1,4 +1,4 @@
-"""Weights of another run: a whole network, or what to start from."""
+"""Load the network of another run, or initialize a module with its weights."""
 
 import logging
 import re
@@ -11,20 +11,20 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from src.checkpoint.integrity import read_run
+from src.checkpoint.integrity import read_run_checkpoint
 from src.checkpoint.run_files import checkpoint_file
 from src.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
 
 
-def network_of(path: str, option: str) -> tuple[nn.Module, DictConfig]:
+def load_network(path: str, option: str) -> tuple[nn.Module, DictConfig]:
     """The network that a checkpoint holds, with its weights, and the configuration of its run.
 
     Raises:
         UserError: if it holds none, or one that this code cannot build; `option` is named.
     """
-    checkpoint = read_run(checkpoint_file(Path(path)), option)
+    checkpoint = read_run_checkpoint(checkpoint_file(Path(path)), option)
     config: Any = OmegaConf.create(checkpoint.get("config", ""))
     try:
         described = config.module.net
@@ -38,7 +38,7 @@ def network_of(path: str, option: str) -> tuple[nn.Module, DictConfig]:
     return net, config
 
 
-def start_from(module: nn.Module, path: str) -> None:
+def load_initial_weights(module: nn.Module, path: str) -> None:
     """Give the module the weights of another run, which may have had another number of classes.
 
     The last linear layer may differ in its number of outputs: then it stays as initialised, and that is said.
@@ -46,7 +46,7 @@ def start_from(module: nn.Module, path: str) -> None:
     Raises:
         UserError: if that run had another network.
     """
-    saved, own = read_run(path, "init_from")["state_dict"], module.state_dict()
+    saved, own = read_run_checkpoint(path, "init_from")["state_dict"], module.state_dict()
     head = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)][-1:]
     fresh = [name for name in own if name in saved and saved[name].shape != own[name].shape]
     inputs = [name for name in fresh if saved[name].shape[1:] != own[name].shape[1:]]

@@ -1,4 +1,4 @@
-"""Ranks that torchrun or SLURM started: recognised, brought together, and checked against the configuration."""
+"""Ranks that torchrun or SLURM started: detect them, connect them, and check their number."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from src.utils.errors import UserError
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
 
-PATIENCE = timedelta(minutes=10)  # for the slowest node to start
+_STORE_TIMEOUT = timedelta(minutes=10)  # for the slowest node to start
 
 
-def external() -> ClusterEnvironment | None:
-    """What started this process as one of several ranks, if anything did."""
+def detect_cluster_environment() -> ClusterEnvironment | None:
+    """Return the environment of torchrun or SLURM, or None if neither started this process as one of several ranks."""
     if not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"} & os.environ.keys():
         return None
     from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
@@ -33,23 +33,26 @@ def external() -> ClusterEnvironment | None:
 
 
 def rendezvous(env: ClusterEnvironment) -> dist.Store:
-    """Where the ranks meet before there is a process group.
+    """Return a store through which the ranks share the configuration before a process group exists.
 
-    It is the store of torchrun's agent, or else one of rank zero's own, on a port beside the job's: a process group
-    here, made and destroyed, would leave its addresses behind for Lightning's to stumble over.
+    It is the store of torchrun's agent if there is one, otherwise a TCPStore of rank zero on its own port. A temporary
+    process group would leave addresses behind that break Lightning's own.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    port = env.main_port if agent else meeting_port(env.main_port)
-    hosts = env.global_rank() == 0 and not agent
-    if hosts:
+    port = env.main_port if agent else config_store_port(env.main_port)
+    is_server = env.global_rank() == 0 and not agent
+    if is_server:
         for wanted in (port, env.main_port):  # the second is the process group's
             check_free(wanted, "MASTER_PORT")
-    store = dist.TCPStore(env.main_address, port, env.world_size(), hosts, timeout=PATIENCE)
+    store = dist.TCPStore(env.main_address, port, env.world_size(), is_server, timeout=_STORE_TIMEOUT)
     return dist.PrefixStore(f"configuration/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def meeting_port(main_port: int) -> int:
-    """Return the port of rank zero's store: far from the job's own, since jobs beside this one have the near ones."""
+def config_store_port(main_port: int) -> int:
+    """Return the port of rank zero's store.
+
+    It is 10,000 away from MASTER_PORT, because neighboring jobs use the ports close to it.
+    """
     return main_port + (10_000 if main_port < 50_000 else -10_000)
 
 
@@ -64,21 +67,23 @@ def check_free(port: int, option: str) -> None:
         try:
             listener.bind(("", port))
         except OSError as error:
-            raise UserError(f"port {port} of this host cannot be had ({error.strerror}): set {option}") from None
+            raise UserError(f"cannot listen on port {port} of this host ({error.strerror}): set {option}") from None
 
 
-def checked(cfg: DictConfig, world_size: int) -> DictConfig:
-    """The configuration, if as many ranks were started as it says.
+def check_world_size(cfg: DictConfig, world_size: int) -> DictConfig:
+    """Return the configuration after checking that it matches the number of started processes.
 
     Raises:
-        UserError: if not, or if its strategy starts its ranks itself.
+        UserError: if not, or if the strategy runs in a single process.
     """
     configured = device_count(cfg.trainer) * cfg.trainer.num_nodes
     if configured != world_size:
         raise UserError(
             f"{world_size} processes were started, but trainer.devices x trainer.num_nodes is {configured}: "
-            "make the two agree"
+            "set them so that both are equal"
         )
     if runs_in_single_process(cfg):
-        raise UserError("this strategy starts its own processes, so torchrun or srun must not: use strategy=ddp there")
+        raise UserError(
+            "this strategy runs in one process, so torchrun or srun must not start several: use strategy=ddp there"
+        )
     return cfg

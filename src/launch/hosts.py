@@ -11,17 +11,18 @@ from src.utils.errors import UserError
 
 
 def rendezvous_hosts(endpoint: str | None, count: int, timeout: float) -> tuple[dist.Store, int]:
-    """A store for the launchers of `count` hosts, and the number of this one; zero is that of the endpoint's host.
+    """Return a store for the launchers of `count` hosts, and the index of this host.
 
-    The store is at the port after the endpoint's, which is that of torch's own rendezvous.
+    The host of the endpoint has index 0. The store uses the port after the endpoint's; torch's rendezvous uses the
+    endpoint itself.
 
     Args:
         endpoint: HOST:PORT.
-        count: of hosts.
+        count: number of hosts.
         timeout: seconds to wait for the others.
 
     Raises:
-        UserError: if there is no such endpoint, or not all hosts come to it in time.
+        UserError: if there is no such endpoint, or not all hosts connect to it in time.
     """
     from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
@@ -36,19 +37,19 @@ def rendezvous_hosts(endpoint: str | None, count: int, timeout: float) -> tuple[
         store.wait([f"arrived/{other}" for other in range(count)], timedelta(seconds=timeout))
     except dist.DistError as error:
         raise UserError(
-            f"launch.endpoint={endpoint}: not all of trainer.num_nodes={count} hosts came there within {timeout:.0f} "
+            f"launch.endpoint={endpoint}: not all of trainer.num_nodes={count} hosts connected within {timeout:.0f} "
             "seconds: start the same command on each, with an endpoint that all can reach"
         ) from error
     return store, number
 
 
 def rendezvous_settings(cfg: DictConfig, number: int, attempt: int) -> dict[str, Any]:
-    """Where torch's launchers meet for one start of the ranks: of one host, that one alone.
+    """Return the rendezvous settings of torch's elastic launcher for one attempt.
 
-    At another port each time, since the last one's may not be free yet; and statically, because the numbers are
-    known, and a launcher that goes on asking the others hangs when the link is cut.
+    On several hosts, each attempt uses another port, because the previous one may still be in use. The static backend
+    is used because the node ranks are known, and because a c10d launcher hangs when the link is cut.
     """
-    if cfg.trainer.num_nodes == 1:  # whatever endpoint the run had that goes on here
+    if cfg.trainer.num_nodes == 1:  # launch.endpoint may remain from a run on several hosts
         return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
     host, port = _parsed(cfg.launch.endpoint)
     settings = {"rank": number, "timeout": cfg.launch.rendezvous_timeout}

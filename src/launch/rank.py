@@ -1,4 +1,4 @@
-"""One rank's life, whoever started its process: its log, its share of the cores, the run, and a clean end."""
+"""Process entry of one rank: log file, CPU threads, run, shutdown."""
 
 import os
 
@@ -15,8 +15,8 @@ from src.utils.signals import Stopped
 def run_rank(cfg: DictConfig, rank: int) -> dict[str, float]:
     """Train and test in this process; return the final metrics.
 
-    If that fails, the process group is left for the end of the process: closing it here would fail the other ranks
-    before this one has told its error, and NCCL's might wait for them.
+    After an error the process group stays open: closing it would fail the other ranks before this one has reported its
+    error, and NCCL might wait for them.
     """
     with gc_paused():
         from src.run.experiment import run  # late: it imports Lightning, which the process that only launches need not

@@ -12,45 +12,47 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from src.launch.failures import RankFailed, first_error, log_sizes
+from src.launch.failures import RankFailedError, first_error, log_sizes
 from src.launch.hosts import rendezvous_settings
 from src.launch.rank import run_rank
 from src.run.resolve import runs_in_single_process
-from src.run.resume import continued
+from src.run.resume import with_newest_checkpoint
 from src.utils import signals
 from src.utils.errors import UserError
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
-_ELASTICS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that the elastic launcher takes over
+_ELASTIC_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that the elastic launcher takes over
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_LOST = re.compile("gloo|nccl|connection|socket|peer|timed out", re.IGNORECASE)  # of a rank whose peer is gone
-_PATIENCE = 10.0  # seconds in which the launcher surely sees who went first
+_PEER_LOST = re.compile(
+    "gloo|nccl|connection|socket|peer|timed out", re.IGNORECASE
+)  # error messages of a rank whose peer has exited
+_REPORT_DELAY = 10.0  # seconds, enough for the launcher to see which rank failed first
 
 
 def launch_workers(cfg: DictConfig, processes: int, host: int = 0) -> dict[str, float]:
-    """Run all ranks, up to `launch.max_restarts` times once more, and return what rank zero returns.
+    """Run all ranks, restart them up to `launch.max_restarts` times after a failure; return rank zero's metrics.
 
     Raises:
-        UserError: of the first rank to fail, if that is what it raised: no restart would help.
-        RankFailed: for anything else, with that rank's error.
+        UserError: if the first failed rank raised one; a restart would not help.
+        RankFailedError: for anything else, with that rank's error.
         SystemExit: with the conventional code, if a signal ended the job.
     """
-    with signals.passed_on():
+    with signals.forward_to_workers():
         for attempt in range(cfg.launch.max_restarts + 1):
             try:
                 return _run_group(cfg, processes, host, attempt)
-            except RankFailed as failed:
+            except RankFailedError as failed:
                 left = cfg.launch.max_restarts - attempt
                 if not left:
                     raise
-                print(f"{failed}\nstarting again; restarts left after this: {left - 1}", file=sys.stderr)
-            cfg = continued(cfg)
+                print(f"{failed}\nrestarting; {left - 1} restarts left after this one", file=sys.stderr)
+            cfg = with_newest_checkpoint(cfg)
     raise AssertionError("the last attempt returns or raises")
 
 
 def _run_group(cfg: DictConfig, processes: int, host: int, attempt: int) -> dict[str, float]:
-    """Run all ranks once. (Elastic's own restarts would repeat also what the user has to mend, and tell nothing.)"""
+    """Run all ranks once. (Elastic's own restarts are off: they would repeat user errors and hide their messages.)"""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -65,10 +67,10 @@ def _run_group(cfg: DictConfig, processes: int, host: int, attempt: int) -> dict
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=5,
-        signals_to_handle=",".join(number.name for number in _ELASTICS),
+        signals_to_handle=",".join(number.name for number in _ELASTIC_SIGNALS),
         logs_specs=DefaultLogsSpecs(),
     )
-    handlers, sizes = {number: signal.getsignal(number) for number in _ELASTICS}, log_sizes(cfg.run_dir)
+    handlers, sizes = {number: signal.getsignal(number) for number in _ELASTIC_SIGNALS}, log_sizes(cfg.run_dir)
     try:
         (outcome, *_) = elastic_launch(launcher, _worker)(cfg, os.getpid()).values()
     except SignalException as stopped:
@@ -111,15 +113,15 @@ def _worker(cfg: DictConfig, launcher: int) -> Any:
         get_error_handler().record_exception(error)  # before the sockets close, which fails the other ranks
         if dist.is_initialized():
             logging.shutdown()
-            _let_the_first_go_first(error)
+            _delay_secondary_failure(error)
             os._exit(1)  # without the interpreter's clean-up, in which a live process group may abort
         raise
 
 
-def _let_the_first_go_first(error: Exception) -> None:
-    """If this rank only lost another, wait until the launcher, which sees who ended first, ends this one too."""
-    deadline = time.monotonic() + _PATIENCE
-    consequence = not isinstance(error, UserError) and _LOST.search(f"{type(error).__name__} {error}")
+def _delay_secondary_failure(error: Exception) -> None:
+    """If this rank failed only because a peer exited, wait until the launcher ends it."""
+    deadline = time.monotonic() + _REPORT_DELAY
+    consequence = not isinstance(error, UserError) and _PEER_LOST.search(f"{type(error).__name__} {error}")
     while consequence and not signals.requested() and time.monotonic() < deadline:
         time.sleep(0.05)
 

@@ -10,7 +10,7 @@ import yaml
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from src.utils.files import replacing
+from src.utils.files import atomic_write
 
 
 class CSVLogger(Logger):
@@ -42,7 +42,7 @@ class CSVLogger(Logger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Write the resolved configuration, with which the run can be continued."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with replacing(self.folder / "config.yaml") as temporary:
+        with atomic_write(self.folder / "config.yaml") as temporary:
             temporary.write_text(yaml.safe_dump(params, sort_keys=False))
 
     @rank_zero_only
@@ -82,7 +82,7 @@ class CSVLogger(Logger):
         return self._rows
 
     def _rewrite(self) -> None:
-        with replacing(self.file) as temporary, temporary.open("w", newline="") as stream:
+        with atomic_write(self.file) as temporary, temporary.open("w", newline="") as stream:
             writer = self._writer(stream)
             writer.writeheader()
             writer.writerows(self._rows or [])

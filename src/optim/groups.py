@@ -1,4 +1,4 @@
-"""How the optimiser's numbers follow from the configuration: groups, learning-rate scaling, schedules."""
+"""Build the optimizer: no weight decay for vectors, and a learning rate scaled with the batch size."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""An optimiser's state by the names of its parameters: put together of what ranks hold, and dealt out to them again."""
+"""Optimizer state by parameter name: merged from all ranks, and sharded again."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 def merge(parts: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
-    """One state of several, each of other parameters, in the order that `names` gives to all."""
+    """Merge states of different parameters into one, in the order of `names`."""
     if not parts:
         return {}
     moments: dict[str, dict[str, Any]] = {}
@@ -32,9 +32,10 @@ def merge(parts: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
 
 
 def shard(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Of a whole state, what `optimizer` on this rank holds: parameters, and of each tensor a shard or all.
+    """Return the part of a full optimizer state that belongs to `optimizer` on this rank.
 
-    Tensors find their parameters by `param_names`, so the order of either's does not matter.
+    Only its own parameters are kept, and the tensors of sharded parameters are sharded. Parameters are matched by
+    `param_names`, so their order does not matter.
     """
     numbers = {name: number for group in saved["param_groups"] for name, number in _numbered(group)}
     state, kept = {}, []
@@ -53,14 +54,14 @@ def _numbered(group: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def to_full_tensor(value: Any) -> Any:
-    """A sharded tensor put together, by all ranks of its mesh; anything else as it is."""
+    """Gather a sharded tensor on all ranks of its mesh (a collective); return anything else unchanged."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def shard_like(value: Any, parameter: Tensor) -> Any:
-    """Of a tensor that is shaped like a sharded parameter, this rank's shard; else the value itself.
+    """Return this rank's shard of a tensor shaped like the sharded `parameter`, or any other value unchanged.
 
-    For one without memory, memory of that size, to be read into.
+    For a meta tensor, return uninitialized memory of the same size, into which a checkpoint is read.
     """
     if not isinstance(value, Tensor):
         return value

@@ -11,7 +11,7 @@ Schedule = Callable[[int, int], float]  # (step, steps of the whole run) -> fact
 
 
 def unwrap_partial(schedule: Schedule) -> Schedule:
-    """The same without what Hydra wraps around it, which checks its target anew at every call: 60 microseconds."""
+    """Replace Hydra's wrapper with a plain partial; the wrapper checks its target at every call: 60 microseconds."""
     return partial(schedule.func, *schedule.args, **schedule.keywords) if isinstance(schedule, partial) else schedule
 
 
@@ -25,7 +25,7 @@ def lr_multiplier(schedule: Schedule, group: dict[str, Any], step: int, steps: i
 
 
 def lr_lambdas(optimizer: Optimizer, factor: Callable[[dict[str, Any], int], float]) -> list[Callable[[int], float]]:
-    """The factor as a function of the step for each of the optimiser's groups."""
+    """Return one function per parameter group, from the step to the factor on its learning rate."""
 
     def of(group: dict[str, Any]) -> Callable[[int], float]:
         return lambda step: factor(group, step)

@@ -23,7 +23,7 @@ from src.callbacks.preemption import PreemptionHandler
 from src.callbacks.record import RunRecord
 from src.callbacks.seed import SeedEachStep
 from src.checkpoint.io import AtomicCheckpointIO
-from src.checkpoint.weights import start_from
+from src.checkpoint.weights import load_initial_weights
 from src.loggers.csv import CSVLogger
 from src.loggers.wandb import finish, preempted
 from src.models.dropout import drop_by_sample
@@ -63,7 +63,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     except (MisconfigurationException, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not str(error).startswith("Early stopping conditioned on metric"):
             raise
-        raise _refusal(error) from error
+        raise _to_user_error(error) from error
     finally:
         finish(succeeded)
     results = {name: float(value) for name, value in metrics.items()}
@@ -91,7 +91,7 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.Lightning
     if cfg.predict and not is_overridden("predict_step", module):
         raise UserError(f"predict={cfg.predict}: {type(module).__name__} classifies nothing; take another `module`")
     if cfg.init_from and not cfg.ckpt_path:
-        start_from(module, cfg.init_from)
+        load_initial_weights(module, cfg.init_from)
     return trainer, module, build(cfg.data)
 
 
@@ -135,7 +135,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             use_distributed_sampler=False,  # our sampler shards itself; Lightning's wrapper would shuffle it again
         )
     except (MisconfigurationException, ValueError) as error:  # what Lightning says of its arguments
-        raise _refusal(error) from error
+        raise _to_user_error(error) from error
     return built
 
 
@@ -180,5 +180,5 @@ def _check_options(trainer: DictConfig) -> None:
         )
 
 
-def _refusal(error: Exception) -> UserError:
+def _to_user_error(error: Exception) -> UserError:
     return UserError(f"an option of `trainer`, `strategy` or `callbacks` cannot be: {' '.join(str(error).split())}")

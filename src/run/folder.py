@@ -1,4 +1,4 @@
-"""The identity of a run: a folder of its own, whose name is its id; a run that is continued keeps both."""
+"""Choose the run folder and the run id; a continued run keeps both."""
 
 import os
 import secrets
@@ -12,21 +12,20 @@ from omegaconf import OmegaConf
 CONFIG = "config.yaml"
 
 
-def rank_zero() -> bool:
-    """Whether this process is, or may yet be, the first of its ranks, as torchrun or SLURM number them."""
+def is_rank_zero() -> bool:
+    """Return whether this process is rank zero, or a launcher whose ranks have not started yet."""
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0
 
 
 def run_folder(
     runs: str, ckpt_path: str | None, fit: bool, run_dir: str | None = None, resume: str | None = None
 ) -> str:
-    """The folder of the run that starts now: the given one, the one it continues, or one that no other run can have.
+    """Return the run folder: that of the run to continue, `run_dir`, or a new one with a unique name.
 
-    A SLURM job that resumes by itself has one of its own, which it finds again when it is requeued.
-
-    Ranks above zero that torchrun or SLURM started make none: they learn rank zero's.
+    With `resume`, a SLURM job gets a folder named by its job id, and finds it again when it is requeued. Ranks above
+    zero return '.', because they receive rank zero's folder.
     """
-    if not rank_zero():
+    if not is_rank_zero():
         return "."
     if fit and ckpt_path and (known := folder_of(Path(ckpt_path))):
         return str(known)
@@ -49,8 +48,12 @@ def folder_of(ckpt_path: Path) -> Path | None:
     return next((place for place in (ckpt_path, ckpt_path.parent.parent) if (place / CONFIG).is_file()), None)
 
 
-def identity(folder: Path, sweep: bool) -> tuple[str, str | None]:
-    """The run's id and its sweep's: those it has, or else its folder's name and the name of the sweep's above it."""
+def run_and_sweep_id(folder: Path, sweep: bool) -> tuple[str, str | None]:
+    """Return the W&B run id and the sweep id.
+
+    A continued run keeps its saved ids, and a W&B agent sets them in the environment. Otherwise the run id is the name
+    of the run folder, in a sweep preceded by the name of the sweep folder.
+    """
     if (folder / CONFIG).is_file():
         saved: Any = OmegaConf.load(folder / CONFIG)
         return saved.run_id, saved.get("sweep_id")

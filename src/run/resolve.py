@@ -13,14 +13,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from src.checkpoint.run_files import checkpoint_file
-from src.run.folder import CONFIG, folder_of, identity
-from src.run.resume import newest_checkpoint, remove_fragments
+from src.run.folder import CONFIG, folder_of, run_and_sweep_id
+from src.run.resume import newest_checkpoint, remove_partial_checkpoints
 from src.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
-_OF_ONE_START = ("ckpt_path", "resume", "fit", "predict", "run_dir")  # overrides that a continued run does not inherit
-_OF_ITS_PLACE = (
-    *(*_OF_ONE_START, "init_from", "run_id", "sweep_id", "overrides"),
+_NOT_INHERITED = ("ckpt_path", "resume", "fit", "predict", "run_dir")  # overrides that a continued run does not inherit
+_NOT_COMPARED = (
+    *(*_NOT_INHERITED, "init_from", "run_id", "sweep_id", "overrides"),
     *("trainer.devices", "trainer.accelerator"),
 )
 
@@ -43,9 +43,9 @@ def prepare(cfg: DictConfig) -> DictConfig:
         cfg.predict = str(_image_folder(cfg.predict))
     cfg.trainer.accelerator, cfg.trainer.devices = _resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     cfg.run_dir = str(folder)
-    cfg.run_id, cfg.sweep_id = identity(folder, sweep=hydra_cfg.mode == RunMode.MULTIRUN)
+    cfg.run_id, cfg.sweep_id = run_and_sweep_id(folder, sweep=hydra_cfg.mode == RunMode.MULTIRUN)
     task = hydra_cfg.overrides.task
-    cfg.overrides = [override for override in task if override.partition("=")[0] not in _OF_ONE_START]
+    cfg.overrides = [override for override in task if override.partition("=")[0] not in _NOT_INHERITED]
     OmegaConf.resolve(cfg)
     return cfg
 
@@ -74,10 +74,10 @@ def _settle_start(cfg: DictConfig, folder: Path) -> None:
         raise UserError(f"resume={cfg.resume}: give auto, or null")
     if cfg.resume and not cfg.ckpt_path:
         hydra_cfg = HydraConfig.get()
-        known = cfg.run_dir or "SLURM_JOB_ID" in os.environ or hydra_cfg.mode == RunMode.MULTIRUN
-        if not known and not any(word.startswith("hydra.run.dir=") for word in hydra_cfg.overrides.hydra):
+        has_fixed_folder = cfg.run_dir or "SLURM_JOB_ID" in os.environ or hydra_cfg.mode == RunMode.MULTIRUN
+        if not has_fixed_folder and not any(word.startswith("hydra.run.dir=") for word in hydra_cfg.overrides.hydra):
             raise UserError("resume=auto needs run_dir=FOLDER, so that the next start finds what this one has saved")
-        remove_fragments(folder)
+        remove_partial_checkpoints(folder)
         newest = newest_checkpoint(folder)
         cfg.ckpt_path = str(newest) if newest else None
     elif cfg.run_dir and cfg.fit and not cfg.ckpt_path and (folder / CONFIG).exists():
@@ -116,21 +116,21 @@ def _warn_of_changes(ckpt_path: str) -> None:
         return
     saved: Any = OmegaConf.load(folder / CONFIG)
     composed = hydra.compose("train", list(saved.overrides))
-    for name in _OF_ITS_PLACE:
+    for name in _NOT_COMPARED:
         OmegaConf.update(composed, name, OmegaConf.select(saved, name))
     OmegaConf.resolve(composed)
-    before, now = leaves(OmegaConf.to_container(saved)), leaves(OmegaConf.to_container(composed))
+    before, now = flatten_config(OmegaConf.to_container(saved)), flatten_config(OmegaConf.to_container(composed))
     for name in sorted((before.keys() | now.keys()) - {"data_source"}):
         if before.get(name) != now.get(name):
             _log.warning("conf/ has changed since that run: %s was %s, is %s", name, before.get(name), now.get(name))
 
 
-def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of a nested configuration by their dotted names."""
+def flatten_config(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten a nested configuration to {dotted name: value}."""
     if not isinstance(node, dict):
         return {prefix: node}
-    children = [leaves(child, f"{prefix}.{key}".strip(".")) for key, child in node.items()]
-    return {name: leaf for leaves in children for name, leaf in leaves.items()}
+    children = [flatten_config(child, f"{prefix}.{key}".strip(".")) for key, child in node.items()]
+    return {name: leaf for flatten_config in children for name, leaf in flatten_config.items()}
 
 
 def _resolve_devices(accelerator: str, devices: Any) -> tuple[str, Any]:

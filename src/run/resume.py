@@ -10,8 +10,8 @@ from src.utils.errors import UserError
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run folder, if it has any; corrupt ones are passed over with a warning."""
-    for file in sorted((folder / CHECKPOINTS).glob("*.ckpt"), key=_age):
+    """Return the newest complete checkpoint in a run folder, if any; warn of each corrupt one."""
+    for file in sorted((folder / CHECKPOINTS).glob("*.ckpt"), key=_recency_key):
         from src.checkpoint.integrity import check_is_complete  # late, since it imports Lightning
 
         try:
@@ -22,20 +22,23 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def _age(file: Path) -> tuple[bool, bool, int]:
-    """What the latest has least of; a copied folder may have lost its times, but not its names."""
+def _recency_key(file: Path) -> tuple[bool, bool, int]:
+    """Return the sort key that puts the newest checkpoint first.
+
+    The names come before the modification time, because copying a folder may reset the time.
+    """
     return file.name != LAST, file.name != PREVIOUS, -file.stat().st_mtime_ns
 
 
-def continued(cfg: DictConfig) -> DictConfig:
-    """The configuration of a run that starts again after a failure."""
+def with_newest_checkpoint(cfg: DictConfig) -> DictConfig:
+    """Return the configuration with `ckpt_path` set to the newest checkpoint, for a restart after a failure."""
     if cfg.fit and (newest := newest_checkpoint(Path(cfg.run_dir))):
         cfg = cfg.copy()
         cfg.ckpt_path = str(newest)
     return cfg
 
 
-def remove_fragments(folder: Path) -> None:
-    """Delete what a process that was killed while it saved has left; none may be saving now."""
+def remove_partial_checkpoints(folder: Path) -> None:
+    """Delete the temporary files of a killed save. No process may be saving meanwhile."""
     for fragment in (folder / CHECKPOINTS).glob(".*.part"):
         fragment.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Lightning's loop without what it does at every step for nobody: a small step costs hardly more than by hand.
+"""Patches that remove per-step work from Lightning's training loop that has no effect in this run.
 
-Nothing here changes what is computed. Each place is one that Lightning leaves open, or has a test in
-`tests/test_canaries.py` that says when it moved; what each is worth stands in `docs/results.md`.
+No result changes. Each patch uses a hook that Lightning leaves open, or has a test in `tests/test_canaries.py` that
+fails when Lightning changes. `docs/results.md` has the time that each one saves.
 """
 
 from collections.abc import Callable
@@ -28,78 +28,78 @@ _STEP_HOOKS = (
 
 
 class NullProfiler(PassThroughProfiler):
-    """No profiler, and none asked some forty times a step whether it is one."""
+    """Profiler without effect: Lightning calls `profile` some forty times a step."""
 
     def profile(self, action_name: str) -> Any:
         return _NOTHING
 
 
 def patch_trainer(trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Take out of the trainer's loop what costs time at every step and does nothing.
+    """Remove work from the trainer's loop that costs time at every step and has no effect.
 
-    An empty hook is None from then on, and may be assigned anew.
+    Hooks that nobody overrides are set to None, which Lightning skips; assign them again to use them.
     """
     signals: Any = trainer._signal_connector
     loop: Any = trainer.fit_loop.epoch_loop
     signals.register_signal_handlers = _do_nothing  # src/callbacks/preemption.py has its own
-    loop._broadcast_sigterm_tensor = _do_nothing  # by which all ranks ask each other whether one got SIGTERM
-    loop._build_kwargs = _StepArguments(loop._build_kwargs)
+    loop._broadcast_sigterm_tensor = _do_nothing  # asks at every step whether any rank received SIGTERM
+    loop._build_kwargs = _CachedStepKwargs(loop._build_kwargs)
     loop._results, loop.val_loop._results = _Results(training=True), _Results(training=False)
-    for hook in _STEP_HOOKS:  # what cannot be called is not
+    for hook in _STEP_HOOKS:  # Lightning skips a hook that is not callable
         for callback in trainer.callbacks:
-            if not is_overridden(hook, callback, L.Callback) or _waits_for_an_epoch(hook, callback):
+            if not is_overridden(hook, callback, L.Callback) or _saves_only_at_epoch_end(hook, callback):
                 setattr(callback, hook, None)
         if not is_overridden(hook, module, L.LightningModule):
             setattr(module, hook, None)
 
 
-def _waits_for_an_epoch(hook: str, callback: L.Callback) -> bool:
-    """A ModelCheckpoint that saves at no step and after no time, but looks at the end of each whether it does."""
+def _saves_only_at_epoch_end(hook: str, callback: L.Callback) -> bool:
+    """Return whether the hook is ModelCheckpoint's check for a step or time interval, and neither is set."""
     if type(callback) is not ModelCheckpoint or hook != "on_train_batch_end":
         return False
     return not callback._every_n_train_steps and callback._train_time_interval is None
 
 
 def _do_nothing(*_: Any) -> None:
-    """In place of what runs a collective wherever a signal finds the process, or at every step."""
+    """Replace Lightning's signal handlers, which run collectives at any point, and its SIGTERM broadcast."""
 
 
 class _Results(_ResultCollection):
-    """What is logged: gathered once, where Lightning does so at every step, and moved only to another device."""
+    """Caches the step metrics until something is logged, and moves a result only if its device changes."""
 
-    _of_step: Any = None  # as gathered since something was logged last
+    _cached_step_metrics: Any = None  # cleared when something is logged
 
     def __setitem__(self, name: str, result: _ResultMetric) -> None:
         super().__setitem__(name, result)
         result.to = partial(_move, result)  # type: ignore[method-assign]
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        self._of_step = None
+        self._cached_step_metrics = None
         super().log(*args, **kwargs)
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
-        self._of_step = None
+        self._cached_step_metrics = None
         super().reset(*args, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        self._of_step = None
+        self._cached_step_metrics = None
         return super().to(*args, **kwargs)
 
     def metrics(self, on_step: bool) -> Any:
         if not (on_step and self.training):
             return super().metrics(on_step)
-        self._of_step = self._of_step or super().metrics(on_step)
-        return self._of_step
+        self._cached_step_metrics = self._cached_step_metrics or super().metrics(on_step)
+        return self._cached_step_metrics
 
 
 def _move(result: _ResultMetric, device: str | torch.device) -> _ResultMetric:
-    """Where its value lies, all lies that is used again."""
-    value = getattr(result, "value", None)  # none before a metric is first logged
+    """Move a logged result only if its value is on another device."""
+    value = getattr(result, "value", None)  # unset before the first log() of a metric
     return result if value is not None and value.device == torch.device(device) else _ResultMetric.to(result, device)
 
 
-class _StepArguments:
-    """Of `training_step`, whose signature Lightning inspects at every step; once is enough."""
+class _CachedStepKwargs:
+    """Caches the argument names of `training_step`, whose signature Lightning would inspect at every step."""
 
     def __init__(self, inspect: Callable[..., dict[str, Any]]) -> None:
         self._inspect = inspect

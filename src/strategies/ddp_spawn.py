@@ -34,7 +34,9 @@ class _Launcher(_MultiProcessingLauncher):
     """Ends each process in order, and tells the first one at which step and epoch to log what is tested after fit."""
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
-        handlers = signals.handle(signals.note)  # the spawned ones have theirs; this process waits for them
+        handlers = signals.install_handlers(
+            signals.on_signal
+        )  # the spawned ones have theirs; this process waits for them
         try:
             return super().launch(*args, **kwargs)
         except mp.ProcessExitedException as ended:

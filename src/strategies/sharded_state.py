@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from src.checkpoint import sharded
 from src.checkpoint.integrity import corruption_error, read_checkpoint
-from src.checkpoint.io import unwritable
+from src.checkpoint.io import write_error
 from src.optim.optimizer_state import merge, shard, shard_like, to_full_tensor
 
 
@@ -84,13 +84,13 @@ class ShardedStateStrategy(ModelParallelStrategy):
         if self.sharded_checkpoints:
             folder = self.broadcast(sharded.new_folder(Path(filepath)))
             try:
-                sharded.write(checkpoint, folder)
+                sharded.save_shards(checkpoint, folder)
             except OSError as error:  # on all ranks, whichever it happened to
-                raise unwritable(Path(filepath), error) from error
+                raise write_error(Path(filepath), error) from error
             checkpoint = self._without_tensors(checkpoint) | {sharded.SHARDS: folder.name}
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
-            sharded.discard(Path(filepath))
+            sharded.remove_unused_folders(Path(filepath))
 
     def _without_tensors(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The whole network's, on rank zero. Every rank must take part."""
@@ -141,7 +141,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
         states = [shard(state, optimizer) for state, optimizer in saved]
         if sharded.SHARDS in checkpoint:
             try:
-                sharded.read({"optimizer_states": states}, self._read_from, dict(checkpoint))
+                sharded.load_shards({"optimizer_states": states}, self._read_from, dict(checkpoint))
             except Exception as error:  # as a corrupt file can raise anything
                 raise corruption_error(self._read_from, error) from error
         for state, optimizer in zip(states, self.optimizers, strict=True):

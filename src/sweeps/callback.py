@@ -20,9 +20,9 @@ class SweepReport(Callback):
         self._sweep = os.getpid()  # also where the launcher unpickles this
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        from src.launch.external import external
+        from src.launch.external import detect_cluster_environment
 
-        if env := external():
+        if env := detect_cluster_environment():
             if env.global_rank() == 0:
                 print("error: -m: a sweep starts the processes of its jobs: no torchrun or srun", file=sys.stderr)
             raise SystemExit(1)

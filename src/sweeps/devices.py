@@ -9,7 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from src.run.resolve import device_count
-from src.utils.locks import some_of
+from src.utils.locks import acquire_locks
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -34,7 +34,7 @@ def share_of_machine(cfg: DictConfig) -> Iterator[None]:
 def _cores(count: int) -> Iterator[None]:
     """A core for each process; where there are fewer, all of them."""
     before = sorted(os.sched_getaffinity(0))
-    with some_of([f"core {core}" for core in before], min(count, len(before))) as held:
+    with acquire_locks([f"core {core}" for core in before], min(count, len(before))) as held:
         os.sched_setaffinity(0, [int(name.split()[1]) for name in held])
         try:
             yield
@@ -47,7 +47,7 @@ def _gpus(devices: int | list[int]) -> Iterator[None]:
     """So many GPUs, or those listed, by the numbers they have without the variable."""
     visible = _visible()
     wanted = [visible[index] for index in devices] if not isinstance(devices, int) else visible
-    with some_of([f"gpu {gpu}" for gpu in wanted], devices if isinstance(devices, int) else len(wanted)) as held:
+    with acquire_locks([f"gpu {gpu}" for gpu in wanted], devices if isinstance(devices, int) else len(wanted)) as held:
         if not isinstance(devices, int):  # the listed indices count among what is visible now
             yield
             return

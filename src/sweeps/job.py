@@ -13,12 +13,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from src.launch.start import launch
-from src.run.folder import rank_zero
+from src.run.folder import is_rank_zero
 from src.run.resume import newest_checkpoint
 from src.sweeps.devices import share_of_machine
 from src.sweeps.record import DONE, Job
 from src.utils.errors import UserError
-from src.utils.locks import exclusive
+from src.utils.locks import hold_lock
 
 
 def run_job(cfg: DictConfig) -> float:
@@ -27,12 +27,12 @@ def run_job(cfg: DictConfig) -> float:
     A job that was begun goes on from its last checkpoint. One that raises does not raise here, since Hydra's
     launchers and sweepers would end the sweep with it.
     """
-    if not rank_zero():  # one of several processes that SLURM started for this job
+    if not is_rank_zero():  # one of several processes that SLURM started for this job
         launch(cfg)
         return nan
     multiprocessing.set_start_method(None, force=True)  # joblib's own has a name that our workers do not know
     folder = Path(HydraConfig.get().runtime.output_dir)
-    with exclusive(str(folder)):  # the same sweep may have been started twice
+    with hold_lock(str(folder)):  # the same sweep may have been started twice
         job = Job.read(folder)
         if job.status in DONE:
             print(f"job {folder.name} has {job.status} before")

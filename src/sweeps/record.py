@@ -9,8 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from src.run.folder import rank_zero
-from src.utils.files import replacing
+from src.run.folder import is_rank_zero
+from src.utils.files import atomic_write
 
 _FILE = "job.json"
 DONE = ("finished", "pruned")
@@ -31,7 +31,7 @@ class Job:
     error: str = ""
 
     def write(self, folder: Path) -> None:
-        with replacing(folder / _FILE) as temporary:
+        with atomic_write(folder / _FILE) as temporary:
             temporary.write_text(json.dumps(asdict(self), indent=1))
 
     @staticmethod
@@ -51,7 +51,7 @@ def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
 
     A job is known by its overrides, so that a sweep may be continued with more jobs than it had.
     """
-    if not rank_zero():
+    if not is_rank_zero():
         return "."  # it learns rank zero's
     overrides: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)  # as they were typed
     for name, job in jobs(Path(sweep)):

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from src.sweeps.record import DONE, Job, jobs
-from src.utils.files import replacing
+from src.utils.files import atomic_write
 
 _ERROR = 80  # characters of a job's error that the table shows
 
@@ -78,7 +78,7 @@ def _print(title: str, rows: list[dict[str, str]]) -> None:
 
 def _write(file: Path, rows: list[dict[str, Any]]) -> None:
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    with replacing(file) as temporary, temporary.open("w", newline="") as stream:
+    with atomic_write(file) as temporary, temporary.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, columns)
         writer.writeheader()
         writer.writerows(rows)

@@ -6,13 +6,14 @@ from collections.abc import Callable
 import lightning as L
 import torch
 
-_MOST = 200  # steps between two agreements, lest the steps grow slow before the next
+_MAX_INTERVAL = 200  # steps between two polls; a larger number would delay a poll if steps become slower
 
 
 class RankConsensus:
-    """Asks all ranks about once a second: a collective at every step would slow them down.
+    """Polls all ranks about once a second, because a collective at every step would slow training down.
 
-    Each agreement also settles the number of steps to the next one, so that ranks whose clocks differ meet at the same.
+    Each poll also sets the number of steps to the next one, so that all ranks poll at the same step although their
+    clocks differ.
     """
 
     def __init__(self, seconds: float = 1.0) -> None:
@@ -21,13 +22,16 @@ class RankConsensus:
         self._since = time.monotonic()
 
     def poll(self, trainer: L.Trainer, ask: Callable[[], int]) -> int:
-        """The greatest answer of any rank where they meet; 0 in the steps between. Every rank calls it every step."""
+        """Return the maximum of all ranks' answers when a poll is due, otherwise 0.
+
+        Every rank must call this at every step.
+        """
         self._left -= 1
         if self._left:
             return 0
         now = time.monotonic()
         rate = self._steps / max(now - self._since, 1e-6)
-        wanted = min(max(1, int(rate * self._seconds)), 2 * self._steps, _MOST)  # the first step tells little
+        wanted = min(max(1, int(rate * self._seconds)), 2 * self._steps, _MAX_INTERVAL)  # the first step tells little
         if trainer.world_size == 1:  # a tensor would make the host wait for the device
             self._since, self._steps, self._left = now, wanted, wanted
             return ask()

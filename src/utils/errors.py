@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """A mistake its user can mend: the message names the option at fault and the way out."""
+    """An error that the user can fix; the message names the option and a solution."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from src.utils.errors import UserError
 
 
 @contextmanager
-def locked(file: Path) -> Iterator[Path]:
+def file_lock(file: Path) -> Iterator[Path]:
     """Hold the lock that guards the making of `file`; its folder is made if need be."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -22,10 +22,10 @@ def locked(file: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing(file: Path) -> Iterator[Path]:
-    """Give a temporary name beside `file`; what was written there is synced and renamed to `file` at the end.
+def atomic_write(file: Path) -> Iterator[Path]:
+    """Yield a temporary path; on success, sync it and rename it to `file`.
 
-    If the block raises, what it wrote is removed and `file` stays as it was.
+    On an exception, remove it and leave `file`.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:

@@ -25,7 +25,7 @@ def try_lock(name: str) -> socket.socket | None:
 
 
 @contextmanager
-def exclusive(name: str) -> Iterator[None]:
+def hold_lock(name: str) -> Iterator[None]:
     """Wait for the lock of this name, and hold it."""
     while (lock := try_lock(name)) is None:
         time.sleep(_PAUSE)
@@ -34,14 +34,14 @@ def exclusive(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def some_of(names: list[str], count: int) -> Iterator[list[str]]:
-    """Wait until `count` of these locks can be held at once, and hold them.
+def acquire_locks(names: list[str], count: int) -> Iterator[list[str]]:
+    """Wait until `count` of the named locks are free, and hold them.
 
-    One process at a time gathers, so that no two wait for what the other has, and none waits for ever.
+    Only one process at a time acquires locks, which prevents a deadlock.
     """
     with ExitStack() as held:
         chosen: list[str] = []
-        with exclusive("gathering"):
+        with hold_lock("gathering"):
             while len(chosen) < count:
                 for name in names:
                     if name not in chosen and len(chosen) < count and (lock := try_lock(name)):

@@ -1,4 +1,4 @@
-"""The memory of a process that trains on a CPU: kept, rather than given back to the kernel after each use."""
+"""Let glibc keep freed memory instead of returning it to the kernel (CPU training)."""
 
 import ctypes
 import sys

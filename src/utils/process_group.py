@@ -1,9 +1,9 @@
-"""The end of a process group."""
+"""Destruction of the process group."""
 
 import torch.distributed as dist
 
 
 def close_process_group() -> None:
-    """Leave the others: a gloo process that exits with its group alive may abort."""
+    """Destroy the process group. A process that exits while its gloo group exists may abort."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 # Advice that does not hold here: the data is in memory, and the sampler, not the loader, knows how to resume.
-_MISPLACED = [
+_IGNORED_WARNINGS = [
     "does not have many workers",
     "dataloader is not resumable",
     "Checkpoint directory .* exists",
@@ -35,7 +35,7 @@ def log_to_folder(run_dir: str | Path, rank: int) -> None:
         _redirect_output(file)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.captureWarnings(True)
-    for pattern in _MISPLACED:
+    for pattern in _IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", f".*{pattern}")
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).handlers.clear()

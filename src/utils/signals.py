@@ -27,33 +27,36 @@ class Stopped(SystemExit):
         self.number = number
 
 
-def handle(act: Callable[[int, Any], None]) -> dict[int, Any]:
+def install_handlers(act: Callable[[int, Any], None]) -> dict[int, Any]:
     """Make `act` the handler of the signals; return the handlers there were."""
     return {number: signal.signal(number, act) for number in SIGNALS}
 
 
 def restore(handlers: dict[int, Any]) -> None:
-    """Undo `handle`; after a request the handlers stay, since a late copy of it must not spoil the exit code."""
+    """Undo `install_handlers`.
+
+    After a request the handlers stay, since a late copy of it must not change the exit code.
+    """
     if not _received:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def note(number: int, frame: Any) -> None:
-    """The handler of a rank: the first request is noted, one that is no copy of it ends the process at once."""
-    if is_repeated(number):
+def on_signal(number: int, frame: Any) -> None:
+    """Handle a signal in a rank: record the first request, and end the process at a second one."""
+    if record_signal(number):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
-def is_repeated(number: int) -> bool:
-    """Note a signal; tell whether it was sent once more."""
+def record_signal(number: int) -> bool:
+    """Record a signal. Return True if it is a second request, not a late copy of the first."""
     _received.append((number, time.monotonic()))
     return _received[-1][1] - _received[0][1] > _COPIES
 
 
 def requested() -> int:
-    """The number of the signal that this process, or its launcher, got first; 0 for none."""
+    """Return the signal that this process, or its launcher, got first; 0 for none."""
     if _received:
         return _received[0][0]
     flag = os.environ.get(FLAG_FILE)
@@ -61,19 +64,19 @@ def requested() -> int:
 
 
 @contextmanager
-def passed_on() -> Iterator[None]:
-    """Let a launcher hand the first request on to its workers; one that is sent once more ends them at once."""
+def forward_to_workers() -> Iterator[None]:
+    """In a launcher, forward the first signal to the workers; a second signal ends them at once."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     with TemporaryDirectory(prefix="launcher-") as folder:
         flag = Path(folder) / "stop"
 
         def act(number: int, frame: Any) -> None:
-            if is_repeated(number):
+            if record_signal(number):
                 raise SignalException("sent once more", signal.SIGKILL)  # elastic's own way out
             flag.write_text(str(number))
 
-        handlers, os.environ[FLAG_FILE] = handle(act), str(flag)
+        handlers, os.environ[FLAG_FILE] = install_handlers(act), str(flag)
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""A rank that does not get on ends itself, and leaves its stack in its log: nothing waits for it for ever."""
+"""End a rank that makes no progress, and write its stack to its log."""
 
 import faulthandler
 import os

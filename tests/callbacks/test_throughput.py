@@ -18,7 +18,7 @@ from tests.support.runs import CONF, compose, fit
 
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=4"]
 MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
-NAMES = {f"throughput/{name}" for name in ("samples_per_sec", "step_ms", "data_share", "peak_memory_mib")}
+NAMES = {f"throughput/{name}" for name in ("samples_per_sec", "step_ms", "data_fraction", "peak_memory_mib")}
 
 
 class Clock:
@@ -81,7 +81,7 @@ def test_counts_batches_and_the_way_between_them(
     for row in logged:
         assert row["throughput/step_ms"] == pytest.approx(30)
         assert row["throughput/samples_per_sec"] == pytest.approx(32000 / 30)
-        assert row["throughput/data_share"] == pytest.approx(1 / 3)
+        assert row["throughput/data_fraction"] == pytest.approx(1 / 3)
         assert 50 < row["throughput/peak_memory_mib"] < 50_000
         assert "throughput/mfu" not in row
 
@@ -95,7 +95,7 @@ def test_a_step_is_all_its_micro_batches(clock: Clock, small: list[str], folder:
 def test_nothing_to_fetch_between_log_points(small: list[str], folder: Path) -> None:
     fit(compose(folder, *small, *MLP, "trainer.max_epochs=1", "trainer.log_every_n_steps=1"))
     assert len(rows(folder)) == 11
-    assert all("throughput/data_share" not in row for row in rows(folder))
+    assert all("throughput/data_fraction" not in row for row in rows(folder))
 
 
 def test_says_so_at_the_end(small: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -103,7 +103,7 @@ def test_says_so_at_the_end(small: list[str], folder: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "src"):
         fit(cfg)
     (said,) = [record.getMessage() for record in caplog.records if record.name == "src.callbacks.throughput"]
-    for name in ("samples_per_sec", "step_ms", "data_share", "peak_memory_mib", "mfu", "gflop_per_step"):
+    for name in ("samples_per_sec", "step_ms", "data_fraction", "peak_memory_mib", "mfu", "gflop_per_step"):
         assert name in said
 
 

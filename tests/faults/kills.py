@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from src.data.sources.shapes import Shapes
-from src.run.resume import newest_checkpoint, remove_fragments
+from src.run.resume import newest_checkpoint, remove_partial_checkpoints
 from tests.support.commands import PARITY, TWO, callback, end, ranks, start, wait_until
 from tests.support.comparison import relative
 from tests.support.experiments import SIZES
@@ -63,7 +63,7 @@ def trials(number: int, seed: int, pool: Pool, folder: Path) -> Iterator[Trial]:
         phase = _kill(_command(task, place), place, victim, moment, from_start)
         strategy = draw.choice(list(ELSEWHERE))
         devices = draw.choice(ELSEWHERE[strategy])
-        remove_fragments(place)
+        remove_partial_checkpoints(place)
         newest = newest_checkpoint(place)
         resume = [f"ckpt_path={newest}"] if newest else []
         saved = torch.load(newest)["global_step"] if newest else 0

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 
-from src.launch.external import meeting_port
+from src.launch.external import config_store_port
 from tests.support.commands import PARITY, TINY, TWO, end, free_port, one_line, run_here, slurm_task, start
 from tests.support.runs import compose, fit
 
@@ -17,14 +17,14 @@ from tests.support.runs import compose, fit
 def test_a_port_in_use(of_process_group: bool, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two tasks that srun starts, the first."""
     main_port = free_port()
-    taken = main_port if of_process_group else meeting_port(main_port)
+    taken = main_port if of_process_group else config_store_port(main_port)
     for name, value in slurm_task(0, main_port).items():
         monkeypatch.setenv(name, value)
     with socket.socket() as other:
         other.bind(("", taken))
         other.listen()
         _, err = run_here(*small, *PARITY, *TWO, f"run_dir={folder}", code=1)
-    assert f"port {taken} of this host cannot be had" in one_line(err)
+    assert f"cannot listen on port {taken} of this host" in one_line(err)
     assert "MASTER_PORT" in err
 
 

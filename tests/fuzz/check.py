@@ -37,7 +37,7 @@ class Stop(L.Callback):
         if trainer.global_step < self.step or trainer.sanity_checking or trainer.testing:
             return
         if self.hook == "signal" and trainer.global_rank == trainer.world_size - 1 and not signals.requested():
-            signals.note(signal.SIGTERM, None)
+            signals.on_signal(signal.SIGTERM, None)
         elif self.hook == hook:
             raise Died
 

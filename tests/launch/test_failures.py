@@ -16,11 +16,21 @@ class Failed:
 
     exitcode, message, local_rank = 1, "exit code 1", 1
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rank: int = 1) -> None:
+        self.rank = rank
         self.error_file = str(folder / "1" / "error.json")
 
     def get_first_failure(self) -> tuple[int, "Failed"]:
-        return 1, self
+        return self.rank, self
+
+
+def test_names_the_rank_by_its_number_over_all_hosts(tmp_path: Path) -> None:
+    """Elastic keeps the errors of a host's ranks in folders by their local numbers."""
+    report = tmp_path / "1" / "error.json"
+    report.parent.mkdir()
+    report.write_text(json.dumps({"message": {"message": "RuntimeError: no", "extraInfo": {"py_callstack": ""}}}))
+    failed = Failed(tmp_path, rank=3)
+    assert "rank 3 failed (RuntimeError: no)" in str(first_error(failed, str(tmp_path), {}))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from src.sweeps.devices import _gpus
 from src.sweeps.record import Job, job_folder
 from src.sweeps.table import report
-from src.utils.locks import exclusive, try_lock
+from src.utils.locks import hold_lock, try_lock
 
 SPAWN = mp.get_context("spawn")
 
@@ -45,7 +45,7 @@ def test_jobs_that_run_together_see_different_gpus(monkeypatch: pytest.MonkeyPat
 
 
 def hold(name: str, held: Any) -> None:
-    with exclusive(name):
+    with hold_lock(name):
         held.set()
         time.sleep(100)
 

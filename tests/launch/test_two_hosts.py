@@ -125,7 +125,7 @@ def test_a_host_that_does_not_come(hosts: Hosts, tmp_path: Path) -> None:
     log = tmp_path / "0.log"
     started = hosts.start(0, [sys.executable, *TRAIN, *words], log, tmp_path)
     assert finish([started], [log]) == [1]
-    assert "not all of trainer.num_nodes=2 hosts came there within 1 seconds" in log.read_text().splitlines()[-1]
+    assert "not all of trainer.num_nodes=2 hosts connected within 1 seconds" in log.read_text().splitlines()[-1]
     assert "Traceback" not in log.read_text()
     assert not list((tmp_path / "runs").iterdir())
 

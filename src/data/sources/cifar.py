@@ -16,7 +16,7 @@ from torch import Tensor
 
 from src.data.sources.download import Archive, extract, fetch
 from src.utils.errors import UserError
-from src.utils.files import locked
+from src.utils.files import file_lock
 
 _RECONSTRUCT = np.empty(0).__reduce__()[0]  # lives elsewhere in every NumPy; the array itself knows
 
@@ -44,7 +44,7 @@ class CIFAR10:
             UserError: if there is neither data nor a network, or the archive is corrupt.
         """
         if not self._folder(root):
-            with locked(root / self.archive.name):
+            with file_lock(root / self.archive.name):
                 if not self._folder(root):  # another process may have made it while this one waited
                     extract(self.archive, fetch(self.archive, root, self.urls), root)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.utils.files import locked, replacing
+from src.utils.files import atomic_write, file_lock
 
 CLASSES = ["disc", "ring", "square", "frame", "triangle", "plus", "star", "bar", "half disc", "dumbbell"]
 _SIZE = 32
@@ -30,10 +30,10 @@ class Shapes:
     def prepare(self, root: Path) -> None:
         """Draw both splits, unless an earlier run did."""
         for split in self.sizes:
-            with locked(self._file(root, split)) as file:
+            with file_lock(self._file(root, split)) as file:
                 if not file.exists():
                     images, labels = draw(self.sizes[split], seed=["train", "test"].index(split))
-                    with replacing(file) as temporary, temporary.open("wb") as stream:
+                    with atomic_write(file) as temporary, temporary.open("wb") as stream:
                         np.savez(stream, images=images, labels=labels)
 
     def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
