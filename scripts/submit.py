@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from src.cli.shorthands import without_null_choices
 from src.run.folder import run_folder
 from src.run.resolve import runs_in_single_process
 from src.sweeps.resolvers import register_resolvers
@@ -77,7 +78,7 @@ def main() -> None:
     register_resolvers()
     try:
         with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = hydra.compose("train", arguments.overrides)
+            cfg = hydra.compose("train", without_null_choices(arguments.overrides))
         folder = (ROOT / run_folder("runs", None, True)).absolute()
         text = script(cfg, arguments.overrides, folder, arguments)
     except (UserError, HydraException) as error:

@@ -18,8 +18,8 @@ class DataPosition(L.Callback):
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            data: Any = trainer.datamodule
+        data: Any = trainer.datamodule
+        if stage == "fit" and data.evaluated_samples("val"):
             steps, crosses = data.steps_per_epoch, trainer.check_val_every_n_epoch is None
             interval = validation_interval(trainer.val_check_interval, steps, data.accumulate, crosses)
             trainer.val_check_interval = interval
@@ -43,7 +43,7 @@ class DataPosition(L.Callback):
             return
         position, order = checkpoint["position"], _order_settings(data)
         for name, before in position["order"].items():
-            if order[name] != before:
+            if order.get(name, before) != before:  # an older checkpoint may have had other names
                 raise UserError(
                     f"the run in ckpt_path had {name}={before}, this one has {order[name]}: "
                     "that is another experiment; set it back, or start a new run"

@@ -32,7 +32,8 @@ class RunRecord(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = OmegaConf.to_yaml(self.config)
-        checkpoint["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        measured = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        checkpoint["metrics"] = self._metrics | measured
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training:

@@ -109,7 +109,7 @@ class ImageDataModule(L.LightningDataModule):
         samples, micro_batches = len(self.splits["train"]), self.accumulate * self.parallel.num_microbatches
         mixes = bool(self.augment.mixers)
         check_global_batch(self.global_batch_size, self.parallel.dp_size, micro_batches, samples, mixes)
-        if not self.steps_per_epoch:
+        if stage == "fit" and not self.steps_per_epoch:
             raise UserError("trainer.limit_train_batches=0 trains nothing: set fit=false instead")
 
     def train_dataloader(self) -> DataLoader[Batch]:
@@ -122,11 +122,11 @@ class ImageDataModule(L.LightningDataModule):
         return loaded
 
     def val_dataloader(self) -> DataLoader[Batch] | list[Any]:
-        count = self._evaluated("val")
+        count = self.evaluated_samples("val")
         return self._evaluation_loader(self.splits["val"], count) if count else []  # no validation, to Lightning
 
     def test_dataloader(self) -> DataLoader[Batch] | list[Any]:
-        count = self._evaluated("test")
+        count = self.evaluated_samples("test")
         return self._evaluation_loader(self.splits["test"], count) if count else []
 
     def predict_dataloader(self) -> DataLoader[Batch]:
@@ -200,7 +200,7 @@ class ImageDataModule(L.LightningDataModule):
         dp_size, _, num_microbatches = self.parallel
         return self.global_batch_size // (dp_size * self.accumulate * num_microbatches)
 
-    def _evaluated(self, name: str) -> int:
+    def evaluated_samples(self, name: str) -> int:
         """How many samples of the split are evaluated."""
         option, count = f"trainer.limit_{name}_batches", len(self.splits[name])
         return limited(option, self.limits.get(name), count, unit=self.global_batch_size)

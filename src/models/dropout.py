@@ -6,11 +6,15 @@ two's-complement 32-bit arithmetic. docs/results.md has its speed.
 """
 
 import hashlib
+import logging
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+_log = logging.getLogger(__name__)
+_OTHER_KINDS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_OTHERWISE = "it draws from torch's generator, so that the run depends on the number of ranks"
 _ODD = 0x2545F4914F6CDD1D
 _GOLDEN, _MIX1, _MIX2 = -0x61C88647, 0x7FEB352D, -0x7B935975  # 0x9E3779B9 and 0x846CA68B as int32 holds them
 
@@ -28,6 +32,9 @@ class SampleDropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.keys is None or not self.training or not 0 < self.p < 1:
+            return super().forward(input)
+        if len(input) != len(self.keys):
+            _log.warning("a dropout layer sees %d rows for %d samples: %s", len(input), len(self.keys), _OTHERWISE)
             return super().forward(input)
         return input * self._kept(input[0].numel()).view(input.shape) / (1 - self.p)
 
@@ -54,10 +61,12 @@ class DropPath(SampleDropout):
 
 def drop_by_sample(net: nn.Module) -> None:
     """Let the dropout layers of a network go by samples, each with a salt that is a hash of its name."""
-    for name, part in list(net.named_modules()):
+    for name, part in list(net.named_modules(remove_duplicate=False)):
         if type(part) is nn.Dropout:
             part = SampleDropout(part.p, part.inplace)
             net.set_submodule(name, part)
+        elif isinstance(part, _OTHER_KINDS) and not isinstance(part, nn.Dropout) and part.p > 0:
+            _log.warning("%s is a %s: %s", name, type(part).__name__, _OTHERWISE)
         if isinstance(part, SampleDropout):
             part.salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
 

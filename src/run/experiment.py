@@ -124,6 +124,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             **({} if trainer.keywords.get("profiler") else {"profiler": NullProfiler()}),
             strategy=_build_strategy(cfg.strategy),
             callbacks=[*together, *required, *chosen],
+            fast_dev_run=int(cfg.trainer.fast_dev_run) * cfg.trainer.accumulate_grad_batches,  # in steps
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in chosen),
             logger=[CSVLogger(folder), *_build_each(cfg, "logger")],
             plugins=plugins,
@@ -172,6 +173,8 @@ def _check_options(trainer: DictConfig) -> None:
         raise UserError(
             f"trainer.overfit_batches={trainer.overfit_batches}: take debug=overfit, which trains on one batch"
         )
+    if trainer.get("enable_checkpointing") is not None:
+        raise UserError(f"trainer.enable_checkpointing={trainer.enable_checkpointing}: take callbacks=none instead")
     interval = trainer.get("val_check_interval")
     if interval is not None and (not isinstance(interval, int | float) or interval <= 0):
         raise UserError(  # Lightning asks each rank's own clock, so that some would validate while others train

@@ -56,7 +56,7 @@ class DP(ParallelStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
         net: Any = self.lightning_module.net
-        if net._compiled_call_impl is not None:
+        if getattr(self.lightning_module, "compiles", False):
             raise UserError("module.compile=true compiles the whole network, which strategy=dp copies in every step")
         blocks, layers = nn.DataParallel(_Blocks(*net.children()), self.parallel_devices), dropouts(net)
         # A function, lest its parameters be registered twice.

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 
@@ -59,6 +60,33 @@ def test_a_stop_lasts_and_leaves_every_row(option: str, small: list[str], folder
     cfg.ckpt_path = f"{folder}/checkpoints/last.ckpt"
     assert fit(cfg, test=True).indices == []
     assert (folder / "metrics.csv").read_text() == rows
+
+
+def test_a_stop_put_off_by_min_epochs_lasts(small: list[str], folder: Path) -> None:
+    """A better score after the decision to stop does not take it back, neither in this start nor in the next."""
+    options = ["callbacks.early_stopping.patience=1", "+trainer.min_epochs=4"]
+    task = [*small, *[word for word in STOPPING if word != "optimizer.lr=0"], *options]
+    alone = fit(compose(folder / "alone", *task), Scripted([0.5, 0.4, 0.9, 0.9, 0.9, 0.9]))
+    assert len(alone.losses) == 4 * SHORT_EPOCH
+    fit(compose(folder / "killed", *task, f"trainer.max_steps={3 * SHORT_EPOCH}"), Scripted([0.5, 0.4, 0.9]))
+    last = folder / "killed" / "checkpoints" / "last.ckpt"
+    fit(compose(folder / "killed", *task, f"ckpt_path={last}"), Scripted([0.9, 0.9, 0.9]))
+    assert torch.load(last)["global_step"] == 4 * SHORT_EPOCH
+
+
+def test_without_validation_early_stopping_is_refused(small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match="needs validation"):
+        fit(compose(folder, *small, *STOPPING, "trainer.limit_val_batches=0"))
+
+
+class Scripted(L.Callback):
+    """Log given validation accuracies instead of the network's."""
+
+    def __init__(self, scores: list[float]) -> None:
+        self.scores = iter(scores)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.callback_metrics["val/acc"] = torch.tensor(next(self.scores))
 
 
 def test_a_monitor_that_is_not_logged(small: list[str], folder: Path) -> None:

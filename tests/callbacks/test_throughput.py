@@ -164,9 +164,11 @@ def test_a_compiled_network_is_counted_as_it_is(small: list[str], folder: Path) 
     """Without compiling it for the count's sake, which would take seconds and a compiler."""
     _, plain, data = assemble(compose(folder, *small, "model.width=4"))
     _, compiled, _ = assemble(compose(folder, *small, "model.width=4", "module.compile=true"))
+    compiled.setup("fit")
+    frames = torch._dynamo.utils.counters["frames"]["total"]
     counts = [flops_per_sample(module, data.image_shape) for module in (plain, compiled)]
     assert counts[0] == counts[1]
-    assert torch._dynamo.utils.counters["frames"]["total"] == 0
+    assert torch._dynamo.utils.counters["frames"]["total"] == frames
 
 
 def test_a_network_that_was_counted_still_compiles(small: list[str], folder: Path) -> None:
@@ -179,7 +181,7 @@ def test_a_network_that_was_counted_still_compiles(small: list[str], folder: Pat
         graphs.append(graph)
         return graph.forward
 
-    module.net.compile(backend=keep)
+    module.net.forward = torch.compile(module.net.forward, backend=keep)
     flops_per_sample(module, data.image_shape)
     assert not graphs
     module(torch.zeros(2, *data.image_shape))

@@ -75,6 +75,7 @@ def test_fewer_samples_on_request(small: list[str], folder: Path) -> None:
         (["module.label_smoothing=2"], "module.label_smoothing=2"),
         (["trainer.precision=fp8"], "fp8"),
         (["trainer.log_every_n_steps=0"], "trainer.log_every_n_steps=0"),
+        (["+trainer.enable_checkpointing=false"], "take callbacks=none instead"),
         (["+trainer.overfit_batches=1"], "trainer.overfit_batches=1: take debug=overfit"),
     ],
 )

@@ -126,6 +126,20 @@ def test_a_finished_run_gives_its_result_again(small: list[str], folder: Path) -
     assert before.keys() == again.metrics.keys()
 
 
+def test_metrics_of_the_last_validation_outlive_two_kills(small: list[str], folder: Path) -> None:
+    task = [*TASK, *MLP, "trainer.max_steps=-1", "trainer.max_epochs=3", "trainer.check_val_every_n_epoch=2"]
+    often = "callbacks.checkpoint.every_n_train_steps=1"
+    before = fit(compose(folder / "alone", *small, *task, often)).metrics
+    for step in (2 * SHORT_EPOCH + 1, 2 * SHORT_EPOCH + 3):
+        last = folder / "checkpoints" / "last.ckpt"
+        die(
+            compose(folder, *small, *task, often, f"ckpt_path={last if last.exists() else 'null'}"),
+            "on_train_batch_end",
+            step,
+        )
+    assert fit(compose(folder, *small, *task, often, f"ckpt_path={last}")).metrics.keys() == before.keys()
+
+
 def test_new_hyper_parameters_count(small: list[str], folder: Path) -> None:
     die(compose(folder, *small, *TASK), "on_train_batch_end", SAVED)
     changed = ["optimizer.lr=0.02", "optimizer.momentum=0.5", "scheduler=constant"]

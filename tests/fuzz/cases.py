@@ -24,8 +24,15 @@ CHOICES: list[list[list[str]]] = [  # of each list one; the first is the simples
     [[], ["data.augment.mixup=0.4"], ["data.augment.cutmix=1.0", "data.augment.mix_probability=0.5"]],
     [["trainer.max_epochs=2"], ["trainer.max_epochs=1"], ["trainer.max_epochs=4"], ["trainer.max_steps=7"]],
     [[], ["trainer.limit_train_batches=3"], ["trainer.limit_train_batches=0.7"]],
+    [[], ["+trainer.min_epochs=3"]],
     [[], ["trainer.limit_val_batches=0.5"], ["trainer.limit_test_batches=1"]],
-    [[], ["+trainer.val_check_interval=2"], ["+trainer.val_check_interval=0.4"], ["trainer.check_val_every_n_epoch=2"]],
+    [
+        [],
+        ["+trainer.val_check_interval=2"],
+        ["+trainer.val_check_interval=0.4"],
+        ["trainer.check_val_every_n_epoch=2"],
+        ["trainer.check_val_every_n_epoch=3"],
+    ],
     [["trainer.log_every_n_steps=1"], ["trainer.log_every_n_steps=2"], ["trainer.log_every_n_steps=5"]],
     [[], *([f"callbacks.checkpoint.every_n_train_steps={steps}"] for steps in (1, 2, 3, 5))],
 ]

@@ -1,5 +1,6 @@
 """The LightningModule: its loss, its precision, its checkpoints, compiled or not."""
 
+import functools
 import shutil
 from pathlib import Path
 
@@ -69,6 +70,26 @@ def test_compiled(small: list[str], folder: Path) -> None:
     compiled = fit(compose(folder, *small, *MLP, "module.compile=true"))
     assert compiled.final.keys() == plain.final.keys()
     assert compiled.losses == pytest.approx(plain.losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("model", ["mlp", "vgg16", "resnet18"])
+def test_a_network_is_compiled_as_one_graph(model: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
+    _, module, _ = assemble(compose(folder, f"model={model}", "module.compile=true"))
+    module.setup("fit")
+    module.setup("test")
+    with torch.device("meta"):
+        module.to("meta")(torch.empty(2, 3, 32, 32))
+    products = sum("linear" in str(node.target) or "conv" in str(node.target) for node in graphs[0].graph.nodes)
+    layers = sum(isinstance(part, torch.nn.Linear | torch.nn.Conv2d) for part in module.modules())
+    assert len(graphs) == 1
+    assert products == layers
 
 
 def test_gradients_are_clipped(small: list[str], folder: Path) -> None:

@@ -96,3 +96,16 @@ def test_agrees_with_single_process(
 def test_dropout_matters(reference: Record, small: list[str], folder: Path) -> None:
     without = fit(compose(folder, *small, *TASK, "model.dropout=0", "model.drop_path=0"))
     assert min(abs(a - b) for a, b in zip(without.losses, reference.losses, strict=True)) > 1e-6
+
+
+def test_layers_that_see_no_samples_are_as_they_were(caplog: pytest.LogCaptureFixture) -> None:
+    shared = nn.Dropout(RATE)
+    net = nn.Sequential(shared, nn.Linear(3, 3), shared, nn.Dropout2d(RATE))
+    drop_by_sample(net)
+    assert isinstance(net[0], SampleDropout)
+    assert isinstance(net[2], SampleDropout)
+    assert net[0].salt != net[2].salt
+    assert "3 is a Dropout2d" in caplog.text
+    set_keys([net[0]], hash_ints(0, 0, torch.arange(4)))
+    assert net[0](torch.ones(9, 4, 8)).shape == (9, 4, 8)
+    assert "sees 9 rows for 4 samples" in caplog.text

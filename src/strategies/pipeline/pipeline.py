@@ -109,7 +109,7 @@ class Pipeline(ShardedStateStrategy):
                 norm.process_group = self._replicas.get_group()
         self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
         net = cast(nn.Module, module.net)
-        if net._compiled_call_impl is not None:
+        if getattr(module, "compiles", False):
             raise UserError("module.compile=true compiles the whole network, of which a pipeline's rank holds a part")
         if self._sharded or self._needs_channels_first(net):  # FSDP takes no other layout
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
