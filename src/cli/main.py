@@ -1,4 +1,4 @@
-"""What the user sees when something is wrong: one line that names the option and the way out."""
+"""Run the Hydra application, and report an error as one line that names the option and a solution."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from src.cli.shorthands import with_saved_overrides, with_saved_sweep, without_n
 from src.utils.errors import UserError, nearest
 
 _CONF = Path(__file__).parents[2] / "conf"
-_FULL = "HYDRA_FULL_ERROR"  # Hydra's own switch: set to 1, every error keeps its traceback
+_FULL = "HYDRA_FULL_ERROR"  # Hydra's own variable: with 1, every error keeps its traceback
 TRACEBACK_WANTED = os.environ.get(_FULL) == "1"
 
 
@@ -29,7 +29,7 @@ def run(main: Callable[[], None]) -> int:
     if TRACEBACK_WANTED:
         main()
         return 0
-    os.environ[_FULL] = "1"  # so that Hydra hands every exception on, for this function to tell apart
+    os.environ[_FULL] = "1"  # makes Hydra raise every exception, so that this function can handle it
     try:
         main()
     except UserError as error:
@@ -40,6 +40,7 @@ def run(main: Callable[[], None]) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(_explain(error))
     except OSError as error:
+        # An error inside train.py's main keeps its traceback; any other comes from Hydra, which makes the run folder.
         if any(
             frame.name == "main" and frame.filename.endswith("train.py") for frame in extract_tb(error.__traceback__)
         ):
@@ -51,7 +52,7 @@ def run(main: Callable[[], None]) -> int:
 
 
 def _multirun_first(argv: list[str]) -> list[str]:
-    """Hydra understands `-m` before the overrides only."""
+    """Move `-m` in front of the overrides, because Hydra understands it only there."""
     flags = [word for word in argv if word in ("-m", "--multirun")]
     return [argv[0], *flags[:1], *(word for word in argv[1:] if word not in flags)]
 
@@ -62,7 +63,7 @@ def _fail(message: str) -> int:
 
 
 def _explain(error: Exception) -> str:
-    """Hydra's message in one line, with the names that would have done."""
+    """Return Hydra's message as one line, with the names that are possible or similar."""
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         if group.startswith("hydra/"):
@@ -80,7 +81,7 @@ def _explain(error: Exception) -> str:
 
 
 def _options() -> set[str]:
-    """The names of the options in the files under conf/, as the command line spells them."""
+    """Return the names of the options in the files under conf/, as the command line spells them."""
     names = set(yaml.safe_load((_CONF / "train.yaml").read_text())) - {"defaults", "hydra"}
     for file in set(_CONF.glob("*/*.yaml")) - set(_CONF.glob("sweep/*")):
         text = file.read_text()

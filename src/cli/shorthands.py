@@ -1,4 +1,4 @@
-"""Short forms on the command line: `ckpt_path=RUN_DIR` and `sweep=FOLDER` stand for what was typed before."""
+"""Short forms on the command line: `ckpt_path=RUN_DIR` and `sweep=FOLDER` restore the saved overrides."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -11,14 +11,15 @@ from src.run.folder import CONFIG, folder_of
 from src.utils.errors import UserError
 
 _CONF = Path(__file__).parents[2] / "conf"
-_OPTIONAL = ("experiment", "preset", "debug")  # groups of which nothing needs to be chosen
+_OPTIONAL = ("experiment", "preset", "debug")  # config groups that need no choice
 _SWEEP = "multirun.yaml"  # Hydra's own record of a sweep
 
 
 def with_saved_overrides(argv: list[str]) -> list[str]:
-    """The command line with the overrides of the run in `ckpt_path=`, if there is one, in front of its own.
+    """Return the command line with the saved overrides of the run in `ckpt_path=`, if there is one.
 
-    An option given again replaces the saved one; a group chosen anew (`model=...`) all those of the group.
+    An option on the command line replaces its saved override. A choice of a group (`model=...`) replaces all saved
+    overrides of that group.
     """
     at = next((place for place, word in enumerate(argv) if word.startswith("ckpt_path=")), None)
     folder = folder_of(Path(argv[at].partition("=")[2].strip("'\""))) if at is not None else None
@@ -28,7 +29,9 @@ def with_saved_overrides(argv: list[str]) -> list[str]:
 
 
 def with_saved_sweep(argv: list[str]) -> list[str]:
-    """The command line that started the sweep in `sweep=`, if there is one, with its own overrides behind.
+    """Return the command line with `sweep=FOLDER` replaced by the saved overrides of that sweep.
+
+    An option on the command line replaces its saved override, as in `with_saved_overrides`.
 
     Raises:
         UserError: if there is no sweep in that folder.
@@ -41,7 +44,7 @@ def with_saved_sweep(argv: list[str]) -> list[str]:
         raise UserError(
             f"{argv[at]}: there is no sweep in that folder ({folder / _SWEEP}): give the one it was made in"
         )
-    saved = yaml.safe_load((folder / _SWEEP).read_text())["hydra"]["overrides"]  # as typed, nothing resolved
+    saved = yaml.safe_load((folder / _SWEEP).read_text())["hydra"]["overrides"]  # as typed, not resolved
     quoted = str(folder).replace("'", "\\'")
     own = [word for word in saved["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
     words = [*_not_given([*own, *saved["task"]], argv), f"hydra.sweep.dir='{quoted}'"]
@@ -49,10 +52,10 @@ def with_saved_sweep(argv: list[str]) -> list[str]:
 
 
 def without_null_choices(argv: list[str]) -> list[str]:
-    """The command line with `logger=null` as `logger=none`, and without `experiment=null`, which is the default.
+    """Return the command line with `logger=none` for `logger=null`, and without `experiment=null`, the default.
 
     Raises:
-        UserError: if a group is null that must be chosen, on which Hydra would end with a traceback.
+        UserError: if null is given for a group that needs a choice. Hydra would end with a traceback.
     """
     words = []
     for word in argv:
@@ -68,7 +71,7 @@ def without_null_choices(argv: list[str]) -> list[str]:
 
 
 def _not_given(saved: Iterable[str], argv: list[str]) -> list[str]:
-    """The saved overrides of options that are not given again, nor is the group they belong to."""
+    """Return the saved overrides without those whose option or group `argv` gives again."""
     given = {_name(word) for word in argv}
     return [word for word in saved if not given.intersection(accumulate(_name(word).split("."), "{}.{}".format))]
 

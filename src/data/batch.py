@@ -1,4 +1,4 @@
-"""What travels from the data to the network: a batch that knows which samples it holds."""
+"""The batch that goes from the dataset to the network, with the indices of its samples."""
 
 from typing import NamedTuple
 
@@ -9,12 +9,13 @@ class Batch(NamedTuple):
     """One process's part of a (micro-)batch of n samples.
 
     Attributes:
-        image: (n, channels, height, width), uint8 until it reaches the device, then normalised floats; laid out in
-            memory channels first or last, as they were fetched.
-        target: (n,) class numbers or, where images are mixed, (n, classes) shares of the classes.
-        sample_index: (n,) the samples' places in their split, which is their identity; -1 for padding.
-        weight: (n,) what each sample counts for in the loss, which is a weighted sum: on the device 1/n in training,
-            so that the sum is the mean; 1 in evaluation, and 0 for padding.
+        image: (n, channels, height, width), uint8 until it reaches the device, then normalized floats. The memory
+            format is contiguous or channels last, depending on how the images were fetched.
+        target: (n,) class indices or, where images are mixed, (n, classes) class probabilities.
+        sample_index: (n,) indices into the dataset before its division into splits, which identify the samples; -1 for
+            padding.
+        weight: (n,) weights of the samples in the loss, which is a weighted sum. On the device they are 1/n in
+            training, so that the sum is the mean; in evaluation they are 1, and 0 for padding.
     """
 
     image: Tensor

@@ -1,4 +1,4 @@
-"""The DataModule of every image data set: splits, global batches, augmentation on the device."""
+"""The DataModule of all image datasets: splits, global batches, augmentation on the device."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,27 +23,28 @@ from src.utils.errors import UserError
 
 
 class ImageDataModule(L.LightningDataModule):
-    """Images in memory, global batches, and augmentation that depends on the sample alone.
+    """Images in memory, global batches, and augmentation that depends only on seed, epoch, step and sample.
 
     Args:
-        source: where the images come from.
-        num_classes, image_shape, mean, std: facts of the data set; mean and std are per channel, in [0, 1].
-        augment: what is done to the images of training batches.
-        root: folder that holds the data, or will.
-        batch_size: samples the optimiser sees per step, over all processes and accumulated micro-batches.
-        batch_size_per_device: the other way to say it: samples per process and micro-batch.
-        val_fraction: share of each class of the training set kept for validation.
-        train_samples: train on this many images only, the same share of each class; null for all.
-        predict_dir: a folder of image files, to be classified where prediction is asked for.
-        num_workers: processes that fetch batches; the data is in memory, so none is usually fastest.
-        device_resident: keep the images on the device, so that only indices travel; `auto`: if it has room enough.
-            With them lie their borders and mirror images, so that crops are fetched fast: 2.5 times as much in all.
-        seed: fixes the validation split, the order of the samples and their augmentation.
-        limits: of an epoch of `train`, `val` and `test`: a number of global batches, or a fraction.
+        source: the source of the images.
+        num_classes, image_shape, mean, std: properties of the dataset. The shape is (channels, height, width); mean
+            and std are per channel, in [0, 1].
+        augment: the augmentation of training images.
+        root: data folder, where the source finds or creates its files.
+        batch_size: samples per optimizer step, over all processes and accumulated micro-batches.
+        batch_size_per_device: samples per process and micro-batch, as an alternative to `batch_size`.
+        val_fraction: fraction of each class of the training set for validation.
+        train_samples: train on this many images only, the same fraction of each class; null for all.
+        predict_dir: folder of image files to classify in prediction.
+        num_workers: processes that fetch batches; the data is in memory, so 0 is usually fastest.
+        device_resident: keep the images on the device and transfer only indices; `auto`: if its memory is large enough.
+            For fast crops, borders and mirror images are kept too, which takes 2.5 times the memory of the images.
+        seed: determines the validation split, the order of the samples and their augmentation.
+        limits: limits of `train`, `val` and `test` per epoch: a number of global batches, or a fraction.
 
     Raises:
-        UserError: if both batch sizes are given, the batch does not divide among the processes, or a number makes no
-            sense.
+        UserError: if both or no batch sizes are given, the batch does not divide among the processes, or a value is
+            out of its range.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class ImageDataModule(L.LightningDataModule):
         self.augment, self.predict_dir = augment, predict_dir
         self.num_workers, self.device_resident, self.seed = num_workers, device_resident, seed
         self.limits = limits or {}
-        self.resume_at = (0, 0)  # epoch, and samples of it already trained
+        self.resume_at = (0, 0)  # the epoch, and how many of its samples are already trained
         self.splits: dict[str, ImageSplit] = {}
-        self._comes_cropped = False  # what is trained on
+        self._comes_cropped = False  # whether the training loader crops the images
 
     def prepare_data(self) -> None:
-        if not self.splits and not self.trainer.predicting:  # what is in memory need not be on the disk
+        if not self.splits and not self.trainer.predicting:  # images in memory need no files
             self.source.prepare(self.root)
 
     def setup(self, stage: str) -> None:
@@ -123,7 +124,7 @@ class ImageDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Batch] | list[Any]:
         count = self.evaluated_samples("val")
-        return self._evaluation_loader(self.splits["val"], count) if count else []  # no validation, to Lightning
+        return self._evaluation_loader(self.splits["val"], count) if count else []  # [] disables validation
 
     def test_dataloader(self) -> DataLoader[Batch] | list[Any]:
         count = self.evaluated_samples("test")
@@ -134,12 +135,12 @@ class ImageDataModule(L.LightningDataModule):
         return self._evaluation_loader(folder, len(folder))
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Unless it is there: Lightning takes its time to find that out."""
+        """Transfer the batch, unless it is there already: Lightning's own check of this is slow."""
         there = batch.image.device == device
         return batch if there else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Augment the images, in training, and normalise them, on the device."""
+        """Normalize the images on the device and, in training, augment them."""
         trainer, dtype = self.trainer, cast(torch.dtype, self.trainer.lightning_module.dtype)
         if not trainer.training:
             image = normalize(batch.image, self.mean, self.std, dtype)
@@ -151,18 +152,18 @@ class ImageDataModule(L.LightningDataModule):
         return Batch(image, target, batch.sample_index, batch.weight.to(dtype) / len(image))
 
     def to_pixels(self, image: Tensor) -> Tensor:
-        """Undo the normalisation: (n, channels, height, width) images in [0, 1]."""
+        """Undo the normalization, and return (n, channels, height, width) images in [0, 1]."""
         mean, std = (torch.tensor(values, device=image.device)[:, None, None] for values in (self.mean, self.std))
         return (image * std + mean).clamp(0, 1)
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches per step."""
+        """Number of accumulated micro-batches per optimizer step."""
         return self.trainer.accumulate_grad_batches
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per optimiser step, over all processes and micro-batches."""
+        """Number of samples per optimizer step, over all processes and micro-batches."""
         if self.batch_size is not None:
             return self.batch_size
         assert self.batch_size_per_device is not None
@@ -171,18 +172,18 @@ class ImageDataModule(L.LightningDataModule):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimiser steps per epoch."""
+        """Number of optimizer steps per epoch."""
         steps = len(self.splits["train"]) // self.global_batch_size
         return limited("trainer.limit_train_batches", self.limits.get("train"), steps)
 
     @property
     def micro_batches_per_epoch(self) -> int:
-        """Batches that each process trains on per epoch."""
+        """Number of batches that each process trains on per epoch."""
         return self.steps_per_epoch * self.accumulate
 
     @property
     def total_steps(self) -> int:
-        """Optimiser steps of the whole run: the horizon of learning-rate schedules."""
+        """Number of optimizer steps of the whole run: the horizon of learning-rate schedules."""
         epochs, steps = self.trainer.max_epochs, self.trainer.max_steps
         limits = [steps] if steps != -1 else []
         if epochs is not None and epochs != -1:
@@ -191,17 +192,17 @@ class ImageDataModule(L.LightningDataModule):
 
     @property
     def parallel(self) -> DataParallelInfo:
-        """How the strategy divides batches."""
+        """The strategy's division of batches among ranks and micro-batches."""
         return data_parallel_info(cast(L.Trainer, self.trainer))
 
     @property
     def samples_per_micro_batch(self) -> int:
-        """What one process passes through the network at once."""
+        """Number of samples that one process passes through the network at once."""
         dp_size, _, num_microbatches = self.parallel
         return self.global_batch_size // (dp_size * self.accumulate * num_microbatches)
 
     def evaluated_samples(self, name: str) -> int:
-        """How many samples of the split are evaluated."""
+        """Return how many samples of the split are evaluated."""
         option, count = f"trainer.limit_{name}_batches", len(self.splits[name])
         return limited(option, self.limits.get(name), count, unit=self.global_batch_size)
 

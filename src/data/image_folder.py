@@ -1,4 +1,4 @@
-"""Images to be classified: whatever image files lie in a folder."""
+"""A dataset of the image files in a folder, for prediction."""
 
 from pathlib import Path
 
@@ -13,17 +13,17 @@ from src.utils.errors import UserError
 
 
 class ImageFolder(Dataset[Batch]):
-    """The image files of a folder and those below it, in the order of their paths; an item is a whole batch.
+    """The image files of a folder and its subfolders, in the order of their paths; an item is a whole batch.
 
-    Each is cropped to a square around its centre, scaled to the size that the network was trained on, and read when
-    its batch is fetched.
+    Each image is cropped to a square around its center and resized to the size that the network was trained on. It is
+    read when its batch is fetched.
 
     Raises:
-        UserError: if there is no image in the folder, or one that cannot be read.
+        UserError: if the folder contains no image, or an image cannot be read.
     """
 
     def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
-        Image.init()  # so that it knows all its formats
+        Image.init()  # registers all formats, which Pillow does not do at import
         readable = {suffix for suffix, kind in Image.EXTENSION.items() if kind in Image.OPEN}
         self.folder, (_, self.height, self.width) = folder, image_shape
         self.files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in readable)

@@ -1,4 +1,4 @@
-"""Sizes that do not depend on the hardware: steps to train, samples to evaluate, the global batch.
+"""Limits and sizes that do not depend on the hardware: training steps, evaluated samples, the global batch.
 
 Lightning counts its limits in micro-batches, whose size depends on the number of ranks and on accumulation.
 """
@@ -7,16 +7,16 @@ from src.utils.errors import UserError
 
 
 def limited(option: str, limit: int | float | None, available: int, unit: int = 1) -> int:
-    """Return how much of what is `available` a limit leaves.
+    """Return how many of the `available` steps or samples a limit leaves.
 
     Args:
-        option: the name of the limit, for errors.
-        limit: a whole number of units, a fraction of what is available, or None for all of it.
-        available: steps or samples.
-        unit: what the limit counts in: steps or samples per batch.
+        option: the name of the option, for error messages.
+        limit: an integer number of units, a fraction of `available` from 0 to 1, or None for no limit.
+        available: the number of steps or samples.
+        unit: the number of steps or samples in one unit of an integer limit.
 
     Raises:
-        UserError: if the limit is neither, or a fraction that leaves nothing.
+        UserError: if the limit is no such number, or is a fraction above 0 that leaves nothing.
     """
     if limit is None:
         return available
@@ -31,19 +31,19 @@ def limited(option: str, limit: int | float | None, available: int, unit: int = 
 
 
 def validation_interval(interval: int | float, steps_per_epoch: int, accumulate: int, crosses: bool) -> int | float:
-    """Return `trainer.val_check_interval`, given in steps or as a fraction of an epoch, in micro-batches.
+    """Return `trainer.val_check_interval` in micro-batches, the unit in which Lightning counts it.
 
     Args:
-        interval: as configured.
-        steps_per_epoch: optimizer steps of an epoch.
-        accumulate: micro-batches of a step.
-        crosses: whether the interval may be longer than an epoch, as check_val_every_n_epoch=null says.
+        interval: the configured interval, in optimizer steps or as a fraction of an epoch.
+        steps_per_epoch: optimizer steps per epoch.
+        accumulate: micro-batches per optimizer step.
+        crosses: whether the interval may be longer than an epoch, which check_val_every_n_epoch=null allows.
 
     Raises:
-        UserError: if it is longer than an epoch otherwise.
+        UserError: if the interval is longer than an epoch and `crosses` is false.
     """
     if isinstance(interval, float) and interval >= 1:
-        return interval  # the end of an epoch, or something that Lightning refuses
+        return interval  # 1.0 is the end of an epoch, and Lightning refuses any larger float
     steps = interval if isinstance(interval, int) else max(1, int(steps_per_epoch * interval))
     if steps > steps_per_epoch and not crosses:
         raise UserError(
@@ -54,17 +54,17 @@ def validation_interval(interval: int | float, steps_per_epoch: int, accumulate:
 
 
 def check_global_batch(batch: int, dp_size: int, micro_batches: int, samples: int, mixes: bool) -> None:
-    """Find out whether a global batch divides over the data-parallel ranks and their micro-batches.
+    """Check that a global batch divides evenly over the data-parallel ranks and their micro-batches.
 
     Args:
         batch: samples per optimizer step.
-        dp_size: data-parallel ranks.
-        micro_batches: of each rank, accumulated ones and those of a pipeline.
-        samples: to train on.
-        mixes: whether the samples of a micro-batch are mixed in pairs.
+        dp_size: number of data-parallel ranks.
+        micro_batches: micro-batches per rank and step: accumulated ones, times those of a pipeline.
+        samples: number of training samples.
+        mixes: whether Mixup or CutMix mixes the samples of a micro-batch in pairs.
 
     Raises:
-        UserError: if it does not divide, or there are fewer samples.
+        UserError: if the batch does not divide, its samples form no pairs, or there are fewer training samples.
     """
     parts = dp_size * micro_batches
     if batch % parts:

@@ -1,4 +1,4 @@
-"""How a strategy divides a global batch among ranks and micro-batches."""
+"""The division of a global batch among data-parallel ranks and micro-batches, as a strategy defines it."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,13 @@ import lightning as L
 
 
 class DataParallelInfo(NamedTuple):
-    """The place of this process among the data-parallel ranks.
+    """The position of this process among the data-parallel ranks.
 
     Attributes:
-        dp_size: data-parallel ranks: all ranks under DDP and FSDP; the ranks of one pipeline count as one.
-        dp_rank: which of them this is.
-        num_microbatches: into how many the strategy itself takes a batch apart, as a pipeline does; accumulation apart.
+        dp_size: number of data-parallel ranks: all ranks under DDP and FSDP; the ranks of one pipeline count as one.
+        dp_rank: index of this data-parallel rank.
+        num_microbatches: number of micro-batches into which the strategy itself splits a batch, as a pipeline does;
+            gradient accumulation does not count.
     """
 
     dp_size: int
@@ -20,6 +21,6 @@ class DataParallelInfo(NamedTuple):
 
 
 def data_parallel_info(trainer: L.Trainer) -> DataParallelInfo:
-    """Return what the trainer's strategy says of itself."""
+    """Return the data-parallel size and rank and the number of micro-batches of the trainer's strategy."""
     kwargs = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
     return DataParallelInfo(kwargs["num_replicas"], kwargs["rank"], getattr(trainer.strategy, "num_microbatches", 1))

@@ -1,4 +1,4 @@
-"""Images that lie where the network is: no batch travels, and of an epoch only its indices do."""
+"""Images that stay on the device of the network, so that an epoch transfers only its sample indices."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,12 +10,17 @@ from src.data.batch import Batch
 from src.data.sampler import Batches
 from src.data.splits import ImageSplit
 
+# Takes the epoch and (batches, n) indices, and yields the cropped images of each batch.
 Crops = Callable[[int, Tensor], Iterator[Tensor]]
-_SHARE = 0.04  # of a GPU's free memory that images may take without being told to: with borders, a tenth
+# Under `auto`, the images may take this fraction of a GPU's free memory: with borders and mirrored copies, a tenth.
+_SHARE = 0.04
 
 
 def stays(split: ImageSplit, device: torch.device, choice: str | bool, num_workers: int) -> bool:
-    """Whether the split's images are to be kept on the device: under `auto` if they are there, or fit well."""
+    """Return whether to keep the images of the split on the device.
+
+    Under `auto` they stay if they are there already, or take a small part of a GPU's memory; with workers they do not.
+    """
     if choice != "auto" or num_workers:
         return choice is True
     if split.dataset.images.device == device:
@@ -31,7 +36,10 @@ def loader(
     num_workers: int,
     crops: Crops | None = None,
 ) -> DataLoader[Batch]:
-    """Of whole batches, from the device if that is chosen, there cropped by `crops`; otherwise from the host."""
+    """Return a DataLoader whose items are whole batches, from the device or from the host as `choice` says.
+
+    On the device, `crops` fetches the images already cropped. On the host, it is not used.
+    """
     if isinstance(data, ImageSplit) and stays(data, device, choice, num_workers):
         return ResidentBatches(data, batches, device, crops)
     pin = device.type == "cuda"
@@ -39,10 +47,10 @@ def loader(
 
 
 class ResidentBatches(DataLoader[Batch]):
-    """A DataLoader without workers, and without what it does for each batch.
+    """A DataLoader that gathers batches from images on the device, without workers and per-batch overhead.
 
-    All indices of an epoch are sent at once, from pinned memory: the host waits for nothing. `crops` is told the epoch
-    and its (batches, n) indices, and fetches images cropped instead of whole.
+    All indices of an epoch are sent at once from pinned memory, without a host-device synchronization. `crops` takes
+    the epoch and its (batches, n) indices, and yields cropped images instead of full ones.
     """
 
     def __init__(

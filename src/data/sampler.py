@@ -1,4 +1,4 @@
-"""Which samples each process trains on, and evaluates: the same global batches for any number of processes."""
+"""Samplers of each process for training and evaluation: the global batches are the same for any number of processes."""
 
 from collections.abc import Iterator
 
@@ -13,17 +13,18 @@ _ALONE = DataParallelInfo(dp_size=1, dp_rank=0, num_microbatches=1)
 
 
 class TrainingBatches(Sampler[Tensor]):
-    """One data-parallel rank's micro-batches of an epoch: a pure function of (seed, epoch, start).
+    """Micro-batches of one data-parallel rank in an epoch, as a pure function of (seed, epoch, start).
 
-    The order of the whole epoch is a permutation fixed by (seed, epoch). Global batch k is its k-th slice. It is dealt
-    like cards: one sample to each micro-batch of the first rank, then of the second, and so on around. So micro-batch j
-    holds the same samples for any number of ranks, and samples half a global batch apart, which mixup pairs, come to
-    lie in the same one. The remainder that does not fill a global batch is left out, in each epoch another.
+    The order of the epoch is a permutation fixed by (seed, epoch), and global batch k is its k-th slice. Its samples
+    are assigned round-robin: one to each micro-batch of the first rank, then of the second rank, and so on. So
+    micro-batch j, over all ranks, contains the same samples for any number of ranks. Samples that are half a global
+    batch apart, which Mixup pairs, are in the same micro-batch. Each epoch drops the samples at its end that do not
+    fill a global batch; they differ from epoch to epoch.
 
-    Of the micro-batches of a rank, `num_microbatches` at a time lie in one batch that is yielded, every such-th sample
-    belonging to the same: a pipeline takes them apart again.
+    A yielded batch contains `num_microbatches` micro-batches of a pipeline, which splits them again: sample i belongs
+    to micro-batch i % num_microbatches.
 
-    `epoch` and `start` (the samples of that epoch already trained) are read when the first batch is asked for.
+    `epoch` and `start` (the samples of that epoch already trained) are read when the first batch is requested.
     """
 
     def __init__(
@@ -37,11 +38,11 @@ class TrainingBatches(Sampler[Tensor]):
     ) -> None:
         self.num_samples, self.batch_size, self.accumulate = num_samples, batch_size, accumulate
         self.seed, self.parallel = seed, parallel
-        self.steps = num_samples // batch_size if steps is None else steps  # of an epoch
+        self.steps = num_samples // batch_size if steps is None else steps  # per epoch
         self.epoch, self.start = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Lightning calls this as each epoch begins; a resumed epoch keeps its start."""
+        """Begin another epoch at its first sample; a resumed epoch keeps its start. Lightning calls this method."""
         if epoch != self.epoch:
             self.epoch, self.start = epoch, 0
 
@@ -52,7 +53,7 @@ class TrainingBatches(Sampler[Tensor]):
         yield from self.table()
 
     def table(self) -> Tensor:
-        """What is left of the epoch: one micro-batch of this rank per row."""
+        """Return the rest of the epoch as positions in the split, (batches, n): one batch of this rank per row."""
         order = permutation(self.num_samples, self.seed, self.epoch)[self.start : self.steps * self.batch_size]
         dp_size, dp_rank, num_microbatches = self.parallel
         rounds = self.batch_size // (dp_size * self.accumulate * num_microbatches)
@@ -62,7 +63,7 @@ class TrainingBatches(Sampler[Tensor]):
 
 
 class EvaluationBatches(Sampler[Tensor]):
-    """One rank's share of a split, each sample once over all ranks, in batches of one shape padded with -1."""
+    """Evaluation batches of one rank: each sample occurs once over all ranks, and -1 pads the last batch."""
 
     def __init__(self, num_samples: int, per_device: int, dp_size: int = 1, dp_rank: int = 0) -> None:
         self.num_samples, self.per_device, self.dp_size, self.dp_rank = num_samples, per_device, dp_size, dp_rank
@@ -74,7 +75,7 @@ class EvaluationBatches(Sampler[Tensor]):
         yield from self.table()
 
     def table(self) -> Tensor:
-        """One batch of this rank per row."""
+        """Return positions in the split, (batches, n): one batch of this rank per row."""
         positions = torch.arange(len(self) * self.per_device) * self.dp_size + self.dp_rank
         return torch.where(positions < self.num_samples, positions, -1).view(-1, self.per_device)
 

@@ -1,4 +1,4 @@
-"""A data set in memory, and how its training set is divided."""
+"""A dataset in memory, and the division of its training set into training and validation samples."""
 
 from pathlib import Path
 
@@ -14,24 +14,24 @@ from src.utils.errors import UserError
 
 
 class ImageSet:
-    """All (n, channels, height, width) uint8 images of a data set and their (n,) labels, which its splits share."""
+    """All (n, channels, height, width) uint8 images of a dataset and their (n,) labels, which its splits share."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
         self._bordered: Bordered | None = None
 
     def move(self, device: torch.device) -> None:
-        """Keep them there from now on."""
+        """Move the images and labels to the device, where they stay."""
         if device != self.images.device:
             self._bordered = None
         self.images, self.labels = self.images.to(device), self.labels.to(device)
 
     def gather(self, index: Tensor) -> Tensor:
-        """Those of (n,) indices, which lie where the images do. (Slower by far: `images[index]`.)"""
+        """Return the images of (n,) indices, which are on the same device. `images[index]` would be much slower."""
         return self._bordered.gather(index) if self._bordered else self.images.index_select(0, index)
 
     def bordered(self, padding: int) -> Bordered:
-        """Keep the images with borders from now on, where they are."""
+        """Return the images with reflected borders, and store them in this form from now on, on the same device."""
         if self._bordered is None or self._bordered.padding != padding:
             self._bordered = Bordered(self.images, padding)
             self.images = self._bordered.images
@@ -39,7 +39,11 @@ class ImageSet:
 
 
 def load(source: ImageSource, root: Path, name: str, num_classes: int) -> ImageSet:
-    """The `train` or `test` part of a data set; its labels must be below `num_classes`."""
+    """Load the `train` or `test` part of a dataset.
+
+    Raises:
+        UserError: if a label is not below `num_classes`.
+    """
     images, labels = source.load(root, name)
     if (highest := int(labels.max())) >= num_classes:
         raise UserError(f"data.root={root}: label {highest} in `{name}`, but data.num_classes={num_classes}")
@@ -47,7 +51,7 @@ def load(source: ImageSource, root: Path, name: str, num_classes: int) -> ImageS
 
 
 class ImageSplit(Dataset[Batch]):
-    """A split in memory; an item is a whole batch, fetched by its samples' places in the split (-1: padding)."""
+    """A split in memory; an item is a whole batch, fetched by (n,) positions in the split (-1: padding)."""
 
     def __init__(self, dataset: ImageSet, indices: Tensor) -> None:
         self.dataset, self.indices = dataset, indices
@@ -61,7 +65,7 @@ class ImageSplit(Dataset[Batch]):
         return Batch(self.dataset.gather(rows), self.dataset.labels[rows], index, index >= 0)
 
     def samples(self, positions: Tensor) -> Tensor:
-        """The indices of the samples at these places of the split; -1 stays what it is."""
+        """Return the dataset indices of positions in the split, in the same shape; -1 stays -1."""
         return torch.where(positions >= 0, self.indices[positions], -1)
 
 
@@ -70,9 +74,9 @@ def stratified_split(labels: Tensor, fraction: float, limit: int | None, seed: i
 
     Args:
         labels: (n,) int64.
-        fraction: of each class, held out for validation.
-        limit: train on so many samples only, with the same fraction of each class; None for all.
-        seed: fixes which samples are held out.
+        fraction: fraction of each class for validation.
+        limit: number of samples to train on, the same fraction of each class; None for all.
+        seed: determines which samples are for validation.
 
     Returns:
         The indices to train on, and those to validate on, each in ascending order.
@@ -84,7 +88,7 @@ def stratified_split(labels: Tensor, fraction: float, limit: int | None, seed: i
         cut = round(len(of_class) * fraction)
         val_index.append(of_class[:cut])
         train_index.append(of_class[cut:])
-    # A sample's place within its class, from 0 to 1: taken in this order, every prefix has equal parts of all classes.
+    # Each sample's place within its class, from 0 to 1. In this order, every prefix has equal fractions of all classes.
     place = torch.cat([torch.arange(len(of_class)) / max(1, len(of_class)) for of_class in train_index])
     chosen = torch.cat(train_index)[place.argsort(stable=True)[:limit]]
     return chosen.sort().values, torch.cat(val_index).sort().values

@@ -1,4 +1,4 @@
-"""A logger on a thread of its own, so that training waits neither for it to start nor for what it is told."""
+"""A logger in a background thread, so that training waits neither for its start nor for its calls."""
 
 import threading
 from collections.abc import Callable
@@ -8,22 +8,24 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-_HEAD_START = 10.0  # seconds for the first step, which a logger that starts beside it would slow down
+# Seconds that the first training step has before the logger starts, which would slow the step down.
+_HEAD_START = 10.0
 
 
 class AsyncLogger(Logger):
-    """Hands everything on to the logger that `make` builds, in order, and makes that only when there is something.
+    """Logger that passes all calls, in order, to the logger that `make` builds in a background thread.
 
-    If it is hyper-parameters, nobody waits for them: they are kept for the first metrics, or for ten seconds.
+    The thread builds the logger only when there is something to log. Hyperparameters alone are not urgent: they wait
+    for the first metrics, at most ten seconds.
 
-    What goes wrong there is raised by the next call here, and `finalize` waits until all is told.
+    The next call in the training process raises an error of the thread. `finalize` waits until all calls are executed.
     """
 
     def __init__(self, make: Callable[[], Any], version: str) -> None:
         super().__init__()
         self._make, self._version = make, version
-        self._thread: ThreadPoolExecutor | None = None  # not now: what Lightning spawns gets this logger pickled
-        self._awaited: Any = None  # the event that there are metrics, or that all ends
+        self._thread: ThreadPoolExecutor | None = None  # not yet: Lightning pickles this logger when it spawns ranks
+        self._awaited: Any = None  # event: there is something to log besides hyperparameters, or the run ends
         self._logger: Any = None
         self._last: Future[None] | None = None
 
@@ -53,7 +55,7 @@ class AsyncLogger(Logger):
         self._awaited.set()
         if status == "success":
             self._last.result()
-        else:  # a run that fails has an error of its own to tell, and is not given long
+        else:  # the error of a failed run is more important, so the wait is short
             wait([self._last], timeout=10.0)
 
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +69,7 @@ class AsyncLogger(Logger):
 
     def _pass_on(self, before: Future[None] | None, method: str, args: Any, kwargs: Any) -> None:
         if before is not None:
-            before.result()  # an error is never overtaken
+            before.result()  # after an error, all later calls fail with it
         if self._logger is None:
             self._awaited.wait(_HEAD_START)
             self._logger = self._make()

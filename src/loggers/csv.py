@@ -1,4 +1,4 @@
-"""metrics.csv, always written: one row per logged step, continued where a run is resumed."""
+"""The CSV logger of every run: `metrics.csv` has one row per logged step, and a resumed run continues it."""
 
 import csv
 import os
@@ -14,10 +14,10 @@ from src.utils.files import atomic_write
 
 
 class CSVLogger(Logger):
-    """The run folder's own record: `config.yaml` and `metrics.csv`.
+    """Logger that writes `config.yaml` and `metrics.csv` to the run folder.
 
-    Lightning's logger of this name deletes the file when a folder is opened again. This one goes on in it, merges
-    what is logged at one step into one row, and replaces the file whole where it cannot append.
+    Lightning's CSVLogger deletes the file when it opens a folder again. This one continues the file and merges the
+    metrics of one step into one row. Where it cannot append, it replaces the file atomically.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,7 +40,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Write the resolved configuration, with which the run can be continued."""
+        """Write the resolved configuration, from which the run can be resumed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.folder / "config.yaml") as temporary:
             temporary.write_text(yaml.safe_dump(params, sort_keys=False))
@@ -63,22 +63,22 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def cut(self, step: int) -> None:
-        """Drop the rows of `step` and after, which are about to be trained again."""
+        """Drop the rows from `step` on, because a resumed run trains these steps again."""
         if self._read():
             self._rows = [row for row in self._read() if row["step"] < step]
             self._rewrite()
 
     def _read(self) -> list[dict[str, Any]]:
-        """The rows of an earlier start, a last line cut short by its death left out."""
+        """Return the rows; the first call reads those of an earlier process, without a truncated last line."""
         if self._rows is None:
-            self._rows = []
-            if self.file.exists():
-                with self.file.open(newline="") as stream:
-                    reader = csv.DictReader(stream)
-                    self._columns = list(reader.fieldnames or self._columns)
-                    complete = [row for row in reader if None not in row.values()]
-                logged = [{name: value for name, value in row.items() if value} for row in complete]
-                self._rows = [row | {"step": int(row["step"])} for row in logged]
+            text = self.file.read_text() if self.file.exists() else ""
+            complete = text[: text.rfind("\n") + 1]  # a killed process may have written half a line
+            reader = csv.DictReader(complete.splitlines())
+            self._columns = list(reader.fieldnames or self._columns)
+            logged = [{name: value for name, value in row.items() if value} for row in reader]
+            self._rows = [row | {"step": int(row["step"])} for row in logged]
+            if complete != text:
+                self._rewrite()
         return self._rows
 
     def _rewrite(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights & Biases: online where a key is configured, otherwise offline, with a line that says what to do with it."""
+"""Weights & Biases logger: online if a key is configured, otherwise offline, with a hint how to view and upload it."""
 
 import logging
 import os
@@ -15,9 +15,9 @@ _log = logging.getLogger(__name__)
 def wandb_logger(
     project: str, run_id: str, folder: str, group: str | None = None, tags: list[str] | None = None
 ) -> AsyncLogger:
-    """The logger of one training run, whatever the number of its processes and however often it is resumed.
+    """Return the logger of one training run, which stays one W&B run however often it is resumed.
 
-    wandb takes a second to import and to start, and longer where it waits for its server: training does not.
+    wandb takes a second to import and to start, and longer if it waits for its server. Training does not wait for it.
     """
     options = {"project": project, "name": run_id, "id": run_id, "save_dir": folder, "group": group, "tags": tags}
     return AsyncLogger(partial(_begin, folder, options), version=run_id)
@@ -34,20 +34,20 @@ def _begin(folder: str, options: dict[str, Any]) -> Any:
             *[folder] * 2,
         )
     Path(folder).mkdir(parents=True, exist_ok=True)
-    # Its file is written every 15 seconds otherwise, and a run that is killed before has none.
+    # By default wandb writes its file every 15 seconds, so that a run killed before that would have none.
     settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=1.0)
     return WandbLogger(**options, resume="allow", mode=mode, settings=settings)
 
 
 def online_or_offline() -> str:
-    """What `WANDB_MODE` says, or else whether credentials are configured; nobody is asked, nothing is sent."""
+    """Return `WANDB_MODE` or, if it is not set, whether credentials are configured, without a prompt or a request."""
     import wandb
 
     return os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
 
 
 def preempted() -> None:
-    """Tell wandb that this run was stopped from outside and is to go on: a sweep's agent would start it again."""
+    """Mark this run as preempted in wandb, so that the agent of a W&B sweep starts it again."""
     if wandb := _in_use():
         wandb.mark_preempting()
 
@@ -59,6 +59,6 @@ def finish(succeeded: bool) -> None:
 
 
 def _in_use() -> Any:
-    """The package, where it was imported, to its end, and has a run."""
+    """Return the wandb package if it is completely imported and has a run, otherwise None."""
     wandb = sys.modules.get("wandb")
     return wandb if getattr(wandb, "run", None) is not None else None

@@ -1,4 +1,4 @@
-"""Hydra's hooks around a sweep. This file is imported at every start: nothing heavy here."""
+"""Hydra callback for sweeps. Every start imports this file, so heavy imports are inside the functions."""
 
 import os
 import sys
@@ -10,14 +10,17 @@ from omegaconf import DictConfig
 
 from src.sweeps.resolvers import register_resolvers
 
-register_resolvers()  # joblib and submitit import this in their processes, where Hydra composes again
+register_resolvers()  # joblib and submitit import this file in their processes, where Hydra composes the config again
 
 
 class SweepReport(Callback):
-    """Refuses a sweep that torchrun or srun started; reports at the end, and says by the exit code if a job failed."""
+    """Callback that refuses a sweep started by torchrun or srun, and prints the report at the end of a sweep.
+
+    The exit code is 1 unless every job has finished.
+    """
 
     def __init__(self) -> None:
-        self._sweep = os.getpid()  # also where the launcher unpickles this
+        self._sweep = os.getpid()  # stays the sweep's pid where a launcher unpickles this object
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         from src.launch.external import detect_cluster_environment
@@ -28,7 +31,7 @@ class SweepReport(Callback):
             raise SystemExit(1)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Have joblib's processes end with the sweep, which by themselves go on with their job; submitit's should."""
+        """Make joblib's processes end with the sweep. By default they continue their jobs, as submitit's should."""
         if config.hydra.launcher._target_.endswith("JoblibLauncher") and os.getpid() != self._sweep:
             from src.launch.workers import die_with_parent
 

@@ -1,4 +1,4 @@
-"""Jobs that run at the same time share the machine: each gets devices, or cores, that no other has."""
+"""Devices of concurrent jobs of a sweep: each job gets GPUs or CPU cores that no other job uses."""
 
 import os
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @contextmanager
 def share_of_machine(cfg: DictConfig) -> Iterator[None]:
-    """Within it, new processes see the job's own GPUs or cores only; waits until there are enough.
+    """Wait until enough GPUs or cores are free, and let the processes started meanwhile see only those.
 
-    Where a launcher runs one job after the other, each has the whole machine.
+    With a launcher that runs one job after the other, each job has the whole machine.
     """
     if HydraConfig.get().launcher._target_.endswith("BasicLauncher"):
         yield
@@ -32,7 +32,7 @@ def share_of_machine(cfg: DictConfig) -> Iterator[None]:
 
 @contextmanager
 def _cores(count: int) -> Iterator[None]:
-    """A core for each process; where there are fewer, all of them."""
+    """Reserve one core for each process, or all cores if there are fewer."""
     before = sorted(os.sched_getaffinity(0))
     with acquire_locks([f"core {core}" for core in before], min(count, len(before))) as held:
         os.sched_setaffinity(0, [int(name.split()[1]) for name in held])
@@ -44,11 +44,14 @@ def _cores(count: int) -> Iterator[None]:
 
 @contextmanager
 def _gpus(devices: int | list[int]) -> Iterator[None]:
-    """So many GPUs, or those listed, by the numbers they have without the variable."""
+    """Reserve a number of GPUs, or the listed ones.
+
+    The locks use the numbers that the GPUs have without CUDA_VISIBLE_DEVICES.
+    """
     visible = _visible()
     wanted = [visible[index] for index in devices] if not isinstance(devices, int) else visible
     with acquire_locks([f"gpu {gpu}" for gpu in wanted], devices if isinstance(devices, int) else len(wanted)) as held:
-        if not isinstance(devices, int):  # the listed indices count among what is visible now
+        if not isinstance(devices, int):  # the indices refer to the GPUs that are visible now
             yield
             return
         before = os.environ.get(_VISIBLE)
@@ -62,7 +65,7 @@ def _gpus(devices: int | list[int]) -> Iterator[None]:
 
 
 def _visible() -> list[str]:
-    """The GPUs this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    """Return the GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
     listed = os.environ.get(_VISIBLE)
     if listed is not None:
         return [name.strip() for name in listed.split(",")]

@@ -1,4 +1,4 @@
-"""One job of a sweep: whatever becomes of it is recorded, and the sweep goes on."""
+"""Run one job of a sweep and record its outcome; the sweep continues even if the job fails."""
 
 import multiprocessing
 import sys
@@ -24,15 +24,15 @@ from src.utils.locks import hold_lock
 def run_job(cfg: DictConfig) -> float:
     """Run the job, unless it has finished before; return its result, or nan if it failed or has none.
 
-    A job that was begun goes on from its last checkpoint. One that raises does not raise here, since Hydra's
-    launchers and sweepers would end the sweep with it.
+    An interrupted job continues from its last checkpoint. The error of a failed job is not raised, because it would
+    make Hydra's launchers and sweepers end the sweep.
     """
-    if not is_rank_zero():  # one of several processes that SLURM started for this job
+    if not is_rank_zero():  # SLURM started several processes for this job
         launch(cfg)
         return nan
-    multiprocessing.set_start_method(None, force=True)  # joblib's own has a name that our workers do not know
+    multiprocessing.set_start_method(None, force=True)  # joblib sets a start method that our workers do not know
     folder = Path(HydraConfig.get().runtime.output_dir)
-    with hold_lock(str(folder)):  # the same sweep may have been started twice
+    with hold_lock(str(folder)):  # the same sweep may run twice at the same time
         job = Job.read(folder)
         if job.status in DONE:
             print(f"job {folder.name} has {job.status} before")
@@ -49,7 +49,7 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
     def share(cfg: DictConfig) -> Iterator[None]:
         nonlocal started
         with share_of_machine(cfg):
-            started = time.monotonic()  # waiting for the others' devices is not the job's own time
+            started = time.monotonic()  # the wait for free devices is not part of the job's time
             yield
 
     try:

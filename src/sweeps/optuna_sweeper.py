@@ -1,7 +1,7 @@
-"""`hydra/sweeper=optuna`: Optuna proposes the jobs, learns their results, and goes on where it was stopped.
+"""`hydra/sweeper=optuna`: Optuna proposes the jobs, receives their results, and continues an interrupted sweep.
 
-Hydra's stable plugin (1.3.0) is for Optuna 2, whose storage fails with today's SQLAlchemy; it neither prunes nor
-continues a sweep in its folder.
+Hydra's stable plugin (hydra-optuna-sweeper 1.3.0) is for Optuna 2, whose storage fails with today's SQLAlchemy. It
+neither prunes trials nor continues a sweep in its folder.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     import optuna
 
 _log = logging.getLogger(__name__)
-_SWEEP = "sweep"  # the attribute of a trial that says which sweep is to run it
+_SWEEP = "sweep"  # the user attribute of a trial that names its sweep's folder
 
 
 def register_sweeper() -> None:
-    """Let Hydra know the sweeper, which it would look for in the package `hydra_plugins` only."""
+    """Register the sweeper with Hydra, which searches only the package `hydra_plugins`."""
     Plugins.instance().class_name_to_class["hydra_plugins.optuna.OptunaSweeper"] = OptunaSweeper
 
 
 class OptunaSweeper(Sweeper):
-    """Asks for trials and tells what became of them; the study is kept in `storage`."""
+    """Sweeper that asks Optuna for trials and tells it their results; `storage` keeps the study."""
 
     def __init__(
         self, n_trials: int, n_jobs: int, direction: Any, storage: str | None, study_name: str | None, sampler: Any
@@ -48,10 +48,10 @@ class OptunaSweeper(Sweeper):
         self.study_name = self.study_name or self.folder.name
 
     def sweep(self, arguments: list[str]) -> None:
-        """Run what is left of `n_trials`.
+        """Run the trials that remain of `n_trials`.
 
         Raises:
-            UserError: if nothing is to be chosen, or a trial has no `optimized_metric`.
+            UserError: if no override leaves Optuna a choice, or a finished trial has no `optimized_metric`.
         """
         import optuna
 
@@ -72,7 +72,7 @@ class OptunaSweeper(Sweeper):
             load_if_exists=True,
         )
         if study.get_trials(deepcopy=False):
-            study.sampler.reseed_rng()  # with its seed it would propose the same points again
+            study.sampler.reseed_rng()  # with its fixed seed it would propose the same points again
         self._run(study, self._interrupted(study))
         while (left := self.n_trials - len(self._own(study))) > 0:
             trials = [study.ask(space) for _ in range(min(left, self.n_jobs))]
@@ -82,11 +82,11 @@ class OptunaSweeper(Sweeper):
         self._say_best(study)
 
     def _own(self, study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
-        """The trials of this sweep; a shared storage may hold those of others."""
+        """Return the trials of this sweep; a shared storage may contain trials of other sweeps."""
         return [trial for trial in study.get_trials(deepcopy=False) if trial.user_attrs.get(_SWEEP) == str(self.folder)]
 
     def _interrupted(self, study: optuna.Study) -> dict[int, dict[str, Any]]:
-        """The parameters of the trials during which the sweep was stopped."""
+        """Return the parameters of the trials that an interruption of the sweep left unfinished, by trial number."""
         return {trial.number: trial.params for trial in self._own(study) if not trial.state.is_finished()}
 
     def _run(self, study: optuna.Study, trials: dict[int, dict[str, Any]]) -> None:
@@ -133,5 +133,5 @@ class OptunaSweeper(Sweeper):
 
 
 def _quoted(text: Any) -> str:
-    """A string in Hydra's grammar of overrides."""
+    """Return the text as a quoted string in Hydra's override grammar."""
     return "'" + str(text).replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,4 +1,4 @@
-"""What is known of each job of a sweep: `job.json` in its folder, from which the table and a restart are made."""
+"""The record of each job of a sweep: `job.json` in its folder, which the result table and a restart use."""
 
 import itertools
 import json
@@ -18,16 +18,16 @@ DONE = ("finished", "pruned")
 
 @dataclass
 class Job:
-    """One job: `status` is running, stopped (by a signal, to be continued), finished, pruned or failed.
+    """The record of one job; `status` is running, stopped (by a signal), finished, pruned or failed.
 
-    A job whose record still says `running` when the sweep is over was killed together with its launcher.
+    A stopped job can be continued. A job that is still `running` when the sweep is over was killed with its launcher.
     """
 
     overrides: list[str]
     status: str = "running"
     result: float | None = None  # the optimized metric
     metrics: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0  # of its last start
+    seconds: float = 0.0  # duration since its last start
     error: str = ""
 
     def write(self, folder: Path) -> None:
@@ -40,20 +40,20 @@ class Job:
 
 
 def jobs(sweep: Path) -> Iterator[tuple[str, Job]]:
-    """The jobs of a sweep and their folders' names, in the order of their numbers."""
+    """Yield the folder name and the record of each job of a sweep, in the order of the job numbers."""
     for file in sorted(sweep.glob(f"*/{_FILE}"), key=lambda file: (len(file.parent.name), file.parent.name)):
-        if file.stat().st_size:  # empty: claimed at this moment, or by a process that died at once
+        if file.stat().st_size:  # an empty file was just created, or its process died at once
             yield file.parent.name, Job.read(file.parent)
 
 
 def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
-    """The name of a job's folder below its sweep's: the one it had when it was started before, or one of its own.
+    """Return the name of a job's folder in the sweep's folder: that of an earlier start, or a new one.
 
-    A job is known by its overrides, so that a sweep may be continued with more jobs than it had.
+    The overrides identify a job, so that a sweep can be continued with more jobs than before.
     """
     if not is_rank_zero():
-        return "."  # it learns rank zero's
-    overrides: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)  # as they were typed
+        return "."  # this rank receives rank zero's folder
+    overrides: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)  # as typed
     for name, job in jobs(Path(sweep)):
         if sorted(job.overrides) == sorted(overrides):
             return name
@@ -61,7 +61,7 @@ def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
         folder = Path(sweep) / str(candidate)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            (folder / _FILE).touch(exist_ok=False)  # of several jobs that start at once, one gets it
+            (folder / _FILE).touch(exist_ok=False)  # if several jobs start at once, only one can create it
         except FileExistsError:
             continue
         Job(overrides).write(folder)

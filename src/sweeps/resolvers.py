@@ -7,6 +7,6 @@ from src.sweeps.record import job_folder
 
 
 def register_resolvers() -> None:
-    """Let `hydra.run.dir` be `${run_folder:...}`, and name the folders of a sweep's jobs."""
+    """Register `run_folder`, the folder of a run, and `job_folder`, the folder name of a job in a sweep."""
     OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)

@@ -1,4 +1,4 @@
-"""From Hydra's sweep syntax to Optuna's distributions."""
+"""Conversion of Hydra's sweep syntax to Optuna's distributions."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 
 
 def search_space(overrides: Iterable[Override]) -> tuple[dict[str, BaseDistribution], list[str]]:
-    """What Optuna chooses, by option, and the overrides that are the same for all trials."""
+    """Return the distribution of each option that Optuna chooses, and the overrides that all trials share."""
     space: dict[str, BaseDistribution] = {}
     fixed = []
     for override in overrides:
@@ -21,7 +21,10 @@ def search_space(overrides: Iterable[Override]) -> tuple[dict[str, BaseDistribut
 
 
 def _distribution(override: Override) -> BaseDistribution:
-    """`interval(a,b)`, `int(interval(a,b))`, `tag(log, ...)` of them; `range(a,b,step)`; or choices."""
+    """Return the distribution of one override.
+
+    It can be `interval(a,b)` or `int(interval(a,b))`, each also in `tag(log, ...)`, `range(a,b,step)`, or a choice.
+    """
     value: Any = override.value()
     if not isinstance(value, IntervalSweep | RangeSweep):
         return CategoricalDistribution(list(override.sweep_string_iterator()))

@@ -1,4 +1,4 @@
-"""What became of a sweep: a table of its jobs, and of means over seeds, on the terminal and as CSV."""
+"""Result tables of a sweep: its jobs, and the means over seeds, on the terminal and as CSV files."""
 
 import csv
 import statistics
@@ -29,25 +29,25 @@ def report(sweep: Path) -> bool:
 
 
 def _differing(overrides: list[list[str]]) -> list[list[str]]:
-    """Of each job's overrides, those that not all jobs have, without the number of Optuna's trial."""
+    """Return the overrides of each job that not all jobs share, without the `trial=` of the Optuna sweeper."""
     common = set.intersection(*map(set, overrides)) if len(overrides) > 1 else set()
     return [[word for word in words if word not in common and not word.startswith("trial=")] for words in overrides]
 
 
 def _row(name: str, job: Job, overrides: list[str]) -> dict[str, Any]:
-    """The cells of one job; the full metrics come last."""
+    """Return the table cells of one job; all its metrics come last."""
     status = "killed" if job.status == "running" else job.status
     what = {"job": name, "overrides": " ".join(overrides), "result": job.result}
     return what | {"seconds": f"{job.seconds:.1f}", "status": status, "error": _last_line(job.error)} | job.metrics
 
 
 def _last_line(error: str) -> str:
-    """Of a traceback, what was raised."""
+    """Return the last line of a traceback, which names the exception."""
     return (error.strip().splitlines() or [""])[-1]
 
 
 def _over_seeds(found: list[tuple[str, Job]], shown: list[list[str]]) -> list[dict[str, Any]]:
-    """Mean and standard deviation of the results of jobs that differ in nothing but the seed."""
+    """Return the mean and standard deviation of the results of jobs that differ only in the seed."""
     groups: dict[str, list[float]] = {}
     for (_, job), overrides in zip(found, shown, strict=True):
         if job.result is not None and any(word.startswith("seed=") for word in overrides):
@@ -61,7 +61,7 @@ def _over_seeds(found: list[tuple[str, Job]], shown: list[list[str]]) -> list[di
 
 
 def _brief(row: dict[str, Any]) -> dict[str, str]:
-    """The cells for the terminal."""
+    """Return the cells that the terminal shows, as text."""
     shown = {name: value for name, value in row.items() if name in ("job", "overrides", "result", "seconds", "status")}
     shown |= {name: value for name, value in row.items() if name in ("seeds", "mean", "std")}
     if row.get("error"):

@@ -3,6 +3,8 @@
 import csv
 from pathlib import Path
 
+import pytest
+
 from src.loggers.csv import CSVLogger
 
 
@@ -34,3 +36,14 @@ def test_goes_on_where_an_earlier_start_was_cut_off(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path)] == ["0", "1", "2", "3"]
     assert rows(tmp_path)[2]["loss"] == "0.2"
     assert rows(tmp_path)[3]["acc"] == "1.0"
+
+
+@pytest.mark.parametrize(("left", "steps"), [("10,0,1.0\n20,0,1.", [10, 30]), ("10", [30]), ("", [30])])
+def test_half_a_line_of_a_killed_process_is_dropped(left: str, steps: list[int], tmp_path: Path) -> None:
+    """A line without its end may hold a number without its last digits."""
+    (tmp_path / "metrics.csv").write_text(f"step,epoch,train/loss\n{left}")
+    logger = CSVLogger(tmp_path)
+    logger.cut(20)
+    logger.log_metrics({"epoch": 0, "train/loss": 9.0}, step=30)
+    rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert [int(row.split(",")[0]) for row in rows[1:]] == steps

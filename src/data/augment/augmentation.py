@@ -1,4 +1,4 @@
-"""What is done to the images of a training batch, by configuration: a function of seed, epoch, step and sample."""
+"""The configured augmentation of training batches: a pure function of seed, epoch, step and sample."""
 
 from collections.abc import Iterator
 
@@ -17,15 +17,15 @@ class Augment:
     """The augmentation of training batches, in the order of the arguments.
 
     Args:
-        trivial: one random operation of TrivialAugment per image.
-        crop_padding: pixels of reflected border from which an image is cropped at random; 0 for no crop.
-        flip: mirror half of the images, at random; `alternating`: the other half in every other epoch.
-        cutout: side of a square set to the mean colour, in pixels; 0 for none.
-        mixup, cutmix: alpha of each one's Beta distribution; 0 for none. With both, each step takes one of them.
-        mix_probability: share of the steps at which images are mixed.
+        trivial: apply one random operation of TrivialAugment to each image.
+        crop_padding: pixels of reflected border around an image before its random crop; 0 for no crop.
+        flip: mirror a random half of the images; `alternating` mirrors the other half in every other epoch.
+        cutout: side of a square set to the mean color, in pixels; 0 for none.
+        mixup, cutmix: alpha of the Beta distribution; 0 for none. If both are set, each step uses one of them.
+        mix_probability: fraction of the steps at which images are mixed.
 
     Raises:
-        UserError: if a number makes no sense.
+        UserError: if a value is out of its range.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Augment:
         self.mix_probability = mix_probability
 
     def pixels(self, image: Tensor, identity: tuple[int, int, Tensor]) -> Tensor:
-        """Change (n, channels, height, width) uint8 images; `identity` is seed, epoch and their (n,) indices."""
+        """Augment (n, channels, height, width) uint8 images; `identity` is seed, epoch and their (n,) indices."""
         keys = sample_keys(*identity)
         if self.trivial:
             image = trivial_augment(image, keys)
@@ -60,11 +60,11 @@ class Augment:
 
     @property
     def only_crops(self) -> bool:
-        """Whether `pixels` crops or flips, and does nothing else."""
+        """Return whether `pixels` crops or flips the images, and does nothing else."""
         return bool(self.crop_padding or self.flip) and not self.trivial
 
     def crops(self, images: Bordered, seed: int, epoch: int, index: Tensor) -> Iterator[Tensor]:
-        """Batch after batch, what `pixels` would make of the images of (batches, n) indices, if it `only_crops`."""
+        """Yield for each batch of the (batches, n) indices the same images as `pixels`, which must be `only_crops`."""
         return images.crops(index, sample_keys(seed, epoch, index), self._flip((seed, epoch, index)))
 
     def normalised(
@@ -75,9 +75,10 @@ class Augment:
         draw: tuple[int, int],
         num_classes: int,
     ) -> tuple[Tensor, Tensor]:
-        """Change normalised images and, if they are mixed, their (n,) class numbers into (n, classes) shares.
+        """Augment normalized (n, channels, height, width) images and, if they are mixed, their (n,) targets.
 
-        What a step's images have in common is fixed by `draw`.
+        Mixing turns class indices into (n, classes) class probabilities. `identity` is the same as in `pixels`; `draw`
+        is seed and step, and determines the random numbers that the images of a step share.
         """
         if self.cutout:
             image = cutout(image, sample_keys(*identity), self.cutout)

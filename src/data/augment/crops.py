@@ -1,4 +1,4 @@
-"""Images kept so that a random crop, mirrored or not, is made of whole lines, fetched all at once by one copy."""
+"""Images stored so that a random crop, mirrored or not, consists of contiguous lines, which one copy fetches."""
 
 from collections.abc import Iterator
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from src.data.augment.pixels import random_crop, windows
 
-_BLOCK = 1000  # images at a time, so that few are in memory twice
+_BLOCK = 1000  # images copied at a time, so that only a few are in memory twice
 
 
 class Bordered:
-    """Each of (n, channels, height, width) uint8 images with reflected borders left and right, and its mirror image.
+    """(n, channels, height, width) uint8 images with reflected borders left and right, and their mirror images.
 
-    Takes 2 (width + 2 padding) / width times the images' memory. Crops are laid out channels last.
+    They take 2 (width + 2 padding) / width times the memory of the images. Crops have the channels-last memory format.
     """
 
     def __init__(self, images: Tensor, padding: int) -> None:
@@ -26,26 +26,27 @@ class Bordered:
             torch.stack([wide, wide.flip(2)], 1, out=place)
 
     def gather(self, index: Tensor) -> Tensor:
-        """Those of (n,) indices, as they are: `images.index_select` would take 4 to 16 times as long."""
+        """Return the images of (n,) indices without borders. `images.index_select` would take 4 to 16 times as long."""
         lines = self.lines.flatten(0, 1).index_select(0, 2 * index)
         return lines[:, :, self.padding : self.padding + self.width].permute(0, 3, 1, 2)
 
     @property
     def images(self) -> Tensor:
-        """The images themselves: a view."""
+        """Return a view of the (n, channels, height, width) images without borders."""
         return self.lines[:, 0, :, self.padding : self.padding + self.width].permute(0, 3, 1, 2)
 
     def crops(self, index: Tensor, keys: Tensor, flip: bool | Tensor) -> Iterator[Tensor]:
-        """Batch after batch, what `crop_and_flip` would make of the images of (batches, n) indices and their keys.
+        """Yield for each batch of the (batches, n) indices and keys the same images as `crop_and_flip`.
 
-        The random numbers of all are made at once, since with few numbers it is the call that costs.
+        All random numbers are computed at once: for the few numbers of one batch, most of the time is call overhead.
         """
         bytes_of_line, channels = self.lines[0, 0, 0].numel(), self.lines.shape[-1]
         top, left, mirrored = random_crop(keys, self.padding, flip)
         begin = (2 * index + mirrored) * (self.height * bytes_of_line) + left * channels
         lines = windows(self.height, self.padding, index.device) * bytes_of_line
         flat, size = self.lines.view(-1), self.width * channels
-        cuts = flat.as_strided((len(flat) - size + 1, size), (1, 1))  # as much as a line of a crop, from each byte on
+        # An overlapping view: row i consists of the bytes from i on that form one line of a crop.
+        cuts = flat.as_strided((len(flat) - size + 1, size), (1, 1))
         for first, rows in zip(begin, top, strict=True):
             places = lines.index_select(0, rows) + first[:, None]
             pixels = cuts.index_select(0, places.flatten())

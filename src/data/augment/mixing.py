@@ -1,8 +1,8 @@
-"""Mixup and CutMix: images blended, or pasted into each other, and their targets with them.
+"""Mixup and CutMix: blend images, or paste a box of one into another, and mix their targets accordingly.
 
-A sample's partner stands half a global batch further on. The sampler deals that one to the same process, whatever
-their number, and to the same micro-batch; the share that it gets is drawn once per optimiser step. So neither the
-number of processes nor accumulation changes what is learnt.
+A sample's partner is half a global batch further on. The sampler assigns both to the same process and the same
+micro-batch, for any number of processes. The mixing fraction is drawn once per optimizer step. So neither the number
+of processes nor gradient accumulation changes what the network learns.
 """
 
 import math
@@ -12,24 +12,26 @@ from torch import Tensor
 
 
 def partners(values: Tensor) -> Tensor:
-    """Each sample's partner, for an even number of samples."""
+    """Return the values of each sample's partner, for (n, ...) values of an even number n of samples."""
     return values.roll(len(values) // 2, 0)
 
 
 def mixup(image: Tensor, target: Tensor, alpha: float, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Blend each image and target with its partner's by a share drawn from Beta(alpha, alpha).
+    """Blend each image and target with its partner's, by a fraction drawn from Beta(alpha, alpha).
 
-    Zhang et al., "mixup: beyond empirical risk minimization" (2017).
+    Images are (n, channels, height, width), targets (n, classes). Zhang et al., "mixup: beyond empirical risk
+    minimization" (2017).
     """
     share = float(rng.beta(alpha, alpha))
     return image.lerp(partners(image), share), target.lerp(partners(target), share)
 
 
 def cutmix(image: Tensor, target: Tensor, alpha: float, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Paste a box of each partner into each image, of a share of its area drawn from Beta(alpha, alpha).
+    """Paste a box of its partner into each image; Beta(alpha, alpha) gives the box's fraction of the image area.
 
-    Yun et al., "CutMix: regularization strategy to train strong classifiers" (2019); the targets follow the share
-    of the box that lies within the image.
+    Images are (n, channels, height, width), targets (n, classes). The targets are mixed by the fraction of the image
+    that the part of the box inside it covers. Yun et al., "CutMix: regularization strategy to train strong
+    classifiers" (2019).
     """
     side = math.sqrt(float(rng.beta(alpha, alpha)))
     spans = []

@@ -1,4 +1,4 @@
-"""Crops, flips, cut-outs and normalisation of a whole batch on its device; random numbers are a hash of the sample."""
+"""Crop, flip, cutout and normalization of a whole batch on its device; random numbers are hashes of the sample."""
 
 import functools
 
@@ -9,17 +9,21 @@ from src.data.hashing import hash_ints, integers, uniform
 
 
 def sample_keys(seed: int, epoch: int, index: Tensor) -> Tensor:
-    """The key of each sample's random numbers in one epoch."""
+    """Return the key of each sample's random numbers in one epoch, in the shape of `index`."""
     return hash_ints(seed, epoch, index, device=index.device)
 
 
 def crop_and_flip(image: Tensor, keys: Tensor, padding: int, flip: bool | Tensor) -> Tensor:
-    """Crop each (channels, height, width) image at random from itself padded by reflection; mirror every second.
+    """Crop each image at random from its copy padded by reflection, and mirror a random half of the images.
 
-    Which ones are mirrored, (n,) bool, can be given in the place of `flip`.
+    One gather does both. He et al., "Deep residual learning" (2015), section 4.2, pad and flip in the same way, but
+    with black borders instead of reflected ones.
 
-    One gather does both. Padding and flipping as in He et al., "Deep residual learning" (2015), section 4.2,
-    but with reflected borders instead of black ones.
+    Args:
+        image: (n, channels, height, width).
+        keys: (n,) keys of the samples' random numbers.
+        padding: width of the border in pixels; 0 for no crop.
+        flip: whether to mirror a random half of the images, or (n,) bool that selects the mirrored ones.
     """
     count, channels, height, width = image.shape
     top, left, mirrored = random_crop(keys, padding, flip)
@@ -32,7 +36,7 @@ def crop_and_flip(image: Tensor, keys: Tensor, padding: int, flip: bool | Tensor
 
 
 def random_crop(keys: Tensor, padding: int, flip: bool | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each key: the crop's first row and column in the image with its borders, and whether it is mirrored."""
+    """Return for each key the crop's first row and column in the padded image, and whether it is mirrored."""
     draws = torch.arange(2, device=keys.device).view(2, *[1] * keys.ndim)
     top, left = integers(keys, draws, 2 * padding + 1)
     if flip is True:
@@ -41,20 +45,23 @@ def random_crop(keys: Tensor, padding: int, flip: bool | Tensor) -> tuple[Tensor
 
 
 def random_flip(keys: Tensor) -> Tensor:
-    """Which images to mirror: every second, at random."""
+    """Return which images to mirror, each with probability 1/2, in the shape of `keys`."""
     return uniform(keys, 2) < 0.5
 
 
 def alternating_flip(seed: int, epoch: int, index: Tensor) -> Tensor:
-    """Those mirrored at random in epoch zero, in the next epoch the others, and so on in turn.
+    """Return which images to mirror: a random half in even epochs, the other half in odd epochs.
 
-    A pair of epochs shows every image both ways (Jordan, "94% on CIFAR-10 in 3.29 seconds", 2024, section 3.6).
+    Two consecutive epochs show every image both ways (Jordan, "94% on CIFAR-10 in 3.29 seconds", 2024, section 3.6).
     """
     return random_flip(sample_keys(seed, 0, index)) ^ bool(epoch % 2)
 
 
 def cutout(image: Tensor, keys: Tensor, size: int) -> Tensor:
-    """Set a square of `size` pixels around a random centre to zero (DeVries and Taylor, 2017)."""
+    """Set a square of side `size` around a random center of each image to zero (DeVries and Taylor, 2017).
+
+    Images are (n, channels, height, width), keys (n,).
+    """
     height, width = image.shape[-2:]
     centre_row, centre_column = integers(keys, 3, height)[:, None], integers(keys, 4, width)[:, None]
     rows = torch.arange(height, device=image.device) - centre_row + size // 2
@@ -64,7 +71,10 @@ def cutout(image: Tensor, keys: Tensor, size: int) -> Tensor:
 
 
 def normalize(image: Tensor, mean: list[float], std: list[float], dtype: torch.dtype) -> Tensor:
-    """Turn uint8 pixels into floats of mean 0 and standard deviation 1; `mean` and `std` are per channel, in [0, 1]."""
+    """Turn (n, channels, height, width) uint8 pixels into floats of mean 0 and standard deviation 1.
+
+    `mean` and `std` are per channel, in [0, 1].
+    """
     layout = torch.contiguous_format if image.is_contiguous() else torch.channels_last
     shape = image.shape[1:]
     shift, scale = (_per_pixel(tuple(values), shape, dtype, image.device, layout) for values in (mean, std))
@@ -75,14 +85,21 @@ def normalize(image: Tensor, mean: list[float], std: list[float], dtype: torch.d
 def _per_pixel(
     values: tuple[float, ...], shape: torch.Size, dtype: torch.dtype, device: torch.device, layout: torch.memory_format
 ) -> Tensor:
-    """Laid out as the images, and kept on the device: sending them with each batch would make it wait."""
+    """Return the values of the channels, scaled to pixels, as (1, channels, height, width) in the images' layout.
+
+    They are cached on the device: sending them with each batch would cost a host-device synchronization.
+    """
     of_channels = torch.tensor(values, dtype=dtype, device=device)[:, None, None] * 255
     return of_channels.expand(1, *shape).contiguous(memory_format=layout)
 
 
 @functools.cache
 def windows(size: int, padding: int, device: torch.device) -> Tensor:
-    """The places that each crop of a line of `size` pixels takes, (2 padding + 1, size), from the outermost on."""
+    """Return the source positions of every possible crop of a padded line of `size` pixels.
+
+    They are (2 padding + 1, size): row i is the crop that begins i - padding pixels from the line's first pixel.
+    Positions in the padding are reflected into the line.
+    """
     shifts, places = torch.arange(-padding, padding + 1, device=device), torch.arange(size, device=device)
     reflected = (shifts[:, None] + places).abs()
     return torch.where(reflected >= size, 2 * (size - 1) - reflected, reflected)

@@ -1,8 +1,8 @@
-"""TrivialAugment for a whole batch on its device: one operation per image, at a strength drawn for it.
+"""TrivialAugment for a whole batch on its device: one random operation per image, at a random strength.
 
-Müller and Hutter, "TrivialAugment: tuning-free yet state-of-the-art data augmentation" (2021), the wide space: fourteen
-operations, in thirty-one strengths. Every operation is computed for every image and the drawn one is kept, since a
-choice among images would make the device wait.
+Müller and Hutter, "TrivialAugment: tuning-free yet state-of-the-art data augmentation" (2021), the wide search space:
+14 operations at 31 strengths. Every operation is computed for every image, and the chosen one is kept: selecting the
+images of an operation would need a host-device synchronization.
 """
 
 import math
@@ -21,7 +21,7 @@ _LEVELS = 31
 
 
 def trivial_augment(image: Tensor, keys: Tensor) -> Tensor:
-    """Apply one random operation to each of (n, 3, height, width) uint8 images."""
+    """Apply one random operation to each of (n, 3, height, width) uint8 images; `keys` are (n,)."""
     drawn = integers(keys, 5, len(OPERATIONS))
     level = integers(keys, 6, _LEVELS) / (_LEVELS - 1)
     signed = torch.where(uniform(keys, 7) < 0.5, -level, level)
@@ -29,7 +29,14 @@ def trivial_augment(image: Tensor, keys: Tensor) -> Tensor:
 
 
 def apply(image: Tensor, operation: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    """Apply to each image the operation of its number, `level` in [0, 1] strong and in the direction of `signed`."""
+    """Apply its operation to each image.
+
+    Args:
+        image: (n, 3, height, width) uint8.
+        operation: (n,) indices into `OPERATIONS`.
+        level: (n,) strengths in [0, 1].
+        signed: (n,) the strengths with a sign, for operations that have a direction.
+    """
     moved = _move(image, *_affine(operation, signed, image.shape[-2:]))
     result = moved.float()
     for name, changed in _recoloured(moved.float(), *(part.view(-1, 1, 1, 1) for part in (level, signed))):
@@ -39,7 +46,7 @@ def apply(image: Tensor, operation: Tensor, level: Tensor, signed: Tensor) -> Te
 
 
 def _affine(operation: Tensor, signed: Tensor, size: torch.Size) -> tuple[Tensor, Tensor]:
-    """Per image, the (2, 2) matrix and the offset that take an output pixel (row, column) to its source."""
+    """Return the (n, 2, 2) matrices and (n, 2) offsets that map an output pixel (row, column) to its source."""
 
     def where(name: str, value: Tensor) -> Tensor:
         return torch.where(operation == OPERATIONS.index(name), value, 0.0)
@@ -55,7 +62,7 @@ def _affine(operation: Tensor, signed: Tensor, size: torch.Size) -> tuple[Tensor
 
 
 def _move(image: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
-    """Take each output pixel from the nearest one to its source, or black from outside."""
+    """Take each output pixel from the pixel nearest to its source; pixels from outside the image are black."""
     count, channels, height, width = image.shape
     rows, columns = (torch.arange(side, dtype=torch.float32, device=image.device) for side in (height, width))
     terms = matrix[:, :, 0, None, None] * rows[:, None] + matrix[:, :, 1, None, None] * columns
@@ -67,7 +74,13 @@ def _move(image: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
 
 
 def _recoloured(pixels: Tensor, level: Tensor, signed: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Each operation on colours, on every one of the (n, 3, height, width) floats in [0, 255]."""
+    """Yield the name and the result of each color operation on all images.
+
+    Args:
+        pixels: (n, 3, height, width) floats in [0, 255].
+        level: (n, 1, 1, 1) strengths in [0, 1].
+        signed: (n, 1, 1, 1) the strengths with a sign.
+    """
     factor = 1 + 0.99 * signed
     red, green, blue = pixels.split(1, dim=1)
     grey = (0.299 * red + 0.587 * green + 0.114 * blue).round()
@@ -84,7 +97,7 @@ def _recoloured(pixels: Tensor, level: Tensor, signed: Tensor) -> Iterator[tuple
 
 
 def _smooth(pixels: Tensor) -> Tensor:
-    """Pixels blurred a little, those at the border as they were."""
+    """Blur (n, 3, height, width) pixels slightly with a 3 x 3 kernel; the border stays as it is."""
     rows = pixels[:, :, :-2] + pixels[:, :, 1:-1] + pixels[:, :, 2:]
     around = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
     smooth = pixels.clone()
@@ -93,7 +106,7 @@ def _smooth(pixels: Tensor) -> Tensor:
 
 
 def _equalize(pixels: Tensor) -> Tensor:
-    """Spread each channel's values so that all occur equally often, as near as whole pixels allow."""
+    """Equalize the histogram of each channel: all values occur as equally often as integers allow."""
     flat = pixels.flatten(2).long()
     counts = torch.zeros(*flat.shape[:2], 256, dtype=torch.int64, device=pixels.device)
     counts.scatter_add_(2, flat, torch.ones_like(flat))

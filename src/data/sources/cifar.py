@@ -1,7 +1,7 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009) in their official python form: found, or downloaded, and checked.
+"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009) in their official Python form: found or downloaded, and checked.
 
-The batches are pickles, and a pickle can run any code: they are read by an unpickler that knows nothing but what
-a NumPy array is made of.
+The batches are pickles, and a pickle can run any code. So an unpickler reads them that accepts only the parts of a
+NumPy array.
 """
 
 import io
@@ -18,14 +18,14 @@ from src.data.sources.download import Archive, extract, fetch
 from src.utils.errors import UserError
 from src.utils.files import file_lock
 
-_RECONSTRUCT = np.empty(0).__reduce__()[0]  # lives elsewhere in every NumPy; the array itself knows
+_RECONSTRUCT = np.empty(0).__reduce__()[0]  # its module depends on NumPy's version, the array itself knows it
 
 
 class CIFAR10:
-    """60,000 images of ten kinds of thing; the official test set is the split `test`.
+    """60,000 images of 10 classes; the official test set is the split `test`.
 
     Args:
-        urls: folders to download the archive from, tried in this order.
+        urls: URLs of folders that contain the archive, tried in this order.
     """
 
     archive = Archive("cifar-10-python.tar.gz", md5="c58f30108f718f92721af3b95e74349a", folder="cifar-10-batches-py")
@@ -38,21 +38,21 @@ class CIFAR10:
         self.urls = urls
 
     def prepare(self, root: Path) -> None:
-        """Make sure that the extracted folder is there: as it is, from the archive, or from the network.
+        """Make sure that the extracted folder exists: extract the archive and, if necessary, download it.
 
         Raises:
             UserError: if there is neither data nor a network, or the archive is corrupt.
         """
         if not self._folder(root):
             with file_lock(root / self.archive.name):
-                if not self._folder(root):  # another process may have made it while this one waited
+                if not self._folder(root):  # another process may have extracted it during the wait
                     extract(self.archive, fetch(self.archive, root, self.urls), root)
 
     def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
-        """The split's images, (n, 3, 32, 32) uint8, and labels, (n,) int64.
+        """Return the split's images, (n, 3, 32, 32) uint8, and labels, (n,) int64.
 
         Raises:
-            UserError: if a file is missing, is no such batch, or holds anything but arrays.
+            UserError: if a file is missing, is no CIFAR batch, or contains anything but arrays.
         """
         folder = self._folder(root) or root / self.archive.folder
         batches = [self._read(folder / name) for name in self.members[split]]
@@ -60,7 +60,7 @@ class CIFAR10:
         return torch.from_numpy(images), torch.from_numpy(np.concatenate([labels for _, labels in batches]))
 
     def _folder(self, root: Path) -> Path | None:
-        """The extracted folder, which may be `root` itself."""
+        """Return the extracted folder, which may be `root` itself, or None if no folder has all files."""
         wanted = [name for names in self.members.values() for name in names]
         places = [root / self.archive.folder, root]
         return next((place for place in places if all((place / name).is_file() for name in wanted)), None)
@@ -71,7 +71,7 @@ class CIFAR10:
             rows, labels = np.asarray(batch[b"data"]), np.asarray(batch[self.label_key], dtype=np.int64)
         except UserError:
             raise
-        except Exception as error:  # a damaged pickle can raise anything
+        except Exception as error:  # a corrupt pickle can raise anything
             raise UserError(f"{file} is missing or corrupt ({error}): delete its folder, or set data.root") from None
         if rows.dtype != np.uint8 or rows.shape != (len(labels), 3072) or (labels < 0).any():
             raise UserError(f"{file} is no CIFAR batch: rows {rows.shape}, {len(labels)} labels; set data.root")
@@ -79,7 +79,7 @@ class CIFAR10:
 
 
 class CIFAR100(CIFAR10):
-    """60,000 images of a hundred kinds of thing (the fine labels)."""
+    """60,000 images of 100 classes (the fine labels)."""
 
     archive = Archive("cifar-100-python.tar.gz", md5="eb9058c3a382ffc7106e4002c42a8d85", folder="cifar-100-python")
     members: ClassVar = {"train": ["train"], "test": ["test"]}
@@ -97,7 +97,7 @@ class CIFAR100(CIFAR10):
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads plain containers and NumPy arrays of numbers, and refuses whatever else a pickle asks for."""
+    """Unpickler that loads plain containers and NumPy arrays of numbers, and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
         allowed: dict[tuple[str, str], Any] = {

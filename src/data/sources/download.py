@@ -1,4 +1,4 @@
-"""Archives of data: looked for, downloaded, checked and unpacked, each step whole or not at all."""
+"""Find, download, verify and extract dataset archives; an interrupted step leaves no incomplete result in place."""
 
 import hashlib
 import shutil
@@ -12,13 +12,13 @@ from rich.progress import Progress
 
 from src.utils.errors import UserError
 
-_TIMEOUT = 20.0  # seconds without a byte before the next address is tried
+_TIMEOUT = 20.0  # seconds without a byte before the next URL is tried
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A published `.tar.gz`: its name, its MD5 and the folder it unpacks to."""
+    """A published `.tar.gz`: its name, its MD5 and the folder that it extracts to."""
 
     name: str
     md5: str
@@ -26,25 +26,29 @@ class Archive:
 
 
 def fetch(archive: Archive, root: Path, urls: list[str]) -> Path:
-    """The archive under `root`, downloaded from the first of `urls` that has it, unless it is there.
+    """Return the archive under `root`; if it is missing, download it from the first of `urls` that has it.
 
     Raises:
-        UserError: if no address answers, or what is there or arrives has another checksum.
+        UserError: if no URL provides the archive, or the checksum of the found or downloaded file is wrong.
     """
     file = root / archive.name
     if file.exists():
         _check(file, archive)
         return file
     partial, reasons = root / f"{archive.name}.part", []
-    if partial.exists() and _md5(partial) == archive.md5:  # complete, but its process died before the renaming
+    if partial.exists() and _md5(partial) == archive.md5:  # complete, but its process died before it renamed the file
         return partial.replace(file)
     for url in urls:
         try:
             _download(f"{url.rstrip('/')}/{archive.name}", partial)
-        except OSError as error:  # URLError is one
+        except OSError as error:  # includes URLError
             reasons.append(f"{url}: {getattr(error, 'reason', error)}")
             continue
-        _check(partial, archive)
+        try:
+            _check(partial, archive)
+        except UserError:
+            partial.unlink()  # else the next start would ask the server to continue a file that is already complete
+            raise
         return partial.replace(file)
     raise UserError(
         f"{archive.name} is not in {root} and cannot be downloaded ({'; '.join(reasons)}):\n"
@@ -55,10 +59,10 @@ def fetch(archive: Archive, root: Path, urls: list[str]) -> Path:
 
 
 def extract(archive: Archive, file: Path, root: Path) -> None:
-    """Unpack into a temporary folder, no member leaving it, and rename the result into place.
+    """Extract into a temporary folder, which no member may leave, and rename the result into place.
 
     Raises:
-        UserError: if the archive is cut short or names a path outside its folder.
+        UserError: if the archive is truncated, or a member has a path outside its folder.
     """
     with tempfile.TemporaryDirectory(dir=root, prefix=".unpacking-") as temporary:
         try:
@@ -66,12 +70,16 @@ def extract(archive: Archive, file: Path, root: Path) -> None:
                 tar.extractall(temporary, filter="data")
         except (tarfile.TarError, EOFError, OSError) as error:
             raise UserError(f"{file} cannot be unpacked ({error}): delete it, or set data.root") from None
-        shutil.rmtree(root / archive.folder, ignore_errors=True)  # what is there was found incomplete
+        shutil.rmtree(root / archive.folder, ignore_errors=True)  # an existing folder is incomplete
         (Path(temporary) / archive.folder).replace(root / archive.folder)
 
 
 def _download(url: str, partial: Path) -> None:
-    """Append to `partial` what it still lacks."""
+    """Download to `partial`; continue an existing file if the server supports ranges, otherwise replace it.
+
+    Raises:
+        OSError: if the URL cannot be read, or the connection ends early.
+    """
     have = partial.stat().st_size if partial.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer, Progress(transient=True) as progress:

@@ -1,8 +1,8 @@
-"""The embedded data set: ten kinds of shape in CIFAR's form, drawn in seconds, so that nothing need be downloaded.
+"""The synthetic dataset: 10 classes of shapes in CIFAR's format, generated in seconds, without a download.
 
-Each image shows one object of varied colour, position, size and rotation on a shaded background, with clutter
-and noise. Colours say nothing about the kind, and contrast may be low: a linear model stays near chance, a small
-convolutional network passes 90 %.
+Each image shows one object of random color, position, size and rotation on a shaded background, with clutter and
+noise. Colors say nothing about the class, and contrast may be low. A linear model stays near chance; a small
+convolutional network exceeds 90 %.
 """
 
 from pathlib import Path
@@ -15,11 +15,11 @@ from src.utils.files import atomic_write, file_lock
 
 CLASSES = ["disc", "ring", "square", "frame", "triangle", "plus", "star", "bar", "half disc", "dumbbell"]
 _SIZE = 32
-_CHUNK = 2_000  # images drawn at a time, which bounds the memory
+_CHUNK = 2_000  # images generated at a time, which limits the memory
 
 
 class Shapes:
-    """Images drawn from a fixed seed, kept under the data folder once drawn."""
+    """Synthetic images, generated from a fixed seed and then stored in the data folder."""
 
     description = "synthetic shapes, a stand-in for photographs"
     classes = CLASSES
@@ -28,7 +28,7 @@ class Shapes:
         self.sizes = {"train": train_size, "test": test_size}
 
     def prepare(self, root: Path) -> None:
-        """Draw both splits, unless an earlier run did."""
+        """Generate both splits, unless an earlier run did."""
         for split in self.sizes:
             with file_lock(self._file(root, split)) as file:
                 if not file.exists():
@@ -37,7 +37,7 @@ class Shapes:
                         np.savez(stream, images=images, labels=labels)
 
     def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
-        """The split's images, (n, 3, 32, 32) uint8, and labels, (n,) int64."""
+        """Return the split's images, (n, 3, 32, 32) uint8, and labels, (n,) int64."""
         with np.load(self._file(root, split)) as arrays:
             return torch.from_numpy(arrays["images"]), torch.from_numpy(arrays["labels"])
 
@@ -46,7 +46,7 @@ class Shapes:
 
 
 def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw `count` images, (count, 3, 32, 32) uint8, the classes in equal parts, and their labels."""
+    """Generate (count, 3, 32, 32) uint8 images, with equally many of each class, and their (count,) labels."""
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(count) % len(CLASSES))
     chunks = [_draw_chunk(rng, labels[first : first + _CHUNK]) for first in range(0, count, _CHUNK)]
@@ -81,7 +81,11 @@ def _colours(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def _frame(rng: np.random.Generator, count: int, low: float, high: float, spread: float) -> tuple[np.ndarray, ...]:
-    """Each image's coordinates seen from an object: its centre at 0, its radius 1, turned by any angle."""
+    """Return the coordinates of all pixels relative to a random object in each image, two (count, 32, 32) arrays.
+
+    The object has its center at 0, radius 1 and a random rotation. `low` and `high` limit its radius in pixels, and
+    `spread` the distance of its center from the image's center along each axis.
+    """
     centre = _SIZE / 2 - 0.5 + rng.uniform(-spread, spread, (2, count, 1, 1))
     radius, angle = rng.uniform(low, high, (count, 1, 1)), rng.uniform(0, 2 * np.pi, (count, 1, 1))
     y = (np.arange(_SIZE)[:, None] - centre[0]) / radius
@@ -91,6 +95,7 @@ def _frame(rng: np.random.Generator, count: int, low: float, high: float, spread
 
 
 def _paint(canvas: np.ndarray, inside: np.ndarray, colour: np.ndarray) -> np.ndarray:
+    """Paint (count, 3, 1, 1) colors on the (count, 3, 32, 32) canvas where (count, 32, 32) `inside` is positive."""
     opacity = np.clip(inside + 0.5, 0, 1)[:, None]
     return canvas + opacity * (colour - canvas)
 
@@ -103,7 +108,7 @@ def _star(u: np.ndarray, v: np.ndarray) -> np.ndarray:
     return 0.65 + 0.35 * np.cos(5 * np.arctan2(v, u)) - np.hypot(u, v)
 
 
-# Each shape as a function that is positive inside it and falls by about 1 over its radius.
+# Each shape is a function of (u, v) that is positive inside the shape and falls by about 1 over its radius.
 _SHAPES = [
     lambda u, v: 0.9 - np.hypot(u, v),
     lambda u, v: 0.25 - np.abs(np.hypot(u, v) - 0.75),

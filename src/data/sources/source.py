@@ -1,4 +1,4 @@
-"""What a data set is to the DataModule."""
+"""The interface of a dataset to the DataModule."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 class ImageSource(Protocol):
-    """Where images come from: one file of `src/data/` each, which says in a few words what they are.
+    """Source of the images of a dataset; each source is one file of `src/data/sources/`.
 
-    `classes` are the names of its classes, in the order of the labels.
+    `description` says in a few words what the images are. `classes` are the class names in the order of the labels.
     """
 
     description: str
     classes: Sequence[str]
 
     def prepare(self, root: Path) -> None:
-        """Make the files under `root`: download, unpack, draw. Runs in one process per node."""
+        """Create the files under `root`, by download or generation. This runs in one process per node."""
 
     def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
-        """Images, (n, channels, height, width) uint8, and labels, (n,) int64, of the split `train` or `test`."""
+        """Return images, (n, channels, height, width) uint8, and labels, (n,) int64, of the split `train` or `test`."""
