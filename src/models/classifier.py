@@ -1,4 +1,4 @@
-"""The LightningModule of image classification: the same under every strategy, on any number of processes."""
+"""The LightningModule of image classification, the same for every strategy and any number of processes."""
 
 from functools import partial
 from typing import Any
@@ -21,19 +21,25 @@ from src.utils.errors import UserError
 
 
 class ImageClassifier(Module):
-    """Cross-entropy on a network's logits.
+    """Trains a network with cross-entropy on its logits.
 
     Args:
-        net: a plain network, images to logits; its parameters appear in checkpoints under the prefix `net.`.
-        optimizer: makes the optimiser from parameter groups; its `lr` is for a batch of `reference_batch_size`.
-        schedule: the factor on the learning rate at (step, steps of the whole run). A finished run that is extended
-            takes its place on the schedule of the longer run.
+        net: network that maps (n, channels, height, width) images to (n, classes) logits. Its parameters have the
+            prefix `net.` in checkpoints.
+        optimizer: builds the optimizer from parameter groups; its `lr` is for a batch of `reference_batch_size`.
+        schedule: maps (step, steps of the run) to the factor on the learning rate. If a finished run is extended, the
+            schedule is that of the longer run.
+        reference_batch_size: batch size for which the learning rate is given.
         lr_scaling: how the learning rate follows the batch size: `linear`, `sqrt` or `none`.
-        label_smoothing: share of the target spread evenly over the classes (Szegedy et al., 2015).
-        tta: in the test, also average the logits over views of each image, for `test/acc_tta`: `mirror`, or `shift`,
-            which adds shifts by a pixel; null for none.
-        compile: compile the network's forward pass as one graph, in each process; names stay as they are.
-        channels_last: lay images and filters out channels last, which convolutions prefer on CPUs and GPUs alike.
+        label_smoothing: fraction of the target spread evenly over the classes (Szegedy et al., 2015).
+        tta: test-time augmentation for `test/acc_tta`, the accuracy of logits averaged over views of each image:
+            `mirror`, or `shift`, which adds shifts by one pixel; null for none.
+        compile: compile the network's forward pass as one graph, in each process; parameter names do not change.
+        channels_last: use the channels-last memory format for images and filters, with which convolutions are faster
+            on CPUs and GPUs.
+
+    Raises:
+        UserError: if `label_smoothing` or `tta` is not valid.
     """
 
     def __init__(
@@ -61,22 +67,26 @@ class ImageClassifier(Module):
         self.label_smoothing = label_smoothing
         self.compiles, self._is_compiled = compile, False
         self.mean_loss, self.accuracy, self.accuracy_tta = WeightedMean(), WeightedMean(), WeightedMean()
-        self._step_sums: Tensor | None = None  # loss and hits of the step's micro-batches so far
+        self._step_sums: Tensor | None = None  # sums of loss and correct samples over the step's micro-batches
 
     def setup(self, stage: str) -> None:
         for metric in (self.mean_loss, self.accuracy, self.accuracy_tta):
-            metric.reset()  # into memory of this process's own: what was spawned shares its parent's
+            # A spawned process shares tensors with its parent; the reset allocates its own.
+            metric.reset()
         if self.compiles and not self._is_compiled:
-            # `net.compile()` would skip nn.Sequential, whose file dynamo leaves out, and compile piece by piece.
+            # Dynamo skips the file of nn.Sequential, so `net.compile()` would compile each block separately.
             self.net.forward = torch.compile(self.net.forward)
             self._is_compiled = True
 
     def forward(self, image: Tensor) -> Tensor:
-        """(n, channels, height, width) images to (n, classes) logits."""
+        """Map (n, channels, height, width) images to (n, classes) logits."""
         return self.net(image.contiguous(memory_format=self.layout))
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """The weighted sum of the samples' losses: the mean, with a training batch's weights. No side effects."""
+        """Return the sum of the samples' losses times `batch.weight`, from (n, classes) logits; it has no side effects.
+
+        The weights of a training batch make it the mean.
+        """
         return (self._losses(outputs, batch) * batch.weight).sum()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -98,7 +108,7 @@ class ImageClassifier(Module):
             self.log("test/acc_tta", self.accuracy_tta, on_step=False, on_epoch=True)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
-        """The samples' indices, (n,), and the probabilities of their classes, (n, classes)."""
+        """Return the (n,) indices of the samples and their (n, classes) class probabilities."""
         return batch.sample_index, self(batch.image).float().softmax(1)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
@@ -112,7 +122,11 @@ class ImageClassifier(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse another network's checkpoint; on resuming, let the configuration's hyper-parameters rule."""
+        """Refuse the checkpoint of another network; when training resumes, use the configured hyper-parameters.
+
+        Raises:
+            UserError: if the checkpoint is of another network or another kind of optimizer.
+        """
         check_fits(checkpoint["state_dict"], self.state_dict())
         if not self.trainer.training or not checkpoint.get("optimizer_states"):
             return
@@ -120,7 +134,8 @@ class ImageClassifier(Module):
         step, steps = checkpoint["global_step"], self.trainer.datamodule.total_steps
         saved = checkpoint["optimizer_states"][0]
         override_hyperparameters(saved, optimizer, lambda group: lr_multiplier(self.schedule, group, step, steps))
-        for key in ("base_lrs", "_last_lr"):  # one per group of that run's optimiser: the configuration has them too
+        # The scheduler takes the learning rates from the configuration, not from the checkpoint.
+        for key in ("base_lrs", "_last_lr"):
             checkpoint["lr_schedulers"][0].pop(key)
 
     def _losses(self, outputs: Tensor, batch: Batch) -> Tensor:
@@ -136,13 +151,14 @@ class ImageClassifier(Module):
         return (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
 
     def _log_step(self, loss: Tensor, outputs: Tensor, batch: Batch, batch_idx: int) -> None:
-        """Log the mean over the step's global batch: gathered over its micro-batches, reduced over ranks, once."""
+        """Log the mean over the global batch of a step: sum over micro-batches, then reduce once over ranks."""
         sums = torch.stack([loss, (_correct(outputs, batch) * batch.weight).sum()])
         self._step_sums = sums if self._step_sums is None else self._step_sums + sums
         micro_batches = self.trainer.accumulate_grad_batches
         if (batch_idx + 1) % micro_batches:
             return
-        means = self.trainer.strategy.reduce(self._step_sums / micro_batches, reduce_op="mean").cpu()  # for the bar
+        # The progress bar needs the values on the CPU.
+        means = self.trainer.strategy.reduce(self._step_sums / micro_batches, reduce_op="mean").cpu()
         self._step_sums = None
         self.log("train/loss", means[0], prog_bar=True)
         self.log("train/acc", means[1])
@@ -150,6 +166,9 @@ class ImageClassifier(Module):
 
 
 def _correct(outputs: Tensor, batch: Batch) -> Tensor:
-    """One where the greatest logit is that of the sample's class (the one with the greatest share), else zero."""
+    """Return (n,) ones where the (n, classes) logits are greatest at the sample's class, and zeros elsewhere.
+
+    The class of a mixed target, (n, classes), is the one with the greatest fraction.
+    """
     label = batch.target.argmax(1) if batch.target.ndim == 2 else batch.target
     return (outputs.argmax(1) == label).float()

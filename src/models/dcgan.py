@@ -1,8 +1,8 @@
 """The generator and the discriminator of DCGAN, for 32 x 32 images.
 
 Radford, Metz and Chintala, "Unsupervised representation learning with deep convolutional generative adversarial
-networks" (2015), one stage smaller than for the paper's 64 x 64. With a width of 64 and 100 latent numbers they have
-1,068,928 and 663,296 parameters.
+networks" (2015). The networks have one stage less than those of the paper, which are for 64 x 64 images. With a width
+of 64 and 100 latent values they have 1,068,928 and 663,296 parameters.
 """
 
 from collections import OrderedDict
@@ -11,7 +11,12 @@ from torch import nn
 
 
 def generator(latent: int = 100, width: int = 64) -> nn.Sequential:
-    """(n, latent) noise to (n, 3, 32, 32) images in [-1, 1]."""
+    """Return the generator, which maps (n, latent) noise to (n, 3, 32, 32) images in [-1, 1].
+
+    Args:
+        latent: noise values per image.
+        width: channels of the last hidden layer.
+    """
     net = nn.Sequential(
         OrderedDict(
             start=nn.Sequential(nn.Unflatten(1, (latent, 1, 1)), *_doubling(latent, 4 * width, stride=1, padding=0)),
@@ -24,7 +29,11 @@ def generator(latent: int = 100, width: int = 64) -> nn.Sequential:
 
 
 def discriminator(width: int = 64) -> nn.Sequential:
-    """(n, 3, 32, 32) images to (n,) logits, greater for real ones."""
+    """Return the discriminator, which maps (n, 3, 32, 32) images to (n,) logits, greater for real images.
+
+    Args:
+        width: channels of the first layer.
+    """
     net = nn.Sequential(
         OrderedDict(
             stem=nn.Sequential(nn.Conv2d(3, width, 4, stride=2, padding=1, bias=False), nn.LeakyReLU(0.2)),

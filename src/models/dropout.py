@@ -1,8 +1,8 @@
 """Dropout that does not depend on the hardware: a hash of (seed, epoch, sample, layer, element) decides each element.
 
-torch draws from a generator, whose numbers depend on the rank, the micro-batch and the stage of a pipeline. The mixing
-function is after C. Wellons, "Prospecting for hash functions" (https://nullprogram.com/blog/2018/07/31/), in
-two's-complement 32-bit arithmetic. docs/results.md has its speed.
+torch's dropout uses a random generator, whose numbers depend on the rank, the micro-batch and the pipeline stage. The
+hash function follows C. Wellons, "Prospecting for hash functions" (https://nullprogram.com/blog/2018/07/31/), in
+two's-complement 32-bit arithmetic. docs/results.md reports its speed.
 """
 
 import hashlib
@@ -16,15 +16,16 @@ _log = logging.getLogger(__name__)
 _OTHER_KINDS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _OTHERWISE = "it draws from torch's generator, so that the run depends on the number of ranks"
 _ODD = 0x2545F4914F6CDD1D
-_GOLDEN, _MIX1, _MIX2 = -0x61C88647, 0x7FEB352D, -0x7B935975  # 0x9E3779B9 and 0x846CA68B as int32 holds them
+# int32 holds the constants 0x9E3779B9 and 0x846CA68B as negative numbers.
+_GOLDEN, _MIX1, _MIX2 = -0x61C88647, 0x7FEB352D, -0x7B935975
 
 
 class SampleDropout(nn.Dropout):
-    """`nn.Dropout` by the keys of a training batch's samples; without keys it is torch's own.
+    """`nn.Dropout` whose mask is a hash of the samples' keys; without keys it is torch's own dropout.
 
     Attributes:
         keys: (n,) int64, one for each sample of the batch, or None.
-        salt: tells the layers of a network apart.
+        salt: hash of the layer's name, so that the layers of a network have different masks.
     """
 
     keys: Tensor | None = None
@@ -39,7 +40,7 @@ class SampleDropout(nn.Dropout):
         return input * self._kept(input[0].numel()).view(input.shape) / (1 - self.p)
 
     def _kept(self, count: int) -> Tensor:
-        """Return which of `count` elements of each sample stay, (n, count)."""
+        """Return the (n, count) bool mask of the elements to keep, for `count` elements of each sample."""
         assert self.keys is not None
         own = (((self.keys ^ self.salt) * _ODD) >> 32).int()
         bits = own[:, None] ^ torch.arange(count, dtype=torch.int32, device=own.device) * _GOLDEN
@@ -50,7 +51,10 @@ class SampleDropout(nn.Dropout):
 
 
 class DropPath(SampleDropout):
-    """Drops whole samples of a residual branch (Huang et al., "Deep networks with stochastic depth", 2016)."""
+    """Drops the residual branch of a random subset of the samples: stochastic depth.
+
+    Huang et al., "Deep networks with stochastic depth" (2016).
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -60,7 +64,7 @@ class DropPath(SampleDropout):
 
 
 def drop_by_sample(net: nn.Module) -> None:
-    """Let the dropout layers of a network go by samples, each with a salt that is a hash of its name."""
+    """Replace the `nn.Dropout` layers of a network with `SampleDropout`, in place; the salt is a hash of the name."""
     for name, part in list(net.named_modules(remove_duplicate=False)):
         if type(part) is nn.Dropout:
             part = SampleDropout(part.p, part.inplace)
@@ -72,11 +76,11 @@ def drop_by_sample(net: nn.Module) -> None:
 
 
 def dropouts(net: nn.Module) -> list[SampleDropout]:
-    """Return the layers that take keys."""
+    """Return the layers of a network that take keys and have a probability above zero."""
     return [part for part in net.modules() if isinstance(part, SampleDropout) and part.p > 0]
 
 
 def set_keys(layers: Iterable[SampleDropout], keys: Tensor) -> None:
-    """Give the layers the keys of the samples that they see next, (n,) int64."""
+    """Set the (n,) int64 keys of the samples in the next forward pass."""
     for layer in layers:
         layer.keys = keys

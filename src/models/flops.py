@@ -1,4 +1,4 @@
-"""What a training step costs in floating-point operations: matrix products and convolutions, forward and back."""
+"""FLOPs of a training step: matrix products and convolutions of the forward and the backward pass."""
 
 import warnings
 from typing import Any
@@ -11,28 +11,34 @@ from torch.func import functional_call
 from src.data.batch import Batch
 
 _TYPES = {"64": torch.float64, "bf": torch.bfloat16, "16": torch.float16}
-_SAMPLES = 2  # batch normalisation wants more than one
+_SAMPLES = 2  # batch normalization needs more than one
 
 
 def flops_per_sample(module: Any, image_shape: tuple[int, int, int]) -> float:
-    """Of a module with `loss`, on the meta device: nothing is computed, and no weight, buffer or generator touched.
+    """Return the FLOPs per training sample of a module that has `loss`.
 
-    It must be asked before a strategy takes the network apart.
+    The measurement runs on the meta device: it computes nothing and changes no weight, buffer or random generator. It
+    must run before a strategy shards or splits the network.
+
+    Args:
+        module: LightningModule with a method `loss(outputs, batch)`.
+        image_shape: (channels, height, width).
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     state = {name: torch.empty_like(held, device="meta").requires_grad_(held.requires_grad) for name, held in tensors}
     image = torch.empty(_SAMPLES, *image_shape, dtype=module.dtype, device="meta")
     target = torch.empty(_SAMPLES, dtype=torch.int64, device="meta")
     batch = Batch(image, target, sample_index=target, weight=target.to(module.dtype))
-    eager = torch.compiler.set_stance("force_eager")  # or dynamo would never again compile what it sees here
+    # Without this, dynamo would skip the compilation of these functions for the rest of the process.
+    eager = torch.compiler.set_stance("force_eager")
     with torch.random.fork_rng(devices=[]), eager:
         total = measure_flops(module, lambda: functional_call(module, state, image), lambda y: module.loss(y, batch))
     return total / _SAMPLES
 
 
 def peak_flops(trainer: L.Trainer, device: torch.device) -> float | None:
-    """What one device could do per second in the run's precision, where Lightning knows it."""
+    """Return the peak FLOP/s of a device in the precision of the run, or None if Lightning does not know it."""
     dtype = _TYPES.get(str(trainer.precision)[:2], torch.float32)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it does not is no news
+        warnings.simplefilter("ignore")  # Lightning warns if it does not know the device
         return get_available_flops(device, dtype)

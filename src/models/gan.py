@@ -1,4 +1,4 @@
-"""The LightningModule of generative adversarial networks: two networks, two optimisers, stepped by hand."""
+"""The LightningModule of generative adversarial networks: two networks and two optimizers, manually optimized."""
 
 from functools import partial
 from typing import Any, cast
@@ -16,22 +16,24 @@ from src.models.module import Module
 from src.optim.groups import build_optimizer, override_hyperparameters
 from src.utils.errors import UserError
 
-_NOISE = 1  # tells these random numbers from those of augmentation
-_FOR_EVALUATION = -1  # in place of an epoch: always the same noise, so that curves can be compared
+_NOISE = 1  # separates these random numbers from those of augmentation
+_FOR_EVALUATION = -1  # stands in for the epoch: constant noise makes scores comparable
 
 
 class GAN(Module):
-    """Goodfellow et al., "Generative adversarial nets" (2014), with the generator's loss that does not saturate.
+    """Trains a generator and a discriminator, with the non-saturating generator loss.
 
-    Both networks step at the same time, on losses at the same weights. So there is one backward pass, in which every
-    weight gets its gradient, as DistributedDataParallel expects. The noise of a fake is a hash of the real sample that
-    it stands beside: the same for any number of processes.
+    Goodfellow et al., "Generative adversarial nets" (2014). Both networks step at the same time, on losses computed
+    from the same weights. One backward pass gives every weight its gradient, as DistributedDataParallel expects. The
+    noise of a generated image is a hash of the real sample at the same place in the batch. It is therefore the same for
+    any number of processes.
 
     Args:
-        generator: (n, latent) noise to images, normalised as those of the data are.
-        discriminator: images to (n,) logits, greater for real ones.
-        optimizer: makes each one's optimiser from parameter groups; the learning rate is not scaled.
-        latent: numbers of noise per image.
+        generator: maps (n, latent) noise to (n, channels, height, width) images, normalized like the data.
+        discriminator: maps images to (n,) logits, greater for real images.
+        optimizer: builds the optimizer of each network from parameter groups. The learning rate is not scaled with
+            the batch size.
+        latent: noise values per image.
     """
 
     def __init__(
@@ -43,11 +45,11 @@ class GAN(Module):
         self.optimizer, self.latent = optimizer, latent
 
     def forward(self, noise: Tensor) -> Tensor:
-        """(n, latent) noise to (n, channels, height, width) images."""
+        """Map (n, latent) noise to (n, channels, height, width) images."""
         return self.generator(noise)
 
     def sample(self, count: int) -> Tensor:
-        """Always the same `count` images, as the generator makes them now."""
+        """Return `count` generated images, (count, channels, height, width), always from the same noise."""
         return self(self._noise(torch.arange(count, device=self.device), _FOR_EVALUATION))
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
@@ -59,12 +61,13 @@ class GAN(Module):
         uncounted.zero_grad()
         self.manual_backward(generator_loss + discriminator_loss)
         uncounted.step()
-        counted.step()  # Lightning counts the steps of its own wrapper: one per batch, as everything else expects
+        # Lightning increments global_step for each wrapped optimizer; one wrapper makes it one step per batch.
+        counted.step()
         if at_log_point:
             self._log_step(torch.stack([generator_loss, discriminator_loss]).detach())
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """A fake for each real image, for callbacks to compare."""
+        """Return one generated image for each real image, (n, channels, height, width); callbacks compare them."""
         return self(self._noise(batch.sample_index, _FOR_EVALUATION))
 
     def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -77,23 +80,29 @@ class GAN(Module):
         return [build_optimizer(net, self.optimizer, 1.0, prefix) for prefix, net in networks.items()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse another network's checkpoint; on resuming, let the configuration's hyper-parameters rule."""
+        """Refuse the checkpoint of another network; when training resumes, use the configured hyper-parameters.
+
+        Raises:
+            UserError: if the checkpoint is of other networks or another kind of optimizer.
+        """
         check_fits(checkpoint["state_dict"], self.state_dict())
         if self.trainer.training:
             for saved, optimizer in zip(checkpoint["optimizer_states"], self.configure_optimizers(), strict=True):
                 override_hyperparameters(saved, optimizer, lambda group: 1.0)
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The generator's and the discriminator's, each a weighted sum over the samples."""
+        """Return the loss of the generator and that of the discriminator, each a weighted sum over the samples."""
         fake = self(self._noise(batch.sample_index, self.current_epoch))
         frozen = {name: parameter.detach() for name, parameter in self.discriminator.named_parameters()}
         fooled = functional_call(self.discriminator, frozen, fake)
-        real = batch.image.contiguous()  # one layout, wherever it was fetched from: roundings follow it
+        # The rounding depends on the memory format, which differs between images on the host and on the device.
+        real = batch.image.contiguous()
         on_real, on_fake = self.discriminator(real), self.discriminator(fake.detach())
         generator_loss = (F.softplus(-fooled) * batch.weight).sum()
         return generator_loss, ((F.softplus(-on_real) + F.softplus(on_fake)) * batch.weight).sum()
 
     def _noise(self, index: Tensor, epoch: int) -> Tensor:
+        """Return (n, latent) standard normal noise, a hash of the seed, the epoch and the (n,) sample indices."""
         keys = hash_ints(self.trainer.datamodule.seed, epoch, _NOISE, index, device=self.device)
         return normal(keys, self.latent).to(cast(torch.dtype, self.dtype))
 

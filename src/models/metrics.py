@@ -1,4 +1,4 @@
-"""A mean over samples of unequal weight, exact over any number of processes."""
+"""A weighted mean over samples, exact for any number of processes."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,10 @@ from torchmetrics import Metric
 
 
 class WeightedMean(Metric):
-    """The mean of values by weight, without a wait for the device.
+    """The weighted mean of values, without a host-device synchronization.
 
-    torchmetrics' own MeanMetric looks for NaN with each update, which waits; told not to
-    (`nan_strategy="disable"`), its release 1.9 ignores the weights.
+    torchmetrics' own MeanMetric checks for NaN at each update, which synchronizes. `nan_strategy="disable"` turns the
+    check off, but torchmetrics 1.9 then ignores the weights.
     """
 
     total: Tensor
@@ -21,7 +21,9 @@ class WeightedMean(Metric):
         self.add_state("weight", torch.zeros(()), dist_reduce_fx="sum")
 
     def update(self, values: Tensor, weights: Tensor) -> None:
-        dtype = torch.promote_types(values.dtype, torch.float32)  # half precision would count to 256 and no further
+        """Add (n,) values with their (n,) weights."""
+        # A bfloat16 sum of ones stops at 256.
+        dtype = torch.promote_types(values.dtype, torch.float32)
         weights = weights.to(dtype)
         self.total = self.total.to(dtype) + (values.to(dtype) * weights).sum()
         self.weight = self.weight.to(dtype) + weights.sum()

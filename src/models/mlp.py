@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: the smallest model, for trying things out and for measuring everything but the network."""
+"""A multi-layer perceptron: the smallest network, for tests and for measuring everything but the network."""
 
 import math
 from collections import OrderedDict
@@ -10,7 +10,14 @@ from torch import nn
 def mlp(
     num_classes: int, image_shape: Sequence[int], hidden: Sequence[int] = (256, 128), dropout: float = 0.0
 ) -> nn.Sequential:
-    """The network as its ordered blocks; it takes images of `image_shape` (channels, height, width)."""
+    """Return the network as a sequence of blocks; it maps (n, *image_shape) images to (n, num_classes) logits.
+
+    Args:
+        num_classes: number of classes.
+        image_shape: (channels, height, width) of the images.
+        hidden: units of each hidden layer.
+        dropout: probability of dropping a unit of a hidden layer.
+    """
     blocks: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     width = math.prod(image_shape)
     for number, units in enumerate(hidden, start=1):

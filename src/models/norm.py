@@ -1,4 +1,4 @@
-"""The normalisation of convolutional networks, by name."""
+"""The normalization layers of convolutional networks, by name."""
 
 import math
 
@@ -10,12 +10,14 @@ _KINDS = ("batch", "group")
 
 
 def norm_layer(kind: str, channels: int) -> nn.Module:
-    """`batch` (Ioffe and Szegedy, 2015), or `group` (Wu and He, 2018), which needs no batch to normalise over.
+    """Return a normalization layer for (n, channels, height, width) inputs.
 
-    Groups are 32, as in that paper, or the most that divide the channels.
+    Args:
+        kind: `batch` (Ioffe and Szegedy, 2015), or `group` (Wu and He, 2018), which is independent of the batch.
+        channels: channels of the input. Group normalization has gcd(32, channels) groups; the paper has 32.
 
     Raises:
-        UserError: if there is no such normalisation.
+        UserError: if there is no such normalization.
     """
     if kind not in _KINDS:
         raise UserError(f"model.norm={kind} is not a normalisation: {nearest(kind, _KINDS)}")

@@ -1,7 +1,7 @@
-"""ResNet-18 with pre-activation: normalisation and ReLU stand before each convolution.
+"""ResNet-18 with pre-activation: normalization and ReLU come before each convolution.
 
-He et al., "Identity mappings in deep residual networks" (2016), at the size that mixup's authors trained on CIFAR
-(Zhang et al., "mixup: beyond empirical risk minimization", 2017). 11,172,170 parameters for ten classes.
+The block is that of He et al., "Identity mappings in deep residual networks" (2016). The size is that of the CIFAR
+network in Zhang et al., "mixup: beyond empirical risk minimization" (2017): 11,172,170 parameters for ten classes.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from src.models.norm import norm_layer
 
 
 def preact_resnet18(num_classes: int, norm: str = "batch") -> nn.Sequential:
-    """The network as its ordered blocks; it takes (n, 3, 32, 32) images."""
+    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits."""
     blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=_convolution(3, 64))
     inputs = 64
     for stage, outputs in enumerate((64, 128, 256, 512)):
@@ -26,7 +26,10 @@ def preact_resnet18(num_classes: int, norm: str = "batch") -> nn.Sequential:
 
 
 class PreActBlock(nn.Module):
-    """Twice normalisation, ReLU and a 3 x 3 convolution; a shortcut with a projection starts after the first ReLU."""
+    """A residual block of twice normalization, ReLU and a 3 x 3 convolution.
+
+    If the shape changes, the shortcut is a 1 x 1 convolution of the first ReLU's output. Otherwise it is the input.
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: str, dropout: float = 0.0) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""ResNet-18, -34 and -50 with the stem that suits 32 x 32 images.
+"""ResNet-18, -34 and -50 with a stem for 32 x 32 images.
 
-He et al., "Deep residual learning for image recognition" (2015): the ImageNet networks of table 1, their first
-convolution 3 x 3 with stride 1 and no pooling after it, as is usual on CIFAR. In the bottlenecks the stride is on the
-3 x 3 convolution. 11,173,962, 21,282,122 and 23,520,842 parameters for ten classes.
+These are the ImageNet networks in table 1 of He et al., "Deep residual learning for image recognition" (2015). As is
+usual on CIFAR, the first convolution is 3 x 3 with stride 1, without pooling after it. In the bottlenecks the stride is
+on the 3 x 3 convolution. The networks have 11,173,962, 21,282,122 and 23,520,842 parameters for ten classes.
 """
 
 from collections import OrderedDict
@@ -14,22 +14,22 @@ from src.models.norm import norm_layer
 
 
 def resnet18(num_classes: int, norm: str = "batch") -> nn.Sequential:
-    """The network as its ordered blocks; it takes (n, 3, 32, 32) images."""
+    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits."""
     return _resnet(_basic, (2, 2, 2, 2), num_classes, norm)
 
 
 def resnet34(num_classes: int, norm: str = "batch") -> nn.Sequential:
-    """The network as its ordered blocks; it takes (n, 3, 32, 32) images."""
+    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits."""
     return _resnet(_basic, (3, 4, 6, 3), num_classes, norm)
 
 
 def resnet50(num_classes: int, norm: str = "batch") -> nn.Sequential:
-    """The network as its ordered blocks; it takes (n, 3, 32, 32) images."""
+    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits."""
     return _resnet(_bottleneck, (3, 4, 6, 3), num_classes, norm, expansion=4)
 
 
 class _Residual(nn.Module):
-    """A branch of convolutions and a shortcut around it."""
+    """The sum of a branch of convolutions and its shortcut, followed by ReLU."""
 
     def __init__(self, branch: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""ResNet-9, the small fast default.
+"""ResNet-9, the small and fast default network.
 
-After David Page, "How to train your ResNet" (2018): a convolution and three stages that halve the image, two of
-them with a residual branch. The width is a parameter: 64 is Page's network, 16 suits a CPU.
+Page, "How to train your ResNet" (2018): a convolution, then three stages that halve height and width. Two of the stages
+have a residual branch. Page's network has a width of 64; a width of 16 suits a CPU.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,13 @@ from src.models.norm import norm_layer
 
 
 def resnet9(num_classes: int, width: int = 16, norm: str = "batch") -> nn.Sequential:
-    """The network as its ordered blocks; it takes (n, 3, 32, 32) images."""
+    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits.
+
+    Args:
+        num_classes: number of classes.
+        width: channels of the first convolution.
+        norm: `batch` or `group`.
+    """
     return nn.Sequential(
         OrderedDict(
             stem=_convolution(3, width, norm),
@@ -34,7 +40,10 @@ class _Residual(nn.Module):
 
 
 class _GlobalMax(nn.Module):
-    """Each channel's maximum; torch's own pooling layer has no deterministic gradient on GPUs."""
+    """The maximum of each channel, (n, channels, height, width) to (n, channels, 1, 1).
+
+    torch's own pooling layer has no deterministic gradient on GPUs.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return x.amax((2, 3), keepdim=True)

@@ -1,8 +1,9 @@
-"""VGG-16 with batch normalisation, for 32 x 32 images.
+"""VGG-16 with batch normalization, for 32 x 32 images.
 
-Simonyan and Zisserman, "Very deep convolutional networks" (2014), configuration D: thirteen 3 x 3 convolutions in five
-stages, each halving the image at its end. On CIFAR what is left is one pixel of 512 channels, so one linear layer
-takes the place of the three. 14,728,266 parameters for ten classes.
+This is configuration D of Simonyan and Zisserman, "Very deep convolutional networks" (2014): thirteen 3 x 3
+convolutions in five stages. A max pooling at the end of each stage halves height and width. On CIFAR this leaves one
+pixel of 512 channels, so one linear layer replaces the three of the paper. The network has 14,728,266
+parameters for ten classes.
 """
 
 from collections import OrderedDict
@@ -15,7 +16,7 @@ _STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 51
 
 
 def vgg16(num_classes: int, dropout: float = 0.0, norm: str = "batch") -> nn.Sequential:
-    """The network as its ordered blocks; it takes (n, 3, 32, 32) images."""
+    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits."""
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
     inputs = 3
     for stage, widths in enumerate(_STAGES, start=1):

@@ -1,4 +1,4 @@
-"""Test-time augmentation: a network's logits averaged over views of each image."""
+"""Test-time augmentation: average the logits of a network over views of each image."""
 
 from collections.abc import Callable
 
@@ -11,24 +11,27 @@ _KINDS = ("mirror", "shift")
 
 
 def check_views(kind: str | None) -> None:
-    """Find out whether there are such views.
+    """Check the name of a test-time augmentation.
 
     Raises:
-        UserError: if not.
+        UserError: if there is no such test-time augmentation.
     """
     if kind is not None and kind not in _KINDS:
         raise UserError(f"module.tta={kind} is no test-time augmentation: {nearest(kind, _KINDS)}, or null")
 
 
 def average_over_views(net: Callable[[Tensor], Tensor], image: Tensor, plain: Tensor, kind: str) -> Tensor:
-    """The (n, classes) logits in float32 or better, averaged over views of (n, channels, height, width) images.
+    """Return the (n, classes) logits averaged over views, in float32 or float64.
 
-    `mirror` is the image and its mirror image; `shift` gives these half of the weight, and the other half to the same
-    of the image shifted by a pixel, borders reflected, up and left, and down and right, as in Jordan, "94% on
-    CIFAR-10 in 3.29 seconds" (2024).
+    `mirror` averages over the image and its mirror image. `shift` gives these two half of the weight. The other half
+    goes to the two views of the image shifted by one pixel up and left, and down and right, with reflected borders. It
+    follows Jordan, "94% on CIFAR-10 in 3.29 seconds" (2024).
 
     Args:
-        plain: the logits of the images as they are.
+        net: maps images to logits.
+        image: (n, channels, height, width) images.
+        plain: (n, classes) logits of the unchanged images.
+        kind: `mirror` or `shift`.
     """
     mirrored = (_precise(plain) + _precise(net(image.flip(-1)))) / 2
     if kind == "mirror":

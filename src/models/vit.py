@@ -1,8 +1,8 @@
-"""A vision Transformer with patches that suit 32 x 32 images.
+"""A vision Transformer with patches for 32 x 32 images.
 
-Dosovitskiy et al., "An image is worth 16 x 16 words" (2020), in the sizes of DeiT-Tiny (Touvron et al., 2020): twelve
-equal blocks of width 192 with three heads, a class token, learned positions. With patches of 4 x 4 pixels an image is
-64 words, and the network has 5,362,762 parameters for ten classes (5,717,416 as published, for ImageNet).
+Dosovitskiy et al., "An image is worth 16 x 16 words" (2020), in the size of DeiT-Tiny (Touvron et al., 2020): twelve
+equal layers of width 192 with three heads, a class token and learned positions. Patches of 4 x 4 pixels make 64 tokens
+per image. The network has 5,362,762 parameters for ten classes; the published one for ImageNet has 5,717,416.
 """
 
 from collections import OrderedDict
@@ -27,14 +27,23 @@ def vit(
     dropout: float = 0.0,
     drop_path: float = 0.0,
 ) -> nn.Sequential:
-    """The network as its ordered blocks: `embed`, `depth` equal layers, `head`.
+    """Return the network as a sequence of blocks: `embed`, `depth` equal layers and `head`.
+
+    It maps (n, channels, height, width) images to (n, num_classes) logits.
 
     Args:
-        image_shape: (channels, height, width) of the images, whole patches high and wide.
-        drop_path: probability of leaving out a branch of the last layer, rising to it from zero.
+        num_classes: number of classes.
+        image_shape: (channels, height, width) of the images; height and width are multiples of `patch`.
+        patch: side of a patch in pixels.
+        width: embedding dimension, a multiple of `heads`.
+        depth: number of layers.
+        heads: number of attention heads.
+        mlp_ratio: hidden units of the MLP in multiples of `width`.
+        dropout: probability of dropping an element after the embedding, the attention and both layers of the MLP.
+        drop_path: stochastic depth rate of the last layer; it rises linearly from zero at the first layer.
 
     Raises:
-        UserError: if the patches do not tile the image, or the heads do not share the width.
+        UserError: if `patch` does not divide height and width, or `heads` does not divide `width`.
     """
     channels, *size = image_shape
     if any(side % patch for side in size):
@@ -53,7 +62,10 @@ def vit(
 
 
 class _Embed(nn.Module):
-    """Patches to words, a class token in front, and positions."""
+    """Embedding of patches, with a class token first and learned positions.
+
+    It maps (n, channels, height, width) images to (n, patches + 1, width) tokens.
+    """
 
     def __init__(self, channels: int, patches: int, patch: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -69,7 +81,7 @@ class _Embed(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Attention and a multi-layer perceptron, each normalised before and added to what it was given."""
+    """A pre-norm Transformer layer: attention and a multi-layer perceptron, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, hidden: int, dropout: float, drop_path: float) -> None:
         super().__init__()
@@ -86,6 +98,8 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
+    """Multi-head self-attention over (n, tokens, width)."""
+
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
@@ -100,6 +114,8 @@ class _Attention(nn.Module):
 
 
 class _Head(nn.Module):
+    """Classification of the class token: (n, tokens, width) to (n, num_classes) logits."""
+
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, num_classes)

@@ -1,4 +1,4 @@
-"""A first layer whose frozen filters whiten small patches of the images."""
+"""A first layer whose frozen filters whiten small image patches."""
 
 import torch
 import torch.nn.functional as F
@@ -6,14 +6,15 @@ from torch import Tensor, nn
 
 
 class Whitening(nn.Conv2d):
-    """Each patch in the basis of its principal components, each scaled to deviation one, and all of it negated.
+    """A convolution that projects patches onto their principal components, scaled to standard deviation one.
 
-    Page, "How to train your ResNet" (2018); with the bias, and both signs, tysam-code/hlb-CIFAR10 (2023). The filters
-    are frozen; until they are fitted they are a convolution's initial ones.
+    Each filter occurs with both signs. The method is that of Page, "How to train your ResNet" (2018); the bias and the
+    two signs are those of tysam-code/hlb-CIFAR10 (2023). The filters are frozen. Until `fit` has computed them, they
+    are the initial filters of a convolution.
 
     Attributes:
-        trains_bias: whether the bias gets a gradient. Without, none need be computed for the layer's output either,
-            which is the largest in the network.
+        trains_bias: whether the bias gets a gradient. Without it, the backward pass needs no gradient of this layer's
+            output, which is the largest in the network.
     """
 
     def __init__(self, channels: int, size: int) -> None:
@@ -23,17 +24,23 @@ class Whitening(nn.Conv2d):
 
     @property
     def fitted(self) -> bool:
-        """Whether the filters come in pairs of both signs, as those do that were computed from images."""
+        """Whether the filters come in pairs of opposite sign, as `fit` returns them."""
         positive, negative = self.weight.chunk(2)
         return torch.equal(positive, -negative)
 
     def fit(self, images: Tensor, eps: float = 5e-4) -> Tensor:
-        """The filters for normalised images, (n, channels, height, width)."""
+        """Return the (outputs, channels, size, size) filters for normalized images; the caller stores them.
+
+        Args:
+            images: (n, channels, height, width) normalized images.
+            eps: constant added to the variances, which limits the scale of components with little variance.
+        """
         patches = F.unfold(images, self.kernel_size).transpose(1, 2).flatten(0, 1).double()
         covariance = patches.T @ patches / len(patches)
         values, vectors = torch.linalg.eigh(covariance)
         largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
-        vectors = vectors * largest.sign()  # an eigenvector's sign is the library's choice
+        # The sign of an eigenvector depends on the linear algebra library, so this fixes it.
+        vectors = vectors * largest.sign()
         filters = (vectors / (values + eps).sqrt()).T.reshape(-1, *self.weight.shape[1:])
         return torch.cat([filters, -filters])
 

@@ -1,8 +1,8 @@
-"""Wide residual networks: few layers, many channels.
+"""Wide residual networks: few layers with many channels.
 
-Zagoruyko and Komodakis, "Wide residual networks" (2016): WRN-28-10 has 28 layers, three groups of four blocks, ten
-times the channels of the thin network, and 36,479,194 parameters for ten classes. Dropout lies between the two
-convolutions of a block; the paper uses 0.3 where it uses any.
+Zagoruyko and Komodakis, "Wide residual networks" (2016). WRN-28-10 has 28 layers in three groups of four blocks, ten
+times the channels of the thin network, and 36,479,194 parameters for ten classes. Dropout is between the two
+convolutions of a block; the paper's runs with dropout use 0.3.
 """
 
 from collections import OrderedDict
@@ -17,10 +17,17 @@ from src.utils.errors import UserError
 def wide_resnet(
     num_classes: int, depth: int = 28, width: int = 10, dropout: float = 0.0, norm: str = "batch"
 ) -> nn.Sequential:
-    """The network as its ordered blocks; it takes (n, 3, 32, 32) images.
+    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits.
+
+    Args:
+        num_classes: number of classes.
+        depth: number of layers, 6 n + 4.
+        width: channels in multiples of 16, 32 and 64 in the three groups.
+        dropout: probability of dropping an element between the two convolutions of a block.
+        norm: `batch` or `group`.
 
     Raises:
-        UserError: if no whole number of blocks makes up the depth.
+        UserError: if the depth is not 6 n + 4.
     """
     if depth < 10 or (depth - 4) % 6:
         raise UserError(f"model.depth={depth}: a wide ResNet has 6 n + 4 layers; take 10, 16, 22, 28 or 40")

@@ -1,4 +1,4 @@
-"""What a strategy of Lightning's cannot do, said before it fails in its own words."""
+"""Checks of what a Lightning strategy supports, with a clear message before Lightning fails."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from src.utils.errors import UserError
 
 
 def check_can_train(strategy: Any, module: L.LightningModule) -> None:
-    """Modules that step several optimisers by hand need whole replicas of themselves.
+    """Check that the strategy can train the module: manual optimization needs a full replica of it on each rank.
 
     Raises:
-        UserError: if the strategy does not keep such.
+        UserError: if the module uses manual optimization and the strategy keeps no full replicas.
     """
     if not module.automatic_optimization and not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
         raise UserError(

@@ -1,6 +1,6 @@
-"""DistributedDataParallel with a choice of how gradients travel, and of who keeps the optimiser's state.
+"""DistributedDataParallel with options for gradient communication and for sharding of the optimizer state.
 
-Lightning's DDPStrategy takes hooks as objects, on GPUs only, and leaves their memory out of checkpoints.
+Lightning's DDPStrategy takes communication hooks as objects, on GPUs only, and does not save their state.
 """
 
 import warnings
@@ -24,7 +24,11 @@ from src.utils.errors import UserError, nearest
 
 
 def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """gloo continues a hook on threads of its own, where its next reductions may overtake others on some ranks only."""
+    """Run the PowerSGD hook, and wait for it on a CPU.
+
+    gloo continues a hook on its own threads. On some ranks its later reductions could then overtake those of other
+    buckets.
+    """
     future = powerSGD_hook(state, bucket)
     if not bucket.buffer().is_cuda:
         future.wait()
@@ -40,23 +44,24 @@ _HOOKS: dict[str, Any] = {
 
 
 class DDP(DDPStrategy):
-    """Every rank has the whole network and its share of the data.
+    """Gives every rank a full replica of the network and its part of the data.
 
     Args:
-        comm_hook: `fp16` or `bf16`: gradients are reduced in that type. `powersgd`: as products of two thin matrices,
-            with error feedback (Vogels et al., 2019). `post_local_sgd`: not at all; weights are averaged instead, every
-            `model_averaging_period` steps, and before validation and saving (Lin et al., "Don't use large mini-batches,
-            use local SGD", 2020); a checkpoint then holds the averages of the optimisers' states. Null: as they are.
-        comm_start_step: steps with plain averaging of gradients before the latter two begin.
-        matrix_approximation_rank: of PowerSGD: columns of its matrices.
-        model_averaging_period: of post-local SGD.
-        shard_optimizer: each rank keeps the optimiser's state of its share of the weights only, steps these, and sends
-            them to the others (ZeRO stage 1: Rajbhandari et al., 2020).
-        gradient_as_bucket_view: gradients lie where they are reduced, which saves a copy of them, in memory and time.
-        **kwargs: what DistributedDataParallel takes, such as `bucket_cap_mb`.
+        comm_hook: communication of gradients; null leaves them unchanged. `fp16` and `bf16` reduce gradients in that
+            type. `powersgd` reduces two low-rank factors of each gradient, with error feedback (Vogels et al., 2019).
+            `post_local_sgd` reduces no gradients: it averages the weights every `model_averaging_period` steps, and
+            before validation and saving (Lin et al., "Don't use large mini-batches, use local SGD", 2020). A checkpoint
+            then holds the averages of the optimizer states.
+        comm_start_step: steps with plain averaging of gradients before `powersgd` or `post_local_sgd` begins.
+        matrix_approximation_rank: rank of the PowerSGD factors.
+        model_averaging_period: steps between two averages of the weights under `post_local_sgd`.
+        shard_optimizer: each rank keeps the optimizer state of its part of the weights, updates these weights, and
+            broadcasts them to the other ranks (ZeRO stage 1: Rajbhandari et al., 2020).
+        gradient_as_bucket_view: gradients are views of the communication buckets, which saves one copy of them.
+        **kwargs: further arguments of DistributedDataParallel, such as `bucket_cap_mb`.
 
     Raises:
-        UserError: if there is no such hook, or it does not go with another option.
+        UserError: if there is no such hook, or it is not compatible with another option.
     """
 
     def __init__(
@@ -86,7 +91,8 @@ class DDP(DDPStrategy):
         if comm_hook == "powersgd":
             if kwargs.get("static_graph"):
                 raise UserError("strategy.static_graph=true changes the buckets that powersgd remembers: set it false")
-            self._ddp_kwargs["find_unused_parameters"] = True  # so the buckets of its memory are those of a resumed run
+            # DDP then does not rebuild its buckets, so a resumed run has the buckets to which the saved state belongs.
+            self._ddp_kwargs["find_unused_parameters"] = True
 
     def setup(self, trainer: L.Trainer) -> None:
         if self.comm_hook == "bf16" and self.root_device.type == "cpu":
@@ -98,7 +104,8 @@ class DDP(DDPStrategy):
                 )
             if not self.lightning_module.automatic_optimization:
                 raise UserError("strategy.comm_hook=post_local_sgd averages the weights of one optimiser; take fp16")
-            self.lightning_module.to(memory_format=torch.contiguous_format)  # which torch's averaging returns
+            # torch's model averaging returns contiguous weights.
+            self.lightning_module.to(memory_format=torch.contiguous_format)
         if self.comm_hook in ("powersgd", "post_local_sgd") and self.precision_plugin.precision == "16-mixed":
             raise UserError(
                 f"trainer.precision=16-mixed overflows now and then, which {self.comm_hook} keeps: bf16-mixed"
@@ -110,19 +117,19 @@ class DDP(DDPStrategy):
         super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Without a broadcast of buffers at each step, if batch normalisation keeps them equal anyway."""
+        """Wrap the module in DDP; do not broadcast buffers if synchronized batch normalization keeps them equal."""
         norms = [norm for norm in model.modules() if isinstance(norm, SyncedBatchNorm)]
         ddp = super()._setup_model(model)
         if sum(len(norm._buffers) for norm in norms) == len(list(model.buffers())):
-            ddp.broadcast_buffers = False  # a property from torch 2.13 on; as an argument that warns
+            ddp.broadcast_buffers = False  # the constructor argument warns since torch 2.13
         return ddp
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.shard_optimizer:
-            from torch.distributed.optim import ZeroRedundancyOptimizer  # late: that package takes a while to import
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # the import is slow
 
-            warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # not overridden, but another's
+            warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # false alarm: ZeRO wraps the optimizer
             whole = self.optimizers
             if any(group.get("fused") or group.get("capturable") for one in whole for group in one.param_groups):
                 raise UserError("strategy.shard_optimizer=true keeps counts of steps on the CPU: no `fused` optimiser")
@@ -143,7 +150,7 @@ class DDP(DDPStrategy):
             cast(DistributedDataParallel, self.model).register_comm_hook(self._ddp_comm_state, _HOOKS[self.comm_hook])
 
     def on_train_start(self) -> None:
-        """Put the hook where a run that was not interrupted would have it."""
+        """Give the hook the step and the state that it would have in an uninterrupted run."""
         state: Any = self._ddp_comm_state
         if state is not None:
             state.iter = self.lightning_module.trainer.global_step
@@ -154,7 +161,10 @@ class DDP(DDPStrategy):
         self._restored = {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """With it what PowerSGD remembers: it is linear, so the ranks' errors can be given back as their mean."""
+        """Save the checkpoint with the state of PowerSGD.
+
+        PowerSGD is linear in the errors of the ranks, so their mean is enough for any number of ranks.
+        """
         state: Any = self._ddp_comm_state
         if self.comm_hook == "powersgd" and state is not None:
             memory = {name: dict(getattr(state, name)) for name in ("error_dict", "p_memory_dict", "q_memory_dict")}
@@ -176,7 +186,7 @@ class DDP(DDPStrategy):
         return checkpoint
 
     def _layout(self) -> dict[str, Any]:
-        """The options on which the shapes and the order of PowerSGD's memory depend."""
+        """Return the options on which the shapes and the order of the PowerSGD state depend."""
         weights = list(self.lightning_module.parameters())
         return {
             "strategy.matrix_approximation_rank": self.matrix_approximation_rank,
@@ -201,7 +211,7 @@ class DDP(DDPStrategy):
         return super().optimizer_state(optimizer)
 
     def _average(self, values: Iterable[Any]) -> None:
-        """Under post-local SGD, make them those of all ranks. Every rank must take part."""
+        """Under post-local SGD, average the tensors over all ranks, in place. Every rank must call it."""
         if self._model_averager is not None:
-            floats = [value for value in values if isinstance(value, Tensor) and value.ndim]  # no counts of steps
+            floats = [value for value in values if isinstance(value, Tensor) and value.ndim]  # no step counts
             average_parameters(cast(Any, iter(floats)), self._model_averager.process_group)

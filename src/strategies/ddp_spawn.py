@@ -1,4 +1,4 @@
-"""DDP whose processes Lightning spawns itself, as the tutorials do; `strategy=ddp` starts faster and fails cleaner."""
+"""DDP in processes that Lightning spawns, as in many tutorials; `strategy=ddp` starts faster and shuts down better."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from src.utils.rank_log import log_to_folder
 
 
 class DDPSpawn(DDP):
-    """Runs in one process, which spawns a process per device for each of fit and test."""
+    """Runs in one process, which spawns one process per device, separately for fit and for test."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(start_method="spawn", **kwargs)
@@ -31,12 +31,14 @@ class DDPSpawn(DDP):
 
 
 class _Launcher(_MultiProcessingLauncher):
-    """Ends each process in order, and tells the first one at which step and epoch to log what is tested after fit."""
+    """Shuts each process down cleanly, and returns step and epoch of fit to the main process.
+
+    A later test then logs its metrics at this step and epoch.
+    """
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
-        handlers = signals.install_handlers(
-            signals.on_signal
-        )  # the spawned ones have theirs; this process waits for them
+        # This process only waits for the spawned ones, which install their own handlers.
+        handlers = signals.install_handlers(signals.on_signal)
         try:
             return super().launch(*args, **kwargs)
         except mp.ProcessExitedException as ended:
@@ -51,11 +53,11 @@ class _Launcher(_MultiProcessingLauncher):
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except BaseException as error:
             for logger in trainer.loggers:
-                logger.finalize("failed")  # as Lightning does where it spawns nothing
+                logger.finalize("failed")  # Lightning does so only in processes that it did not spawn
             if stopped := isinstance(error, signals.Stopped):
                 preempted()
             finish(succeeded=False)
-            if stopped:  # on all ranks at once
+            if stopped:  # all ranks stop together, so no rank waits in a collective
                 close_process_group()
             raise
         finish(succeeded=True)

@@ -1,7 +1,7 @@
-"""torch.nn.DataParallel: one process, a thread per GPU. For comparison: `strategy=ddp` is faster, and exact.
+"""torch.nn.DataParallel: one process with one thread per GPU, for comparison; `strategy=ddp` is faster and exact.
 
-Each step copies the network to every GPU and gathers the outputs on the first one, and the threads share one
-interpreter. Batch normalisation sees a GPU's share of the batch, and keeps the statistics of the first one's.
+Each step copies the network to every GPU and gathers the outputs on the first one. All threads share one Python
+interpreter. Batch normalization sees the part of the batch on its GPU, and keeps the statistics of the first GPU.
 """
 
 from typing import Any
@@ -16,7 +16,10 @@ from src.utils.errors import UserError
 
 
 class _Blocks(nn.Sequential):
-    """A GPU's copy of the network, for its share of the batch."""
+    """The network on one GPU, for its part of the batch.
+
+    DataParallel scatters the (n, ...) images and their (n,) dropout keys together.
+    """
 
     def forward(self, input: Tensor, keys: Tensor | None = None) -> Tensor:
         if keys is not None:
@@ -25,10 +28,10 @@ class _Blocks(nn.Sequential):
 
 
 class DP(ParallelStrategy):
-    """The whole batch is on the first GPU; the network's forward pass takes it apart.
+    """Puts the batch on the first GPU; the forward pass of the network scatters it over all GPUs.
 
     Raises:
-        UserError: if there are fewer than two GPUs: on a CPU torch would do nothing, without a word.
+        UserError: if there are fewer than two GPUs. On a CPU DataParallel would silently do nothing.
     """
 
     @property
@@ -41,7 +44,7 @@ class DP(ParallelStrategy):
 
     @property
     def num_microbatches(self) -> int:
-        """Parts of a batch, one for each GPU."""
+        """The number of parts of a batch, one for each GPU."""
         return len(self.parallel_devices or [])
 
     def setup_environment(self) -> None:
@@ -59,7 +62,7 @@ class DP(ParallelStrategy):
         if getattr(self.lightning_module, "compiles", False):
             raise UserError("module.compile=true compiles the whole network, which strategy=dp copies in every step")
         blocks, layers = nn.DataParallel(_Blocks(*net.children()), self.parallel_devices), dropouts(net)
-        # A function, lest its parameters be registered twice.
+        # A function, because assigning the module would register its parameters a second time.
         net.forward = lambda image: blocks(image, layers[0].keys if layers and net.training else None)
 
     def model_to_device(self) -> None:
@@ -72,7 +75,7 @@ class DP(ParallelStrategy):
         return tensor
 
     def barrier(self, name: str | None = None) -> None:
-        """There is no other process."""
+        """Do nothing: there is no other process."""
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj

@@ -1,7 +1,7 @@
-"""FSDP2: weights, gradients and optimiser state sharded over the ranks, gathered block by block where they are used.
+"""FSDP2: weights, gradients and optimizer state sharded over the ranks, with weights gathered one block at a time.
 
-`torch.distributed.fsdp.fully_shard`, applied from outside the network, on Lightning's ModelParallelStrategy, which
-leaves that to the module. Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel" (2023).
+The strategy applies `torch.distributed.fsdp.fully_shard` to the network. Lightning's ModelParallelStrategy leaves this
+to the module. Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel" (2023).
 """
 
 from typing import Any, cast
@@ -18,17 +18,20 @@ from src.utils.errors import UserError
 
 
 class FSDP(ShardedStateStrategy):
-    """Every rank has its share of the data and of each tensor.
+    """Gives every rank its part of the data and its shard of each tensor.
 
     Args:
-        replicas: groups of ranks that hold the whole network each, sharded within (HSDP); one group is plain FSDP.
-        reshard_after_forward: free a block's gathered weights after its forward pass, and gather them again for the
-            backward pass: less memory, half as much communication again.
-        param_dtype, reduce_dtype: what weights are gathered in, and gradients reduced in, such as `bfloat16`; by
-            default what they are stored in. `trainer.precision=bf16-mixed` is another thing: autocast, as elsewhere.
+        replicas: number of groups of ranks that each hold the full network, sharded within the group (HSDP). One group
+            is plain FSDP.
+        reshard_after_forward: free the gathered weights of a block after its forward pass, and gather them again for
+            the backward pass. This needs less memory and 1.5 times the communication.
+        param_dtype: type in which weights are gathered, such as `bfloat16`; null means the type they are stored in.
+            `trainer.precision=bf16-mixed` is different: it is autocast, as under every strategy.
+        reduce_dtype: type in which gradients are reduced; null as for `param_dtype`.
+        **kwargs: arguments of ShardedStateStrategy.
 
     Raises:
-        UserError: if the ranks do not divide among the replicas, or there is no such type.
+        UserError: if `replicas` does not divide the number of ranks, or there is no such type.
     """
 
     def __init__(
@@ -59,10 +62,12 @@ class FSDP(ShardedStateStrategy):
         self._device_mesh = mesh if self.replicas > 1 else mesh["shard"]
 
     def parallelize(self, module: L.LightningModule) -> None:
+        """Shard the network: each of its blocks is gathered on its own."""
         net = cast(nn.Module, module.net)
-        net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP takes no other
+        net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP supports no other format
+        # Batch statistics stay in full precision, so the weights of these layers must too: no mixed-precision policy.
         for norm in [part for part in net.modules() if isinstance(part, _BatchNorm) and self.policy.param_dtype]:
-            fully_shard(norm, mesh=self.device_mesh)  # its statistics are kept in full precision, and so its weights
+            fully_shard(norm, mesh=self.device_mesh)
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.policy}
         for block in net.children():
             if any(True for _ in block.parameters()):

@@ -1,4 +1,4 @@
-"""Gradients of a network of which each rank of a group holds a part, or a replica."""
+"""Averaging and clipping of gradients over the ranks of a process group."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,12 @@ from src.optim.optimizer_state import to_full_tensor
 
 
 def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
-    """Make them the means of the ranks of `group`, in one all-reduce."""
+    """Replace the gradients with their means over the ranks of `group`, in one all-reduce.
+
+    Args:
+        group: ranks that hold replicas.
+        gradients: tensors of any shape, in the same order on every rank; changed in place.
+    """
     if dist.get_world_size(group) == 1:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(dist.get_world_size(group))
@@ -19,7 +24,13 @@ def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
 
 
 def clip_by_norm_over(group: dist.ProcessGroup, optimizer: Optimizer, clip_val: float) -> None:
-    """Scale the gradients such that their norm, over the parameters of every rank of `group`, is at most `clip_val`."""
+    """Clip the gradients in place, by their norm over the parameters of all ranks of `group`.
+
+    Args:
+        group: ranks that hold different parts of the network.
+        optimizer: holds the parameters of this rank.
+        clip_val: largest norm after clipping.
+    """
     weights = [weight for part in optimizer.param_groups for weight in part["params"] if weight.grad is not None]
     square = to_full_tensor(nn.utils.get_total_norm([weight.grad for weight in weights])) ** 2
     dist.all_reduce(square, group=group)

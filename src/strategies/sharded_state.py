@@ -1,4 +1,4 @@
-"""Checkpoints that travel: whole tensors by the names of their parameters, whatever a rank holds in memory."""
+"""Portable checkpoints: full tensors by parameter name, independent of what each rank holds in memory."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -19,31 +19,36 @@ from src.optim.optimizer_state import merge, shard, shard_like, to_full_tensor
 
 
 class ShardedStateStrategy(ModelParallelStrategy):
-    """Restores a checkpoint before the network is taken apart, and its optimiser's state, by name, after.
+    """A strategy that writes and reads the checkpoint of a single process, although each rank holds a part.
 
-    So a checkpoint is that of a single process, whichever strategy wrote it, and any reads it.
+    It restores the weights before the network is sharded or split, and the optimizer state, by parameter name, after
+    that. Any strategy can therefore read a checkpoint of any other.
 
     Args:
-        sharded_checkpoints: each rank writes what it holds, into a folder beside the checkpoint
-            (`src/checkpoint/sharded.py`), instead of all of it going through the memory of the first.
+        sharded_checkpoints: each rank writes its part into a folder beside the checkpoint file
+            (`src/checkpoint/sharded.py`). Otherwise rank zero gathers and writes all tensors.
+        **kwargs: arguments of ModelParallelStrategy.
     """
 
     def __init__(self, sharded_checkpoints: bool = False, **kwargs: Any) -> None:
         super().__init__(save_distributed_checkpoint=False, **kwargs)
         self.sharded_checkpoints = sharded_checkpoints
-        self._names: list[str] = []  # of the whole network's tensors, in order, once it is distributed
+        self._names: list[str] = []  # names of all tensors of the full network, in order, once it is parallelized
 
     @abstractmethod
     def parallelize(self, module: L.LightningModule) -> None:
-        """Leave each rank its part of the module's network, under the names of the whole one."""
+        """Shard or split the network of the module, in place; parameter names do not change."""
 
     @property
     def owns_state(self) -> bool:
-        """Whether what this rank has goes into a checkpoint: others have the same."""
+        """Whether this rank contributes its state to a checkpoint; other ranks hold the same state."""
         return self.is_global_zero
 
     def gather_state(self, own: Any) -> list[Any]:
-        """On rank zero, what the ranks have who contribute. All of these must take part."""
+        """Return the states of all ranks that own state, on rank zero; elsewhere an empty list.
+
+        Every rank that owns state must call it.
+        """
         return [own] if self.owns_state else []
 
     @property
@@ -55,10 +60,10 @@ class ShardedStateStrategy(ModelParallelStrategy):
         return True
 
     def setup(self, trainer: L.Trainer) -> None:
-        Strategy.setup(self, trainer)  # Lightning's own wants a module that parallelises itself
+        Strategy.setup(self, trainer)  # skips ModelParallelStrategy.setup, which requires `configure_model`
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        if not self._names:  # after fit, test finds it distributed
+        if not self._names:  # test after fit finds the network parallelized already
             self._names = list(model.state_dict())
             if self._layer_sync:
                 self._layer_sync.apply(model)
@@ -85,7 +90,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
             folder = self.broadcast(sharded.new_folder(Path(filepath)))
             try:
                 sharded.save_shards(checkpoint, folder)
-            except OSError as error:  # on all ranks, whichever it happened to
+            except OSError as error:  # every rank gets the error of the rank that failed
                 raise write_error(Path(filepath), error) from error
             checkpoint = self._without_tensors(checkpoint) | {sharded.SHARDS: folder.name}
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -93,7 +98,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
             sharded.remove_unused_folders(Path(filepath))
 
     def _without_tensors(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The whole network's, on rank zero. Every rank must take part."""
+        """Return a checkpoint of the full network with meta tensors, on rank zero. Every rank must call it."""
         own = sharded.map_tensors(
             checkpoint, lambda _, tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         )
@@ -107,7 +112,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
         return own
 
     def _gathered(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Whole ones in the CPU's memory, one after the other; none where they do not contribute."""
+        """Gather full tensors into CPU memory, one at a time; return none on ranks that own no state."""
         wholes = {}
         for name, value in tensors.items():
             together = to_full_tensor(value)
@@ -116,13 +121,14 @@ class ShardedStateStrategy(ModelParallelStrategy):
         return wholes
 
     def _joined(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Merge the tensors of all ranks, in the order of the full network, on rank zero; elsewhere return none."""
         every = {name: tensor for part in self.gather_state(own) for name, tensor in part.items()}
         return {name: every[name] for name in self._names} if self.is_global_zero else {}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._read_from = Path(checkpoint_path)
         checkpoint = read_checkpoint(checkpoint_path, moments=False)
-        if self._names:  # a second look, as predict after test takes: at what this rank holds
+        if self._names:  # the network is parallelized already, as for predict after test
             checkpoint["state_dict"] = self._parts(checkpoint["state_dict"])
         return checkpoint
 
@@ -131,7 +137,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
         self.lightning_module.load_state_dict(self._parts(checkpoint["state_dict"]), strict=strict)
 
     def _parts(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of a whole network's tensors, what this rank holds."""
+        """Return the part of the full tensors that this rank holds."""
         assert self.lightning_module is not None
         own = self.lightning_module.state_dict()
         return {name: shard_like(saved[name], tensor) for name, tensor in own.items() if name in saved}
@@ -142,7 +148,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
         if sharded.SHARDS in checkpoint:
             try:
                 sharded.load_shards({"optimizer_states": states}, self._read_from, dict(checkpoint))
-            except Exception as error:  # as a corrupt file can raise anything
+            except Exception as error:  # a corrupt file can raise any exception
                 raise corruption_error(self._read_from, error) from error
         for state, optimizer in zip(states, self.optimizers, strict=True):
             optimizer.load_state_dict(state)

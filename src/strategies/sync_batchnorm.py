@@ -1,4 +1,4 @@
-"""Batch normalisation over the global batch, on CPUs too, where torch's own SyncBatchNorm refuses to work."""
+"""Batch normalization over the global batch, also on CPUs, which torch's SyncBatchNorm does not support."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class GlobalBatchNorm(TorchSyncBatchNorm):
-    """Lightning's layer synchronisation for any device: `Trainer(sync_batchnorm=True, plugins=[GlobalBatchNorm()])`.
+    """Lightning's layer synchronization for any device: `Trainer(sync_batchnorm=True, plugins=[GlobalBatchNorm()])`.
 
-    Modules change their class in place and back, so parameters, names and hooks stay what they are.
+    It changes the class of the modules in place, and back. Parameters, names and hooks stay the same.
     """
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -30,10 +30,10 @@ class GlobalBatchNorm(TorchSyncBatchNorm):
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """torch's kernels on a GPU; elsewhere the same mathematics from a differentiable all-reduce.
+    """Batch normalization by statistics of all ranks: torch's kernels on a GPU, an equivalent implementation elsewhere.
 
-    Every rank must hold as many samples as the others, which the sampler sees to. It is no subclass of torch's
-    SyncBatchNorm, since DistributedDataParallel refuses those on a CPU.
+    The input is (n, channels, ...). Every rank must hold the same number of samples; the sampler ensures it. The class
+    is no subclass of torch's SyncBatchNorm, because DistributedDataParallel refuses that on a CPU.
     """
 
     class_before: type[_BatchNorm]
@@ -64,8 +64,12 @@ class SyncedBatchNorm(_BatchNorm):
 
 
 def _global_moments(input: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Mean and variance per channel over all ranks, combined without cancellation (Chan, Golub and LeVeque, 1979)."""
-    own = torch.cat(torch.batch_norm_update_stats(input, None, None, 0.0))  # 40 times as fast as torch.var_mean
+    """Return the (channels,) mean and biased variance over all ranks, for an (n, channels, ...) input.
+
+    The combination avoids cancellation (Chan, Golub and LeVeque, 1979).
+    """
+    # This kernel is 40 times as fast as torch.var_mean.
+    own = torch.cat(torch.batch_norm_update_stats(input, None, None, 0.0))
     ranks = own.new_empty(dist.get_world_size(group), len(own))
     dist.all_gather(list(ranks), own, group=group)
     means, variances = ranks.view(-1, 2, input.shape[1]).unbind(1)
@@ -74,10 +78,11 @@ def _global_moments(input: Tensor, group: Any) -> tuple[Tensor, Tensor]:
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalisation by the moments of all ranks, by the kernels with which torch evaluates.
+    """Normalization of an (n, channels, ...) input by the moments of all ranks, with torch's evaluation kernels.
 
-    These take the moments for constants. What the gradient gets by way of them, its mean and its product with the
-    normalised input, both over all ranks, is subtracted in the backward pass (Ioffe and Szegedy, 2015).
+    These kernels treat the moments as constants. The backward pass therefore subtracts the gradient through the
+    moments: the mean of the gradient, and its mean product with the normalized input, both over all ranks (Ioffe and
+    Szegedy, 2015).
     """
 
     @staticmethod

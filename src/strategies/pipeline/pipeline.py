@@ -1,10 +1,11 @@
-"""Pipeline parallelism: each rank holds some blocks of the network, micro-batches flow through all of them.
+"""Pipeline parallelism: each rank holds some blocks of the network, and micro-batches pass through all ranks.
 
-`torch.distributed.pipelining` inside Lightning, with no change to network or LightningModule. The schedule runs forward
-and backward passes at once, so it runs in `training_step`, and its gradients are held until Lightning calls `backward`;
-the logits go to every rank, where the module's own `training_step` makes loss and logs of them. Huang et al., "GPipe"
-(2018); Narayanan et al., "Efficient large-scale language model training on GPU clusters" (2021); Qi et al., "Zero
-bubble pipeline parallelism" (2023).
+The strategy runs `torch.distributed.pipelining` inside Lightning, without changes to network or LightningModule. A
+schedule interleaves forward and backward passes, so it runs in `training_step`. Its gradients are held until Lightning
+calls `backward`. The logits go to every rank, where the module's `training_step` computes loss and logs from them.
+
+Huang et al., "GPipe" (2018); Narayanan et al., "Efficient large-scale language model training on GPU clusters" (2021);
+Qi et al., "Zero bubble pipeline parallelism" (2023).
 """
 
 import logging
@@ -34,19 +35,20 @@ _log = logging.getLogger(__name__)
 
 
 class Pipeline(ShardedStateStrategy):
-    """The network's blocks in stages, in order over the ranks; with more ranks than `stages` take, replicas of that.
+    """Assigns the blocks of the network to stages on the ranks; more ranks than `stages` form replicas of the pipeline.
 
     Args:
-        stages: ranks of one pipeline; null for all of them.
-        schedule: gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble or zbv_zero_bubble. The latter three give each
-            rank two stages.
-        microbatches: parts that a rank's batch is taken apart into. One makes it the tutorials' naive split, in which
-            one rank works at a time. Batch normalisation sees micro-batches.
+        stages: ranks of one pipeline; null means all ranks.
+        schedule: gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble or zbv_zero_bubble. Each of the last three
+            gives every rank two stages.
+        microbatches: number of micro-batches per batch of a rank. With one, only one rank works at a time. Batch
+            normalization uses the statistics of a micro-batch.
         split: `auto`, or the names of the blocks before which to cut.
-        data_parallel: with replicas, `ddp` for a whole stage on each, or `fsdp` for its shards (FSDP2).
+        data_parallel: `ddp` gives each replica full stages, and `fsdp` shards each stage over the replicas (FSDP2).
+        **kwargs: arguments of ShardedStateStrategy.
 
     Raises:
-        UserError: if the ranks, the blocks, the micro-batches or the precision do not fit.
+        UserError: if an option does not suit the ranks, the blocks, the micro-batches or the precision.
     """
 
     def __init__(
@@ -65,12 +67,12 @@ class Pipeline(ShardedStateStrategy):
             raise UserError(f"strategy.microbatches={microbatches}: give a number of at least one")
         self.stages, self.schedule, self.kind = stages, schedule, schedule_spec(schedule)
         self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
-        self._pipeline: Any = None  # torch's schedule, once the network is taken apart
-        self._modules: dict[int, Stage] = {}  # of this rank's stages
-        self._outputs: Tensor | None = None  # of the batch that the schedule has just trained on
-        self._micro_batches: Batch | None = None  # and that batch, a micro-batch in each row
-        self._weights: list[nn.Parameter] = []  # of this rank's stages
-        self._held: list[tuple[nn.Parameter, Tensor]] = []
+        self._pipeline: Any = None  # torch's schedule, once the network is split
+        self._modules: dict[int, Stage] = {}  # the stages of this rank by their number
+        self._outputs: Tensor | None = None  # logits of the current training batch
+        self._micro_batches: Batch | None = None  # that batch as (microbatches, n, ...) fields
+        self._weights: list[nn.Parameter] = []  # the parameters of this rank's stages
+        self._held: list[tuple[nn.Parameter, Tensor]] = []  # gradients of the schedule until `backward`
 
     @property
     def _accumulate(self) -> int:
@@ -86,7 +88,7 @@ class Pipeline(ShardedStateStrategy):
 
     @property
     def num_microbatches(self) -> int:
-        """Parts that the schedule takes a batch apart into."""
+        """The number of micro-batches into which the schedule splits a batch."""
         return self.microbatches
 
     def setup_environment(self) -> None:
@@ -98,12 +100,12 @@ class Pipeline(ShardedStateStrategy):
             raise UserError("trainer.precision=16-mixed scales the loss, which a schedule does not: take bf16-mixed")
         shape, names = (self.world_size // ranks, ranks), ("data_parallel", "pipeline")
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-        self._replicas = self._device_mesh["data_parallel"]  # kept, since looking a mesh up takes two milliseconds
+        self._replicas = self._device_mesh["data_parallel"]  # a look-up takes two milliseconds
         self._group = self._device_mesh["pipeline"].get_group()
         self._place = self._device_mesh["pipeline"].get_local_rank()
 
     def parallelize(self, module: L.LightningModule) -> None:
-        """Keep the blocks of this rank's stages, and put the pipeline in the place of the network's forward pass."""
+        """Keep the blocks of this rank's stages, and replace the forward pass of the network with the pipeline."""
         for norm in module.modules():
             if isinstance(norm, SyncedBatchNorm):
                 norm.process_group = self._replicas.get_group()
@@ -111,7 +113,7 @@ class Pipeline(ShardedStateStrategy):
         net = cast(nn.Module, module.net)
         if getattr(module, "compiles", False):
             raise UserError("module.compile=true compiles the whole network, of which a pipeline's rank holds a part")
-        if self._sharded or self._needs_channels_first(net):  # FSDP takes no other layout
+        if self._sharded or self._needs_channels_first(net):  # FSDP supports no other format
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         data, ranks = self.lightning_module.trainer.datamodule, self.device_mesh["pipeline"].size()
         images = next(net.parameters()).new_zeros(data.samples_per_micro_batch, *data.image_shape)
@@ -126,7 +128,7 @@ class Pipeline(ShardedStateStrategy):
         own = [number for number, owner in enumerate(self._stage_to_rank) if owner == self._place]
         self._modules = {number: Stage(stages[number], stages[number - 1][-1] if number else None) for number in own}
         if self._sharded:
-            for held in self._modules.values():  # gathered once per batch, not per micro-batch
+            for held in self._modules.values():  # gathers once per batch, not per micro-batch
                 fully_shard(held, mesh=self._replicas, reshard_after_forward=False)
         parts = [self._stage(number, shapes) for number in own]
         self._pipeline = build_schedule(self.schedule, parts, self.microbatches, self._loss)
@@ -139,18 +141,18 @@ class Pipeline(ShardedStateStrategy):
             _log.info("\n".join([title, *table(stages, self._stage_to_rank)]))
 
     def _needs_channels_first(self, net: nn.Module) -> bool:
-        """Return whether torch's GroupNorm would crash: docs/upstream/group_norm.md."""
+        """Return whether torch's GroupNorm would crash with channels last: docs/upstream/group_norm.md."""
         apart = self.kind.splits_backward and self.root_device.type == "cpu"
         return apart and any(isinstance(part, nn.GroupNorm) for part in net.modules())
 
     def _agreed(self, stages: list[list[Block]], blocks: list[Block]) -> list[list[Block]]:
-        """Rank zero's cuts, for all."""
+        """Return the stages as rank zero cut them, so that all ranks agree."""
         names = self.broadcast([[block.name for block in stage] for stage in stages])
         by_name = {block.name: block for block in blocks}
         return [[by_name[name] for name in stage] for stage in names]
 
     def _stage(self, stage: int, shapes: Sequence[Tensor]) -> PipelineStage:
-        """With shapes told in advance: finding them out would run batch normalisation once more."""
+        """Build a stage with known shapes; shape inference would update the batch statistics once more."""
         floats = [shape.detach().requires_grad_(place > 0) for place, shape in enumerate(shapes)]
         return PipelineStage(
             self._modules[stage],
@@ -163,7 +165,7 @@ class Pipeline(ShardedStateStrategy):
         )
 
     def _loss(self, outputs: Tensor, number: Tensor) -> Tensor:
-        """Of micro-batch `number`, which is a tensor on the CPU since the schedule wants one to take apart."""
+        """Return the loss of micro-batch `number`, a CPU tensor because the schedule splits a tensor of targets."""
         assert self._micro_batches is not None
         return cast(Any, self.lightning_module).loss(
             outputs, Batch(*(field[int(number)] for field in self._micro_batches))
@@ -178,7 +180,10 @@ class Pipeline(ShardedStateStrategy):
             self._outputs = self._micro_batches = None
 
     def _run_schedule(self, batch: Batch) -> Tensor:
-        """All passes of a batch: its logits, on every rank; the gradients are held, and what was there is put back."""
+        """Run the schedule on a batch; return its (n, classes) logits on every rank.
+
+        The new gradients are held for `backward`, and the accumulated ones are restored.
+        """
         self._micro_batches = Batch(*(field.unflatten(0, (-1, self.microbatches)).transpose(0, 1) for field in batch))
         accumulated = [weight.grad if self._accumulate > 1 else None for weight in self._weights]
         for weight in self._weights:
@@ -197,10 +202,10 @@ class Pipeline(ShardedStateStrategy):
         return self._relay.to_all(outputs, len(batch.image))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Hand over the gradients that the schedule left, averaged over the replicas."""
+        """Add the held gradients to the parameters, averaged over the replicas."""
         module = cast(Any, self.lightning_module)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if not self._sharded:  # FSDP2 has done it. DDP would not: some schedules get gradients past its hooks.
+        if not self._sharded:  # FSDP2 has done it; DDP would miss the gradients that bypass its hooks
             average_over(self._replicas.get_group(), [gradient for _, gradient in self._held])
         for weight, gradient in self._held:
             if self._accumulate > 1:
@@ -210,7 +215,7 @@ class Pipeline(ShardedStateStrategy):
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def _forward(self, image: Tensor) -> Tensor:
-        """What the network would give: the logits just trained on, or those of one stage after another."""
+        """Return the logits of the network: those of the schedule in training, otherwise those of a `StageForward`."""
         return self._relay(image) if self._outputs is None else self._outputs
 
     @property

@@ -1,4 +1,4 @@
-"""The schedules of torch.distributed.pipelining by name, and how their stages lie on the ranks."""
+"""The schedules of torch.distributed.pipelining by name, and the assignment of their stages to ranks."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,13 +17,14 @@ from src.utils.errors import UserError, nearest
 
 
 class ScheduleSpec(NamedTuple):
-    """A schedule of torch's.
+    """A schedule of torch.distributed.pipelining and its properties.
 
     Attributes:
-        stages_per_rank: two where each rank gets two stages, so that it idles less.
-        v_shape: whether the second half of the stages lies on the ranks in reverse order, which makes a V.
-        idle: time without work, as a share of that of 1F1B with as many stages per rank.
-        splits_backward: whether weight gradients are computed in a pass of their own.
+        schedule: torch's class.
+        stages_per_rank: one or two; with two stages a rank idles less.
+        v_shape: whether the second half of the stages is on the ranks in reverse order, which makes a V.
+        idle: idle time as a fraction of that of 1F1B with as many stages per rank.
+        splits_backward: whether weight gradients are computed in a separate pass.
     """
 
     schedule: Any
@@ -33,12 +34,15 @@ class ScheduleSpec(NamedTuple):
     splits_backward: bool = False
 
     def stage_to_rank(self, ranks: int) -> list[int]:
-        """The rank of each stage."""
+        """Return the rank of each stage, for a pipeline of `ranks` ranks."""
         stages = range(ranks * self.stages_per_rank)
         return [2 * ranks - 1 - k if self.v_shape and k >= ranks else k % ranks for k in stages]
 
     def bubble(self, ranks: int, microbatches: int) -> float:
-        """The share of a step in which a rank waits, were all stages equal and sending free."""
+        """Return the ideal bubble: the fraction of a step in which a rank idles.
+
+        It assumes stages of equal cost and communication without cost.
+        """
         idle = self.idle * (ranks - 1)
         return idle / (self.stages_per_rank * microbatches + idle)
 
@@ -57,10 +61,10 @@ SCHEDULES = {
 
 
 def schedule_spec(name: str) -> ScheduleSpec:
-    """The schedule of that name.
+    """Return the schedule of that name.
 
     Raises:
-        UserError: if there is none.
+        UserError: if there is no such schedule.
     """
     if name not in SCHEDULES:
         raise UserError(f"strategy.schedule={name} is no schedule: {nearest(name, SCHEDULES)}")
@@ -70,10 +74,17 @@ def schedule_spec(name: str) -> ScheduleSpec:
 def build_schedule(
     name: str, stages: list[PipelineStage], microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> Any:
-    """torch's schedule for this rank's stages; `loss` is a weighted sum, so micro-batches' gradients simply add up.
+    """Build torch's schedule for the stages of this rank.
+
+    Args:
+        name: key of `SCHEDULES`.
+        stages: the stages of this rank.
+        microbatches: micro-batches per batch.
+        loss: maps (n, classes) logits and a target to a weighted sum over samples. The gradients of the micro-batches
+            therefore add up without scaling.
 
     Raises:
-        UserError: if the schedule cannot do with that number of micro-batches.
+        UserError: if the schedule does not support that number of micro-batches.
     """
     kind = schedule_spec(name)
     given: Any = stages[0] if kind.stages_per_rank == 1 else stages

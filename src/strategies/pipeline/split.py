@@ -1,4 +1,4 @@
-"""Where a network is cut into the stages of a pipeline: at named blocks, or where the stages cost the same."""
+"""Splitting a network into pipeline stages: before named blocks, or such that the stages have similar cost."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,18 +12,26 @@ from torch.utils.flop_counter import FlopCounterMode
 from src.models.dropout import dropouts, set_keys
 from src.utils.errors import UserError, nearest
 
-_FLOPS_PER_BYTE = 100  # what a link takes to send a byte, a device takes to do so many operations, or thereabouts
+_FLOPS_PER_BYTE = 100  # rough number of FLOPs that a device does while a link sends one byte
 
 
 @dataclass
 class Block:
-    """One of the ordered blocks of a network: its name in it, and what a micro-batch makes of it."""
+    """One block of a network and its cost for a micro-batch.
+
+    Attributes:
+        name: name of the block in the network.
+        module: the block.
+        parameters: number of parameters.
+        flops: FLOPs of the forward pass.
+        output: meta tensor with shape, type and memory format of the output.
+    """
 
     name: str
     module: nn.Module
     parameters: int
     flops: int
-    output: Tensor  # without memory: its shape, type and layout
+    output: Tensor
 
     @property
     def bytes_sent(self) -> int:
@@ -35,15 +43,16 @@ class Block:
 
     @property
     def sent(self) -> Tensor:
-        """The output as it travels, for which it must be contiguous: (n, height, width, channels) if channels last."""
+        """The output as it is sent. It must be contiguous: (n, height, width, channels) for channels last."""
         return self.output.permute(0, 2, 3, 1) if self.channels_last else self.output.contiguous()
 
 
 class Stage(nn.Sequential):
-    """Consecutive blocks, whose input and output travel as they lie in memory, without a copy.
+    """Consecutive blocks whose input and output are sent in their memory format, without a copy.
 
     Args:
-        before: the block that gives the input; none if that is the images.
+        blocks: the blocks in order.
+        before: the block whose output is the input of this stage; None if the input is the images.
     """
 
     def __init__(self, blocks: Sequence[Block], before: Block | None) -> None:
@@ -53,13 +62,17 @@ class Stage(nn.Sequential):
         self._channels_last = (before is not None and before.channels_last, blocks[-1].channels_last)
 
     def begin(self, microbatches: int) -> None:
-        """Take the keys of the batch's samples apart as the batch will be; schedules keep the micro-batches' order."""
+        """Split the dropout keys of a batch into micro-batches, as the batch will be split.
+
+        Schedules run the micro-batches of a stage in their order, so `forward` takes the keys one after the other.
+        """
         if self._dropouts:
             assert self._dropouts[0].keys is not None
             self._keys = iter(self._dropouts[0].keys.unflatten(0, (-1, microbatches)).T.contiguous())
 
     def forward(self, input: Tensor) -> Tensor:
-        if self._dropouts and self._dropouts[0].training:  # Lightning puts the blocks into evaluation, not the stage
+        # Lightning calls `eval` on the blocks and not on the stage, so `self.training` is not reliable.
+        if self._dropouts and self._dropouts[0].training:
             keys = next(self._keys, None)
             assert keys is not None, "more micro-batches than the batch was taken apart into"
             set_keys(self._dropouts, keys)
@@ -68,13 +81,21 @@ class Stage(nn.Sequential):
         if not gives:
             return output.contiguous()
         sent = output.permute(0, 2, 3, 1).contiguous()
-        return torch.ops.aten._unsafe_view(sent, sent.shape)  # no view: zero-bubble schedules detach it in place
+        # Zero-bubble schedules detach the output in place, which autograd does not allow for a view.
+        return torch.ops.aten._unsafe_view(sent, sent.shape)
 
 
 def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
-    """The network's blocks, measured on a micro-batch; a sequence of composite blocks counts as those."""
+    """Return the blocks of the network in order, with their cost for a micro-batch.
+
+    An `nn.Sequential` of composite modules counts as several blocks.
+
+    Args:
+        net: network with its blocks as children.
+        images: (n, channels, height, width) micro-batch of any values.
+    """
     was_training, blocks, x = net.training, [], images
-    net.eval()  # statistics of batch normalisation stay as they are
+    net.eval()  # the running statistics of batch normalization must not change
     with torch.no_grad():
         for name, module in _leaves(net):
             with FlopCounterMode(display=False) as counter:
@@ -86,15 +107,17 @@ def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
 
 
 def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> list[list[Block]]:
-    """The blocks of each stage.
+    """Return the blocks of each stage.
 
     Args:
-        split: `auto`, which makes the dearest stage as cheap as can be, in operations and bytes to be sent; or the
-            names of the blocks before which to cut.
+        blocks: all blocks of the network, in order.
+        stages: number of stages.
+        split: `auto`, which minimizes the cost of the most expensive stage in FLOPs and bytes sent; or the names of the
+            blocks before which to cut.
 
     Raises:
-        UserError: if there are more stages than blocks, or no such blocks, not as many cuts as it takes, or a stage
-            without parameters.
+        UserError: if there are more stages than blocks with parameters, a block does not exist, the number of cuts is
+            wrong, or a stage has no parameters.
     """
     weighted = sum(block.parameters > 0 for block in blocks)
     if stages > weighted:
@@ -111,7 +134,7 @@ def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> lis
 
 
 def table(stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int]) -> list[str]:
-    """The split in lines: of each stage its rank, parameters, share of the operations, and bytes per micro-batch."""
+    """Return a table of the stages as lines: rank, parameters, fraction of the FLOPs, and MiB sent per micro-batch."""
     total = sum(block.flops for blocks in stages for block in blocks) or 1
     lines = ["  stage  rank  parameters  cost   sends       blocks"]
     for number, (blocks, owner) in enumerate(zip(stages, stage_to_rank, strict=True)):
@@ -124,6 +147,7 @@ def table(stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int]) -> li
 
 
 def _leaves(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the blocks with their names; the parts of an `nn.Sequential` of composite modules are blocks themselves."""
     for name, child in net.named_children():
         parts = list(child.children())
         if isinstance(child, nn.Sequential) and all(any(True for _ in part.children()) for part in parts):
@@ -133,7 +157,10 @@ def _leaves(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
 
 
 def _named(blocks: Sequence[Block], stages: int, split: Sequence[str]) -> list[int]:
-    """A name may be that of a sequence of blocks: then the cut is before its first."""
+    """Return the indices of the blocks before which to cut.
+
+    A name may be that of a sequence of blocks; the cut is then before its first block.
+    """
     names = [block.name for block in blocks]
     cuts = []
     for wanted in split:
@@ -147,11 +174,14 @@ def _named(blocks: Sequence[Block], stages: int, split: Sequence[str]) -> list[i
 
 
 def _balanced(blocks: Sequence[Block], stages: int) -> list[int]:
-    """The cuts for which the dearest stage is cheapest, by dynamic programming over (stages, blocks)."""
+    """Return the cuts that minimize the cost of the most expensive stage.
+
+    The algorithm is dynamic programming over (stages, blocks).
+    """
 
     def cost(first: int, last: int) -> float:
         if not any(block.parameters for block in blocks[first:last]):
-            return math.inf  # a rank must have something to train
+            return math.inf  # every stage must have parameters to train
         sent = blocks[last - 1].bytes_sent if last < len(blocks) else 0
         return sum(block.flops for block in blocks[first:last]) + sent * _FLOPS_PER_BYTE
 

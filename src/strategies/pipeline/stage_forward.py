@@ -1,4 +1,4 @@
-"""Stages one after another, rank by rank, as evaluation runs them: no micro-batches, no gradients."""
+"""The forward pass of a pipeline for evaluation: one stage after another, without micro-batches or gradients."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,12 +9,15 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class StageForward:
-    """The forward pass of a network whose stages lie on the ranks of a group; all of them must call it.
+    """The forward pass of a network whose stages are on the ranks of a group. Every rank must call it.
 
     Args:
-        stages: this rank's, by their number.
-        stage_to_rank: of each stage, its rank in the group.
-        shapes: tensors without memory, as what goes into each stage, and comes out of the last; of any batch size.
+        stages: the stages of this rank by their number.
+        stage_to_rank: rank of each stage in the group.
+        shapes: meta tensors with shape and type of the input of each stage, and of the output of the last. Their batch
+            size has no meaning.
+        group: ranks of the pipeline.
+        device: device of this rank.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class StageForward:
         )
 
     def __call__(self, image: Tensor) -> Tensor:
-        """The logits of a batch, (n, classes), on every rank."""
+        """Map (n, channels, height, width) images to (n, classes) logits, on every rank."""
         x, last = image, len(self.stage_to_rank) - 1
         for number, stage in self.stages.items():
             rank = self.stage_to_rank[number]
@@ -49,12 +52,12 @@ class StageForward:
         return self.to_all(x if last in self.stages else None, len(image))
 
     def to_all(self, logits: Tensor | None, count: int) -> Tensor:
-        """Send the last stage's logits to every rank; the others give None."""
+        """Broadcast the (count, classes) logits of the last stage; other ranks pass None."""
         logits = self._empty(-1, count) if logits is None else logits.contiguous()
         dist.broadcast(logits, group=self.group, group_src=self.stage_to_rank[-1])
         return logits
 
     def _empty(self, place: int, count: int) -> Tensor:
-        """Memory for what goes into stage `place`, of `count` samples."""
+        """Return an empty tensor for the input of stage `place`, with `count` samples; -1 means the logits."""
         shape = self.shapes[place]
         return torch.empty(count, *shape.shape[1:], dtype=shape.dtype, device=self.device)
