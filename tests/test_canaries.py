@@ -141,7 +141,7 @@ class SetUp(SingleDeviceStrategy):
 
 
 def test_lightning_lets_a_strategy_take_the_model_apart() -> None:
-    """ShardedStateStrategy calls Strategy.setup, which calls `_setup_model` before it makes the optimisers."""
+    """ShardedStateStrategy calls Strategy.setup, which calls `_setup_model` before it makes the optimizers."""
     strategy = SetUp()
     train(strategy=strategy)
     order = [strategy.calls.index(name) for name in ("model_to_device", "_setup_model", "setup_optimizers")]
@@ -156,7 +156,7 @@ def test_autocast_keeps_no_cast_weights() -> None:
 
 
 def test_a_stage_whose_shapes_are_told_finds_none_out() -> None:
-    """Finding them out would run batch normalisation once more (src/strategies/pipeline/pipeline.py)."""
+    """Finding them out would run batch normalization once more (src/strategies/pipeline/pipeline.py)."""
     shapes = torch.empty(2, 3, device="meta")
     meta = _StageMeta(inputs=extract_tensor_metas((shapes,)), outputs=extract_tensor_metas((shapes,)))
     assert not InferenceMode.needs_dynamic(meta, stage_has_backward=True)

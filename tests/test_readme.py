@@ -65,8 +65,8 @@ def with_names(words: list[str], finished_run: Path, folder: Path) -> list[str]:
     if any("RUN_DIR" in word for word in words):
         shutil.copytree(finished_run, folder / "run")
     (folder / "images").mkdir(parents=True)
-    for colour in ("red", "blue"):
-        Image.new("RGB", (40, 30), colour).save(folder / "images" / f"{colour}.png")
+    for color in ("red", "blue"):
+        Image.new("RGB", (40, 30), color).save(folder / "images" / f"{color}.png")
     resolved = ("ckpt_path=", "init_from=")  # by the launcher, which has tests of its own
     run_of = {True: f"{folder}/run/checkpoints/last.ckpt", False: f"{folder}/run"}
     words = [word.replace("RUN_DIR/", f"{folder}/run/") for word in words]

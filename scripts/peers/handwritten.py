@@ -1,6 +1,6 @@
 """The loop that one would write by hand, for `scripts/bench.py`: no Lightning, no Hydra, the same work per step.
 
-Same network, images, order, augmentation, optimiser, schedule and log points as `train.py`, in float32; on several
+Same network, images, order, augmentation, optimizer, schedule and log points as `train.py`, in float32; on several
 processes `torchrun --nproc-per-node=N scripts/peers/handwritten.py ...` makes it DistributedDataParallel. Between log
 points nothing waits for the device.
 """

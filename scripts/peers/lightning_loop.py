@@ -1,6 +1,6 @@
 """Plain Lightning, for `scripts/bench.py`: `--habits barebones`, or the usual ones, which cost what they cost.
 
-Barebones is `Trainer(barebones=True)`, nothing logged, with the data path, optimiser and schedule of `handwritten.py`.
+Barebones is `Trainer(barebones=True)`, nothing logged, with the data path, optimizer and schedule of `handwritten.py`.
 The usual habits are those of many a tutorial: images one by one through PIL, torchmetrics as they come, loss and
 accuracy of every step logged to the progress bar, a CSV file and a checkpoint per epoch. Each can be had alone, to see
 what it costs.

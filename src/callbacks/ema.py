@@ -12,7 +12,7 @@ from src.utils.errors import UserError
 
 
 class EMA(L.Callback):
-    """Averages the weights over the optimiser's steps (Polyak and Juditsky, 1992), batch statistics with them.
+    """Averages the weights over the optimizer's steps (Polyak and Juditsky, 1992), batch statistics with them.
 
     Validation and test use the average. A checkpoint's `state_dict` is the average too, so that whoever reads it gets
     what was evaluated; the weights in training are beside it, as `training_state_dict`. Each rank averages what it

@@ -90,5 +90,5 @@ class RunRecord(L.Callback):
 
     def _batch_norm_samples(self, module: nn.Module, per_device: int, replicas: int) -> str:
         norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
-        synchronised = any(isinstance(norm, SyncedBatchNorm) for norm in norms)
-        return f"{per_device * (replicas if synchronised else 1)} samples" if norms else "nothing: there is none"
+        synchronized = any(isinstance(norm, SyncedBatchNorm) for norm in norms)
+        return f"{per_device * (replicas if synchronized else 1)} samples" if norms else "nothing: there is none"

@@ -45,7 +45,7 @@ class SampleGrid(L.Callback):
                 logger.log_image("samples", [grid], step=trainer.global_step)
 
     def _grid(self, trainer: L.Trainer, images: Tensor) -> Tensor:
-        """(height, width, channels) uint8 of all (n, channels, height, width) normalised images."""
+        """(height, width, channels) uint8 of all (n, channels, height, width) normalized images."""
         pixels = (trainer.datamodule.to_pixels(images.float()) * 255).round().to(torch.uint8).cpu()
         rows = pixels.unflatten(0, (self.side, self.side)).permute(0, 3, 1, 4, 2)
         return rows.reshape(self.side * pixels.shape[2], -1, pixels.shape[1])

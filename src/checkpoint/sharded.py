@@ -38,7 +38,7 @@ def load_full(checkpoint: dict[str, Any], file: Path, moments: bool = True) -> d
     """The checkpoint with whole tensors, if those of `file` lie in a folder; a rank reads them for itself.
 
     Args:
-        moments: also the optimisers' state.
+        moments: also the optimizers' state.
 
     Raises:
         FileNotFoundError: if the folder is not there.
@@ -115,7 +115,7 @@ def named_tensors(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def map_tensors(checkpoint: dict[str, Any], swap: Callable[[str, Tensor], Any]) -> dict[str, Any]:
-    """The checkpoint with `swap(name, tensor)` in the place of each tensor of weights and optimisers."""
+    """The checkpoint with `swap(name, tensor)` in the place of each tensor of weights and optimizers."""
     result = dict(checkpoint)
     for section in WEIGHTS:
         if section in checkpoint:

@@ -41,7 +41,7 @@ def load_network(path: str, option: str) -> tuple[nn.Module, DictConfig]:
 def load_initial_weights(module: nn.Module, path: str) -> None:
     """Give the module the weights of another run, which may have had another number of classes.
 
-    The last linear layer may differ in its number of outputs: then it stays as initialised, and that is said.
+    The last linear layer may differ in its number of outputs: then it stays as initialized, and that is said.
 
     Raises:
         UserError: if that run had another network.

@@ -148,7 +148,7 @@ class ImageDataModule(L.LightningDataModule):
         identity = (self.seed, trainer.current_epoch, batch.sample_index)
         pixels = batch.image if self._comes_cropped else self.augment.pixels(batch.image, identity)
         image, draw = normalize(pixels, self.mean, self.std, dtype), (self.seed, trainer.global_step)
-        image, target = self.augment.normalised(image, batch.target, identity, draw, self.num_classes)
+        image, target = self.augment.normalized(image, batch.target, identity, draw, self.num_classes)
         return Batch(image, target, batch.sample_index, batch.weight.to(dtype) / len(image))
 
     def to_pixels(self, image: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def generator(latent: int = 100, width: int = 64) -> nn.Sequential:
             image=nn.Sequential(nn.ConvTranspose2d(width, 3, 4, stride=2, padding=1, bias=False), nn.Tanh()),
         )
     )
-    return net.apply(_initialise)
+    return net.apply(_initialize)
 
 
 def discriminator(width: int = 64) -> nn.Sequential:
@@ -42,7 +42,7 @@ def discriminator(width: int = 64) -> nn.Sequential:
             head=nn.Sequential(nn.Conv2d(4 * width, 1, 4, bias=False), nn.Flatten(0)),
         )
     )
-    return net.apply(_initialise)
+    return net.apply(_initialize)
 
 
 def _doubling(inputs: int, outputs: int, stride: int = 2, padding: int = 1) -> tuple[nn.Module, ...]:
@@ -55,7 +55,7 @@ def _halving(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
     return convolution, nn.BatchNorm2d(outputs), nn.LeakyReLU(0.2)
 
 
-def _initialise(part: nn.Module) -> None:
+def _initialize(part: nn.Module) -> None:
     if isinstance(part, nn.Conv2d | nn.ConvTranspose2d):
         nn.init.normal_(part.weight, std=0.02)
     if isinstance(part, nn.BatchNorm2d):

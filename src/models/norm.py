@@ -20,5 +20,5 @@ def norm_layer(kind: str, channels: int) -> nn.Module:
         UserError: if there is no such normalization.
     """
     if kind not in _KINDS:
-        raise UserError(f"model.norm={kind} is not a normalisation: {nearest(kind, _KINDS)}")
+        raise UserError(f"model.norm={kind} is not a normalization: {nearest(kind, _KINDS)}")
     return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(math.gcd(32, channels), channels)

@@ -57,7 +57,7 @@ def vit(
         blocks[f"layer{number + 1}"] = _Layer(width, heads, mlp_ratio * width, dropout, rate)
     blocks["head"] = _Head(width, num_classes)
     net = nn.Sequential(blocks)
-    net.apply(_initialise)
+    net.apply(_initialize)
     return net
 
 
@@ -124,7 +124,7 @@ class _Head(nn.Module):
         return self.linear(self.norm(x[:, 0]))
 
 
-def _initialise(part: nn.Module) -> None:
+def _initialize(part: nn.Module) -> None:
     if isinstance(part, nn.Linear):
         nn.init.trunc_normal_(part.weight, std=0.02)
         nn.init.zeros_(part.bias)

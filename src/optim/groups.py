@@ -17,7 +17,7 @@ def scaling_factor(rule: str, batch_size: int, reference: int) -> float:
     """What the learning rate, stated for a batch of `reference` samples, is multiplied by for `batch_size`.
 
     `linear` is Goyal et al., "Accurate, large minibatch SGD" (2017); `sqrt` Krizhevsky, "One weird trick" (2014),
-    which suits adaptive optimisers.
+    which suits adaptive optimizers.
 
     Raises:
         UserError: if there is no such rule.
@@ -28,7 +28,7 @@ def scaling_factor(rule: str, batch_size: int, reference: int) -> float:
 
 
 def build_optimizer(net: nn.Module, factory: partial[Any], lr_factor: float, prefix: str) -> Optimizer:
-    """Build the optimiser over two groups, the second (biases, norms: all vectors) without weight decay.
+    """Build the optimizer over two groups, the second (biases, norms: all vectors) without weight decay.
 
     The parameters are given by name, as `prefix` and their name in the network, which the state dict then holds
     as `param_names`: a checkpoint says itself which moments belong to which weights.
@@ -62,7 +62,7 @@ def override_hyperparameters(
         multiplier: the factor on a group's learning rate at the step of the checkpoint.
 
     Raises:
-        UserError: if the state is of an optimiser of another kind.
+        UserError: if the state is of an optimizer of another kind.
     """
     groups = saved["param_groups"], optimizer.param_groups
     if [group.keys() for group in groups[0]] != [group.keys() for group in groups[1]]:

@@ -25,7 +25,7 @@ def muon(
     whitening_fraction: float = 1.0,
     iterations: int = 5,
 ) -> Optimizer:
-    """The optimiser over named parameters, in groups by their role.
+    """The optimizer over named parameters, in groups by their role.
 
     Args:
         params: groups of (name, parameter).
@@ -102,7 +102,7 @@ class Muon(Optimizer):
             gradient = gradient.add(parameter, alpha=group["weight_decay"])
         update = gradient.add(state["momentum_buffer"].mul_(group["momentum"]).add_(gradient), alpha=group["momentum"])
         if orthogonal:
-            update = shard_like(orthogonalised(to_full_tensor(update), group["iterations"]), parameter)
+            update = shard_like(orthogonalized(to_full_tensor(update), group["iterations"]), parameter)
             if group["unit_filters"]:
                 parameter.mul_(len(parameter) ** 0.5 / parameter.norm())
             else:
@@ -110,7 +110,7 @@ class Muon(Optimizer):
         parameter.add_(update, alpha=-group["lr"])
 
 
-def orthogonalised(update: Tensor, iterations: int) -> Tensor:
+def orthogonalized(update: Tensor, iterations: int) -> Tensor:
     """The (outputs, ...) tensor with singular values, as a matrix of its outputs' rows, of about one.
 
     By a polynomial of fifth degree, iterated, whose coefficients are Jordan's: it gets small values up quickly, and

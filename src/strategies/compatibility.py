@@ -16,6 +16,6 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
     """
     if not module.automatic_optimization and not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
         raise UserError(
-            f"strategy={type(strategy).__name__} splits one network with one optimiser, but {type(module).__name__} "
+            f"strategy={type(strategy).__name__} splits one network with one optimizer, but {type(module).__name__} "
             "steps several by hand: set strategy=ddp, or auto"
         )

@@ -103,7 +103,7 @@ class DDP(DDPStrategy):
                     "callbacks.ema averages a rank's own weights under post_local_sgd: leave one of them out"
                 )
             if not self.lightning_module.automatic_optimization:
-                raise UserError("strategy.comm_hook=post_local_sgd averages the weights of one optimiser; take fp16")
+                raise UserError("strategy.comm_hook=post_local_sgd averages the weights of one optimizer; take fp16")
             # torch's model averaging returns contiguous weights.
             self.lightning_module.to(memory_format=torch.contiguous_format)
         if self.comm_hook in ("powersgd", "post_local_sgd") and self.precision_plugin.precision == "16-mixed":
@@ -132,7 +132,7 @@ class DDP(DDPStrategy):
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # false alarm: ZeRO wraps the optimizer
             whole = self.optimizers
             if any(group.get("fused") or group.get("capturable") for one in whole for group in one.param_groups):
-                raise UserError("strategy.shard_optimizer=true keeps counts of steps on the CPU: no `fused` optimiser")
+                raise UserError("strategy.shard_optimizer=true keeps counts of steps on the CPU: no `fused` optimizer")
             self.optimizers = [
                 ZeroRedundancyOptimizer([dict(group) for group in one.param_groups], type(one)) for one in whole
             ]

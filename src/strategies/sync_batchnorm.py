@@ -51,7 +51,7 @@ class SyncedBatchNorm(_BatchNorm):
         count = input.numel() // input.shape[1] * dist.get_world_size(self.process_group)
         self._update_running(mean, var * count / max(1, count - 1))
         weight, bias = (None if part is None else part.to(values.dtype) for part in (self.weight, self.bias))
-        return _Normalise.apply(values, weight, bias, mean, var, self.eps, self.process_group).to(input.dtype)
+        return _Normalize.apply(values, weight, bias, mean, var, self.eps, self.process_group).to(input.dtype)
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, var: Tensor) -> None:
@@ -77,7 +77,7 @@ def _global_moments(input: Tensor, group: Any) -> tuple[Tensor, Tensor]:
     return mean, (variances + (means - mean) ** 2).mean(0)
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     """Normalization of an (n, channels, ...) input by the moments of all ranks, with torch's evaluation kernels.
 
     These kernels treat the moments as constants. The backward pass therefore subtracts the gradient through the

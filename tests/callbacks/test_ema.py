@@ -102,7 +102,7 @@ def test_a_finished_run_started_again_is_tested_with_the_average(
     [pytest.param(name, marks=[] if name in ("ddp", "fsdp", "pipeline") else pytest.mark.slow) for name in STRATEGIES],
 )
 def test_agrees_with_single_process(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
-    task = [*small, *TASK, "model.norm=group"]  # as a pipeline's batch normalisation sees micro-batches
+    task = [*small, *TASK, "model.norm=group"]  # as a pipeline's batch normalization sees micro-batches
     alone = run(compose(folder / "single", *task))
     cfg = compose(folder, *task, f"strategy={strategy}", "trainer.devices=2")
     metrics = run(cfg) if runs_in_single_process(cfg) else pool.run(2, run, cfg)[0]

@@ -65,15 +65,15 @@ def test_larger_images_are_cropped_and_scaled(trained: Path, small: list[str], t
     wide[:, 68:132] = 255
     (tmp_path / "wide").mkdir()
     Image.fromarray(wide.numpy()).save(tmp_path / "wide" / "white.jpg")
-    Image.new("L", (32, 32), 255).save(tmp_path / "wide" / "grey.png")
+    Image.new("L", (32, 32), 255).save(tmp_path / "wide" / "gray.png")
     (tmp_path / "nothing").mkdir()
     no_data = [f"data.root={tmp_path}/nothing"]
     run(compose(folder, *small, *no_data, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}/wide"))
     assert not list((tmp_path / "nothing").iterdir()), "training data is not needed"
-    grey, white = csv.DictReader((folder / "predictions.csv").open())
+    gray, white = csv.DictReader((folder / "predictions.csv").open())
     assert len(list(csv.DictReader((folder / "predictions.csv").open()))) == 2
-    assert (grey["file"], white["file"]) == ("grey.png", "white.jpg")
-    assert grey["class"] == white["class"]
+    assert (gray["file"], white["file"]) == ("gray.png", "white.jpg")
+    assert gray["class"] == white["class"]
 
 
 def test_images_that_are_none(trained: Path, small: list[str], tmp_path: Path, folder: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_step_mixes_one_way_and_not_every_time() -> None:
     ways = []
     for step in range(200):
         identity = (0, 0, torch.arange(8))
-        image, target = augment.normalised(IMAGES, torch.arange(8), identity, (0, step), num_classes=10)
+        image, target = augment.normalized(IMAGES, torch.arange(8), identity, (0, step), num_classes=10)
         assert target.shape == (8, 10)
         values = len(image[0].unique())
         ways.append("none" if torch.equal(image, IMAGES) else "cutmix" if values == 2 else "mixup")
@@ -79,7 +79,7 @@ def test_agrees_with_single_process(devices: int, pool: Pool, small: list[str], 
 
 
 def test_accumulation_changes_nothing(small: list[str], folder: Path) -> None:
-    """Without batch normalisation, which sees micro-batches."""
+    """Without batch normalization, which sees micro-batches."""
     plain = [*MIXED, "model.norm=group"]
     reference = fit(compose(folder / "whole", *small, *plain))
     halves = fit(compose(folder, *small, *plain, "trainer.accumulate_grad_batches=2"))

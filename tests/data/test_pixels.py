@@ -80,8 +80,8 @@ def test_hash_looks_random() -> None:
     values = uniform(hash_ints(0, 0, torch.arange(100_000)), 0)
     assert abs(float(values.mean()) - 0.5) < 0.005
     assert abs(float(values.std()) - 12**-0.5) < 0.005
-    neighbours = torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1]
-    assert abs(float(neighbours)) < 0.01
+    neighbors = torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1]
+    assert abs(float(neighbors)) < 0.01
     assert torch.equal(integers(hash_ints(0, torch.arange(1000)), 0, 7).unique(), torch.arange(7))
 
 

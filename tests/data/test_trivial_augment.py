@@ -21,7 +21,7 @@ BY_HAND: dict[str, Callable[[Any, float, float], Any]] = {
     "translate y": lambda image, level, sign: _affine(image, 1, 0, 0, 0, 1, int(32 * sign * level)),
     "rotate": lambda image, level, sign: image.rotate(-135 * sign * level),
     "brightness": lambda image, level, sign: ImageEnhance.Brightness(image).enhance(1 + 0.99 * sign * level),
-    "colour": lambda image, level, sign: ImageEnhance.Color(image).enhance(1 + 0.99 * sign * level),
+    "color": lambda image, level, sign: ImageEnhance.Color(image).enhance(1 + 0.99 * sign * level),
     "contrast": lambda image, level, sign: ImageEnhance.Contrast(image).enhance(1 + 0.99 * sign * level),
     "sharpness": lambda image, level, sign: ImageEnhance.Sharpness(image).enhance(1 + 0.99 * sign * level),
     "posterize": lambda image, level, sign: ImageOps.posterize(image, 8 - round(6 * level)),
@@ -29,7 +29,7 @@ BY_HAND: dict[str, Callable[[Any, float, float], Any]] = {
     "autocontrast": lambda image, level, sign: ImageOps.autocontrast(image),
     "equalize": lambda image, level, sign: ImageOps.equalize(image),
 }
-SHARE_OFF = {"shear x": 0.3, "shear y": 0.3, "rotate": 0.05}  # of pixels, which Pillow rounds to a neighbour
+SHARE_OFF = {"shear x": 0.3, "shear y": 0.3, "rotate": 0.05}  # of pixels, which Pillow rounds to a neighbor
 
 
 def _affine(image: Any, *coefficients: float) -> Any:

@@ -25,7 +25,7 @@ from tests.support.experiments import SIZES
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
-# No batch normalisation, since a pipeline's sees micro-batches.
+# No batch normalization, since a pipeline's sees micro-batches.
 KILLED = [*PARITY, "model.norm=group", "callbacks.checkpoint.every_n_train_steps=2", "test=false"]
 ELSEWHERE = {"auto": [1], "ddp": [2, 4], "fsdp": [2], "pipeline": [2]}
 VICTIMS = ["rank 0", "rank 1", "launcher", "all"]

@@ -68,7 +68,7 @@ def test_metrics_have_one_row_per_step(reference: Record, small: list[str], fold
 
 
 def test_half_accumulated_step_is_done_again(small: list[str], folder: Path) -> None:
-    """Also with another number of micro-batches: without batch normalisation that is the same run."""
+    """Also with another number of micro-batches: without batch normalization that is the same run."""
     plain = [*TASK, *MLP]
     reference = fit(compose(folder / "whole", *small, *plain))
     cfg = compose(folder, *small, *plain, "trainer.accumulate_grad_batches=2")

@@ -30,7 +30,7 @@ TASK = [
     "callbacks=[default,ema]",
     *SHORT,
 ]
-GROUP_NORM = "model.norm=group"  # since a pipeline's batch normalisation sees micro-batches
+GROUP_NORM = "model.norm=group"  # since a pipeline's batch normalization sees micro-batches
 SAVED_AT = 3  # steps, in the middle of the first epoch of five
 PLACES = {
     "single": ("auto", 1, []),
@@ -80,7 +80,7 @@ def saved(pool: Pool, small: list[str], tmp_path_factory: pytest.TempPathFactory
 
 
 def content(file: Path) -> dict[str, Tensor]:
-    """Every tensor of weights, average and optimiser by name."""
+    """Every tensor of weights, average and optimizer by name."""
     checkpoint = AtomicCheckpointIO().load_checkpoint(file)
     weights = {
         f"{part}/{name}": value
@@ -201,7 +201,7 @@ def test_written_on_a_gpu(saved: Callable[[str], Path], pool: Pool, small: list[
 CONVERT = "scripts/convert_checkpoint.py"
 
 
-def test_a_neighbour_keeps_its_folder(saved: Callable[[str], Path], folder: Path) -> None:
+def test_a_neighbor_keeps_its_folder(saved: Callable[[str], Path], folder: Path) -> None:
     folder.mkdir()
     for name in ("last.sharded.ckpt", "last.ckpt"):
         run_here(str(saved("single")), str(folder / name), "--sharded", program=CONVERT)

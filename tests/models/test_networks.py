@@ -63,7 +63,7 @@ def test_vit_has_the_published_size_of_deit_tiny() -> None:
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_group_normalisation_replaces_every_batch_normalisation(name: str, folder: Path) -> None:
+def test_group_normalization_replaces_every_batch_normalization(name: str, folder: Path) -> None:
     def parts(norm: str) -> list[nn.Module]:
         with torch.device("meta"):
             return list(build(compose(folder, f"model={name}", f"model.norm={norm}").model).modules())
@@ -95,7 +95,7 @@ def test_every_parameter_gets_a_gradient(network: tuple[str, nn.Module]) -> None
     ] == []
 
 
-def test_is_initialised_by_the_seed(network: tuple[str, nn.Module], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_is_initialized_by_the_seed(network: tuple[str, nn.Module], tmp_path_factory: pytest.TempPathFactory) -> None:
     cfg = compose(tmp_path_factory.mktemp("run"), f"model={network[0]}")
     torch.manual_seed(0)
     again = build(cfg.model)

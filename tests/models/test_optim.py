@@ -51,7 +51,7 @@ def test_a_group_can_have_its_schedule_in_a_share_of_the_run() -> None:
     assert [lr_multiplier(constant, {"schedule_fraction": 0.5}, step, 4) for step in range(4)] == [1, 1, 0, 0]
 
 
-def test_another_kind_of_optimiser_is_refused() -> None:
+def test_another_kind_of_optimizer_is_refused() -> None:
     net = nn.Linear(4, 2)
     sgd, adam = (
         build_optimizer(net, partial(kind, lr=0.1), 1.0, "net.") for kind in (torch.optim.SGD, torch.optim.Adam)

@@ -143,7 +143,7 @@ def test_goes_on_where_it_was(options: list[str], pool: Pool, small: list[str], 
         check_resumed([record], reference[rank], done=6)
 
 
-def test_a_sharded_optimiser_travels(pool: Pool, small: list[str], folder: Path) -> None:
+def test_a_sharded_optimizer_travels(pool: Pool, small: list[str], folder: Path) -> None:
     task = [*PARITY, *ADAMW]
     reference = fit(compose(folder / "single", *small, *task))
     die(compose(folder, *small, *task), "on_train_batch_end", 3)
@@ -160,7 +160,7 @@ def held(cfg: Any) -> tuple[int, int]:
     return sum(moment.nbytes for moment in moments), sum(weight.nbytes for weight in module.parameters())
 
 
-def test_each_rank_holds_its_share_of_the_optimiser(pool: Pool, small: list[str], folder: Path) -> None:
+def test_each_rank_holds_its_share_of_the_optimizer(pool: Pool, small: list[str], folder: Path) -> None:
     one_step = [
         "trainer.max_steps=1",
         "trainer.limit_val_batches=0",
@@ -210,7 +210,7 @@ def test_powersgd_goes_on_with_the_same_options_only(pool: Pool, small: list[str
     [
         (["strategy.comm_hook=bf16"], "take fp16"),
         (["strategy.static_graph=true", "trainer.accumulate_grad_batches=2"], "strategy.static_graph=true"),
-        (["strategy.shard_optimizer=true", "+optimizer.fused=true"], "no `fused` optimiser"),
+        (["strategy.shard_optimizer=true", "+optimizer.fused=true"], "no `fused` optimizer"),
         (["strategy.comm_hook=post_local_sgd", "callbacks=[default,ema]"], "callbacks.ema"),
         (["strategy.comm_hook=post_local_sgd", "experiment=gan", "data=shapes"], "post_local_sgd"),
     ],

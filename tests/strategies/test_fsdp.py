@@ -20,7 +20,7 @@ FSDP = ["strategy=fsdp", "trainer.devices=2"]
 
 
 def shares(cfg: Any) -> tuple[int, int, int]:
-    """Bytes that this rank holds: of the weights, of the optimiser's moments; and those of the whole (stage)."""
+    """Bytes that this rank holds: of the weights, of the optimizer's moments; and those of the whole (stage)."""
     trainer, module, data = assemble(cfg)
     trainer.fit(module, datamodule=data)
     weights = [weight for weight in module.parameters() if isinstance(weight, DTensor)]
@@ -61,7 +61,7 @@ def test_agrees_with_single_process(overrides: list[str], pool: Pool, small: lis
         assert max(distances(record, reference)) < TOLERANCE
 
 
-def test_an_optimiser_without_state_resumes(pool: Pool, small: list[str], folder: Path) -> None:
+def test_an_optimizer_without_state_resumes(pool: Pool, small: list[str], folder: Path) -> None:
     stateless = [*PARITY, "optimizer.momentum=0", "optimizer.nesterov=false"]
     reference = fit(compose(folder / "single", *small, *stateless))
     pool.run(2, die, compose(folder, *small, *stateless, *FSDP), "on_train_batch_end", 3)

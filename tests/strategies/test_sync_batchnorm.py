@@ -1,4 +1,4 @@
-"""Batch normalisation over all ranks is that of one process over the whole batch, gradients and buffers included."""
+"""Batch normalization over all ranks is that of one process over the whole batch, gradients and buffers included."""
 
 from pathlib import Path
 

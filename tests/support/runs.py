@@ -94,7 +94,7 @@ def fit_ranks(cfg: DictConfig, pool: Pool) -> list[Record]:
 
 
 def moments(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Every tensor of an optimiser's state under `parameter/moment`; none where another rank was given the state."""
+    """Every tensor of an optimizer's state under `parameter/moment`; none where another rank was given the state."""
     names = [name for group in state.get("param_groups", []) for name in group["param_names"]]
     return {
         f"{names[number]}/{key}": value.detach().clone()

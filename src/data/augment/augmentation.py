@@ -67,7 +67,7 @@ class Augment:
         """Yield for each batch of the (batches, n) indices the same images as `pixels`, which must be `only_crops`."""
         return images.crops(index, sample_keys(seed, epoch, index), self._flip((seed, epoch, index)))
 
-    def normalised(
+    def normalized(
         self,
         image: Tensor,
         target: Tensor,

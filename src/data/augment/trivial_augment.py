@@ -14,7 +14,7 @@ from torch import Tensor
 from src.data.hashing import integers, uniform
 
 OPERATIONS = (
-    *("identity", "shear x", "shear y", "translate x", "translate y", "rotate", "brightness", "colour", "contrast"),
+    *("identity", "shear x", "shear y", "translate x", "translate y", "rotate", "brightness", "color", "contrast"),
     *("sharpness", "posterize", "solarize", "autocontrast", "equalize"),
 )
 _LEVELS = 31
@@ -39,7 +39,7 @@ def apply(image: Tensor, operation: Tensor, level: Tensor, signed: Tensor) -> Te
     """
     moved = _move(image, *_affine(operation, signed, image.shape[-2:]))
     result = moved.float()
-    for name, changed in _recoloured(moved.float(), *(part.view(-1, 1, 1, 1) for part in (level, signed))):
+    for name, changed in _recolored(moved.float(), *(part.view(-1, 1, 1, 1) for part in (level, signed))):
         chosen = (operation == OPERATIONS.index(name)).view(-1, 1, 1, 1)
         result = torch.where(chosen, changed, result)
     return result.clamp(0, 255).to(torch.uint8)
@@ -56,9 +56,9 @@ def _affine(operation: Tensor, signed: Tensor, size: torch.Size) -> tuple[Tensor
     rows = torch.stack([angle.cos(), shear_y - angle.sin()], -1)
     columns = torch.stack([shear_x + angle.sin(), angle.cos()], -1)
     matrix = torch.stack([rows, columns], -2)
-    centre = torch.stack([where("rotate", torch.full_like(signed, (side - 1) / 2)) for side in size], -1)
+    center = torch.stack([where("rotate", torch.full_like(signed, (side - 1) / 2)) for side in size], -1)
     moved = torch.stack([where("translate y", (32 * signed).trunc()), where("translate x", (32 * signed).trunc())], -1)
-    return matrix, centre - (matrix @ centre[:, :, None]).squeeze(-1) + moved
+    return matrix, center - (matrix @ center[:, :, None]).squeeze(-1) + moved
 
 
 def _move(image: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def _move(image: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
     return torch.where(inside[:, None], moved, 0)
 
 
-def _recoloured(pixels: Tensor, level: Tensor, signed: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _recolored(pixels: Tensor, level: Tensor, signed: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the result of each color operation on all images.
 
     Args:
@@ -83,10 +83,10 @@ def _recoloured(pixels: Tensor, level: Tensor, signed: Tensor) -> Iterator[tuple
     """
     factor = 1 + 0.99 * signed
     red, green, blue = pixels.split(1, dim=1)
-    grey = (0.299 * red + 0.587 * green + 0.114 * blue).round()
+    gray = (0.299 * red + 0.587 * green + 0.114 * blue).round()
     yield "brightness", factor * pixels
-    yield "colour", torch.lerp(grey.expand_as(pixels), pixels, factor)
-    yield "contrast", torch.lerp(grey.mean((1, 2, 3), keepdim=True).round().expand_as(pixels), pixels, factor)
+    yield "color", torch.lerp(gray.expand_as(pixels), pixels, factor)
+    yield "contrast", torch.lerp(gray.mean((1, 2, 3), keepdim=True).round().expand_as(pixels), pixels, factor)
     yield "sharpness", torch.lerp(_smooth(pixels), pixels, factor)
     step = torch.exp2((6 * level).round())
     yield "posterize", (pixels / step).floor() * step

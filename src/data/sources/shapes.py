@@ -59,13 +59,13 @@ def _draw_chunk(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
     for _ in range(3):  # clutter: small soft discs and streaks, behind the object
         u, v = _frame(rng, count, low=1.0, high=4.0, spread=15.0)
         stretch = rng.uniform(0.3, 3.0, (count, 1, 1)).astype(np.float32)
-        canvas = _paint(canvas, 2 * (1 - np.hypot(u * stretch, v)), _colours(rng, count))
+        canvas = _paint(canvas, 2 * (1 - np.hypot(u * stretch, v)), _colors(rng, count))
     u, v = _frame(rng, count, low=6.0, high=12.0, spread=6.0)
     inside = np.empty((count, _SIZE, _SIZE), np.float32)
     for kind, shape in enumerate(_SHAPES):
         chosen = labels == kind
         inside[chosen] = shape(u[chosen], v[chosen])
-    canvas = _paint(canvas, 6 * inside, _colours(rng, count))
+    canvas = _paint(canvas, 6 * inside, _colors(rng, count))
     noise = rng.normal(0, 1, canvas.shape).astype(np.float32) * rng.uniform(4, 30, (count, 1, 1, 1)).astype(np.float32)
     return np.clip(canvas + noise, 0, 255).astype(np.uint8)
 
@@ -73,10 +73,10 @@ def _draw_chunk(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
 def _background(rng: np.random.Generator, count: int) -> np.ndarray:
     ramp = np.linspace(-1, 1, _SIZE, dtype=np.float32)
     slope = rng.normal(0, 25, (2, count, 3, 1, 1)).astype(np.float32)
-    return _colours(rng, count) + slope[0] * ramp[:, None] + slope[1] * ramp
+    return _colors(rng, count) + slope[0] * ramp[:, None] + slope[1] * ramp
 
 
-def _colours(rng: np.random.Generator, count: int) -> np.ndarray:
+def _colors(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.uniform(0, 255, (count, 3, 1, 1)).astype(np.float32)
 
 
@@ -86,18 +86,18 @@ def _frame(rng: np.random.Generator, count: int, low: float, high: float, spread
     The object has its center at 0, radius 1 and a random rotation. `low` and `high` limit its radius in pixels, and
     `spread` the distance of its center from the image's center along each axis.
     """
-    centre = _SIZE / 2 - 0.5 + rng.uniform(-spread, spread, (2, count, 1, 1))
+    center = _SIZE / 2 - 0.5 + rng.uniform(-spread, spread, (2, count, 1, 1))
     radius, angle = rng.uniform(low, high, (count, 1, 1)), rng.uniform(0, 2 * np.pi, (count, 1, 1))
-    y = (np.arange(_SIZE)[:, None] - centre[0]) / radius
-    x = (np.arange(_SIZE)[None, :] - centre[1]) / radius
+    y = (np.arange(_SIZE)[:, None] - center[0]) / radius
+    x = (np.arange(_SIZE)[None, :] - center[1]) / radius
     u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
     return u.astype(np.float32), v.astype(np.float32)
 
 
-def _paint(canvas: np.ndarray, inside: np.ndarray, colour: np.ndarray) -> np.ndarray:
+def _paint(canvas: np.ndarray, inside: np.ndarray, color: np.ndarray) -> np.ndarray:
     """Paint (count, 3, 1, 1) colors on the (count, 3, 32, 32) canvas where (count, 32, 32) `inside` is positive."""
     opacity = np.clip(inside + 0.5, 0, 1)[:, None]
-    return canvas + opacity * (colour - canvas)
+    return canvas + opacity * (color - canvas)
 
 
 def _triangle(u: np.ndarray, v: np.ndarray) -> np.ndarray:
