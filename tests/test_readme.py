@@ -21,7 +21,7 @@ from tests.support.pool import Pool
 from tests.support.runs import compose, fit, fit_ranks
 
 README = (ROOT / "README.md").read_text()
-GUIDE = "\n".join([README, *(file.read_text() for file in sorted((ROOT / "docs").glob("*.md")))])
+GUIDE = "\n".join([README, *(file.read_text() for file in sorted((ROOT / "docs").rglob("*.md")))])
 OF_A_MODEL = ("model", "experiment", "ckpt_path", "init_from")
 TINY = ["trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.log_every_n_steps=1"]
 
@@ -152,8 +152,9 @@ def test_make_targets_exist() -> None:
 def test_links_exist() -> None:
     for path in re.findall(r"\]\((?!http)([^)]+)\)", README) + re.findall(r"python (scripts/\w+\.py)", GUIDE):
         assert (ROOT / path).exists(), path
-    for path in re.findall(r"\]\((?!http)([^)]+)\)", GUIDE.removeprefix(README)):
-        assert (ROOT / "docs" / path).exists(), path
+    for page in (ROOT / "docs").rglob("*.md"):
+        for path in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", page.read_text()):
+            assert (page.parent / path).exists(), (page.name, path)
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("[!_]*.py")), ids=lambda script: script.name)

@@ -2,7 +2,7 @@
 
 torch's dropout uses a random generator, whose numbers depend on the rank, the micro-batch and the pipeline stage. The
 hash function follows C. Wellons, "Prospecting for hash functions" (https://nullprogram.com/blog/2018/07/31/), in
-two's-complement 32-bit arithmetic. docs/results.md reports its speed.
+two's-complement 32-bit arithmetic. docs/benchmarks/dropout.md has its speed.
 """
 
 import hashlib
