@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 MODELS = {
-    "mlp": ["model=mlp", "~model.width", "model.hidden=[16,16]"],
-    "mlp, dropout": ["model=mlp", "~model.width", "model.hidden=[16,16]", "model.dropout=0.2"],
+    "mlp": ["model=mlp", "~model.width", "model.hidden=[16,16,16]"],
+    "mlp, dropout": ["model=mlp", "~model.width", "model.hidden=[16,16,16]", "model.dropout=0.2"],
     "resnet9, group norm": ["model.norm=group"],
     "resnet9": [],
     "vit": ["model=vit", "model.width=8", "model.depth=2", "model.heads=2", "model.patch=8", "model.drop_path=0.3"],
