@@ -20,6 +20,7 @@ from torch import Tensor
 
 from scripts.peers.handwritten import join
 from scripts.peers.nets import NETS
+from src.utils.process_group import close_process_group
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
     if rank == 0:
         found = {"all-reduce ms": 1000 * reduced, "bound ms": 1000 * bound, "share of bound %": 100 * bound / reduced}
         options.file.write_text(json.dumps({"link GB/s": bandwidth / 1e9} | found))
-    dist.destroy_process_group()
+    close_process_group()
 
 
 def _seconds(work: Callable[[], None], repeats: int, device: torch.device) -> float:

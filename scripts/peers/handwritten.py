@@ -29,6 +29,7 @@ from src.data.hashing import permutation
 from src.data.sources.cifar import CIFAR10
 from src.optim.schedules import one_cycle
 from src.utils.malloc import tune_malloc
+from src.utils.process_group import close_process_group
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 
@@ -112,8 +113,7 @@ def main() -> None:
             if rank == 0:
                 marks.step(step)
             if step == options.steps:
-                if world > 1:
-                    dist.destroy_process_group()
+                close_process_group()
                 return
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -23,6 +22,7 @@ from scripts.peers.marks import Marks
 from src.data.augment.pixels import normalize, sample_keys
 from src.strategies.pipeline.schedules import SCHEDULES
 from src.strategies.pipeline.split import Stage, cut, ordered_blocks
+from src.utils.process_group import close_process_group
 
 
 class Alone:
@@ -98,8 +98,7 @@ def main() -> None:
             rows.writerow([step, float(torch.stack(goal["losses"]).detach().sum())])
         if rank == 0:
             marks.step(step)
-    if world > 1:
-        dist.destroy_process_group()
+    close_process_group()
 
 
 if __name__ == "__main__":

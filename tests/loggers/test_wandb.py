@@ -39,6 +39,7 @@ def test_mode(cases: Cases, tmp_path: Path) -> None:
 
 def test_beside_tensorboard(small: list[str], folder: Path) -> None:
     loggers = ["logger=[wandb,tensorboard]", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
+    folder /= "two_loggers"  # the run's id, which no other run of this process has
     run(compose(folder, *small, *SHORT, "model=mlp", "model.hidden=[16]", *loggers, "test=false", quiet=False))
     assert list(folder.glob("wandb/*/*.wandb"))
     assert list(folder.glob("tensorboard/events.*"))

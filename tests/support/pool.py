@@ -80,8 +80,8 @@ class Pool:
 
 def _serve(connection: Connection) -> None:
     import torch
-    import torch.distributed as dist
 
+    from src.utils.process_group import close_process_group
     from tests.support.memory import give_back, keep_none
 
     keep_none()
@@ -95,8 +95,7 @@ def _serve(connection: Connection) -> None:
         except BaseException:
             connection.send((False, traceback.format_exc()))
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            close_process_group()
             for name in variables:
                 os.environ.pop(name, None)
             give_back()
