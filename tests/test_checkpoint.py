@@ -60,10 +60,10 @@ def test_a_checkpoint_runs_no_code_but_models(target: str, trained: Path, tmp_pa
     checkpoint["config"] = f"module: {{net: {{_target_: {target}, self: {tmp_path}/made}}}}"
     torch.save(checkpoint, tmp_path / "poisoned.ckpt")
     with pytest.raises(UserError, match=f"would run {target}"):
-        load_network(f"{tmp_path}/poisoned.ckpt", "judge")
+        load_network(f"{tmp_path}/poisoned.ckpt", "feature_checkpoint")
     torch.save(torch.zeros(1), tmp_path / "bare.ckpt")
     with pytest.raises(UserError, match="is no checkpoint of a training run"):
-        load_network(f"{tmp_path}/bare.ckpt", "judge")
+        load_network(f"{tmp_path}/bare.ckpt", "feature_checkpoint")
     assert not (tmp_path / "made").exists()
 
 
