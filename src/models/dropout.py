@@ -30,12 +30,15 @@ class SampleDropout(nn.Dropout):
 
     keys: Tensor | None = None
     salt: int = 0
+    _has_warned = False
 
     def forward(self, input: Tensor) -> Tensor:
         if self.keys is None or not self.training or not 0 < self.p < 1:
             return super().forward(input)
         if len(input) != len(self.keys):
-            _log.warning("a dropout layer sees %d rows for %d samples: %s", len(input), len(self.keys), _OTHERWISE)
+            if not self._has_warned:
+                _log.warning("a dropout layer sees %d rows for %d samples: %s", len(input), len(self.keys), _OTHERWISE)
+                self._has_warned = True
             return super().forward(input)
         return input * self._kept(input[0].numel()).view(input.shape) / (1 - self.p)
 

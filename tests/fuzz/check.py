@@ -20,18 +20,15 @@ from src.utils import signals
 from tests.fuzz.cases import Case
 from tests.support.comparison import TOLERANCE, check_same_rows, relative
 from tests.support.experiments import SHORT
-from tests.support.interruption import Died, in_world
+from tests.support.interruption import Died, SaveAndDie, in_world
 from tests.support.pool import Pool
 from tests.support.runs import compose, moments
 
 BASE = ["experiment=parity", *SHORT, "trainer.max_steps=-1"]
 
 
-class Stop(L.Callback):
-    """End the run in one of Lightning's hooks, or by a signal to the last rank, from a step on."""
-
-    def __init__(self, hook: str, step: int) -> None:
-        self.hook, self.step = hook, step
+class Stop(SaveAndDie):
+    """End the run in one of Lightning's hooks without a save, or by a signal to the last rank, from a step on."""
 
     def _fire(self, hook: str, trainer: L.Trainer) -> None:
         if trainer.global_step < self.step or trainer.sanity_checking or trainer.testing:
@@ -40,18 +37,6 @@ class Stop(L.Callback):
             signals.on_signal(signal.SIGTERM, None)
         elif self.hook == hook:
             raise Died
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._fire("on_train_batch_start", trainer)
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._fire("on_train_batch_end", trainer)
-
-    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._fire("on_validation_end", trainer)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._fire("on_train_epoch_end", trainer)
 
 
 class Checker:
