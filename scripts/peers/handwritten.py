@@ -23,8 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from scripts.peers.marks import Marks
 from scripts.peers.nets import LAYOUT, NETS
-from src.data.augment.crops import Bordered
-from src.data.augment.pixels import normalize, sample_keys
+from src.data.augment.pixels import crop_and_flip, normalize, sample_keys
 from src.data.hashing import permutation
 from src.data.sources.cifar import CIFAR10
 from src.optim.schedules import one_cycle
@@ -56,13 +55,13 @@ def join() -> tuple[int, int, torch.device]:
     return rank, world, torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
 
 
-def begin(options: argparse.Namespace, device: torch.device) -> tuple[Bordered, Tensor, nn.Module]:
+def begin(options: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor, nn.Module]:
     """The training set's images and labels, and the network, on the device."""
     tune_malloc()  # as the template does: it is the loops that are compared
     torch.manual_seed(0)
     images, labels = (tensor.to(device) for tensor in CIFAR10([]).load(options.data, "train"))
     net = NETS[options.net]().to(device, memory_format=layout_of(options))  # type: ignore[call-overload]
-    return Bordered(images, 4), labels, net
+    return images, labels, net
 
 
 def batches_of_epoch(images: int, batch: int, epoch: int) -> Tensor:
@@ -96,10 +95,10 @@ def main() -> None:
     rows, step = csv.writer(options.clock.with_suffix(".csv").open("w")), 0
     for epoch in range(options.steps):
         batches = batches_of_epoch(len(labels), options.batch, epoch).to(device)[:, rank::world]
-        crops = images.crops(batches, sample_keys(0, epoch, batches), True)
-        for label, image in zip(labels[batches], crops, strict=True):
-            image = normalize(image, MEAN, STD, torch.float32).contiguous(memory_format=layout)
-            loss = F.cross_entropy(model(image), label)
+        for index in batches:
+            crops = crop_and_flip(images.index_select(0, index), sample_keys(0, epoch, index), 4, True)
+            image = normalize(crops, MEAN, STD, torch.float32).contiguous(memory_format=layout)
+            loss = F.cross_entropy(model(image), labels[index])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

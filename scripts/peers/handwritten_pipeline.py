@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from scripts.peers.handwritten import MEAN, STD, arguments, batches_of_epoch, begin, join, optimizer_of
 from scripts.peers.marks import Marks
-from src.data.augment.pixels import normalize, sample_keys
+from src.data.augment.pixels import crop_and_flip, normalize, sample_keys
 from src.strategies.pipeline.schedules import SCHEDULES
 from src.strategies.pipeline.split import Stage, cut, ordered_blocks
 from src.utils.process_group import close_process_group
@@ -82,11 +82,12 @@ def main() -> None:
         if number == 0:
             batches = batches_of_epoch(len(labels), options.batch, epoch).to(device)
             batches = batches.unflatten(1, (-1, options.microbatches)).transpose(1, 2).flatten(1)
-            crops = images.crops(batches, sample_keys(0, epoch, batches), True)
         given: tuple[Tensor, ...] = ()
         goal: dict[str, Any] = {}
         if first:
-            given = (normalize(next(crops), MEAN, STD, torch.float32).contiguous(),)
+            index = batches[number]
+            crops = crop_and_flip(images.index_select(0, index), sample_keys(0, epoch, index), 4, True)
+            given = (normalize(crops, MEAN, STD, torch.float32),)
         if last:
             goal = {"target": labels[batches[number]], "losses": []}
         optimizer.zero_grad()

@@ -25,8 +25,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from scripts.peers.clock import Clock
 from scripts.peers.handwritten import MEAN, STD, arguments, batches_of_epoch, layout_of, optimizer_of
 from scripts.peers.nets import NETS
-from src.data.augment.crops import Bordered
-from src.data.augment.pixels import normalize, sample_keys
+from src.data.augment.pixels import crop_and_flip, normalize, sample_keys
 from src.data.sources.cifar import CIFAR10
 from src.utils.malloc import tune_malloc
 
@@ -38,15 +37,15 @@ class Batches:
 
     def __init__(self, folder: Path, batch: int, layout: torch.memory_format) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        images, self.labels = (tensor.to(device) for tensor in CIFAR10([]).load(folder, "train"))
-        self.images, self.batch, self.layout = Bordered(images, 4), batch, layout
+        self.images, self.labels = (tensor.to(device) for tensor in CIFAR10([]).load(folder, "train"))
+        self.batch, self.layout = batch, layout
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         batches = batches_of_epoch(len(self.labels), self.batch, 0).to(self.labels.device)
-        crops = self.images.crops(batches, sample_keys(0, 0, batches), True)
-        for label, image in zip(self.labels[batches], crops, strict=True):
-            image = normalize(image, MEAN, STD, torch.float32).contiguous(memory_format=self.layout)
-            yield image, label
+        for index in batches:
+            crops = crop_and_flip(self.images.index_select(0, index), sample_keys(0, 0, index), 4, True)
+            image = normalize(crops, MEAN, STD, torch.float32).contiguous(memory_format=self.layout)
+            yield image, self.labels[index]
 
 
 class Classifier(L.LightningModule):

@@ -9,8 +9,7 @@ class Batch(NamedTuple):
     """One process's part of a (micro-)batch of n samples.
 
     Attributes:
-        image: (n, channels, height, width), uint8 until it reaches the device, then normalized floats. The memory
-            format is contiguous or channels last, depending on how the images were fetched.
+        image: (n, channels, height, width), uint8 until it reaches the device, then normalized floats.
         target: (n,) class indices or, where images are mixed, (n, classes) class probabilities.
         sample_index: (n,) indices into the dataset before its division into splits, which identify the samples; -1 for
             padding.

@@ -1,6 +1,5 @@
 """The DataModule of all image datasets: splits, global batches, augmentation on the device."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from src.data.batch import Batch
 from src.data.image_folder import ImageFolder
 from src.data.limits import check_global_batch, limited
 from src.data.parallel import DataParallelInfo, data_parallel_info
-from src.data.resident import Crops, ResidentBatches, loader
+from src.data.resident import loader
 from src.data.sampler import Batches, EvaluationBatches, TrainingBatches
 from src.data.sources.source import ImageSource
 from src.data.splits import ImageSplit, load, stratified_split
@@ -38,7 +37,6 @@ class ImageDataModule(L.LightningDataModule):
         predict_dir: folder of image files to classify in prediction.
         num_workers: processes that fetch batches; the data is in memory, so 0 is usually fastest.
         device_resident: keep the images on the device and transfer only indices; `auto`: if its memory is large enough.
-            For fast crops, borders and mirror images are kept too, which takes 2.5 times the memory of the images.
         seed: determines the validation split, the order of the samples and their augmentation.
         limits: limits of `train`, `val` and `test` per epoch: a number of global batches, or a fraction.
 
@@ -89,7 +87,6 @@ class ImageDataModule(L.LightningDataModule):
         self.limits = limits or {}
         self.resume_at = (0, 0)  # the epoch, and how many of its samples are already trained
         self.splits: dict[str, ImageSplit] = {}
-        self._comes_cropped = False  # whether the training loader crops the images
 
     def prepare_data(self) -> None:
         if not self.splits and not self.trainer.predicting:  # images in memory need no files
@@ -118,9 +115,7 @@ class ImageDataModule(L.LightningDataModule):
         sizes = (len(split), self.global_batch_size, self.accumulate)
         batches = TrainingBatches(*sizes, self.seed, self.parallel, self.steps_per_epoch)
         batches.epoch, batches.start = self.resume_at
-        loaded = self._loader(split, batches, self._crops if self.augment.only_crops else None)
-        self._comes_cropped = isinstance(loaded, ResidentBatches) and loaded.crops is not None
-        return loaded
+        return self._loader(split, batches)
 
     def val_dataloader(self) -> DataLoader[Batch] | list[Any]:
         count = self.evaluated_samples("val")
@@ -145,11 +140,12 @@ class ImageDataModule(L.LightningDataModule):
         if not trainer.training:
             image = normalize(batch.image, self.mean, self.std, dtype)
             return batch._replace(image=image, weight=batch.weight.to(dtype))
-        identity = (self.seed, trainer.current_epoch, batch.sample_index)
-        pixels = batch.image if self._comes_cropped else self.augment.pixels(batch.image, identity)
-        image, draw = normalize(pixels, self.mean, self.std, dtype), (self.seed, trainer.global_step)
-        image, target = self.augment.normalized(image, batch.target, identity, draw, self.num_classes)
-        return Batch(image, target, batch.sample_index, batch.weight.to(dtype) / len(image))
+        epoch, index = trainer.current_epoch, batch.sample_index
+        pixels = self.augment.augment_pixels(batch.image, self.seed, epoch, index)
+        image = normalize(pixels, self.mean, self.std, dtype)
+        image = self.augment.cut_out(image, self.seed, epoch, index)
+        image, target = self.augment.mix(image, batch.target, self.seed, trainer.global_step, self.num_classes)
+        return Batch(image, target, index, batch.weight.to(dtype) / len(image))
 
     def to_pixels(self, image: Tensor) -> Tensor:
         """Undo the normalization, and return (n, channels, height, width) images in [0, 1]."""
@@ -211,10 +207,6 @@ class ImageDataModule(L.LightningDataModule):
         per_device = max(1, self.global_batch_size // (dp_size * self.accumulate))
         return self._loader(split, EvaluationBatches(count, per_device, dp_size, dp_rank))
 
-    def _crops(self, epoch: int, index: Tensor) -> Iterator[Tensor]:
-        images = self.splits["train"].dataset.bordered(self.augment.crop_padding)
-        return self.augment.crops(images, self.seed, epoch, index)
-
-    def _loader(self, split: Dataset[Batch], batches: Batches, crops: Crops | None = None) -> DataLoader[Batch]:
+    def _loader(self, split: Dataset[Batch], batches: Batches) -> DataLoader[Batch]:
         device = self.trainer.lightning_module.device
-        return loader(split, batches, device, self.device_resident, self.num_workers, crops)
+        return loader(split, batches, device, self.device_resident, self.num_workers)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from src.data.augment.crops import Bordered
 from src.data.batch import Batch
 from src.data.hashing import permutation
 from src.data.sources.source import ImageSource
@@ -18,24 +17,14 @@ class ImageSet:
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
-        self._bordered: Bordered | None = None
 
     def move(self, device: torch.device) -> None:
         """Move the images and labels to the device, where they stay."""
-        if device != self.images.device:
-            self._bordered = None
         self.images, self.labels = self.images.to(device), self.labels.to(device)
 
     def gather(self, index: Tensor) -> Tensor:
         """Return the images of (n,) indices, which are on the same device. `images[index]` would be much slower."""
-        return self._bordered.gather(index) if self._bordered else self.images.index_select(0, index)
-
-    def bordered(self, padding: int) -> Bordered:
-        """Return the images with reflected borders, and store them in this form from now on, on the same device."""
-        if self._bordered is None or self._bordered.padding != padding:
-            self._bordered = Bordered(self.images, padding)
-            self.images = self._bordered.images
-        return self._bordered
+        return self.images.index_select(0, index)
 
 
 def load(source: ImageSource, root: Path, name: str, num_classes: int) -> ImageSet:

@@ -48,8 +48,7 @@ def test_a_step_mixes_one_way_and_not_every_time() -> None:
     augment = Augment(mixup=1.0, cutmix=1.0, mix_probability=0.5)
     ways = []
     for step in range(200):
-        identity = (0, 0, torch.arange(8))
-        image, target = augment.normalized(IMAGES, torch.arange(8), identity, (0, step), num_classes=10)
+        image, target = augment.mix(IMAGES, torch.arange(8), seed=0, step=step, num_classes=10)
         assert target.shape == (8, 10)
         values = len(image[0].unique())
         ways.append("none" if torch.equal(image, IMAGES) else "cutmix" if values == 2 else "mixup")

@@ -1,5 +1,8 @@
 """A sample's augmentation depends on (seed, epoch, index) alone, and covers what it should."""
 
+import hashlib
+
+import pytest
 import torch
 
 from src.data.augment.pixels import alternating_flip, crop_and_flip, cutout, normalize, sample_keys
@@ -44,6 +47,30 @@ def test_alternating_flips_show_the_other_side_in_the_next_epoch() -> None:
     assert not torch.equal(alternating_flip(1, 0, index), first)
     flipped = crop_and_flip(IMAGES, keys(index[:64]), 0, second[:64])
     assert torch.equal(flipped, torch.where(second[:64, None, None, None], IMAGES.flip(-1), IMAGES))
+
+
+@pytest.mark.parametrize("padding", [0, 1, 9])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_crops_of_rectangular_images(padding: int, channels: int) -> None:
+    images = torch.arange(200 * channels * 10 * 16).mul(7919).remainder(251).view(200, channels, 10, 16).float()
+    image_keys = keys(torch.arange(200))
+    rows, columns = integers(image_keys, 0, 2 * padding + 1), integers(image_keys, 1, 2 * padding + 1)
+    padded = torch.nn.functional.pad(images, (padding,) * 4, mode="reflect")
+    result = crop_and_flip(images, image_keys, padding, False)
+    for k in range(200):
+        assert torch.equal(result[k], padded[k][:, rows[k] : rows[k] + 10, columns[k] : columns[k] + 16])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.float32, "e5b56fcf89a01c54"), (torch.float64, "c88d064b445c2e96")]
+)
+def test_batch_has_fixed_bits(dtype: torch.dtype, expected: str) -> None:
+    """Changed bits would change every experiment, so this compares with fixed hashes."""
+    images = torch.arange(1200 * 3 * 10 * 16).mul(7919).remainder(251).to(torch.uint8).view(1200, 3, 10, 16)
+    index = torch.randperm(1200, generator=torch.Generator().manual_seed(0))[:130]
+    crops = crop_and_flip(images[index], keys(index), 4, True)
+    image = normalize(crops, [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616], dtype)
+    assert hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest()[:16] == expected
 
 
 def test_nothing_changes_without_padding_and_flip() -> None:

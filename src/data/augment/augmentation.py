@@ -1,13 +1,10 @@
 """The configured augmentation of training batches: a pure function of seed, epoch, step and sample."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from src.data.augment import mixing
-from src.data.augment.crops import Bordered
 from src.data.augment.pixels import alternating_flip, crop_and_flip, cutout, sample_keys
 from src.data.augment.trivial_augment import trivial_augment
 from src.utils.errors import UserError
@@ -42,54 +39,37 @@ class Augment:
             if value < 0:
                 raise UserError(f"data.augment.{name}={value}: give a number of at least zero, which means none")
         if not 0 <= mix_probability <= 1:
-            raise UserError(f"data.augment.mix_probability={mix_probability}: give a share between 0 and 1")
+            raise UserError(f"data.augment.mix_probability={mix_probability}: give a fraction between 0 and 1")
         if flip not in (True, False, "alternating"):
             raise UserError(f"data.augment.flip={flip}: take true, false or alternating")
         self.trivial, self.crop_padding, self.flip, self.cutout = trivial, crop_padding, flip, cutout
         self.mixers = [(mix, alpha) for mix, alpha in ((mixing.mixup, mixup), (mixing.cutmix, cutmix)) if alpha > 0]
         self.mix_probability = mix_probability
 
-    def pixels(self, image: Tensor, identity: tuple[int, int, Tensor]) -> Tensor:
-        """Augment (n, channels, height, width) uint8 images; `identity` is seed, epoch and their (n,) indices."""
-        keys = sample_keys(*identity)
+    def augment_pixels(self, image: Tensor, seed: int, epoch: int, index: Tensor) -> Tensor:
+        """Transform and crop (n, channels, height, width) uint8 images; `index` holds their (n,) sample indices."""
+        keys = sample_keys(seed, epoch, index)
         if self.trivial:
             image = trivial_augment(image, keys)
         if self.crop_padding or self.flip:
-            image = crop_and_flip(image, keys, self.crop_padding, self._flip(identity))
+            flip = alternating_flip(seed, epoch, index) if self.flip == "alternating" else bool(self.flip)
+            image = crop_and_flip(image, keys, self.crop_padding, flip)
         return image
 
-    @property
-    def only_crops(self) -> bool:
-        """Return whether `pixels` crops or flips the images, and does nothing else."""
-        return bool(self.crop_padding or self.flip) and not self.trivial
+    def cut_out(self, image: Tensor, seed: int, epoch: int, index: Tensor) -> Tensor:
+        """Cut a square out of each of (n, channels, height, width) normalized images, if `cutout` is set."""
+        return cutout(image, sample_keys(seed, epoch, index), self.cutout) if self.cutout else image
 
-    def crops(self, images: Bordered, seed: int, epoch: int, index: Tensor) -> Iterator[Tensor]:
-        """Yield for each batch of the (batches, n) indices the same images as `pixels`, which must be `only_crops`."""
-        return images.crops(index, sample_keys(seed, epoch, index), self._flip((seed, epoch, index)))
+    def mix(self, image: Tensor, target: Tensor, seed: int, step: int, num_classes: int) -> tuple[Tensor, Tensor]:
+        """Mix the normalized images of a step, if a mixer is set, and their (n,) class indices with them.
 
-    def normalized(
-        self,
-        image: Tensor,
-        target: Tensor,
-        identity: tuple[int, int, Tensor],
-        draw: tuple[int, int],
-        num_classes: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Augment normalized (n, channels, height, width) images and, if they are mixed, their (n,) targets.
-
-        Mixing turns class indices into (n, classes) class probabilities. `identity` is the same as in `pixels`; `draw`
-        is seed and step, and determines the random numbers that the images of a step share.
+        The targets become (n, classes) class probabilities. All images of a step share the random numbers.
         """
-        if self.cutout:
-            image = cutout(image, sample_keys(*identity), self.cutout)
         if not self.mixers:
             return image, target
         target = (target[:, None] == torch.arange(num_classes, device=target.device)).to(image.dtype)
-        rng = np.random.default_rng(draw)
+        rng = np.random.default_rng((seed, step))
         if rng.random() < self.mix_probability:
             mix, alpha = self.mixers[rng.integers(len(self.mixers))]
             image, target = mix(image, target, alpha, rng)
         return image, target
-
-    def _flip(self, identity: tuple[int, int, Tensor]) -> bool | Tensor:
-        return alternating_flip(*identity) if self.flip == "alternating" else bool(self.flip)

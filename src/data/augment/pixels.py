@@ -26,22 +26,16 @@ def crop_and_flip(image: Tensor, keys: Tensor, padding: int, flip: bool | Tensor
         flip: whether to mirror a random half of the images, or (n,) bool that selects the mirrored ones.
     """
     count, channels, height, width = image.shape
-    top, left, mirrored = random_crop(keys, padding, flip)
-    rows = windows(height, padding, image.device).index_select(0, top)
-    columns = windows(width, padding, image.device).index_select(0, left)
-    columns = torch.where(mirrored[:, None], width - 1 - columns, columns)
+    draws = torch.arange(2, device=keys.device)[:, None]
+    top, left = integers(keys, draws, 2 * padding + 1)
+    rows = _windows(height, padding, image.device).index_select(0, top)
+    columns = _windows(width, padding, image.device).index_select(0, left)
+    if flip is not False:
+        mirrored = flip if isinstance(flip, Tensor) else random_flip(keys)
+        columns = torch.where(mirrored[:, None], width - 1 - columns, columns)
     source = (rows * width)[:, :, None] + columns[:, None, :]
     pixels = source.view(count, 1, -1).expand(-1, channels, -1)
     return image.flatten(2).gather(2, pixels).view_as(image)
-
-
-def random_crop(keys: Tensor, padding: int, flip: bool | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each key the crop's first row and column in the padded image, and whether it is mirrored."""
-    draws = torch.arange(2, device=keys.device).view(2, *[1] * keys.ndim)
-    top, left = integers(keys, draws, 2 * padding + 1)
-    if flip is True:
-        flip = random_flip(keys)
-    return top, left, flip if isinstance(flip, Tensor) else torch.zeros_like(keys, dtype=torch.bool)
 
 
 def random_flip(keys: Tensor) -> Tensor:
@@ -75,26 +69,23 @@ def normalize(image: Tensor, mean: list[float], std: list[float], dtype: torch.d
 
     `mean` and `std` are per channel, in [0, 1].
     """
-    layout = torch.contiguous_format if image.is_contiguous() else torch.channels_last
     shape = image.shape[1:]
-    shift, scale = (_per_pixel(tuple(values), shape, dtype, image.device, layout) for values in (mean, std))
+    shift, scale = (_per_pixel(tuple(values), shape, dtype, image.device) for values in (mean, std))
     return image.to(dtype).sub_(shift).div_(scale)
 
 
 @functools.cache
-def _per_pixel(
-    values: tuple[float, ...], shape: torch.Size, dtype: torch.dtype, device: torch.device, layout: torch.memory_format
-) -> Tensor:
-    """Return the values of the channels, scaled to pixels, as (1, channels, height, width) in the images' layout.
+def _per_pixel(values: tuple[float, ...], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the values of the channels, scaled to pixels, as (channels, height, width).
 
     They are cached on the device: sending them with each batch would cost a host-device synchronization.
     """
-    of_channels = torch.tensor(values, dtype=dtype, device=device)[:, None, None] * 255
-    return of_channels.expand(1, *shape).contiguous(memory_format=layout)
+    per_channel = torch.tensor(values, dtype=dtype, device=device)[:, None, None] * 255
+    return per_channel.expand(shape).contiguous()
 
 
 @functools.cache
-def windows(size: int, padding: int, device: torch.device) -> Tensor:
+def _windows(size: int, padding: int, device: torch.device) -> Tensor:
     """Return the source positions of every possible crop of a padded line of `size` pixels.
 
     They are (2 padding + 1, size): row i is the crop that begins i - padding pixels from the line's first pixel.
