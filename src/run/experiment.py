@@ -27,7 +27,7 @@ from src.checkpoint.weights import load_initial_weights
 from src.loggers.csv import CSVLogger
 from src.loggers.wandb import finish, preempted
 from src.models.dropout import drop_by_sample
-from src.run.trainer_patches import NullProfiler, patch_trainer
+from src.run.trainer_patches import patch_trainer
 from src.strategies.compatibility import check_can_train
 from src.strategies.sync_batchnorm import GlobalBatchNorm
 from src.utils.errors import UserError
@@ -121,7 +121,6 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
         plugins, precision = [*plugins, DoublePrecision()], None
     try:
         built = trainer(
-            **({} if trainer.keywords.get("profiler") else {"profiler": NullProfiler()}),
             strategy=_build_strategy(cfg.strategy),
             callbacks=[*together, *required, *chosen],
             fast_dev_run=int(cfg.trainer.fast_dev_run) * cfg.trainer.accumulate_grad_batches,  # in steps

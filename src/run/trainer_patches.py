@@ -1,10 +1,11 @@
-"""Patches that remove per-step work from Lightning's training loop that has no effect in this run.
+"""Patches that remove per-step work of Lightning 2.6's training loop that has no effect in this run.
 
-No result changes. Each patch uses a hook that Lightning leaves open, or has a test in `tests/test_canaries.py` that
-fails when Lightning changes. `docs/results.md` has the time that each one saves.
+No result changes. Each function is one patch: it names Lightning's lines, relative to
+https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytorch/, and the time that a step saves.
+`docs/benchmarks/trainer-patches.md` has the measurement. Each patch uses a hook that Lightning leaves open, or has a
+test in `tests/test_canaries.py` that fails when Lightning changes.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +17,6 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-_NOTHING = nullcontext()
 _STEP_HOOKS = (
     "on_train_batch_start",
     "on_train_batch_end",
@@ -27,25 +27,53 @@ _STEP_HOOKS = (
 )
 
 
-class NullProfiler(PassThroughProfiler):
-    """Profiler without effect: Lightning calls `profile` some forty times a step."""
-
-    def profile(self, action_name: str) -> Any:
-        return _NOTHING
-
-
 def patch_trainer(trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Remove work from the trainer's loop that costs time at every step and has no effect.
+    """Apply all patches to a trainer and the module that it will train."""
+    leave_signals_to_callback(trainer)
+    remove_profiler_contexts(trainer)
+    cache_logged_results(trainer)
+    skip_empty_hooks(trainer, module)
 
-    Hooks that nobody overrides are set to None, which Lightning skips; assign them again to use them.
+
+def leave_signals_to_callback(trainer: L.Trainer) -> None:
+    """Remove Lightning's signal handler, and its question at every step whether a rank received SIGTERM.
+
+    The handler broadcasts wherever the signal finds the process, so ranks could wait for each other forever. A handler
+    of ours in `on_train_start` would come too late: Lightning's is active in the barrier and the sanity check before.
+    `src/callbacks/preemption.py` handles signals. Upstream: trainer/connectors/signal_connector.py, lines 48 and 118;
+    loops/training_epoch_loop.py, lines 259 and 299. This saves one broadcast per step of several ranks.
     """
     signals: Any = trainer._signal_connector
     loop: Any = trainer.fit_loop.epoch_loop
-    signals.register_signal_handlers = _do_nothing  # src/callbacks/preemption.py has its own
-    loop._broadcast_sigterm_tensor = _do_nothing  # asks at every step whether any rank received SIGTERM
-    loop._build_kwargs = _CachedStepKwargs(loop._build_kwargs)
-    loop._results, loop.val_loop._results = _Results(training=True), _Results(training=False)
-    for hook in _STEP_HOOKS:  # Lightning skips a hook that is not callable
+    signals.register_signal_handlers = _do_nothing
+    loop._broadcast_sigterm_tensor = _do_nothing
+
+
+def remove_profiler_contexts(trainer: L.Trainer) -> None:
+    """Replace the profiler, unless one is configured, with one that makes no context managers.
+
+    Upstream: profilers/profiler.py, line 57, a generator; it is entered some forty times per step.
+    """
+    if type(trainer.profiler) is PassThroughProfiler:
+        trainer.profiler = NullProfiler()
+
+
+def cache_logged_results(trainer: L.Trainer) -> None:
+    """Collect what was logged once, when it is logged, and not again at every later step.
+
+    Upstream: trainer/connectors/logger_connector/result.py, line 412 (moves each logged value, by a walk through the
+    attributes of its metric) and the method `metrics`.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._results, loop.val_loop._results = CachedResults(training=True), CachedResults(training=False)
+
+
+def skip_empty_hooks(trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Set the hooks of a step that nobody overrides to None, which Lightning does not call.
+
+    Upstream: trainer/call.py, lines 197 and 226. To use such a hook later, assign it again.
+    """
+    for hook in _STEP_HOOKS:
         for callback in trainer.callbacks:
             if not is_overridden(hook, callback, L.Callback) or _saves_only_at_epoch_end(hook, callback):
                 setattr(callback, hook, None)
@@ -61,11 +89,20 @@ def _saves_only_at_epoch_end(hook: str, callback: L.Callback) -> bool:
 
 
 def _do_nothing(*_: Any) -> None:
-    """Replace Lightning's signal handlers, which run collectives at any point, and its SIGTERM broadcast."""
+    """Replace a method of Lightning."""
 
 
-class _Results(_ResultCollection):
-    """Caches the step metrics until something is logged, and moves a result only if its device changes."""
+class NullProfiler(PassThroughProfiler):
+    """Profiler without effect."""
+
+    _context = nullcontext()
+
+    def profile(self, action_name: str) -> Any:
+        return self._context
+
+
+class CachedResults(_ResultCollection):
+    """Keeps the metrics of a step until something is logged, and moves a result only if its device changes."""
 
     _cached_step_metrics: Any = None  # cleared when something is logged
 
@@ -96,15 +133,3 @@ def _move(result: _ResultMetric, device: str | torch.device) -> _ResultMetric:
     """Move a logged result only if its value is on another device."""
     value = getattr(result, "value", None)  # unset before the first log() of a metric
     return result if value is not None and value.device == torch.device(device) else _ResultMetric.to(result, device)
-
-
-class _CachedStepKwargs:
-    """Caches the argument names of `training_step`, whose signature Lightning would inspect at every step."""
-
-    def __init__(self, inspect: Callable[..., dict[str, Any]]) -> None:
-        self._inspect = inspect
-        self._names: list[str] = []
-
-    def __call__(self, kwargs: dict[str, Any], batch: Any, batch_idx: int) -> dict[str, Any]:
-        self._names = self._names or list(self._inspect(kwargs, batch, batch_idx))
-        return dict(zip(self._names, (batch, batch_idx), strict=False))
