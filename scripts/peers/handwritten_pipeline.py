@@ -21,7 +21,8 @@ from scripts.peers.handwritten import MEAN, STD, arguments, batches_of_epoch, be
 from scripts.peers.marks import Marks
 from src.data.augment.pixels import crop_and_flip, normalize, sample_keys
 from src.strategies.pipeline.schedules import SCHEDULES
-from src.strategies.pipeline.split import Stage, cut, ordered_blocks
+from src.strategies.pipeline.split import cut, ordered_blocks
+from src.strategies.pipeline.stage import Stage
 from src.utils.process_group import close_process_group
 
 

@@ -69,9 +69,10 @@ def trace(cfg: Any) -> tuple[list[Action], list[Action]]:
         trainer, module, data = assemble(cfg)
         trainer.fit(module, datamodule=data)
     strategy: Any = trainer.strategy
-    if strategy.kind.stages_per_rank == 1:
-        return done, _table(strategy._place, IN_EIGHT if strategy.schedule == "gpipe" else 2 - strategy._place)
-    table = [action for action in strategy._pipeline.pipeline_order[strategy._place] if action]
+    rank = strategy._pipeline_rank
+    if strategy.spec.stages_per_rank == 1:
+        return done, _table(rank, IN_EIGHT if strategy.schedule == "gpipe" else 2 - rank)
+    table = [action for action in strategy._torch_schedule.pipeline_order[rank] if action]
     return done, [(stage, kind.value, part) for stage, kind, part, *_ in table if kind.value in ("F", "B", "I", "W")]
 
 
@@ -184,7 +185,7 @@ def test_evaluates_predicts_and_follows_in_half_precision(pool: Pool, small: lis
         ),
         (["strategy.stages=3"], r"strategy.stages=3 does not divide the 2 processes"),
         (["strategy.split=[layer9]"], r"strategy.split: no cut can be before layer9; did you mean layer"),
-        (["strategy.split=[layer2,layer3]"], r"2 stages take 1 cuts"),
+        (["strategy.split=[layer2,layer3]"], r"2 stages need 1 cuts"),
         (["model=mlp", "~model.width", "strategy.split=[layer1]"], r"a stage of flatten alone has no parameters"),
         (["trainer.precision=16-mixed"], r"16-mixed"),
         (["module.compile=true"], r"module.compile=true"),

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -35,8 +36,10 @@ class ScheduleSpec(NamedTuple):
 
     def stage_to_rank(self, ranks: int) -> list[int]:
         """Return the rank of each stage, for a pipeline of `ranks` ranks."""
-        stages = range(ranks * self.stages_per_rank)
-        return [2 * ranks - 1 - k if self.v_shape and k >= ranks else k % ranks for k in stages]
+        one_way = list(range(ranks))
+        if self.v_shape:
+            return one_way + one_way[::-1]
+        return one_way * self.stages_per_rank
 
     def bubble(self, ranks: int, microbatches: int) -> float:
         """Return the ideal bubble: the fraction of a step in which a rank idles.
@@ -45,6 +48,11 @@ class ScheduleSpec(NamedTuple):
         """
         idle = self.idle * (ranks - 1)
         return idle / (self.stages_per_rank * microbatches + idle)
+
+    def needs_channels_first(self, net: nn.Module, device: torch.device) -> bool:
+        """Return whether torch's GroupNorm would crash with channels last: docs/upstream/group_norm.md."""
+        crashes = self.splits_backward and device.type == "cpu"
+        return crashes and any(isinstance(module, nn.GroupNorm) for module in net.modules())
 
 
 SCHEDULES = {
@@ -86,10 +94,10 @@ def build_schedule(
     Raises:
         UserError: if the schedule does not support that number of micro-batches.
     """
-    kind = schedule_spec(name)
-    given: Any = stages[0] if kind.stages_per_rank == 1 else stages
+    spec = schedule_spec(name)
+    stage_or_stages: Any = stages[0] if spec.stages_per_rank == 1 else stages
     try:
-        return kind.schedule(given, microbatches, loss_fn=loss, scale_grads=False)
+        return spec.schedule(stage_or_stages, microbatches, loss_fn=loss, scale_grads=False)
     except ValueError as error:
         raise UserError(
             f"strategy.schedule={name} with strategy.microbatches={microbatches}: {error} "

@@ -1,15 +1,15 @@
-"""Splitting a network into pipeline stages: before named blocks, or such that the stages have similar cost."""
+"""Split a network into pipeline stages: before named blocks, or such that the stages have similar cost."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from src.models.dropout import dropouts, set_keys
 from src.utils.errors import UserError, nearest
 
 _FLOPS_PER_BYTE = 100  # rough number of FLOPs that a device does while a link sends one byte
@@ -22,14 +22,14 @@ class Block:
     Attributes:
         name: name of the block in the network.
         module: the block.
-        parameters: number of parameters.
+        num_parameters: number of parameters.
         flops: FLOPs of the forward pass.
         output: meta tensor with shape, type and memory format of the output.
     """
 
     name: str
     module: nn.Module
-    parameters: int
+    num_parameters: int
     flops: int
     output: Tensor
 
@@ -47,44 +47,6 @@ class Block:
         return self.output.permute(0, 2, 3, 1) if self.channels_last else self.output.contiguous()
 
 
-class Stage(nn.Sequential):
-    """Consecutive blocks whose input and output are sent in their memory format, without a copy.
-
-    Args:
-        blocks: the blocks in order.
-        before: the block whose output is the input of this stage; None if the input is the images.
-    """
-
-    def __init__(self, blocks: Sequence[Block], before: Block | None) -> None:
-        super().__init__(*(block.module for block in blocks))
-        self._dropouts = dropouts(self)
-        self._keys: Iterator[Tensor] = iter(())
-        self._channels_last = (before is not None and before.channels_last, blocks[-1].channels_last)
-
-    def begin(self, microbatches: int) -> None:
-        """Split the dropout keys of a batch into micro-batches, as the batch will be split.
-
-        Schedules run the micro-batches of a stage in their order, so `forward` takes the keys one after the other.
-        """
-        if self._dropouts:
-            assert self._dropouts[0].keys is not None
-            self._keys = iter(self._dropouts[0].keys.unflatten(0, (-1, microbatches)).T.contiguous())
-
-    def forward(self, input: Tensor) -> Tensor:
-        # Lightning calls `eval` on the blocks and not on the stage, so `self.training` is not reliable.
-        if self._dropouts and self._dropouts[0].training:
-            keys = next(self._keys, None)
-            assert keys is not None, "more micro-batches than the batch was taken apart into"
-            set_keys(self._dropouts, keys)
-        given, gives = self._channels_last
-        output = super().forward(input.permute(0, 3, 1, 2) if given else input)
-        if not gives:
-            return output.contiguous()
-        sent = output.permute(0, 2, 3, 1).contiguous()
-        # Zero-bubble schedules detach the output in place, which autograd does not allow for a view.
-        return torch.ops.aten._unsafe_view(sent, sent.shape)
-
-
 def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
     """Return the blocks of the network in order, with their cost for a micro-batch.
 
@@ -97,11 +59,12 @@ def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
     was_training, blocks, x = net.training, [], images
     net.eval()  # the running statistics of batch normalization must not change
     with torch.no_grad():
-        for name, module in _leaves(net):
+        for name, module in _iterate_blocks(net):
             with FlopCounterMode(display=False) as counter:
                 x = module(x)
-            size = sum(weight.numel() for weight in module.parameters())
-            blocks.append(Block(name, module, size, counter.get_total_flops(), torch.empty_like(x, device="meta")))
+            num_parameters = sum(weight.numel() for weight in module.parameters())
+            output = torch.empty_like(x, device="meta")
+            blocks.append(Block(name, module, num_parameters, counter.get_total_flops(), output))
     net.train(was_training)
     return blocks
 
@@ -119,26 +82,26 @@ def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> lis
         UserError: if there are more stages than blocks with parameters, a block does not exist, the number of cuts is
             wrong, or a stage has no parameters.
     """
-    weighted = sum(block.parameters > 0 for block in blocks)
-    if stages > weighted:
+    trainable = sum(block.num_parameters > 0 for block in blocks)
+    if stages > trainable:
         raise UserError(
-            f"strategy=pipeline: {stages} stages, but `model` has {weighted} blocks with parameters: lower "
+            f"strategy=pipeline: {stages} stages, but `model` has {trainable} blocks with parameters: lower "
             "trainer.devices (interleaved and zero-bubble schedules make two stages per process)"
         )
-    cuts = _balanced(blocks, stages) if isinstance(split, str) else _named(blocks, stages, split)
-    parts = [list(blocks[first:last]) for first, last in pairwise([0, *cuts, len(blocks)])]
+    cuts = _balanced_cuts(blocks, stages) if isinstance(split, str) else _named_cuts(blocks, stages, split)
+    parts = [list(blocks[start:end]) for start, end in pairwise([0, *cuts, len(blocks)])]
     for part in parts:
-        if not any(block.parameters for block in part):
+        if not any(block.num_parameters for block in part):
             raise UserError(f"strategy.split: a stage of {part[0].name} alone has no parameters; cut elsewhere")
     return parts
 
 
-def table(stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int]) -> list[str]:
+def format_table(stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int]) -> list[str]:
     """Return a table of the stages as lines: rank, parameters, fraction of the FLOPs, and MiB sent per micro-batch."""
     total = sum(block.flops for blocks in stages for block in blocks) or 1
     lines = ["  stage  rank  parameters  cost   sends       blocks"]
     for number, (blocks, owner) in enumerate(zip(stages, stage_to_rank, strict=True)):
-        size = sum(block.parameters for block in blocks)
+        size = sum(block.num_parameters for block in blocks)
         cost = sum(block.flops for block in blocks) / total
         sent = blocks[-1].bytes_sent / 2**20 if number < len(stages) - 1 else 0.0
         names = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} ... {blocks[-1].name}"
@@ -146,53 +109,68 @@ def table(stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int]) -> li
     return lines
 
 
-def _leaves(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the blocks with their names; the parts of an `nn.Sequential` of composite modules are blocks themselves."""
+def _iterate_blocks(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the name and the module of each block; the parts of an `nn.Sequential` of composite modules are blocks."""
     for name, child in net.named_children():
-        parts = list(child.children())
-        if isinstance(child, nn.Sequential) and all(any(True for _ in part.children()) for part in parts):
-            yield from _leaves(child, f"{prefix}{name}.")
+        if isinstance(child, nn.Sequential) and all(_is_composite(part) for part in child):
+            yield from _iterate_blocks(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child
 
 
-def _named(blocks: Sequence[Block], stages: int, split: Sequence[str]) -> list[int]:
+def _is_composite(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _named_cuts(blocks: Sequence[Block], stages: int, split: Sequence[str]) -> list[int]:
     """Return the indices of the blocks before which to cut.
 
-    A name may be that of a sequence of blocks; the cut is then before its first block.
+    A name can also belong to a sequence of blocks; the cut is then before its first block.
     """
     names = [block.name for block in blocks]
     cuts = []
     for wanted in split:
-        found = [place for place, name in enumerate(names) if name == wanted or name.startswith(f"{wanted}.")]
-        if not found or found[0] == 0:
+        matches = [index for index, name in enumerate(names) if name == wanted or name.startswith(f"{wanted}.")]
+        if not matches or matches[0] == 0:
             raise UserError(f"strategy.split: no cut can be before {wanted}; {nearest(wanted, names[1:])}")
-        cuts.append(found[0])
+        cuts.append(matches[0])
     if len(cuts) != stages - 1 or cuts != sorted(set(cuts)):
-        raise UserError(f"strategy.split={list(split)}: {stages} stages take {stages - 1} cuts, in the blocks' order")
+        raise UserError(
+            f"strategy.split={list(split)}: {stages} stages need {stages - 1} cuts, in the order of the blocks"
+        )
     return cuts
 
 
-def _balanced(blocks: Sequence[Block], stages: int) -> list[int]:
+class _Partition(NamedTuple):
+    """Consecutive stages: the cost of the most expensive one, and the cuts between them. The order is that of `min`."""
+
+    cost: float
+    cuts: list[int]
+
+
+def _balanced_cuts(blocks: Sequence[Block], stages: int) -> list[int]:
     """Return the cuts that minimize the cost of the most expensive stage.
 
-    The algorithm is dynamic programming over (stages, blocks).
+    The algorithm is dynamic programming (the linear partition problem). `best[end]` is the best partition of
+    `blocks[:end]` into `count` stages. The last of these stages is `blocks[start:end]` for some `start`, and the stages
+    before it form the best partition of `blocks[:start]` into `count - 1` stages.
     """
-
-    def cost(first: int, last: int) -> float:
-        if not any(block.parameters for block in blocks[first:last]):
-            return math.inf  # every stage must have parameters to train
-        sent = blocks[last - 1].bytes_sent if last < len(blocks) else 0
-        return sum(block.flops for block in blocks[first:last]) + sent * _FLOPS_PER_BYTE
-
-    best: dict[tuple[int, int], tuple[float, list[int]]] = {
-        (1, last): (cost(0, last), []) for last in range(1, len(blocks) + 1)
-    }
+    best = {end: _Partition(_stage_cost(blocks, 0, end), []) for end in range(1, len(blocks) + 1)}
     for count in range(2, stages + 1):
-        for last in range(count, len(blocks) + 1):
-            options = [
-                (max(best[count - 1, middle][0], cost(middle, last)), [*best[count - 1, middle][1], middle])
-                for middle in range(count - 1, last)
-            ]
-            best[count, last] = min(options)
-    return best[stages, len(blocks)][1]
+        previous, best = best, {}
+        for end in range(count, len(blocks) + 1):
+            candidates = []
+            for start in range(count - 1, end):
+                cost = max(previous[start].cost, _stage_cost(blocks, start, end))
+                candidates.append(_Partition(cost, [*previous[start].cuts, start]))
+            best[end] = min(candidates)
+    return best[len(blocks)].cuts
+
+
+def _stage_cost(blocks: Sequence[Block], start: int, end: int) -> float:
+    """Return the cost of the stage `blocks[start:end]` in FLOPs; bytes sent count as FLOPs."""
+    stage = blocks[start:end]
+    if not any(block.num_parameters for block in stage):
+        return math.inf  # every stage must have parameters to train
+    sent = stage[-1].bytes_sent if end < len(blocks) else 0
+    return sum(block.flops for block in stage) + sent * _FLOPS_PER_BYTE
