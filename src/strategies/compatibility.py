@@ -1,4 +1,4 @@
-"""Checks of what a Lightning strategy supports, with a clear message before Lightning fails."""
+"""Check what a Lightning strategy supports, with a clear message before Lightning fails."""
 
 from typing import Any
 
@@ -17,5 +17,5 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
     if not module.automatic_optimization and not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
         raise UserError(
             f"strategy={type(strategy).__name__} splits one network with one optimizer, but {type(module).__name__} "
-            "steps several by hand: set strategy=ddp, or auto"
+            "optimizes manually, with several: set strategy=ddp, or auto"
         )

@@ -78,43 +78,44 @@ class DDP(DDPStrategy):
         super().__init__(model_averaging_period=model_averaging_period, **kwargs)
         self.comm_hook, self.comm_start_step, self.shard_optimizer = comm_hook, comm_start_step, shard_optimizer
         self.matrix_approximation_rank = matrix_approximation_rank
-        self._restored: dict[str, dict[int, Tensor]] = {}
+        self._restored: dict[str, dict[int, Tensor]] = {}  # PowerSGD's tensors from a checkpoint, until training starts
         if comm_hook is not None and comm_hook not in _HOOKS:
             raise UserError(f"strategy.comm_hook={comm_hook} is no hook: {nearest(comm_hook, _HOOKS)}")
         if comm_start_step < 2 or model_averaging_period < 1 or matrix_approximation_rank < 1:
             raise UserError(
-                "strategy.comm_start_step is at least 2, since DDP settles its buckets in the first step; "
-                "strategy.model_averaging_period and strategy.matrix_approximation_rank are at least 1"
+                "strategy.comm_start_step must be at least 2, because DDP fixes its buckets in the first step; "
+                "strategy.model_averaging_period and strategy.matrix_approximation_rank must be at least 1"
             )
         if comm_hook == "post_local_sgd" and shard_optimizer:
-            raise UserError("strategy.shard_optimizer=true with post_local_sgd: its ranks have weights of their own")
+            raise UserError("strategy.shard_optimizer=true needs equal weights, but post_local_sgd lets them differ")
         if comm_hook == "powersgd":
             if kwargs.get("static_graph"):
-                raise UserError("strategy.static_graph=true changes the buckets that powersgd remembers: set it false")
+                raise UserError("strategy.static_graph=true changes the buckets of the powersgd state: set it to false")
             # DDP then does not rebuild its buckets, so a resumed run has the buckets to which the saved state belongs.
             self._ddp_kwargs["find_unused_parameters"] = True
 
     def setup(self, trainer: L.Trainer) -> None:
+        self._check_options(trainer)
+        if self.comm_hook == "post_local_sgd":
+            # torch's model averaging returns contiguous weights.
+            self.lightning_module.to(memory_format=torch.contiguous_format)
+        super().setup(trainer)
+
+    def _check_options(self, trainer: L.Trainer) -> None:
+        """Check the options against the device, the precision, the callbacks and the module of the run."""
         if self.comm_hook == "bf16" and self.root_device.type == "cpu":
             raise UserError("strategy.comm_hook=bf16: gloo, which CPUs use, does not reduce that type; take fp16")
         if self.comm_hook == "post_local_sgd":
             if any(getattr(callback, "averages_weights", False) for callback in trainer.callbacks):
-                raise UserError(
-                    "callbacks.ema averages a rank's own weights under post_local_sgd: leave one of them out"
-                )
+                raise UserError("callbacks.ema averages each rank's own weights under post_local_sgd: leave out one")
             if not self.lightning_module.automatic_optimization:
                 raise UserError("strategy.comm_hook=post_local_sgd averages the weights of one optimizer; take fp16")
-            # torch's model averaging returns contiguous weights.
-            self.lightning_module.to(memory_format=torch.contiguous_format)
         if self.comm_hook in ("powersgd", "post_local_sgd") and self.precision_plugin.precision == "16-mixed":
-            raise UserError(
-                f"trainer.precision=16-mixed overflows now and then, which {self.comm_hook} keeps: bf16-mixed"
-            )
+            raise UserError(f"{self.comm_hook} keeps the overflows of trainer.precision=16-mixed: take bf16-mixed")
         if self._ddp_kwargs.get("static_graph") and trainer.accumulate_grad_batches > 1:
             raise UserError(
-                "strategy.static_graph=true is for one backward pass per step: set it to false to accumulate"
+                "strategy.static_graph=true allows one backward pass per step: set it to false to accumulate"
             )
-        super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         """Wrap the module in DDP; do not broadcast buffers if synchronized batch normalization keeps them equal."""
@@ -130,14 +131,16 @@ class DDP(DDPStrategy):
             from torch.distributed.optim import ZeroRedundancyOptimizer  # the import is slow
 
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # false alarm: ZeRO wraps the optimizer
-            whole = self.optimizers
-            if any(group.get("fused") or group.get("capturable") for one in whole for group in one.param_groups):
-                raise UserError("strategy.shard_optimizer=true keeps counts of steps on the CPU: no `fused` optimizer")
+            optimizers = self.optimizers
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            if any(group.get("fused") or group.get("capturable") for group in groups):
+                raise UserError("strategy.shard_optimizer=true keeps step counts on the CPU: take no fused optimizer")
             self.optimizers = [
-                ZeroRedundancyOptimizer([dict(group) for group in one.param_groups], type(one)) for one in whole
+                ZeroRedundancyOptimizer([dict(group) for group in optimizer.param_groups], type(optimizer))
+                for optimizer in optimizers
             ]
             for config in self.lr_scheduler_configs:
-                config.scheduler.optimizer = self.optimizers[whole.index(config.scheduler.optimizer)]
+                config.scheduler.optimizer = self.optimizers[optimizers.index(config.scheduler.optimizer)]
 
     def _register_ddp_hooks(self) -> None:
         if self.comm_hook == "powersgd":
@@ -161,17 +164,21 @@ class DDP(DDPStrategy):
         self._restored = {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save the checkpoint with the state of PowerSGD.
+        if self.comm_hook == "powersgd" and self._ddp_comm_state is not None:
+            checkpoint["powersgd"] = {"memory": self._powersgd_memory(), "options": self._layout()}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _powersgd_memory(self) -> dict[str, dict[int, Tensor]]:
+        """Return the tensors of PowerSGD by bucket, with the mean of all ranks' errors. Every rank must call it.
 
         PowerSGD is linear in the errors of the ranks, so their mean is enough for any number of ranks.
         """
         state: Any = self._ddp_comm_state
-        if self.comm_hook == "powersgd" and state is not None:
-            memory = {name: dict(getattr(state, name)) for name in ("error_dict", "p_memory_dict", "q_memory_dict")}
-            for bucket, error in memory["error_dict"].items():
-                memory["error_dict"][bucket] = self.reduce(error.clone(), reduce_op="mean")
-            checkpoint["powersgd"] = {"memory": memory, "options": self._layout()}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        memory = {name: dict(getattr(state, name)) for name in ("error_dict", "p_memory_dict", "q_memory_dict")}
+        errors = memory["error_dict"]
+        for bucket, error in errors.items():
+            errors[bucket] = self.reduce(error.clone(), reduce_op="mean")
+        return memory
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -179,8 +186,8 @@ class DDP(DDPStrategy):
             for option, value in self._layout().items():
                 if saved["options"][option] != value:
                     raise UserError(
-                        f"the run in ckpt_path had {option}={saved['options'][option]}, to which what powersgd "
-                        f"remembers belongs; this one has {value}: set it back"
+                        f"{option} is {value}, but the powersgd state in ckpt_path needs {saved['options'][option]}: "
+                        "set it back"
                     )
             self._restored = saved["memory"]
         return checkpoint

@@ -41,9 +41,9 @@ class _Launcher(_MultiProcessingLauncher):
         handlers = signals.install_handlers(signals.on_signal)
         try:
             return super().launch(*args, **kwargs)
-        except mp.ProcessExitedException as ended:
-            if ended.exit_code > 128:
-                raise signals.Stopped(ended.exit_code - 128) from None
+        except mp.ProcessExitedException as error:
+            if error.exit_code > 128:
+                raise signals.Stopped(error.exit_code - 128) from None
             raise
         finally:
             signals.restore(handlers)
@@ -54,10 +54,11 @@ class _Launcher(_MultiProcessingLauncher):
         except BaseException as error:
             for logger in trainer.loggers:
                 logger.finalize("failed")  # Lightning does so only in processes that it did not spawn
-            if stopped := isinstance(error, signals.Stopped):
+            is_preempted = isinstance(error, signals.Stopped)
+            if is_preempted:
                 preempted()
             finish(succeeded=False)
-            if stopped:  # all ranks stop together, so no rank waits in a collective
+            if is_preempted:  # all ranks stop together, so no rank waits in a collective
                 close_process_group()
             raise
         finish(succeeded=True)

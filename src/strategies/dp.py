@@ -51,8 +51,8 @@ class DP(ParallelStrategy):
         gpus = [device for device in self.parallel_devices or [] if device.type != "cpu"]
         if len(gpus) < 2:
             raise UserError(
-                f"strategy=dp divides a batch among GPUs, of which this run has {len(gpus)}: it takes two or more; "
-                "or take strategy=ddp, which runs on CPUs too"
+                f"strategy=dp divides a batch among GPUs, of which this run has {len(gpus)}: set trainer.devices to "
+                "two GPUs or more, or take strategy=ddp, which also runs on CPUs"
             )
         super().setup_environment()
 
@@ -60,10 +60,14 @@ class DP(ParallelStrategy):
         super().setup(trainer)
         net: Any = self.lightning_module.net
         if getattr(self.lightning_module, "compiles", False):
-            raise UserError("module.compile=true compiles the whole network, which strategy=dp copies in every step")
-        blocks, layers = nn.DataParallel(_Blocks(*net.children()), self.parallel_devices), dropouts(net)
-        # A function, because assigning the module would register its parameters a second time.
-        net.forward = lambda image: blocks(image, layers[0].keys if layers and net.training else None)
+            raise UserError("module.compile=true compiles the full network, which strategy=dp copies in every step")
+        blocks = nn.DataParallel(_Blocks(*net.children()), self.parallel_devices)
+        layers = dropouts(net)
+
+        def forward(image: Tensor) -> Tensor:
+            return blocks(image, layers[0].keys if layers and net.training else None)
+
+        net.forward = forward  # assigning the module instead would register its parameters a second time
 
     def model_to_device(self) -> None:
         self.lightning_module.to(self.root_device)

@@ -27,7 +27,7 @@ class FSDP(ShardedStateStrategy):
             the backward pass. This needs less memory and 1.5 times the communication.
         param_dtype: type in which weights are gathered, such as `bfloat16`; null means the type they are stored in.
             `trainer.precision=bf16-mixed` is different: it is autocast, as under every strategy.
-        reduce_dtype: type in which gradients are reduced; null as for `param_dtype`.
+        reduce_dtype: type in which gradients are reduced; null means their own type.
         **kwargs: arguments of ShardedStateStrategy.
 
     Raises:
@@ -65,9 +65,10 @@ class FSDP(ShardedStateStrategy):
         """Shard the network: each of its blocks is gathered on its own."""
         net = cast(nn.Module, module.net)
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP supports no other format
-        # Batch statistics stay in full precision, so the weights of these layers must too: no mixed-precision policy.
-        for norm in [part for part in net.modules() if isinstance(part, _BatchNorm) and self.policy.param_dtype]:
-            fully_shard(norm, mesh=self.device_mesh)
+        if self.policy.param_dtype:
+            # Batch statistics stay in full precision, so the weights of these layers must too: no policy.
+            for norm in [module for module in net.modules() if isinstance(module, _BatchNorm)]:
+                fully_shard(norm, mesh=self.device_mesh)
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.policy}
         for block in net.children():
             if any(True for _ in block.parameters()):
@@ -78,5 +79,5 @@ class FSDP(ShardedStateStrategy):
 def _dtype(option: str, name: str | None) -> torch.dtype | None:
     found = getattr(torch, name, None) if name else None
     if name and not isinstance(found, torch.dtype):
-        raise UserError(f"strategy.{option}={name} is no type of torch: take bfloat16, float16 or float32")
+        raise UserError(f"strategy.{option}={name} is no data type of torch: take bfloat16, float16 or float32")
     return found

@@ -33,7 +33,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
     def __init__(self, sharded_checkpoints: bool = False, **kwargs: Any) -> None:
         super().__init__(save_distributed_checkpoint=False, **kwargs)
         self.sharded_checkpoints = sharded_checkpoints
-        self._names: list[str] = []  # names of all tensors of the full network, in order, once it is parallelized
+        self._full_names: list[str] = []  # of all tensors of the full network, in order, once it is parallelized
 
     @abstractmethod
     def parallelize(self, module: L.LightningModule) -> None:
@@ -63,8 +63,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
         Strategy.setup(self, trainer)  # skips ModelParallelStrategy.setup, which requires `configure_model`
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        if not self._names:  # test after fit finds the network parallelized already
-            self._names = list(model.state_dict())
+        if not self._full_names:  # test after fit finds the network parallelized already
+            self._full_names = list(model.state_dict())
             if self._layer_sync:
                 self._layer_sync.apply(model)
             assert self.lightning_module is not None
@@ -76,14 +76,14 @@ class ShardedStateStrategy(ModelParallelStrategy):
         own = self.lightning_module.state_dict()
         if self.sharded_checkpoints:
             return own
-        return self._joined(self._gathered(own))
+        return self._merge_ranks(self._to_full_tensors(own))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = optimizer.state_dict()
         if self.sharded_checkpoints:
             return state
-        moments = {number: self._gathered(values) for number, values in state["state"].items()}
-        return merge(self.gather_state(state | {"state": moments}), self._names)
+        moments = {number: self._to_full_tensors(values) for number, values in state["state"].items()}
+        return merge(self.gather_state(state | {"state": moments}), self._full_names)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.sharded_checkpoints:
@@ -104,39 +104,41 @@ class ShardedStateStrategy(ModelParallelStrategy):
         )
         for section in sharded.WEIGHTS:
             if section in own:
-                own[section] = self._joined(own[section])
+                own[section] = self._merge_ranks(own[section])
         if "optimizer_states" in own:
             own["optimizer_states"] = [
-                merge(self.gather_state(state), self._names) for state in own["optimizer_states"]
+                merge(self.gather_state(state), self._full_names) for state in own["optimizer_states"]
             ]
         return own
 
-    def _gathered(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def _to_full_tensors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Gather full tensors into CPU memory, one at a time; return none on ranks that own no state."""
-        wholes = {}
+        full_tensors = {}
         for name, value in tensors.items():
-            together = to_full_tensor(value)
+            full = to_full_tensor(value)  # a collective
             if self.owns_state:
-                wholes[name] = together.cpu() if isinstance(together, Tensor) else together
-        return wholes
+                full_tensors[name] = full.cpu() if isinstance(full, Tensor) else full
+        return full_tensors
 
-    def _joined(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _merge_ranks(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """Merge the tensors of all ranks, in the order of the full network, on rank zero; elsewhere return none."""
-        every = {name: tensor for part in self.gather_state(own) for name, tensor in part.items()}
-        return {name: every[name] for name in self._names} if self.is_global_zero else {}
+        merged: dict[str, Tensor] = {}
+        for part in self.gather_state(own):
+            merged |= part
+        return {name: merged[name] for name in self._full_names} if self.is_global_zero else {}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self._read_from = Path(checkpoint_path)
+        self._checkpoint_path = Path(checkpoint_path)
         checkpoint = read_checkpoint(checkpoint_path, moments=False)
-        if self._names:  # the network is parallelized already, as for predict after test
-            checkpoint["state_dict"] = self._parts(checkpoint["state_dict"])
+        if self._full_names:  # the network is parallelized already, as for predict after test
+            checkpoint["state_dict"] = self._shard_weights(checkpoint["state_dict"])
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(self._parts(checkpoint["state_dict"]), strict=strict)
+        self.lightning_module.load_state_dict(self._shard_weights(checkpoint["state_dict"]), strict=strict)
 
-    def _parts(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _shard_weights(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the part of the full tensors that this rank holds."""
         assert self.lightning_module is not None
         own = self.lightning_module.state_dict()
@@ -147,8 +149,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
         states = [shard(state, optimizer) for state, optimizer in saved]
         if sharded.SHARDS in checkpoint:
             try:
-                sharded.load_shards({"optimizer_states": states}, self._read_from, dict(checkpoint))
+                sharded.load_shards({"optimizer_states": states}, self._checkpoint_path, dict(checkpoint))
             except Exception as error:  # a corrupt file can raise any exception
-                raise corruption_error(self._read_from, error) from error
+                raise corruption_error(self._checkpoint_path, error) from error
         for state, optimizer in zip(states, self.optimizers, strict=True):
             optimizer.load_state_dict(state)

@@ -48,19 +48,25 @@ class SyncedBatchNorm(_BatchNorm):
             return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
         values = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
         mean, var = _global_moments(values.detach(), self.process_group)
-        count = input.numel() // input.shape[1] * dist.get_world_size(self.process_group)
-        self._update_running(mean, var * count / max(1, count - 1))
-        weight, bias = (None if part is None else part.to(values.dtype) for part in (self.weight, self.bias))
+        count = _values_per_channel(input, self.process_group)
+        self._update_running(mean, unbiased_var=var * count / max(1, count - 1))
+        weight = None if self.weight is None else self.weight.to(values.dtype)
+        bias = None if self.bias is None else self.bias.to(values.dtype)
         return _Normalize.apply(values, weight, bias, mean, var, self.eps, self.process_group).to(input.dtype)
 
     @torch.no_grad()
-    def _update_running(self, mean: Tensor, var: Tensor) -> None:
+    def _update_running(self, mean: Tensor, unbiased_var: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(var.to(self.running_var.dtype), share)
+        factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(unbiased_var.to(self.running_var.dtype), factor)
+
+
+def _values_per_channel(input: Tensor, group: Any) -> int:
+    """Return the number of values of a channel, over all ranks, for an (n, channels, ...) input."""
+    return input.numel() // input.shape[1] * dist.get_world_size(group)
 
 
 def _global_moments(input: Tensor, group: Any) -> tuple[Tensor, Tensor]:
@@ -78,11 +84,23 @@ def _global_moments(input: Tensor, group: Any) -> tuple[Tensor, Tensor]:
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalization of an (n, channels, ...) input by the moments of all ranks, with torch's evaluation kernels.
+    """Normalization of an (n, channels, ...) input x by the moments of all ranks (Ioffe and Szegedy, 2015).
 
-    These kernels treat the moments as constants. The backward pass therefore subtracts the gradient through the
-    moments: the mean of the gradient, and its mean product with the normalized input, both over all ranks (Ioffe and
-    Szegedy, 2015).
+    Forward, for each channel:
+
+        inv_std = 1 / sqrt(var + eps)
+        x_hat = (x - mean) * inv_std
+        y = weight * x_hat + bias
+
+    Backward, with g = dL/dy, and means over the values of the channel on all ranks:
+
+        mean_g = mean(g)
+        mean_gx = mean(g * x_hat)
+        dL/dx = weight * inv_std * (g - mean_g - x_hat * mean_gx)
+
+    The gradients of weight and bias are those of this rank, sum(g * x_hat) and sum(g); the strategy averages them.
+    torch's evaluation kernels compute y, the term of g, and the two sums. They treat the moments as constants, so
+    the backward pass adds the other terms, as slope * x + shift.
     """
 
     @staticmethod
@@ -103,15 +121,18 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, var = ctx.saved_tensors
-        local, *parameters = torch.ops.aten.native_batch_norm_backward(
+        grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             gradients[0], input, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
         )
-        sums = torch.stack(parameters)
+        sums = torch.stack([grad_weight, grad_bias])
         dist.all_reduce(sums, group=ctx.group)
-        along, level = sums / (input.numel() // input.shape[1] * dist.get_world_size(ctx.group))
-        scale = torch.rsqrt(var + ctx.eps)
-        slope = -along * scale * scale * (1 if weight is None else weight)
-        shift = -level * scale * (1 if weight is None else weight) - slope * mean
-        shape = [1, -1] + [1] * (input.ndim - 2)
-        local.addcmul_(input, slope.view(shape)).add_(shift.view(shape))
-        return local, *(parameters if weight is not None else (None, None)), None, None, None, None
+        mean_gx, mean_g = sums / _values_per_channel(input, ctx.group)
+        inv_std = torch.rsqrt(var + ctx.eps)
+        gamma = 1 if weight is None else weight
+        slope = -mean_gx * inv_std * inv_std * gamma
+        shift = -mean_g * inv_std * gamma - slope * mean
+        per_channel = [1, -1] + [1] * (input.ndim - 2)
+        grad_input.addcmul_(input, slope.view(per_channel)).add_(shift.view(per_channel))
+        if weight is None:
+            grad_weight = grad_bias = None
+        return grad_input, grad_weight, grad_bias, None, None, None, None

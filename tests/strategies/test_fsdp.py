@@ -92,5 +92,5 @@ def test_evaluates_and_predicts_as_one_process(pool: Pool, small: list[str], fol
 def test_what_cannot_be(pool: Pool, small: list[str], folder: Path) -> None:
     with pytest.raises(RankFailed, match=r"strategy.replicas=3 does not divide the 2 processes"):
         pool.run(2, fit, compose(folder, *small, *FSDP, "strategy.replicas=3"))
-    with pytest.raises(UserError, match=r"strategy.param_dtype=half-ish is no type"):
+    with pytest.raises(UserError, match=r"strategy.param_dtype=half-ish is no data type"):
         assemble(compose(folder, *small, *FSDP, "strategy.param_dtype=half-ish"))

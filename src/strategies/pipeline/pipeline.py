@@ -68,12 +68,12 @@ class Pipeline(ShardedStateStrategy):
             raise UserError(f"strategy.microbatches={microbatches}: give a number of at least one")
         self.stages, self.schedule, self.spec = stages, schedule, schedule_spec(schedule)
         self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
-        self._torch_schedule: Any = None  # once the network is split
+        self._torch_schedule: Any = None  # set when the network is split
         self._own_stages: dict[int, Stage] = {}  # the stages of this rank by their number
-        self._parameters: list[nn.Parameter] = []  # of these stages
+        self._parameters: list[nn.Parameter] = []  # the parameters of these stages
         self._batch: Batch | None = None  # the current training batch, with (microbatches, n, ...) fields
-        self._logits: Tensor | None = None  # of that batch
-        self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # of the schedule, until `backward`
+        self._logits: Tensor | None = None  # the logits of that batch
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
 
     @property
     def _accumulate(self) -> int:

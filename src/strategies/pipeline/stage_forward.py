@@ -28,26 +28,21 @@ class StageForward:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self.stages, self.stage_to_rank, self.shapes, self.group, self.device = (
-            stages,
-            stage_to_rank,
-            shapes,
-            group,
-            device,
-        )
+        self.stages, self.stage_to_rank, self.shapes = stages, stage_to_rank, shapes
+        self.group, self.device = group, device
 
     def __call__(self, image: Tensor) -> Tensor:
         """Map (n, channels, height, width) images to (n, classes) logits, on every rank."""
         x, last = image, len(self.stage_to_rank) - 1
         for number, stage in self.stages.items():
-            rank = self.stage_to_rank[number]
-            if number > 0 and self.stage_to_rank[number - 1] != rank:
+            own_rank = self.stage_to_rank[number]
+            if number > 0 and self.stage_to_rank[number - 1] != own_rank:
                 x = self._empty(number, len(image))
                 dist.recv(x, group=self.group, group_src=self.stage_to_rank[number - 1])
             x = stage(x)
             if isinstance(stage, FSDPModule):
                 stage.reshard()
-            if number < last and self.stage_to_rank[number + 1] != rank:
+            if number < last and self.stage_to_rank[number + 1] != own_rank:
                 dist.send(x.contiguous(), group=self.group, group_dst=self.stage_to_rank[number + 1])
         return self.to_all(x if last in self.stages else None, len(image))
 
@@ -57,7 +52,7 @@ class StageForward:
         dist.broadcast(logits, group=self.group, group_src=self.stage_to_rank[-1])
         return logits
 
-    def _empty(self, place: int, count: int) -> Tensor:
-        """Return an empty tensor for the input of stage `place`, with `count` samples; -1 means the logits."""
-        shape = self.shapes[place]
-        return torch.empty(count, *shape.shape[1:], dtype=shape.dtype, device=self.device)
+    def _empty(self, number: int, count: int) -> Tensor:
+        """Return an empty tensor for the input of stage `number`, with `count` samples; -1 means the logits."""
+        like = self.shapes[number]
+        return torch.empty(count, *like.shape[1:], dtype=like.dtype, device=self.device)
