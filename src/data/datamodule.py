@@ -12,7 +12,7 @@ from src.data.augment.augmentation import Augment
 from src.data.augment.pixels import normalize
 from src.data.batch import Batch
 from src.data.image_folder import ImageFolder
-from src.data.limits import check_global_batch, limited
+from src.data.limits import apply_limit, check_global_batch
 from src.data.parallel import DataParallelInfo, data_parallel_info
 from src.data.resident import loader
 from src.data.sampler import Batches, EvaluationBatches, TrainingBatches
@@ -170,7 +170,7 @@ class ImageDataModule(L.LightningDataModule):
     def steps_per_epoch(self) -> int:
         """Number of optimizer steps per epoch."""
         steps = len(self.splits["train"]) // self.global_batch_size
-        return limited("trainer.limit_train_batches", self.limits.get("train"), steps)
+        return apply_limit("trainer.limit_train_batches", self.limits.get("train"), steps)
 
     @property
     def micro_batches_per_epoch(self) -> int:
@@ -200,7 +200,7 @@ class ImageDataModule(L.LightningDataModule):
     def evaluated_samples(self, name: str) -> int:
         """Return how many samples of the split are evaluated."""
         option, count = f"trainer.limit_{name}_batches", len(self.splits[name])
-        return limited(option, self.limits.get(name), count, unit=self.global_batch_size)
+        return apply_limit(option, self.limits.get(name), count, unit=self.global_batch_size)
 
     def _evaluation_loader(self, split: Dataset[Batch], count: int) -> DataLoader[Batch]:
         dp_size, dp_rank, _ = self.parallel

@@ -6,7 +6,7 @@ Lightning counts its limits in micro-batches, whose size depends on the number o
 from src.utils.errors import UserError
 
 
-def limited(option: str, limit: int | float | None, available: int, unit: int = 1) -> int:
+def apply_limit(option: str, limit: int | float | None, available: int, unit: int = 1) -> int:
     """Return how many of the `available` steps or samples a limit leaves.
 
     Args:
@@ -16,44 +16,46 @@ def limited(option: str, limit: int | float | None, available: int, unit: int = 
         unit: the number of steps or samples in one unit of an integer limit.
 
     Raises:
-        UserError: if the limit is no such number, or is a fraction above 0 that leaves nothing.
+        UserError: if the limit is no such number, or leaves nothing although it is above 0.
     """
     if limit is None:
         return available
     is_count = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0
     is_fraction = isinstance(limit, float) and 0 <= limit <= 1
     if not (is_count or is_fraction):
-        raise UserError(f"{option}={limit}: give a number of batches of data.batch_size, or a fraction such as 0.5")
-    left = min(available, int(limit) * unit) if is_count else int(available * limit)
-    if limit and available and not left:
-        raise UserError(f"{option}={limit} leaves nothing of {available}: give more")
-    return left
+        raise UserError(f"{option}={limit}: set a number of batches of data.batch_size, or a fraction such as 0.5")
+    count = min(available, int(limit) * unit) if is_count else int(available * limit)
+    if limit and available and not count:
+        raise UserError(f"{option}={limit} leaves nothing of {available}: set a larger value")
+    return count
 
 
-def validation_interval(interval: int | float, steps_per_epoch: int, accumulate: int, crosses: bool) -> int | float:
+def validation_interval(
+    interval: int | float, steps_per_epoch: int, accumulate: int, may_exceed_epoch: bool
+) -> int | float:
     """Return `trainer.val_check_interval` in micro-batches, the unit in which Lightning counts it.
 
     Args:
         interval: the configured interval, in optimizer steps or as a fraction of an epoch.
         steps_per_epoch: optimizer steps per epoch.
         accumulate: micro-batches per optimizer step.
-        crosses: whether the interval may be longer than an epoch, which check_val_every_n_epoch=null allows.
+        may_exceed_epoch: whether the interval may be longer than an epoch, which check_val_every_n_epoch=null allows.
 
     Raises:
-        UserError: if the interval is longer than an epoch and `crosses` is false.
+        UserError: if the interval is longer than an epoch and `may_exceed_epoch` is false.
     """
     if isinstance(interval, float) and interval >= 1:
         return interval  # 1.0 is the end of an epoch, and Lightning refuses any larger float
     steps = interval if isinstance(interval, int) else max(1, int(steps_per_epoch * interval))
-    if steps > steps_per_epoch and not crosses:
+    if steps > steps_per_epoch and not may_exceed_epoch:
         raise UserError(
             f"trainer.val_check_interval={interval} exceeds the {steps_per_epoch} steps of an epoch: "
-            "give less, or set trainer.check_val_every_n_epoch=null"
+            "set a smaller value, or trainer.check_val_every_n_epoch=null"
         )
     return steps * accumulate
 
 
-def check_global_batch(batch: int, dp_size: int, micro_batches: int, samples: int, mixes: bool) -> None:
+def check_global_batch(batch: int, dp_size: int, micro_batches: int, samples: int, is_mixed: bool) -> None:
     """Check that a global batch divides evenly over the data-parallel ranks and their micro-batches.
 
     Args:
@@ -61,7 +63,7 @@ def check_global_batch(batch: int, dp_size: int, micro_batches: int, samples: in
         dp_size: number of data-parallel ranks.
         micro_batches: micro-batches per rank and step: accumulated ones, times those of a pipeline.
         samples: number of training samples.
-        mixes: whether Mixup or CutMix mixes the samples of a micro-batch in pairs.
+        is_mixed: whether Mixup or CutMix mixes the samples of a micro-batch in pairs.
 
     Raises:
         UserError: if the batch does not divide, its samples form no pairs, or there are fewer training samples.
@@ -70,15 +72,16 @@ def check_global_batch(batch: int, dp_size: int, micro_batches: int, samples: in
     if batch % parts:
         below = batch // parts * parts
         sizes = f"{below} or {below + parts}" if below else f"{parts}"
+        divisor, options = f"{dp_size} data-parallel processes", "trainer.devices"
+        if micro_batches > 1:
+            divisor += f" x {micro_batches} micro-batches"
+            options += " or the number of micro-batches"
         raise UserError(
-            f"data.batch_size={batch} does not divide over {dp_size} data-parallel processes"
-            f"{f' x {micro_batches} micro-batches' if micro_batches > 1 else ''}: "
-            f"set data.batch_size={sizes}, or change trainer.devices"
-            f"{' or the number of micro-batches' if micro_batches > 1 else ''}"
+            f"data.batch_size={batch} does not divide over {divisor}: set data.batch_size={sizes}, or change {options}"
         )
-    if mixes and batch // parts % 2:
+    if is_mixed and batch // parts % 2:
         raise UserError(
-            f"data.augment.mixup and cutmix pair the samples of a device, and {batch // parts} is odd: "
+            f"data.augment.mixup and cutmix pair the samples of a micro-batch, and {batch // parts} is odd: "
             f"set data.batch_size={batch + parts}, or change trainer.devices"
         )
     if batch > samples:

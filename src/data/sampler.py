@@ -9,7 +9,7 @@ from torch.utils.data import Sampler
 from src.data.hashing import permutation
 from src.data.parallel import DataParallelInfo
 
-_ALONE = DataParallelInfo(dp_size=1, dp_rank=0, num_microbatches=1)
+_SINGLE_PROCESS = DataParallelInfo(dp_size=1, dp_rank=0, num_microbatches=1)
 
 
 class TrainingBatches(Sampler[Tensor]):
@@ -33,7 +33,7 @@ class TrainingBatches(Sampler[Tensor]):
         batch_size: int,
         accumulate: int = 1,
         seed: int = 0,
-        parallel: DataParallelInfo = _ALONE,
+        parallel: DataParallelInfo = _SINGLE_PROCESS,
         steps: int | None = None,
     ) -> None:
         self.num_samples, self.batch_size, self.accumulate = num_samples, batch_size, accumulate
@@ -57,8 +57,8 @@ class TrainingBatches(Sampler[Tensor]):
         order = permutation(self.num_samples, self.seed, self.epoch)[self.start : self.steps * self.batch_size]
         dp_size, dp_rank, num_microbatches = self.parallel
         rounds = self.batch_size // (dp_size * self.accumulate * num_microbatches)
-        dealt = order.view(-1, rounds, dp_size, self.accumulate, num_microbatches)
-        own = dealt[:, :, dp_rank]  # (steps, rounds, accumulate, num_microbatches)
+        global_batches = order.view(-1, rounds, dp_size, self.accumulate, num_microbatches)
+        own = global_batches[:, :, dp_rank]  # (steps, rounds, accumulate, num_microbatches)
         return own.transpose(1, 2).reshape(-1, rounds * num_microbatches)
 
 

@@ -1,4 +1,4 @@
-"""A dataset in memory, and the division of its training set into training and validation samples."""
+"""A dataset in memory, and the split of its training set into training and validation samples."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def load(source: ImageSource, root: Path, name: str, num_classes: int) -> ImageS
 
 
 class ImageSplit(Dataset[Batch]):
-    """A split in memory; an item is a whole batch, fetched by (n,) positions in the split (-1: padding)."""
+    """A split in memory; an item is a batch, fetched by (n,) positions in the split (-1: padding)."""
 
     def __init__(self, dataset: ImageSet, indices: Tensor) -> None:
         self.dataset, self.indices = dataset, indices
@@ -50,7 +50,7 @@ class ImageSplit(Dataset[Batch]):
 
     def __getitem__(self, positions: Tensor) -> Batch:
         index = self.samples(positions)
-        rows = index.clamp_min(0)
+        rows = index.clamp_min(0)  # padding fetches sample 0, with weight 0
         return Batch(self.dataset.gather(rows), self.dataset.labels[rows], index, index >= 0)
 
     def samples(self, positions: Tensor) -> Tensor:
@@ -59,25 +59,27 @@ class ImageSplit(Dataset[Batch]):
 
 
 def stratified_split(labels: Tensor, fraction: float, limit: int | None, seed: int) -> tuple[Tensor, Tensor]:
-    """Divide a training set, class by class, into samples to train on and samples to validate on.
+    """Split a training set, class by class, into samples for training and samples for validation.
 
     Args:
         labels: (n,) int64.
         fraction: fraction of each class for validation.
-        limit: number of samples to train on, the same fraction of each class; None for all.
+        limit: number of training samples, the same fraction of each class; None for all.
         seed: determines which samples are for validation.
 
     Returns:
-        The indices to train on, and those to validate on, each in ascending order.
+        The training indices and the validation indices, each in ascending order.
     """
-    train_index, val_index = [], []
+    train_index, val_index, position_in_class = [], [], []
     for label in range(int(labels.max()) + 1):
-        of_class = torch.nonzero(labels == label).flatten()
-        of_class = of_class[permutation(len(of_class), seed, label)]
-        cut = round(len(of_class) * fraction)
-        val_index.append(of_class[:cut])
-        train_index.append(of_class[cut:])
-    # Each sample's place within its class, from 0 to 1. In this order, every prefix has equal fractions of all classes.
-    place = torch.cat([torch.arange(len(of_class)) / max(1, len(of_class)) for of_class in train_index])
-    chosen = torch.cat(train_index)[place.argsort(stable=True)[:limit]]
-    return chosen.sort().values, torch.cat(val_index).sort().values
+        members = torch.nonzero(labels == label).flatten()
+        members = members[permutation(len(members), seed, label)]
+        num_val = round(len(members) * fraction)
+        num_train = len(members) - num_val
+        val_index.append(members[:num_val])
+        train_index.append(members[num_val:])
+        position_in_class.append(torch.arange(num_train) / max(1, num_train))  # from 0 to 1
+    # In the order of the positions, every prefix has equal fractions of all classes.
+    order = torch.cat(position_in_class).argsort(stable=True)
+    limited = torch.cat(train_index)[order[:limit]]
+    return limited.sort().values, torch.cat(val_index).sort().values

@@ -80,8 +80,8 @@ def test_an_error_is_raised_by_what_comes_next() -> None:
     rows: list[Any] = []
     logger = AsyncLogger(partial(Gate, rows), version="1")
     logger.log_metrics({"loss": -1.0}, 0)
-    assert logger._last is not None
-    wait([logger._last], timeout=60)
+    assert logger._last_call is not None
+    wait([logger._last_call], timeout=60)
     with pytest.raises(ValueError, match="a negative loss"):
         logger.log_metrics({"loss": 1.0}, 1)
     with pytest.raises(ValueError, match="a negative loss"):
