@@ -18,24 +18,30 @@ class RankConsensus:
 
     def __init__(self, seconds: float = 1.0) -> None:
         self._seconds = seconds
-        self._steps, self._left = 1, 1
-        self._since = time.monotonic()
+        self._interval = self._steps_left = 1  # steps from the last poll to the next one, and those left
+        self._last_poll = time.monotonic()
 
     def poll(self, trainer: L.Trainer, ask: Callable[[], int]) -> int:
         """Return the maximum of all ranks' answers when a poll is due, otherwise 0.
 
         Every rank must call this at every step.
         """
-        self._left -= 1
-        if self._left:
+        self._steps_left -= 1
+        if self._steps_left:
             return 0
         now = time.monotonic()
-        rate = self._steps / max(now - self._since, 1e-6)
-        wanted = min(max(1, int(rate * self._seconds)), 2 * self._steps, _MAX_INTERVAL)  # the first step tells little
+        interval = self._next_interval(now)
         if trainer.world_size == 1:  # a tensor would make the host wait for the device
-            self._since, self._steps, self._left = now, wanted, wanted
-            return ask()
-        answers = torch.tensor([ask(), -wanted], device=trainer.strategy.root_device)
-        answer, steps = trainer.strategy.reduce(answers, reduce_op="max").tolist()
-        self._since, self._steps, self._left = now, -steps, -steps
+            answer = ask()
+        else:
+            answers = torch.tensor([ask(), -interval], device=trainer.strategy.root_device)
+            answer, negative_interval = trainer.strategy.reduce(answers, reduce_op="max").tolist()
+            interval = -negative_interval  # the shortest of all ranks
+        self._last_poll, self._interval, self._steps_left = now, interval, interval
         return answer
+
+    def _next_interval(self, now: float) -> int:
+        """Return the number of steps to the next poll, by the speed of the steps since the last one."""
+        steps_per_second = self._interval / max(now - self._last_poll, 1e-6)
+        # At most double, because the first step is not typical.
+        return min(max(1, int(steps_per_second * self._seconds)), 2 * self._interval, _MAX_INTERVAL)

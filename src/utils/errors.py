@@ -1,4 +1,4 @@
-"""The one exception that becomes a line for the user instead of a traceback."""
+"""The exception that is shown to the user as one line, without a traceback."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,7 +9,8 @@ class UserError(Exception):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The names most like `word`, as the end of an error message."""
+    """Return the known names most similar to `word`, as the end of an error message."""
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5) or [name for name in known if name.startswith(word)]
-    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known[:20])}"
+    similar = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    similar = similar or [name for name in known if name.startswith(word)]
+    return f"did you mean {' or '.join(similar)}?" if similar else f"known: {', '.join(known[:20])}"

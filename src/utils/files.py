@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, made by one process while the others wait."""
+"""Files that appear complete or not at all, written by one process while the others wait."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,11 @@ from src.utils.errors import UserError
 
 @contextmanager
 def file_lock(file: Path) -> Iterator[Path]:
-    """Hold the lock that guards the making of `file`; its folder is made if need be."""
+    """Create the folder of `file`, and hold the lock of the process that creates the file.
+
+    Raises:
+        UserError: if the folder is not writable.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock"):

@@ -1,4 +1,4 @@
-"""Locks between the processes of one machine that leave no file and end with the process that holds them."""
+"""Locks between the processes of one machine. They leave no file, and end with the process that holds them."""
 
 import hashlib
 import os
@@ -11,9 +11,10 @@ _PAUSE = 0.2  # seconds between two attempts
 
 
 def try_lock(name: str) -> socket.socket | None:
-    """The lock of this name, held until it is closed or the process ends, or None if another has it.
+    """Return the lock of this name, or None if another process holds it.
 
-    A socket in Linux's abstract namespace: the kernel lets one process bind a name, and frees it whatever happens.
+    It is held until it is closed or the process ends. It is a socket in Linux's abstract namespace: the kernel lets
+    only one process bind a name, and frees the name however that process ends.
     """
     lock = socket.socket(socket.AF_UNIX)
     try:
@@ -35,17 +36,18 @@ def hold_lock(name: str) -> Iterator[None]:
 
 @contextmanager
 def acquire_locks(names: list[str], count: int) -> Iterator[list[str]]:
-    """Wait until `count` of the named locks are free, and hold them.
+    """Wait until `count` of the named locks are free, hold them, and yield their names.
 
     Only one process at a time acquires locks, which prevents a deadlock.
     """
-    with ExitStack() as held:
-        chosen: list[str] = []
+    with ExitStack() as stack:
+        acquired: list[str] = []
         with hold_lock("gathering"):
-            while len(chosen) < count:
+            while len(acquired) < count:
                 for name in names:
-                    if name not in chosen and len(chosen) < count and (lock := try_lock(name)):
-                        held.enter_context(lock)
-                        chosen.append(name)
-                time.sleep(_PAUSE if len(chosen) < count else 0)
-        yield sorted(chosen, key=names.index)
+                    if name not in acquired and len(acquired) < count and (lock := try_lock(name)):
+                        stack.enter_context(lock)
+                        acquired.append(name)
+                if len(acquired) < count:
+                    time.sleep(_PAUSE)
+        yield sorted(acquired, key=names.index)

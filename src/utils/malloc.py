@@ -3,14 +3,14 @@
 import ctypes
 import sys
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of malloc.h
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # the constants of glibc's malloc.h
 
 
 def tune_malloc() -> bool:
-    """Let glibc's malloc keep large blocks for the next ones; return whether there is one to be told.
+    """Let glibc's malloc reuse large blocks; return whether it accepted both options.
 
-    By default it maps each anew, and the kernel fills all its pages with zeros, which for a network's activations, in
-    every step, takes a fifth of the time or more. The price is some fragmentation: seen was a fifth more memory.
+    By default it maps each large block anew, and the kernel fills its pages with zeros. For the activations of a
+    network this takes a fifth of each step or more. The price is fragmentation: up to a fifth more memory was measured.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -1,4 +1,4 @@
-"""Each rank's log: its own file in the run folder; rank zero speaks on the terminal as well."""
+"""The log of each rank: a file in the run folder, and for rank zero also the terminal."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
-# Advice that does not hold here: the data is in memory, and the sampler, not the loader, knows how to resume.
+# This advice does not apply here: the data is in memory, and the sampler, not the loader, resumes an epoch.
 _IGNORED_WARNINGS = [
     "does not have many workers",
     "dataloader is not resumable",
@@ -19,18 +19,23 @@ _IGNORED_WARNINGS = [
 
 
 def log_file(run_dir: str | Path, rank: int) -> Path:
-    """Where a rank's log is."""
+    """Return the path of a rank's log."""
     return Path(run_dir) / "logs" / f"rank{rank}.log"
 
 
+def open_log(file: Path) -> int:
+    """Open a log for appending, and create its folder if it is missing; return the file descriptor."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
 def log_to_folder(run_dir: str | Path, rank: int) -> None:
-    """Send this process's log to `run_dir/logs/rankN.log`; above rank zero, whatever it prints as well."""
+    """Send the log of this process to `run_dir/logs/rankN.log`, and above rank zero also its stdout and stderr."""
     file = log_file(run_dir, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
-    handlers: list[logging.Handler] = [logging.FileHandler(file)]
-    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handlers = [_file_handler(file)]
     if rank == 0:
-        handlers.append(_terminal())
+        handlers.append(_terminal_handler())
     else:
         _redirect_output(file)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
@@ -42,7 +47,13 @@ def log_to_folder(run_dir: str | Path, rank: int) -> None:
         logging.getLogger(name).propagate = True
 
 
-def _terminal() -> logging.Handler:
+def _file_handler(file: Path) -> logging.Handler:
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    return handler
+
+
+def _terminal_handler() -> logging.Handler:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.addFilter(lambda record: record.name.startswith("src.") or record.levelno >= logging.WARNING)
@@ -50,7 +61,7 @@ def _terminal() -> logging.Handler:
 
 
 def _redirect_output(file: Path) -> None:
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    descriptor = open_log(file)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(descriptor, stream.fileno())

@@ -1,7 +1,7 @@
-"""Signals that ask a run to save and stop, as schedulers send before they end a job.
+"""Signals that ask a run to save and stop, which schedulers send before they end a job.
 
-A handler sets a flag and nothing else; `src/callbacks/preemption.py` asks for it between two steps. A launcher's flag
-is a file, whose name its workers inherit.
+A handler only sets a flag; `src/callbacks/preemption.py` reads it between two steps. The flag of a launcher is a file,
+whose path its workers inherit.
 """
 
 import os
@@ -14,28 +14,28 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-FLAG_FILE = "STOP_FLAG_FILE"  # in the environment of a launcher's workers
-_COPIES = 2.0  # seconds in which one request may come several times: from the scheduler, its step and a launcher
-_received: list[tuple[int, float]] = []
+FLAG_FILE = "STOP_FLAG_FILE"  # environment variable of a launcher's workers
+_DUPLICATE_WINDOW = 2.0  # seconds in which one request can arrive from the scheduler, its job step and a launcher
+_received: list[tuple[int, float]] = []  # signal number and time
 
 
 class Stopped(SystemExit):
-    """The run was asked to stop, has saved and ends; the exit code is the conventional one."""
+    """The end of a run that has saved after a signal; the exit code is the conventional one, 128 + the number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
         self.number = number
 
 
-def install_handlers(act: Callable[[int, Any], None]) -> dict[int, Any]:
-    """Make `act` the handler of the signals; return the handlers there were."""
-    return {number: signal.signal(number, act) for number in SIGNALS}
+def install_handlers(handler: Callable[[int, Any], None]) -> dict[int, Any]:
+    """Install the handler for the signals; return the previous handlers."""
+    return {number: signal.signal(number, handler) for number in SIGNALS}
 
 
 def restore(handlers: dict[int, Any]) -> None:
     """Undo `install_handlers`.
 
-    After a request the handlers stay, since a late copy of it must not change the exit code.
+    After a request the handlers stay, because a late copy of it must not change the exit code.
     """
     if not _received:
         for number, handler in handlers.items():
@@ -52,11 +52,11 @@ def on_signal(number: int, frame: Any) -> None:
 def record_signal(number: int) -> bool:
     """Record a signal. Return True if it is a second request, not a late copy of the first."""
     _received.append((number, time.monotonic()))
-    return _received[-1][1] - _received[0][1] > _COPIES
+    return _received[-1][1] - _received[0][1] > _DUPLICATE_WINDOW
 
 
 def requested() -> int:
-    """Return the signal that this process, or its launcher, got first; 0 for none."""
+    """Return the number of the signal that this process, or its launcher, received first; 0 for none."""
     if _received:
         return _received[0][0]
     flag = os.environ.get(FLAG_FILE)
@@ -71,12 +71,13 @@ def forward_to_workers() -> Iterator[None]:
     with TemporaryDirectory(prefix="launcher-") as folder:
         flag = Path(folder) / "stop"
 
-        def act(number: int, frame: Any) -> None:
+        def handler(number: int, frame: Any) -> None:
             if record_signal(number):
-                raise SignalException("sent once more", signal.SIGKILL)  # elastic's own way out
+                raise SignalException("sent once more", signal.SIGKILL)  # elastic then kills the workers
             flag.write_text(str(number))
 
-        handlers, os.environ[FLAG_FILE] = install_handlers(act), str(flag)
+        handlers = install_handlers(handler)
+        os.environ[FLAG_FILE] = str(flag)
         try:
             yield
         finally:

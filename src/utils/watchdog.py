@@ -5,40 +5,41 @@ import os
 import time
 from pathlib import Path
 
-from src.utils.rank_log import log_file
+from src.utils.rank_log import log_file, open_log
 
-_REST = 1.0  # seconds between two postponements, which cost some 50 microseconds each
+_INTERVAL = 1.0  # seconds between two postponements of the deadline, each of which takes some 50 microseconds
 
 
 class Watchdog:
     """Ends the process, once it is armed, unless `beat` is called in time.
 
-    The clock is C's: it runs while Python waits in a collective that never returns. (A process group's own timeout
-    names no rank that hangs, only one that waited.)
+    Args:
+        timeout: seconds from a call of `beat` to the end of the process.
+
+    The timer runs in C, so it also runs while Python waits in a collective that never returns. The timeout of a process
+    group does not name the rank that hangs, only one that waited for it.
     """
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
-        self._log: int | None = None
-        self._beaten = 0.0
+        self._log: int | None = None  # file descriptor while the watchdog is armed
+        self._last_beat = 0.0
 
     def arm(self, run_dir: Path, rank: int) -> None:
-        """Start the clock."""
-        file = log_file(run_dir, rank)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._beaten = 0.0
+        """Start the timer."""
+        self._log = open_log(log_file(run_dir, rank))
+        self._last_beat = 0.0
         self.beat()
 
     def beat(self) -> None:
-        """Start the clock afresh, at most once a second."""
+        """Restart the timer, at most once a second."""
         now = time.monotonic()
-        if self._log is not None and now - self._beaten > _REST:
-            self._beaten = now
+        if self._log is not None and now - self._last_beat > _INTERVAL:
+            self._last_beat = now
             faulthandler.dump_traceback_later(self.timeout, exit=True, file=self._log)
 
     def disarm(self) -> None:
-        """Stop the clock."""
+        """Stop the timer."""
         if self._log is not None:
             faulthandler.cancel_dump_traceback_later()
             os.close(self._log)
