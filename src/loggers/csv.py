@@ -48,12 +48,12 @@ class CSVLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         rows, row = self._read(), {"step": step} | metrics
-        known = set(row) <= set(self._columns) and self.file.exists()
+        can_append = set(row) <= set(self._columns) and self.file.exists()
         self._columns += [name for name in row if name not in self._columns]
         if rows and rows[-1]["step"] == step:
             rows[-1].update(row)
             self._rewrite()
-        elif known:
+        elif can_append:
             rows.append(row)
             with self.file.open("a", newline="") as stream:
                 self._writer(stream).writerow(row)
@@ -63,7 +63,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def cut(self, step: int) -> None:
-        """Drop the rows from `step` on, because a resumed run trains these steps again."""
+        """Remove the rows from `step` on, because a resumed run trains these steps again."""
         if self._read():
             self._rows = [row for row in self._read() if row["step"] < step]
             self._rewrite()

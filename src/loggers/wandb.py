@@ -20,10 +20,10 @@ def wandb_logger(
     wandb takes a second to import and to start, and longer if it waits for its server. Training does not wait for it.
     """
     options = {"project": project, "name": run_id, "id": run_id, "save_dir": folder, "group": group, "tags": tags}
-    return AsyncLogger(partial(_begin, folder, options), version=run_id)
+    return AsyncLogger(partial(_start_run, folder, options), version=run_id)
 
 
-def _begin(folder: str, options: dict[str, Any]) -> Any:
+def _start_run(folder: str, options: dict[str, Any]) -> Any:
     import wandb
     from lightning.pytorch.loggers import WandbLogger
 
@@ -34,7 +34,7 @@ def _begin(folder: str, options: dict[str, Any]) -> Any:
             *[folder] * 2,
         )
     Path(folder).mkdir(parents=True, exist_ok=True)
-    # By default wandb writes its file every 15 seconds, so that a run killed before that would have none.
+    # By default wandb writes its file every 15 seconds, so a run killed before that would have none.
     settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=1.0)
     return WandbLogger(**options, resume="allow", mode=mode, settings=settings)
 
@@ -48,17 +48,17 @@ def online_or_offline() -> str:
 
 def preempted() -> None:
     """Mark this run as preempted in wandb, so that the agent of a W&B sweep starts it again."""
-    if wandb := _in_use():
+    if wandb := _active_wandb():
         wandb.mark_preempting()
 
 
 def finish(succeeded: bool) -> None:
     """End this process's wandb run, if it has one."""
-    if wandb := _in_use():
+    if wandb := _active_wandb():
         wandb.finish(exit_code=0 if succeeded else 1)
 
 
-def _in_use() -> Any:
+def _active_wandb() -> Any:
     """Return the wandb package if it is completely imported and has a run, otherwise None."""
     wandb = sys.modules.get("wandb")
     return wandb if getattr(wandb, "run", None) is not None else None

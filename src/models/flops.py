@@ -10,8 +10,8 @@ from torch.func import functional_call
 
 from src.data.batch import Batch
 
-_TYPES = {"64": torch.float64, "bf": torch.bfloat16, "16": torch.float16}
-_SAMPLES = 2  # batch normalization needs more than one
+_DTYPES = {"64": torch.float64, "bf": torch.bfloat16, "16": torch.float16}
+_NUM_SAMPLES = 2  # batch normalization needs more than one
 
 
 def flops_per_sample(module: Any, image_shape: tuple[int, int, int]) -> float:
@@ -25,20 +25,22 @@ def flops_per_sample(module: Any, image_shape: tuple[int, int, int]) -> float:
         image_shape: (channels, height, width).
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    state = {name: torch.empty_like(held, device="meta").requires_grad_(held.requires_grad) for name, held in tensors}
-    image = torch.empty(_SAMPLES, *image_shape, dtype=module.dtype, device="meta")
-    target = torch.empty(_SAMPLES, dtype=torch.int64, device="meta")
+    state = {
+        name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad) for name, tensor in tensors
+    }
+    image = torch.empty(_NUM_SAMPLES, *image_shape, dtype=module.dtype, device="meta")
+    target = torch.empty(_NUM_SAMPLES, dtype=torch.int64, device="meta")
     batch = Batch(image, target, sample_index=target, weight=target.to(module.dtype))
     # Without this, dynamo would skip the compilation of these functions for the rest of the process.
     eager = torch.compiler.set_stance("force_eager")
     with torch.random.fork_rng(devices=[]), eager:
         total = measure_flops(module, lambda: functional_call(module, state, image), lambda y: module.loss(y, batch))
-    return total / _SAMPLES
+    return total / _NUM_SAMPLES
 
 
 def peak_flops(trainer: L.Trainer, device: torch.device) -> float | None:
-    """Return the peak FLOP/s of a device in the precision of the run, or None if Lightning does not know it."""
-    dtype = _TYPES.get(str(trainer.precision)[:2], torch.float32)
+    """Return the peak FLOP/s of a device in the precision of the run, or None if Lightning does not list it."""
+    dtype = _DTYPES.get(str(trainer.precision)[:2], torch.float32)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning warns if it does not know the device
+        warnings.simplefilter("ignore")  # Lightning warns if it does not list the device
         return get_available_flops(device, dtype)

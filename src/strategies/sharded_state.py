@@ -21,8 +21,8 @@ from src.optim.optimizer_state import merge, shard, shard_like, to_full_tensor
 class ShardedStateStrategy(ModelParallelStrategy):
     """A strategy that writes and reads the checkpoint of a single process, although each rank holds a part.
 
-    It restores the weights before the network is sharded or split, and the optimizer state, by parameter name, after
-    that. Any strategy can therefore read a checkpoint of any other.
+    It restores the weights before the network is sharded or split, and the optimizer state, by parameter name,
+    afterwards. Any strategy can therefore read a checkpoint of any other.
 
     Args:
         sharded_checkpoints: each rank writes its part into a folder beside the checkpoint file
@@ -33,7 +33,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
     def __init__(self, sharded_checkpoints: bool = False, **kwargs: Any) -> None:
         super().__init__(save_distributed_checkpoint=False, **kwargs)
         self.sharded_checkpoints = sharded_checkpoints
-        self._full_names: list[str] = []  # of all tensors of the full network, in order, once it is parallelized
+        self._full_names: list[str] = []  # all tensors of the full network, in order; empty until it is parallelized
 
     @abstractmethod
     def parallelize(self, module: L.LightningModule) -> None:

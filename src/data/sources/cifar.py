@@ -1,7 +1,6 @@
 """CIFAR-10 and CIFAR-100 (Krizhevsky, 2009) in their official Python form: found or downloaded, and checked.
 
-The batches are pickles, and a pickle can run any code. So an unpickler reads them that accepts only the parts of a
-NumPy array.
+The batches are pickles, and a pickle can run any code. The unpickler therefore accepts only the parts of a NumPy array.
 """
 
 import io
@@ -18,7 +17,7 @@ from src.data.sources.download import Archive, extract, fetch
 from src.utils.errors import UserError
 from src.utils.files import file_lock
 
-_RECONSTRUCT = np.empty(0).__reduce__()[0]  # its module depends on NumPy's version, the array itself knows it
+_RECONSTRUCT = np.empty(0).__reduce__()[0]  # a function whose module depends on NumPy's version
 
 
 class CIFAR10:
@@ -61,9 +60,11 @@ class CIFAR10:
 
     def _folder(self, root: Path) -> Path | None:
         """Return the extracted folder, which may be `root` itself, or None if no folder has all files."""
-        wanted = [name for names in self.members.values() for name in names]
-        places = [root / self.archive.folder, root]
-        return next((place for place in places if all((place / name).is_file() for name in wanted)), None)
+        required = [name for names in self.members.values() for name in names]
+        for folder in (root / self.archive.folder, root):
+            if all((folder / name).is_file() for name in required):
+                return folder
+        return None
 
     def _read(self, file: Path) -> tuple[np.ndarray, np.ndarray]:
         try:
@@ -71,10 +72,10 @@ class CIFAR10:
             rows, labels = np.asarray(batch[b"data"]), np.asarray(batch[self.label_key], dtype=np.int64)
         except UserError:
             raise
-        except Exception as error:  # a corrupt pickle can raise anything
+        except Exception as error:  # a corrupt pickle can raise any exception
             raise UserError(f"{file} is missing or corrupt ({error}): delete its folder, or set data.root") from None
         if rows.dtype != np.uint8 or rows.shape != (len(labels), 3072) or (labels < 0).any():
-            raise UserError(f"{file} is no CIFAR batch: rows {rows.shape}, {len(labels)} labels; set data.root")
+            raise UserError(f"{file} is no CIFAR batch (rows {rows.shape}, {len(labels)} labels): set data.root")
         return rows, labels
 
 
@@ -107,5 +108,5 @@ class _ArrayUnpickler(pickle.Unpickler):
             ("numpy", "dtype"): np.dtype,
         }
         if (module, name) not in allowed:
-            raise UserError(f"refused: a file under data.root would run {module}.{name}, which CIFAR's do not")
+            raise UserError(f"a file under data.root would run {module}.{name}, which no file of CIFAR does: delete it")
         return allowed[module, name]

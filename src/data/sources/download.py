@@ -47,13 +47,13 @@ def fetch(archive: Archive, root: Path, urls: list[str]) -> Path:
         try:
             _check(partial, archive)
         except UserError:
-            partial.unlink()  # else the next start would ask the server to continue a file that is already complete
+            partial.unlink()  # otherwise the next start would ask the server to continue a complete file
             raise
         return partial.replace(file)
     raise UserError(
         f"{archive.name} is not in {root} and cannot be downloaded ({'; '.join(reasons)}):\n"
         f"  put the archive at {file.resolve()},\n"
-        f"  or point at a folder that has it: data.root=/path/to/it (or $CIFAR_ROOT),\n"
+        f"  or set data.root=/path/to/it (or $CIFAR_ROOT) to a folder that has it,\n"
         f"  or train on synthetic images, which need no download: data=shapes"
     )
 
@@ -80,14 +80,14 @@ def _download(url: str, partial: Path) -> None:
     Raises:
         OSError: if the URL cannot be read, or the connection ends early.
     """
-    have = partial.stat().st_size if partial.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer, Progress(transient=True) as progress:
-        resumed = answer.status == 206
-        size = int(answer.headers.get("Content-Length", 0)) + (have if resumed else 0)
-        task = progress.add_task(f"downloading {url}", total=size or None, completed=have if resumed else 0)
+    downloaded = partial.stat().st_size if partial.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={downloaded}-"} if downloaded else {})
+    with urllib.request.urlopen(request, timeout=_TIMEOUT) as response, Progress(transient=True) as progress:
+        resumed = response.status == 206
+        size = int(response.headers.get("Content-Length", 0)) + (downloaded if resumed else 0)
+        task = progress.add_task(f"downloading {url}", total=size or None, completed=downloaded if resumed else 0)
         with partial.open("ab" if resumed else "wb") as stream:
-            while block := answer.read(_BLOCK):
+            while block := response.read(_BLOCK):
                 stream.write(block)
                 progress.advance(task, len(block))
         if size and partial.stat().st_size < size:

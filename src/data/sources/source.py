@@ -10,7 +10,7 @@ from torch import Tensor
 class ImageSource(Protocol):
     """Source of the images of a dataset; each source is one file of `src/data/sources/`.
 
-    `description` says in a few words what the images are. `classes` are the class names in the order of the labels.
+    `description` is a few words about the images. `classes` are the class names in the order of the labels.
     """
 
     description: str
