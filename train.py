@@ -13,7 +13,6 @@ from omegaconf import DictConfig
 
 from src.cli.main import TRACEBACK_WANTED, run
 from src.run.folder import remove_if_unused
-from src.sweeps.optuna_sweeper import register_sweeper
 from src.sweeps.resolvers import register_resolvers
 from src.utils.errors import UserError
 from src.utils.gc_pause import gc_paused
@@ -38,5 +37,4 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
 
 if __name__ == "__main__":
     register_resolvers()
-    register_sweeper()
     sys.exit(run(main))

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from src.cli.shorthands import without_null_choices
-from src.run.folder import run_folder
+from src.run.folder import unique_name
 from src.run.resolve import runs_in_single_process
 from src.sweeps.resolvers import register_resolvers
 from src.utils.errors import UserError
@@ -79,7 +79,7 @@ def main() -> None:
     try:
         with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             cfg = hydra.compose("train", without_null_choices(arguments.overrides))
-        folder = (ROOT / run_folder("runs", None, True)).absolute()
+        folder = ROOT / "runs" / unique_name()
         text = script(cfg, arguments.overrides, folder, arguments)
     except (UserError, HydraException) as error:
         sys.exit(f"error: {error}")

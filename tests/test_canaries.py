@@ -12,7 +12,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from hydra.core.plugins import Plugins
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -24,8 +23,6 @@ from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extract_tensor_metas
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from src.sweeps.optuna_sweeper import OptunaSweeper, register_sweeper
 
 SIGNATURES: list[tuple[Callable[..., Any], list[str], str]] = [
     (_TrainingEpochLoop._broadcast_sigterm_tensor, ["self"], "src/run/trainer_patches.py"),
@@ -191,12 +188,6 @@ def test_elastic_leaves_the_signals_that_are_not_listed(listed: str, monkeypatch
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def test_hydra_finds_a_plugin_by_its_entry() -> None:
-    """src/sweeps/optuna_sweeper.py makes one, since the class does not live in the package that Hydra searches."""
-    register_sweeper()
-    assert Plugins.instance().class_name_to_class["hydra_plugins.optuna.OptunaSweeper"] is OptunaSweeper
 
 
 def test_lightning_still_does_at_every_step_what_we_take_out() -> None:

@@ -6,14 +6,14 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from traceback import extract_tb
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from src.cli.shorthands import with_saved_overrides, with_saved_sweep, without_null_choices
-from src.utils.errors import UserError, nearest
+from src.utils.errors import UserError, nearest, similar_names
+from src.utils.flatten import flatten_config
 
 _CONF = Path(__file__).parents[2] / "conf"
 _FULL = "HYDRA_FULL_ERROR"  # Hydra's own variable: with 1, every error keeps its traceback
@@ -23,6 +23,7 @@ TRACEBACK_WANTED = os.environ.get(_FULL) == "1"
 def run(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
     try:
+        _refuse_runtime_options(sys.argv)
         sys.argv = without_null_choices(with_saved_sweep(with_saved_overrides(_multirun_first(sys.argv))))
     except UserError as error:
         return _fail(str(error))
@@ -39,16 +40,15 @@ def run(main: Callable[[], None]) -> int:
         return 128 + signal.SIGINT
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(_explain(error))
-    except OSError as error:
-        # An error inside train.py's main keeps its traceback; any other comes from Hydra, which makes the run folder.
-        if any(
-            frame.name == "main" and frame.filename.endswith("train.py") for frame in extract_tb(error.__traceback__)
-        ):
-            raise
-        return _fail(f"cannot make the run folder {error.filename} ({error.strerror}): set run_dir to another")
     finally:
         del os.environ[_FULL]
     return 0
+
+
+def _refuse_runtime_options(argv: list[str]) -> None:
+    for word in argv:
+        if re.match(r"[+~]*runtime\b", word):
+            raise UserError(f"{word}: the program sets `runtime` when a run starts; leave it out")
 
 
 def _multirun_first(argv: list[str]) -> list[str]:
@@ -64,28 +64,46 @@ def _fail(message: str) -> int:
 
 def _explain(error: Exception) -> str:
     """Return Hydra's message as one line, with the names that are possible or similar."""
+    if cause := _user_error(error):  # a resolver in conf/train.yaml raised it
+        return str(cause)
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        if group.startswith("hydra/"):
-            return f"{group}={name}: not installed here; it comes with pip install '.[sweeps]'"
-        known = [file.stem for file in (_CONF / group).glob("[!_]*.yaml")]
-        return f"{group}={name}: there is no {name} in conf/{group}; {nearest(name, known)}"
-    text = str(error)
-    if unknown := re.match(r"Could not override '([\w.]+)'", text):
-        option = unknown[1]
-        namesakes = sorted(name for name in _options() if name.endswith(f".{option}"))
-        hint = f"did you mean {' or '.join(namesakes)}?" if namesakes else nearest(option, _options())
-        return f"{option} is no option here; {hint} (+{option}=... passes it on all the same)"
-    cause = f" {error.__cause__}".splitlines()[0] if error.__cause__ else ""
-    return text.splitlines()[0] + cause
+        return _explain_choice(*str(error.missing_cfg_file).rsplit("/", 1))
+    message = str(error).splitlines()[0]
+    # Hydra gives the name of the option in its message only: _apply_overrides_to_config in
+    # https://github.com/facebookresearch/hydra/blob/v1.3.2/hydra/_internal/config_loader_impl.py
+    if unknown := re.match(r"Could not override '([\w.]+)'", message):
+        return _explain_option(unknown[1])
+    return f"{message} {error.__cause__}".splitlines()[0] if error.__cause__ else message
+
+
+def _user_error(error: BaseException | None) -> UserError | None:
+    """Return the UserError in whose handling the error was raised, if there is one."""
+    while error is not None and not isinstance(error, UserError):
+        error = error.__context__
+    return error
+
+
+def _explain_choice(group: str, name: str) -> str:
+    if group.startswith("hydra/"):
+        return f"{group}={name}: not installed here; it comes with pip install '.[sweeps]'"
+    choices = [file.stem for file in (_CONF / group).glob("[!_]*.yaml")]
+    return f"{group}={name}: there is no {name} in conf/{group}; {nearest(name, choices)}"
+
+
+def _explain_option(option: str) -> str:
+    options = _options()
+    names = sorted(name for name in options if name.endswith(f".{option}")) or similar_names(option, options)
+    hint = f"did you mean {' or '.join(names)}?" if names else "python train.py --cfg job lists all"
+    return f"{option} is no option here; {hint} (+{option}=... passes it on all the same)"
 
 
 def _options() -> set[str]:
     """Return the names of the options in the files under conf/, as the command line spells them."""
-    names = set(yaml.safe_load((_CONF / "train.yaml").read_text())) - {"defaults", "hydra"}
-    for file in set(_CONF.glob("*/*.yaml")) - set(_CONF.glob("sweep/*")):
+    names: set[str] = set()
+    for file in _CONF.glob("**/*.yaml"):
         text = file.read_text()
-        package = re.match(r"# @package ([a-z]\S*)", text)
-        prefix = package[1] if package else file.parent.name
-        names |= {f"{prefix}.{key}" for key in yaml.safe_load(text) or {} if not key.startswith("_")}
-    return names
+        package = re.match(r"# @package (\S+)", text)
+        prefix = package[1] if package else str(file.parent.relative_to(_CONF))
+        names |= flatten_config(yaml.safe_load(text) or {}, prefix.replace("_global_", "").strip(".")).keys()
+    internal = re.compile(r"(hydra|runtime)\b|.*\bdefaults$|.*\b_")
+    return {name for name in names if not internal.match(name)}

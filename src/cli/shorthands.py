@@ -1,13 +1,11 @@
 """Short forms on the command line: `ckpt_path=RUN_DIR` and `sweep=FOLDER` restore the saved overrides."""
 
 from collections.abc import Iterable
-from itertools import accumulate
 from pathlib import Path
 
 import yaml
-from omegaconf import OmegaConf
 
-from src.run.folder import CONFIG, folder_of
+from src.run.folder import folder_of, saved_config
 from src.utils.errors import UserError
 
 _CONF = Path(__file__).parents[2] / "conf"
@@ -21,11 +19,11 @@ def with_saved_overrides(argv: list[str]) -> list[str]:
     An option on the command line replaces its saved override. A choice of a group (`model=...`) replaces all saved
     overrides of that group.
     """
-    at = next((place for place, word in enumerate(argv) if word.startswith("ckpt_path=")), None)
-    folder = folder_of(Path(argv[at].partition("=")[2].strip("'\""))) if at is not None else None
+    at = _find(argv, "ckpt_path=")
+    folder = folder_of(_value(argv[at])) if at is not None else None
     if folder is None:
         return argv
-    return [*argv[:at], *_not_given(OmegaConf.load(folder / CONFIG).overrides, argv), *argv[at:]]
+    return [*argv[:at], *_drop_given(saved_config(folder).runtime.overrides, argv), *argv[at:]]
 
 
 def with_saved_sweep(argv: list[str]) -> list[str]:
@@ -36,19 +34,20 @@ def with_saved_sweep(argv: list[str]) -> list[str]:
     Raises:
         UserError: if there is no sweep in that folder.
     """
-    at = next((place for place, word in enumerate(argv) if word.startswith("sweep=")), None)
+    at = _find(argv, "sweep=")
     if at is None:
         return argv
-    folder = Path(argv[at].partition("=")[2].strip("'\"")).expanduser().absolute()
+    folder = _value(argv[at]).expanduser().absolute()
     if not (folder / _SWEEP).is_file():
         raise UserError(
             f"{argv[at]}: there is no sweep in that folder ({folder / _SWEEP}): give the one it was made in"
         )
     saved = yaml.safe_load((folder / _SWEEP).read_text())["hydra"]["overrides"]  # as typed, not resolved
     quoted = str(folder).replace("'", "\\'")
-    own = [word for word in saved["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
-    words = [*_not_given([*own, *saved["task"]], argv), f"hydra.sweep.dir='{quoted}'"]
-    return [argv[0], *([] if {"-m", "--multirun"} & set(argv) else ["-m"]), *argv[1:at], *words, *argv[at + 1 :]]
+    of_hydra = [word for word in saved["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
+    restored = [*_drop_given([*of_hydra, *saved["task"]], argv), f"hydra.sweep.dir='{quoted}'"]
+    multirun = [] if {"-m", "--multirun"} & set(argv) else ["-m"]
+    return [argv[0], *multirun, *argv[1:at], *restored, *argv[at + 1 :]]
 
 
 def without_null_choices(argv: list[str]) -> list[str]:
@@ -70,10 +69,26 @@ def without_null_choices(argv: list[str]) -> list[str]:
     return words
 
 
-def _not_given(saved: Iterable[str], argv: list[str]) -> list[str]:
+def _find(argv: list[str], start: str) -> int | None:
+    """Return the index of the first word that starts so."""
+    return next((index for index, word in enumerate(argv) if word.startswith(start)), None)
+
+
+def _value(word: str) -> Path:
+    """Return the path in an override, without the quotation marks that Hydra allows."""
+    return Path(word.partition("=")[2].strip("'\""))
+
+
+def _drop_given(saved: Iterable[str], argv: list[str]) -> list[str]:
     """Return the saved overrides without those whose option or group `argv` gives again."""
     given = {_name(word) for word in argv}
-    return [word for word in saved if not given.intersection(accumulate(_name(word).split("."), "{}.{}".format))]
+    kept = []
+    for word in saved:
+        parts = _name(word).split(".")
+        groups = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+        if not given & groups:
+            kept.append(word)
+    return kept
 
 
 def _name(override: str) -> str:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import yaml
 from omegaconf import DictConfig
 
-from src.run.resolve import flatten_config
 from src.utils.errors import UserError
+from src.utils.flatten import flatten_config
 
 
 def sync_config(

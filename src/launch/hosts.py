@@ -1,5 +1,7 @@
 """The same command typed on several hosts: their launchers meet at `launch.endpoint`."""
 
+import contextlib
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -24,15 +26,13 @@ def rendezvous_hosts(endpoint: str | None, count: int, timeout: float) -> tuple[
     Raises:
         UserError: if there is no such endpoint, or not all hosts connect to it in time.
     """
-    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
-
     host, port = _parsed(endpoint)
-    first = _matches_machine_hostname(host)
-    if first:
+    is_first = _is_this_host(host)
+    if is_first:
         check_free(port + 1, "launch.endpoint to another")
     try:
-        store = dist.TCPStore(host, port + 1, None, first, timedelta(seconds=timeout), wait_for_workers=False)
-        number = 0 if first else store.add("others", 1)
+        store = dist.TCPStore(host, port + 1, None, is_first, timedelta(seconds=timeout), wait_for_workers=False)
+        number = 0 if is_first else store.add("others", 1)
         store.set(f"arrived/{number}", "")
         store.wait([f"arrived/{other}" for other in range(count)], timedelta(seconds=timeout))
     except dist.DistError as error:
@@ -41,6 +41,23 @@ def rendezvous_hosts(endpoint: str | None, count: int, timeout: float) -> tuple[
             "seconds: start the same command on each, with an endpoint that all can reach"
         ) from error
     return store, number
+
+
+def _is_this_host(name: str) -> bool:
+    """Return whether an address of the host `name` belongs to this machine: a socket can be bound to no other address.
+
+    Raises:
+        UserError: if the name has no address.
+    """
+    try:
+        addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(f"launch.endpoint: there is no host {name} ({error.strerror})") from None
+    for family, kind, protocol, _, address in addresses:
+        with socket.socket(family, kind, protocol) as listener, contextlib.suppress(OSError):
+            listener.bind(address)
+            return True
+    return False
 
 
 def rendezvous_settings(cfg: DictConfig, number: int, attempt: int) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def _run_group(cfg: DictConfig, processes: int, host: int, attempt: int) -> dict
         min_nodes=cfg.trainer.num_nodes,
         max_nodes=cfg.trainer.num_nodes,
         nproc_per_node=processes,
-        run_id=f"{cfg.run_id}-{attempt}",
+        run_id=f"{cfg.runtime.run_id}-{attempt}",
         **rendezvous_settings(cfg, host, attempt),
         max_restarts=0,
         monitor_interval=0.1,

@@ -7,7 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+
+from src.utils.errors import UserError
 
 CONFIG = "config.yaml"
 
@@ -17,23 +19,47 @@ def is_rank_zero() -> bool:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0
 
 
-def run_folder(
-    runs: str, ckpt_path: str | None, fit: bool, run_dir: str | None = None, resume: str | None = None
-) -> str:
-    """Return the run folder: that of the run to continue, `run_dir`, or a new one with a unique name.
+def run_folder(runs: str, name: str, *, _root_: DictConfig) -> str:
+    """Make the run folder and return its path, for `hydra.run.dir`.
 
-    With `resume`, a SLURM job gets a folder named by its job id, and finds it again when it is requeued. Ranks above
-    zero return '.', because they receive rank zero's folder.
+    The configuration `_root_` decides: the folder is that of the run to continue, `run_dir`, or `name` in `runs`. With
+    `resume`, a SLURM job gets a folder named by its job id, and finds it again when it is requeued. Ranks above zero
+    get '.', because they receive rank zero's folder.
+
+    Raises:
+        UserError: if the folder cannot be made.
     """
     if not is_rank_zero():
         return "."
-    if fit and ckpt_path and (known := folder_of(Path(ckpt_path))):
-        return str(known)
-    if run_dir:
-        return str(Path(run_dir).expanduser())
-    if resume and "SLURM_JOB_ID" in os.environ:
-        return f"{runs}/slurm-{os.environ['SLURM_JOB_ID']}"
-    return f"{runs}/{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+    if _root_.fit and _root_.ckpt_path and (continued := folder_of(Path(_root_.ckpt_path))):
+        return str(continued)
+    if _root_.run_dir:
+        return _make_folder(Path(_root_.run_dir).expanduser())
+    if _root_.resume and "SLURM_JOB_ID" in os.environ:
+        return _make_folder(Path(runs, f"slurm-{os.environ['SLURM_JOB_ID']}"))
+    return _make_folder(Path(runs, name))
+
+
+def sweep_folder(runs: str) -> str:
+    """Make a new folder in `runs` for a sweep and return its path, for `hydra.sweep.dir`.
+
+    Raises:
+        UserError: if the folder cannot be made.
+    """
+    return _make_folder(Path(runs, unique_name())) if is_rank_zero() else "."
+
+
+def unique_name() -> str:
+    """Return a name for a new folder: the time and a random number."""
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+
+
+def _make_folder(folder: Path) -> str:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the run folder {folder} ({error.strerror}): set run_dir to another") from None
+    return str(folder)
 
 
 def remove_if_unused(folder: Path) -> None:
@@ -43,9 +69,22 @@ def remove_if_unused(folder: Path) -> None:
 
 
 def folder_of(ckpt_path: Path) -> Path | None:
-    """The run folder that `ckpt_path` is, or lies in."""
+    """Return the run folder that `ckpt_path` names, or that contains the checkpoint `ckpt_path`, if there is one."""
     ckpt_path = ckpt_path.expanduser().absolute()
-    return next((place for place in (ckpt_path, ckpt_path.parent.parent) if (place / CONFIG).is_file()), None)
+    candidates = (ckpt_path, ckpt_path.parent.parent)
+    return next((folder for folder in candidates if (folder / CONFIG).is_file()), None)
+
+
+def saved_config(folder: Path) -> Any:
+    """Return the configuration that a run saved in its folder.
+
+    Raises:
+        UserError: if another version of this code saved it.
+    """
+    saved = OmegaConf.load(folder / CONFIG)
+    if "runtime" not in saved:
+        raise UserError(f"the run in {folder} is of another version of this code: continue it with that version")
+    return saved
 
 
 def run_and_sweep_id(folder: Path, sweep: bool) -> tuple[str, str | None]:
@@ -55,8 +94,8 @@ def run_and_sweep_id(folder: Path, sweep: bool) -> tuple[str, str | None]:
     of the run folder, in a sweep preceded by the name of the sweep folder.
     """
     if (folder / CONFIG).is_file():
-        saved: Any = OmegaConf.load(folder / CONFIG)
-        return saved.run_id, saved.get("sweep_id")
+        saved = saved_config(folder).runtime
+        return saved.run_id, saved.sweep_id
     if "WANDB_SWEEP_ID" in os.environ:  # wandb's agent started this process for a run that it has an id for
         return os.environ["WANDB_RUN_ID"], os.environ["WANDB_SWEEP_ID"]
     return (f"{folder.parent.name}-{folder.name}", folder.parent.name) if sweep else (folder.name, None)

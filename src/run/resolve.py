@@ -13,16 +13,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from src.checkpoint.run_files import checkpoint_file
-from src.run.folder import CONFIG, folder_of, run_and_sweep_id
+from src.run.folder import CONFIG, folder_of, run_and_sweep_id, saved_config
 from src.run.resume import newest_checkpoint, remove_partial_checkpoints
 from src.utils.errors import UserError
+from src.utils.flatten import flatten_config
 
 _log = logging.getLogger(__name__)
-_NOT_INHERITED = ("ckpt_path", "resume", "fit", "predict", "run_dir")  # overrides that a continued run does not inherit
-_NOT_COMPARED = (
-    *(*_NOT_INHERITED, "init_from", "run_id", "sweep_id", "overrides"),
-    *("trainer.devices", "trainer.accelerator"),
-)
+# A continued run does not inherit these options.
+_NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
+# The resolved configuration of every run differs from the files under conf/ in these nodes.
+_NOT_COMPARED = [*_NOT_INHERITED, "init_from", "runtime", "trainer.devices", "trainer.accelerator"]
 
 
 def prepare(cfg: DictConfig) -> DictConfig:
@@ -43,9 +43,10 @@ def prepare(cfg: DictConfig) -> DictConfig:
         cfg.predict = str(_image_folder(cfg.predict))
     cfg.trainer.accelerator, cfg.trainer.devices = _resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     cfg.run_dir = str(folder)
-    cfg.run_id, cfg.sweep_id = run_and_sweep_id(folder, sweep=hydra_cfg.mode == RunMode.MULTIRUN)
-    task = hydra_cfg.overrides.task
-    cfg.overrides = [override for override in task if override.partition("=")[0] not in _NOT_INHERITED]
+    runtime = cfg.runtime
+    runtime.run_id, runtime.sweep_id = run_and_sweep_id(folder, sweep=hydra_cfg.mode == RunMode.MULTIRUN)
+    overrides = hydra_cfg.overrides.task
+    runtime.overrides = [override for override in overrides if override.partition("=")[0] not in _NOT_INHERITED]
     OmegaConf.resolve(cfg)
     return cfg
 
@@ -114,8 +115,8 @@ def _warn_of_changes(ckpt_path: str) -> None:
     folder = folder_of(Path(ckpt_path))
     if folder is None:
         return
-    saved: Any = OmegaConf.load(folder / CONFIG)
-    composed = hydra.compose("train", list(saved.overrides))
+    saved = saved_config(folder)
+    composed = hydra.compose("train", list(saved.runtime.overrides))
     for name in _NOT_COMPARED:
         OmegaConf.update(composed, name, OmegaConf.select(saved, name))
     OmegaConf.resolve(composed)
@@ -123,14 +124,6 @@ def _warn_of_changes(ckpt_path: str) -> None:
     for name in sorted((before.keys() | now.keys()) - {"data_source"}):
         if before.get(name) != now.get(name):
             _log.warning("conf/ has changed since that run: %s was %s, is %s", name, before.get(name), now.get(name))
-
-
-def flatten_config(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested configuration to {dotted name: value}."""
-    if not isinstance(node, dict):
-        return {prefix: node}
-    children = [flatten_config(child, f"{prefix}.{key}".strip(".")) for key, child in node.items()]
-    return {name: leaf for flatten_config in children for name, leaf in flatten_config.items()}
 
 
 def _resolve_devices(accelerator: str, devices: Any) -> tuple[str, Any]:

@@ -29,9 +29,10 @@ def report(sweep: Path) -> bool:
 
 
 def _differing(overrides: list[list[str]]) -> list[list[str]]:
-    """Return the overrides of each job that not all jobs share, without the `trial=` of the Optuna sweeper."""
+    """Return the overrides of each job that not all jobs share, without the `runtime.trial=` of the Optuna sweeper."""
     common = set.intersection(*map(set, overrides)) if len(overrides) > 1 else set()
-    return [[word for word in words if word not in common and not word.startswith("trial=")] for words in overrides]
+    differing = [[word for word in words if word not in common] for words in overrides]
+    return [[word for word in words if not word.startswith("runtime.trial=")] for words in differing]
 
 
 def _row(name: str, job: Job, overrides: list[str]) -> dict[str, Any]:

@@ -8,9 +8,15 @@ class UserError(Exception):
     """An error that the user can fix; the message names the option and a solution."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the known names most similar to `word`, as the end of an error message."""
-    known = sorted(known)
-    similar = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
-    similar = similar or [name for name in known if name.startswith(word)]
-    return f"did you mean {' or '.join(similar)}?" if similar else f"known: {', '.join(known[:20])}"
+def similar_names(word: str, names: Iterable[str]) -> list[str]:
+    """Return up to three names that are similar to `word`, or those that begin with it."""
+    names = sorted(names)
+    return difflib.get_close_matches(word, names, n=3, cutoff=0.5) or [name for name in names if name.startswith(word)]
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """Return the end of an error message: the names similar to `word`, or all of them if none is."""
+    names = sorted(names)
+    if similar := similar_names(word, names):
+        return f"did you mean {' or '.join(similar)}?"
+    return f"known: {', '.join(names)}"

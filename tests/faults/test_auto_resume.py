@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from src.checkpoint.integrity import check_is_complete
-from src.run.folder import run_folder
+from src.run.folder import run_folder, unique_name
 from src.run.resume import newest_checkpoint
 from src.utils.errors import UserError
 from tests.support.commands import PARITY, TINY, one_line, run_here, steps
@@ -79,11 +80,15 @@ def test_the_same_command_starts_and_goes_on(small: list[str], folder: Path) -> 
 def test_a_slurm_job_finds_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By its number, which it keeps when it is requeued."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert run_folder("runs", None, True, None, "auto") == "runs/slurm-7"
-    assert run_folder("runs", None, True, str(tmp_path), "auto") == str(tmp_path)
-    assert run_folder("runs", None, True) != run_folder("runs", None, True)
+    runs, new = str(tmp_path / "runs"), {"fit": True, "ckpt_path": None, "run_dir": None}
+    other = new | {"resume": None}
+    resumed, named = new | {"resume": "auto"}, new | {"resume": "auto", "run_dir": str(tmp_path / "named")}
+    assert run_folder(runs, "a", _root_=OmegaConf.create(resumed)) == f"{runs}/slurm-7"
+    assert run_folder(runs, "a", _root_=OmegaConf.create(named)) == str(tmp_path / "named")
+    assert run_folder(runs, "a", _root_=OmegaConf.create(other)) == f"{runs}/a"
+    assert unique_name() != unique_name()
     monkeypatch.setenv("SLURM_PROCID", "1")
-    assert run_folder("runs", None, True, None, "auto") == "."
+    assert run_folder(runs, "a", _root_=OmegaConf.create(resumed)) == "."
 
 
 @pytest.mark.parametrize(

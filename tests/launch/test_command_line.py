@@ -225,7 +225,7 @@ def test_one_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> N
     longer = (folder / "metrics.csv").read_text().splitlines()
     assert longer[: len(rows) - 1] == rows[:-1]
     assert [int(row.split(",")[0]) for row in longer[1:]][-1] == 3 * 11
-    assert OmegaConf.load(folder / "config.yaml").run_id == folder.name
+    assert OmegaConf.load(folder / "config.yaml").runtime.run_id == folder.name
 
     _, err = run_here(f"ckpt_path='{folder}'", "model=resnet9", *alone, code=1)
     assert "another network than this run's `model`" in one_line(err)
@@ -236,7 +236,8 @@ def test_one_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> N
 
 
 def test_under_torchrun_rank_zero_decides(small: list[str], tmp_path: Path) -> None:
-    arguments = [*small, *TINY, "logger=none", *TWO, "hydra.run.dir=${run_folder:" + f"{tmp_path},null,true" + "}"]
+    new_folder = "hydra.run.dir=${run_folder:" + f"{tmp_path}" + ",new}"
+    arguments = [*small, *TINY, "logger=none", *TWO, new_folder]
     out, _ = run(*arguments, program=TORCHRUN)
     assert out.count("done: ") == 1
     (folder,) = tmp_path.iterdir()
@@ -253,7 +254,7 @@ def test_torchrun_with_another_number_of_processes(small: list[str], tmp_path: P
 def test_under_slurm_rank_zero_decides(small: list[str], tmp_path: Path) -> None:
     """Two tasks as srun would start them: its variables alone tell each its rank."""
     port = free_port()
-    runs = "hydra.run.dir=${run_folder:" + f"{tmp_path},null,true" + "}"
+    runs = "hydra.run.dir=${run_folder:" + f"{tmp_path}" + ",new}"
     arguments = [*small, *TINY, "logger=none", *TWO, runs]
     tasks = [start(*arguments, **slurm_task(rank, port)) for rank in range(2)]
     printed = [end(task, 200) for task in tasks]

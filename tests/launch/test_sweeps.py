@@ -21,7 +21,7 @@ from tests.support.commands import ROOT, TINY, TORCHRUN, TWO, callback, one_line
 
 MLP = [*TINY, "trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
 JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-REPORT = callback("Report", folder="'${run_dir}'", lr="'${optimizer.lr}'", random="'${run_folder:x,null,true}'")
+REPORT = callback("Report", folder="'${run_dir}'", lr="'${optimizer.lr}'", random="'${sweep_folder:x}'")
 
 
 def rows(file: Path) -> list[dict[str, str]]:
@@ -68,7 +68,7 @@ def test_a_sweep_goes_on_past_a_job_that_fails(fate: str, error: str, small: lis
     recorded = wandb_runs(folder)
     assert [run["run_id"] for run in recorded] == [f"sweep-{number}" for number in range(2)]
     assert {run["run_group"] for run in recorded} == {"sweep"}
-    assert all(OmegaConf.load(folder / str(job) / "config.yaml").run_id == f"sweep-{job}" for job in range(2))
+    assert all(OmegaConf.load(folder / str(job) / "config.yaml").runtime.run_id == f"sweep-{job}" for job in range(2))
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_a_pruned_trial_stops_on_all_ranks(small: list[str], tmp_path: Path) -> 
 @pytest.mark.slow
 def test_what_the_agent_of_wandb_starts(small: list[str], tmp_path: Path) -> None:
     """The command of the YAML, filled in by wandb's own functions, reaches both ranks of the agent's run."""
-    sweep = yaml.safe_load((ROOT / "conf" / "sweep" / "bayes.yaml").read_text())
+    sweep = yaml.safe_load((ROOT / "scripts" / "wandb_sweep.yaml").read_text())
     values = {"optimizer.lr": {"value": sweep["parameters"]["optimizer.lr"]["min"]}, "model.width": {"value": 16}}
     macros = create_sweep_command_args({"args": values}) | {"program": [sweep["program"]], "env": ["/usr/bin/env"]}
     macros["interpreter"] = [sys.executable]
@@ -198,7 +198,7 @@ def test_what_the_agent_of_wandb_starts(small: list[str], tmp_path: Path) -> Non
     command = [*words, *small, *little, *TWO, REPORT, f"hydra.run.dir={tmp_path}/run"]
     subprocess.run(command, cwd=ROOT, env=os.environ | agent, check=True, timeout=200)
     assert [rank["values"]["lr"] for rank in reports_of(tmp_path / "run")] == [0.01] * 2
-    assert OmegaConf.load(tmp_path / "run" / "config.yaml").run_id == "r1"
+    assert OmegaConf.load(tmp_path / "run" / "config.yaml").runtime.run_id == "r1"
     (recorded,) = wandb_runs(tmp_path)
     assert (recorded["run_id"], recorded["sweep_id"]) == ("r1", "s1")
 

@@ -28,7 +28,7 @@ def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
     register_resolvers()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = hydra.compose("train", [*(QUIET if quiet else []), *overrides])
-    cfg.run_dir, cfg.run_id = str(folder), folder.name
+    cfg.run_dir, cfg.runtime.run_id = str(folder), folder.name
     if cfg.trainer.devices == "auto":
         cfg.trainer.devices = 1
     OmegaConf.resolve(cfg)

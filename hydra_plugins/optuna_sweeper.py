@@ -1,5 +1,6 @@
 """`hydra/sweeper=optuna`: Optuna proposes the jobs, receives their results, and continues an interrupted sweep.
 
+Hydra finds sweepers in the namespace package `hydra_plugins` only (https://hydra.cc/docs/advanced/plugins/develop/).
 Hydra's stable plugin (hydra-optuna-sweeper 1.3.0) is for Optuna 2, whose storage fails with today's SQLAlchemy. It
 neither prunes trials nor continues a sweep in its folder.
 """
@@ -24,11 +25,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _SWEEP = "sweep"  # the user attribute of a trial that names its sweep's folder
-
-
-def register_sweeper() -> None:
-    """Register the sweeper with Hydra, which searches only the package `hydra_plugins`."""
-    Plugins.instance().class_name_to_class["hydra_plugins.optuna.OptunaSweeper"] = OptunaSweeper
 
 
 class OptunaSweeper(Sweeper):
@@ -104,7 +100,7 @@ class OptunaSweeper(Sweeper):
         return [
             *self.fixed,
             *chosen,
-            f"trial={{storage:{_quoted(self.storage)},study:{_quoted(self.study_name)},number:{number}}}",
+            f"runtime.trial={{storage:{_quoted(self.storage)},study:{_quoted(self.study_name)},number:{number}}}",
         ]
 
     def _tell(self, study: optuna.Study, number: int, folder: Path) -> None:
