@@ -1,4 +1,4 @@
-"""What checkpoint callbacks know of the files they wrote, restored exactly, also in a folder that was moved."""
+"""Restore the history of the checkpoint callbacks exactly, also in a folder that was moved."""
 
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 class CheckpointHistory(L.Callback):
-    """Restores the scores and the paths of every checkpoint callback when a run is continued.
+    """Restores the scores and the paths of every checkpoint callback when a run resumes.
 
-    Lightning's ModelCheckpoint forgets its scores if its absolute path has changed, and then replaces the best
+    Lightning's ModelCheckpoint discards its scores if its absolute path has changed, and then replaces the best
     checkpoint by a worse one; it saves `current_score` but does not restore it. (`ModelCheckpoint.load_state_dict`,
     https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/callbacks/model_checkpoint.py)
     """
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write today's paths into the saved states, from which Lightning restores the callbacks afterwards."""
+        """Write the present paths into the saved states, from which Lightning restores the callbacks afterwards."""
         if not trainer.training:
             return
         folder = Path(str(trainer.ckpt_path)).resolve().parent
@@ -24,12 +24,13 @@ class CheckpointHistory(L.Callback):
             state = checkpoint["callbacks"].get(callback.state_key)
             if isinstance(callback, ModelCheckpoint) and state:
                 callback.current_score = state["current_score"]
-                if Path(str(callback.dirpath)) == folder:  # else another run's file was copied: a new history begins
-                    checkpoint["callbacks"][callback.state_key] = _moved(state, state["dirpath"], str(folder))
+                # Otherwise the file is a copy from another run, and a new history begins.
+                if Path(str(callback.dirpath)) == folder:
+                    checkpoint["callbacks"][callback.state_key] = _replace_folder(state, state["dirpath"], str(folder))
 
 
-def _moved(value: Any, old: str, new: str) -> Any:
-    """Return the state with paths in `new` instead of `old`."""
+def _replace_folder(value: Any, old: str, new: str) -> Any:
+    """Return the state, or a part of it, with the prefix `old` of every path replaced by `new`."""
     if isinstance(value, dict):
-        return {_moved(key, old, new): _moved(item, old, new) for key, item in value.items()}
+        return {_replace_folder(key, old, new): _replace_folder(item, old, new) for key, item in value.items()}
     return new + value.removeprefix(old) if isinstance(value, str) and value.startswith(old) else value

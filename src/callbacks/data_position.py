@@ -1,6 +1,7 @@
 """Save the position in the data with every checkpoint, and restore Lightning's loops to it."""
 
 import hashlib
+import math
 from typing import Any
 
 import lightning as L
@@ -10,50 +11,57 @@ from src.utils.errors import UserError
 
 
 class DataPosition(L.Callback):
-    """Saves the position as (epoch, samples of it trained) and resumes there at any world size.
+    """Saves the position as an epoch and the samples trained in it, and resumes there at any world size.
 
-    Lightning stores its loop counters as they happen to be while a hook runs, and counts micro-batches, whose
-    number another accumulation would change. Here both are derived from the samples trained: whatever moment the
-    checkpoint was written at, the loops are restored to the start of the first step that was not yet done.
+    Lightning stores the values that its loop counters have while a hook runs. They count micro-batches, whose number
+    depends on the accumulation. This callback derives all counters from the samples trained: at whatever moment the
+    checkpoint was written, the loops are restored to the start of the first step that is not complete.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Convert `val_check_interval` from optimizer steps to micro-batches, which Lightning counts."""
         data: Any = trainer.datamodule
         if stage == "fit" and data.evaluated_samples("val"):
-            steps, crosses = data.steps_per_epoch, trainer.check_val_every_n_epoch is None
-            interval = validation_interval(trainer.val_check_interval, steps, data.accumulate, crosses)
-            trainer.val_check_interval = interval
+            may_cross_epochs = trainer.check_val_every_n_epoch is None
+            trainer.val_check_interval = validation_interval(
+                trainer.val_check_interval, data.steps_per_epoch, data.accumulate, may_cross_epochs
+            )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let the test log at the last step and epoch, also if training stopped early or did not run."""
+        """Make the test log at the last step and epoch, also if training stopped early or did not run."""
         data: Any = trainer.datamodule
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
-        trainer.fit_loop.epoch_progress.current.completed = -(-trainer.global_step // data.steps_per_epoch)
+        epochs = math.ceil(trainer.global_step / data.steps_per_epoch)
+        trainer.fit_loop.epoch_progress.current.completed = epochs
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         data: Any = trainer.datamodule
-        trained = trainer.fit_loop.epoch_loop.batch_progress.total.processed
-        epoch, micro_batches = divmod(trained, data.micro_batches_per_epoch)
-        samples = micro_batches // data.accumulate * data.global_batch_size  # a step half accumulated is done again
+        micro_batches = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        epoch, micro_batches_in_epoch = divmod(micro_batches, data.micro_batches_per_epoch)
+        steps = micro_batches_in_epoch // data.accumulate  # a step that is accumulated in part is repeated
+        samples = steps * data.global_batch_size
         checkpoint["position"] = {"epoch": epoch, "samples": samples, "order": _order_settings(data)}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Rewind the saved loops, from which Lightning restores its own afterwards.
+
+        Raises:
+            UserError: if the checkpoint is of a run with other global batches.
+        """
         data: Any = trainer.datamodule
         if not trainer.training:
             return
-        position, order = checkpoint["position"], _order_settings(data)
-        for name, before in position["order"].items():
-            if order.get(name, before) != before:  # an older checkpoint may have had other names
-                raise UserError(
-                    f"the run in ckpt_path had {name}={before}, this one has {order[name]}: "
-                    "that is another experiment; set it back, or start a new run"
-                )
-        data.resume_at = (position["epoch"], position["samples"])
-        steps = position["samples"] // data.global_batch_size
-        loops, batches = checkpoint["loops"]["fit_loop"], steps * data.accumulate
-        _rewind(loops, position["epoch"], batches, position["epoch"] * data.micro_batches_per_epoch + batches)
-        done = position["epoch"] * data.steps_per_epoch + steps
-        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = done - 1  # Lightning counts the last step itself
+        position = checkpoint["position"]
+        _check_order_settings(position["order"], _order_settings(data))
+        epoch, samples = position["epoch"], position["samples"]
+        data.resume_at = (epoch, samples)
+        steps = samples // data.global_batch_size
+        micro_batches = steps * data.accumulate
+        loops = checkpoint["loops"]["fit_loop"]
+        _rewind(loops, epoch, micro_batches, epoch * data.micro_batches_per_epoch + micro_batches)
+        total_steps = epoch * data.steps_per_epoch + steps
+        # Lightning counts the last step itself.
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = total_steps - 1
 
 
 def _order_settings(data: Any) -> dict[str, int | str]:
@@ -68,16 +76,34 @@ def _order_settings(data: Any) -> dict[str, int | str]:
     }
 
 
-def _rewind(loops: dict[str, Any], epoch: int, current: int, total: int) -> None:
-    """Write the counters of a run that is about to start micro-batch `current` of `epoch`, its `total`-th of all.
+def _check_order_settings(saved: dict[str, int | str], current: dict[str, int | str]) -> None:
+    for name, value in saved.items():
+        if name in current and current[name] != value:  # an older checkpoint may have other names
+            raise UserError(
+                f"the run in ckpt_path had {name}={value}, this one has {current[name]}: "
+                "that is another experiment; set it back, or start a new run"
+            )
 
-    An epoch that is ready but not started is the one state from which Lightning calls `on_train_epoch_start`, keeps
-    the count of batches and runs no validation twice. `total.completed`, which nothing else reads, lags by two so
-    that no special case of restarting inside a hook applies.
+
+def _rewind(loops: dict[str, Any], epoch: int, micro_batch: int, total: int) -> None:
+    """Set the saved counters to the state before a micro-batch.
+
+    An epoch that is ready but not started is the only state from which Lightning calls `on_train_epoch_start`, keeps
+    the count of batches and does not repeat a validation. `total.completed`, which nothing else reads, lags by two so
+    that none of Lightning's special cases for a restart inside a hook applies.
+
+    Args:
+        loops: state of the fit loop in a checkpoint, changed in place.
+        epoch: epoch of the micro-batch, from zero.
+        micro_batch: number of the micro-batch in its epoch, from zero.
+        total: number of the micro-batch in the run, from zero.
     """
     loops["epoch_progress"] = _progress(epoch, ready=epoch + 1)
-    batches = {"total": _counts(total) | {"completed": total - 2}, "current": _counts(current), "is_last_batch": False}
-    loops["epoch_loop.batch_progress"] = batches
+    loops["epoch_loop.batch_progress"] = {
+        "total": _counts(total) | {"completed": total - 2},
+        "current": _counts(micro_batch),
+        "is_last_batch": False,
+    }
     loops["epoch_loop.val_loop.batch_progress"] = _progress(0) | {"is_last_batch": False}
 
 

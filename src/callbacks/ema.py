@@ -5,55 +5,56 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from src.utils.errors import UserError
+from src.utils.tensors import to_local, upcast_half
 
 
 class EMA(L.Callback):
-    """Averages the weights over the optimizer's steps (Polyak and Juditsky, 1992), batch statistics with them.
+    """Averages weights and batch statistics over the optimizer steps (Polyak and Juditsky, 1992).
 
-    Validation and test use the average. A checkpoint's `state_dict` is the average too, so that whoever reads it gets
-    what was evaluated; the weights in training are beside it, as `training_state_dict`. Each rank averages what it
-    holds, by name, whole or not. (torch's AveragedModel pairs tensors by their order, and copies the module, which
-    sharded ones do not survive.)
+    Validation and test use the average. A checkpoint's `state_dict` is the average too, so that a reader gets the
+    evaluated weights; `training_state_dict` holds the weights in training. Each rank averages the tensors or shards
+    that it holds, by name. (torch's AveragedModel copies the module, which fails for sharded modules, and pairs tensors
+    by their order.)
 
     Args:
-        decay: share of the average that a step keeps; less in the first steps, where it is (1 + step) / (10 + step).
+        decay: fraction of the average that one step keeps; at most (1 + step) / (10 + step), which lowers it in the
+            first steps.
 
     Raises:
-        UserError: if that is no share, or checkpoints are saved in a way that leaves the average out.
+        UserError: if `decay` is no such fraction, or `save_weights_only` of a checkpoint callback omits the average.
     """
 
     averages_weights = True  # strategies that average weights themselves refuse it
 
     def __init__(self, decay: float = 0.999) -> None:
         if not 0 <= decay < 1:
-            raise UserError(f"callbacks.ema.decay={decay}: give a share of at least 0 and less than 1")
+            raise UserError(f"callbacks.ema.decay={decay}: give a fraction of at least 0 and less than 1")
         self.decay = decay
         self._average: dict[str, Tensor] = {}
-        self._training_weights: dict[str, Tensor] = {}  # while the module holds the average
-        self._restored: dict[str, Tensor] = {}
-        self._step = 0
+        self._training_weights: dict[str, Tensor] = {}  # empty unless the module holds the average
+        self._restored_average: dict[str, Tensor] = {}  # full tensors of a checkpoint, until training starts
+        self._step = 0  # last step in the average
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if any(getattr(callback, "save_weights_only", False) for callback in trainer.checkpoint_callbacks):
-            raise UserError("save_weights_only leaves out the average that callbacks.ema keeps: set it to false")
+            raise UserError("save_weights_only omits the average of callbacks.ema from checkpoints: set it to false")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
-        self._average = _precise_copies(pl_module)
-        if self._restored:
+        self._average = _copy_in_float32(pl_module)
+        if self._restored_average:
             self._swap_weights(pl_module)
-            # Through the strategy, which gives each rank what it holds of a whole tensor.
-            trainer.strategy.load_model_state_dict({"state_dict": self._restored})
-            self._average = _precise_copies(pl_module)
+            # The strategy gives each rank its shards of the full tensors.
+            trainer.strategy.load_model_state_dict({"state_dict": self._restored_average})
+            self._average = _copy_in_float32(pl_module)
             self._swap_weights(pl_module)
-            self._restored = {}
+            self._restored_average = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self._catch_up(trainer, pl_module)
+        self._update_average(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._swap_weights(pl_module)
@@ -62,69 +63,65 @@ class EMA(L.Callback):
         self._swap_weights(pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the average in the module, for whatever comes after."""
-        if self._restored:  # the run was finished already, so that training did not start
-            trainer.strategy.load_model_state_dict({"state_dict": self._restored})
-            self._restored = {}
+        """Leave the average in the module, for test and prediction."""
+        if self._restored_average:  # training did not start, because the run was finished already
+            trainer.strategy.load_model_state_dict({"state_dict": self._restored_average})
+            self._restored_average = {}
         self._swap_weights(pl_module)
         self._average, self._training_weights = {}, {}
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if not self._average:
             return
-        self._catch_up(trainer, pl_module)
-        roles = ("state_dict", "training_state_dict")
-        held, other = roles if self._training_weights else reversed(roles)  # what the module holds at the moment
-        state = checkpoint["state_dict"]
+        self._update_average(trainer, pl_module)
+        module_holds_average = bool(self._training_weights)
+        current = checkpoint["state_dict"]
         self._swap_weights(pl_module)
-        exchanged: dict[str, Tensor] = trainer.strategy.lightning_module_state_dict()
-        checkpoint[other] = {name: tensor.clone() for name, tensor in exchanged.items()}
+        swapped = {name: tensor.clone() for name, tensor in trainer.strategy.lightning_module_state_dict().items()}
         self._swap_weights(pl_module)
-        checkpoint[held] = state
+        average, training = (current, swapped) if module_holds_average else (swapped, current)
+        checkpoint["state_dict"], checkpoint["training_state_dict"] = average, training
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take the module's weights for the average, and go on training with the others."""
+        """Keep the checkpoint's average until training starts, and load the weights in training."""
         if trainer.training and "training_state_dict" in checkpoint:
-            self._restored = checkpoint["state_dict"]
+            self._restored_average = checkpoint["state_dict"]
             trainer.strategy.load_model_state_dict({"state_dict": checkpoint["training_state_dict"]})
 
     @torch.no_grad()
-    def _catch_up(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Average the latest step in, unless that is done."""
+    def _update_average(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Add the weights after the latest step to the average, unless it contains them already."""
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        live, decay = _local_tensors(module), min(self.decay, (1 + self._step) / (10 + self._step))
-        floats = [name for name, tensor in live.items() if tensor.is_floating_point()]
-        averages = [self._average[name] for name in floats]
-        current = [live[name].to(average.dtype) for name, average in zip(floats, averages, strict=True)]
-        get_ema_multi_avg_fn(decay)(averages, current, None)
-        for name in live.keys() - floats:  # counts of batches
-            self._average[name].copy_(live[name])
+        decay = min(self.decay, (1 + self._step) / (10 + self._step))
+        tensors = _local_tensors(module)
+        names = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
+        averages = [self._average[name] for name in names]
+        weights = [tensors[name].to(average.dtype) for name, average in zip(names, averages, strict=True)]
+        get_ema_multi_avg_fn(decay)(averages, weights, None)
+        for name in tensors.keys() - names:  # batch counts of batch normalization
+            self._average[name].copy_(tensors[name])
 
     @torch.no_grad()
     def _swap_weights(self, module: L.LightningModule) -> None:
-        """Swap the averaged and the training weights in the module; do nothing without an average."""
-        live = _local_tensors(module) if self._average else {}
-        incoming = self._training_weights or self._average
-        self._training_weights = (
-            {} if self._training_weights else {name: tensor.clone() for name, tensor in live.items()}
-        )
-        for name, tensor in live.items():
-            tensor.copy_(incoming[name])
+        """Swap the average and the weights in training in the module; do nothing without an average."""
+        if not self._average:
+            return
+        tensors = _local_tensors(module)
+        if self._training_weights:
+            new, self._training_weights = self._training_weights, {}
+        else:
+            new, self._training_weights = self._average, {name: tensor.clone() for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            tensor.copy_(new[name])
 
 
 def _local_tensors(module: L.LightningModule) -> dict[str, Tensor]:
-    """Return the tensors, or shards, that this rank has in memory."""
-    return {
-        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in module.state_dict().items()
-    }
+    """Return the module's tensors, or this rank's shards of them."""
+    return {name: to_local(tensor) for name, tensor in module.state_dict().items()}
 
 
-def _precise_copies(module: L.LightningModule) -> dict[str, Tensor]:
-    """Copies in which small steps are not lost to rounding."""
-    return {
-        name: tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.clone()
-        for name, tensor in _local_tensors(module).items()
-    }
+def _copy_in_float32(module: L.LightningModule) -> dict[str, Tensor]:
+    """Copy the module's tensors, in float32 if they are in half precision, where rounding would lose small steps."""
+    return {name: upcast_half(tensor).clone() for name, tensor in _local_tensors(module).items()}

@@ -1,4 +1,4 @@
-"""How far generated images are from real ones, by the features of a classifier."""
+"""The Frechet distance between real and generated images, by the features of a classifier."""
 
 import logging
 from typing import Any
@@ -17,19 +17,20 @@ _log = logging.getLogger(__name__)
 
 
 class FrechetDistance(L.Callback):
-    """Logs `val/frechet` and `test/frechet`: the distance of Heusel et al., "GANs trained by a two time-scale update
-    rule" (2017), between the real images and as many generated ones, less being better.
+    """Logs the Frechet distance between real and generated images as `val/frechet` and `test/frechet`.
 
-    It is no FID: the features are not Inception's, but what the last linear layer of a classifier of this template
-    sees. So it compares generators that were judged alike, and nothing else.
+    Heusel et al., "GANs trained by a two time-scale update rule" (2017). It compares as many generated images as real
+    ones; a smaller distance is better. It is no FID, because the features are not those of Inception: they are the
+    inputs of the last linear layer of a classifier of this template. Only distances by the same features are
+    comparable.
 
     Args:
-        feature_checkpoint: a run folder or checkpoint of a classifier. Without one, the features are those of a network
-            with random weights, always the same, which tells less (Naeem et al., "Reliable fidelity and diversity
-            metrics for generative models", 2020).
+        feature_checkpoint: run folder or checkpoint of a classifier; None means a network with random weights, always
+            the same, whose distance is less informative (Naeem et al., "Reliable fidelity and diversity metrics for
+            generative models", 2020).
 
     Raises:
-        UserError: if the checkpoint is of no classifier, or the module makes no images.
+        UserError: if the checkpoint is not of a classifier, or the module generates no images.
     """
 
     def __init__(self, feature_checkpoint: str | None = None) -> None:
@@ -37,15 +38,15 @@ class FrechetDistance(L.Callback):
         self._distance: FrechetInceptionDistance | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Make the metric in this process: a spawned one would share its parent's memory."""
+        """Build the metric in this process, because a spawned process would share the memory of its parent's."""
         if not hasattr(pl_module, "sample"):
-            raise UserError("callbacks.frechet is for modules that make images: leave it out, or take experiment=gan")
+            raise UserError("callbacks.frechet is for modules that generate images: omit it, or use experiment=gan")
         features = _trained_features(self.feature_checkpoint) if self.feature_checkpoint else _random_features()
         self._distance = FrechetInceptionDistance(feature=features)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        random = "a network with random weights (callbacks.frechet.feature_checkpoint=RUN_DIR takes a trained one)"
-        _log.info("  frechet is by the features of %s", self.feature_checkpoint or random)
+        random_net = "a network with random weights (callbacks.frechet.feature_checkpoint=RUN_DIR takes a trained one)"
+        _log.info("  frechet is by the features of %s", self.feature_checkpoint or random_net)
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         self._update(trainer, outputs, batch)
@@ -54,35 +55,38 @@ class FrechetDistance(L.Callback):
         self._update(trainer, outputs, batch)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._log(pl_module, "val/frechet")
+        self._log_distance(pl_module, "val/frechet")
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._log(pl_module, "test/frechet")
+        self._log_distance(pl_module, "test/frechet")
 
     def _update(self, trainer: L.Trainer, fake: Tensor, batch: Batch) -> None:
-        """Add the images that are not padding. A rank must update the metric even if its batch has none.
+        """Add the real and the generated images of a batch, without its padding.
 
-        (A metric that was never updated has no `orig_dtype`, which its `compute` needs on every rank.)
+        A rank must update the metric even if its batch is all padding: a metric without any update has no `orig_dtype`,
+        which its `compute` needs on every rank.
         """
         assert self._distance is not None
-        distance, counted = self._distance.to(fake.device), batch.weight > 0
-        distance.update(trainer.datamodule.to_pixels(batch.image[counted].float()), real=True)
-        distance.update(trainer.datamodule.to_pixels(fake[counted].float()), real=False)
+        distance, to_pixels = self._distance.to(fake.device), trainer.datamodule.to_pixels
+        is_sample = batch.weight > 0
+        distance.update(to_pixels(batch.image[is_sample].float()), real=True)
+        distance.update(to_pixels(fake[is_sample].float()), real=False)
 
-    def _log(self, module: L.LightningModule, name: str) -> None:
-        """All ranks' images together."""
+    def _log_distance(self, module: L.LightningModule, name: str) -> None:
+        """Log the distance over the images of all ranks."""
         assert self._distance is not None
         module.log(name, self._distance.compute().float(), prog_bar=True)
         self._distance.reset()
 
 
 class _Features(nn.Module):
-    """Images in [0, 1] to what the last linear layer of a network sees."""
+    """Maps (n, channels, height, width) images in [0, 1] to the inputs of the last linear layer of a network."""
 
     def __init__(self, net: nn.Module, mean: list[float], std: list[float]) -> None:
         super().__init__()
-        name, last = [(name, part) for name, part in net.named_modules() if isinstance(part, nn.Linear)][-1]
-        net.set_submodule(name, nn.Identity())
+        linear_layers = [(name, part) for name, part in net.named_modules() if isinstance(part, nn.Linear)]
+        last_name, last = linear_layers[-1]
+        net.set_submodule(last_name, nn.Identity())
         self.net, self.num_features = net.eval().requires_grad_(False), last.in_features
         self.mean, self.std = (nn.Buffer(torch.tensor(values)[:, None, None]) for values in (mean, std))
 

@@ -10,19 +10,19 @@ from src.utils.watchdog import Watchdog
 
 
 class Heartbeat(L.Callback):
-    """Ends this rank if it takes no step within `timeout` seconds, whatever it does instead.
+    """Ends this rank if it makes no progress within `timeout` seconds, whatever it does instead.
 
     Args:
-        folder: the run folder, where its stack goes into its log.
-        timeout: seconds; longer than the slowest of: making the data, compiling, a step, saving a checkpoint.
+        folder: the run folder, for the stack in the log of the rank.
+        timeout: seconds; longer than preparing the data, compiling, a step, or saving a checkpoint.
 
     Raises:
-        UserError: if that is no time.
+        UserError: if `timeout` is not a positive number.
     """
 
     def __init__(self, folder: Path, timeout: float) -> None:
         if not isinstance(timeout, int | float) or timeout <= 0:
-            raise UserError(f"launch.timeout={timeout}: give seconds, more than zero")
+            raise UserError(f"launch.timeout={timeout}: give a number of seconds above zero")
         self.folder = folder
         self._watchdog = Watchdog(timeout)
 

@@ -1,4 +1,4 @@
-"""The classes of a folder's images, as a table."""
+"""Write the predicted classes of a folder's images as a table."""
 
 import csv
 import logging
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes `predictions.csv` into the run folder: each image's file, likeliest class, and its probability."""
+    """Writes `predictions.csv` into the run folder: each image's file, most probable class, and its probability."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("epoch")
@@ -25,19 +25,20 @@ class PredictionWriter(BasePredictionWriter):
     def write_on_epoch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Gather what each rank predicted, drop the padding, and write it on rank zero."""
+        """Gather the predictions of all ranks, drop the padding, and write the table on rank zero."""
         index, probabilities = (torch.cat(parts) for parts in zip(*predictions, strict=True))
         index, probabilities = pl_module.all_gather(index).flatten(), pl_module.all_gather(probabilities).flatten(0, -2)
         if not trainer.is_global_zero:
             return
         data: Any = trainer.datamodule
-        best, classes = (values.tolist() for values in probabilities.max(1))
-        found = {number: row for number, *row in zip(index.tolist(), classes, best, strict=True) if number >= 0}
+        highest, classes = (values.tolist() for values in probabilities.max(1))
+        rows = zip(index.tolist(), classes, highest, strict=True)
+        predicted = {number: (label, probability) for number, label, probability in rows if number >= 0}
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.file) as temporary, temporary.open("w", newline="") as stream:
             writer = csv.writer(stream)
             writer.writerow(["file", "class", "probability"])
-            for number, (label, probability) in sorted(found.items()):
+            for number, (label, probability) in sorted(predicted.items()):
                 file = trainer.predict_dataloaders.dataset.files[number].relative_to(data.predict_dir)
                 writer.writerow([file, data.source.classes[label], f"{probability:.4f}"])
-        _log.info("the classes of %d images are in %s", len(found), self.file)
+        _log.info("the classes of %d images are in %s", len(predicted), self.file)

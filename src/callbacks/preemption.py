@@ -1,4 +1,4 @@
-"""A job that is pre-empted saves and stops, all ranks together."""
+"""Save and stop a preempted job, on all ranks together."""
 
 import logging
 from pathlib import Path
@@ -15,13 +15,13 @@ _log = logging.getLogger(__name__)
 
 
 class PreemptionHandler(L.Callback):
-    """Ends the run between two steps once any rank, or the launcher, was sent SIGTERM or SIGUSR1.
+    """Ends the run between two steps after any rank, or the launcher, has received SIGTERM or SIGUSR1.
 
-    Lightning's handlers, which run collectives wherever a signal finds the process, are not installed. A signal that
-    comes during validation is heeded after it.
+    Lightning's own handlers are not installed, because they run collectives wherever the signal interrupts the process.
+    A signal during validation takes effect after it.
 
     Raises:
-        Stopped: on all ranks in the same step, once `last.ckpt` is written.
+        Stopped: on all ranks at the same step, after `last.ckpt` is written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,11 +43,11 @@ class PreemptionHandler(L.Callback):
         """Stop before a step, because the previous step and its validation are then logged and saved."""
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        if number := self._consensus.poll(trainer, signals.requested):
+        if signal_number := self._consensus.poll(trainer, signals.requested):
             if not trainer.fast_dev_run:
                 trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST)
-            self._log_stop(trainer, number)
-            raise signals.Stopped(number)
+            self._log_stop(trainer, signal_number)
+            raise signals.Stopped(signal_number)
 
     def on_test_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._stop_if_requested(trainer)
@@ -56,11 +56,11 @@ class PreemptionHandler(L.Callback):
         self._stop_if_requested(trainer)
 
     def _stop_if_requested(self, trainer: L.Trainer) -> None:
-        if number := self._consensus.poll(trainer, signals.requested):
-            self._log_stop(trainer, number)
-            raise signals.Stopped(number)
+        if signal_number := self._consensus.poll(trainer, signals.requested):
+            self._log_stop(trainer, signal_number)
+            raise signals.Stopped(signal_number)
 
-    def _log_stop(self, trainer: L.Trainer, number: int) -> None:
+    def _log_stop(self, trainer: L.Trainer, signal_number: int) -> None:
         if trainer.is_global_zero:
-            at = f"stopped by {Signals(number).name} at step {trainer.global_step}"
-            _log.info("%s; ckpt_path=%s goes on from there", at, self.folder)
+            name, step = Signals(signal_number).name, trainer.global_step
+            _log.info("stopped by %s at step %d; ckpt_path=%s goes on from there", name, step, self.folder)

@@ -18,26 +18,27 @@ _log = logging.getLogger(__name__)
 class RunRecord(L.Callback):
     """Logs the resolved configuration, keeps it in every checkpoint as YAML, and prints the banner.
 
-    Every checkpoint also keeps the metrics. On resuming, the rows that are about to be made again are cut.
+    Every checkpoint also keeps the metrics. When a run resumes, the rows of the steps that it repeats are cut.
     """
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
-        self._resumed_at = 0
-        self._metrics: dict[str, float] = {}
-        self._parameters = 0
+        self._resumed_at = 0  # optimizer step
+        self._restored_metrics: dict[str, float] = {}
+        self._num_parameters = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._parameters = self._parameters or sum(weight.numel() for weight in pl_module.parameters())
+        if not self._num_parameters:  # a later setup may find the network sharded or split
+            self._num_parameters = sum(weight.numel() for weight in pl_module.parameters())
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = OmegaConf.to_yaml(self.config)
         measured = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        checkpoint["metrics"] = self._metrics | measured
+        checkpoint["metrics"] = self._restored_metrics | measured
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training:
-            self._resumed_at, self._metrics = checkpoint["global_step"], checkpoint.get("metrics", {})
+            self._resumed_at, self._restored_metrics = checkpoint["global_step"], checkpoint.get("metrics", {})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log only now, after every check that may refuse to resume the run."""
@@ -46,12 +47,13 @@ class RunRecord(L.Callback):
             if isinstance(logger, CSVLogger):
                 logger.cut(self._resumed_at)
         if trainer.is_global_zero:
-            width = max(map(len, facts := self._banner(trainer, pl_module)))
-            _log.info("\n".join(f"  {name:<{width}}  {value}" for name, value in facts.items()))
+            banner = self._banner(trainer, pl_module)
+            width = max(map(len, banner))
+            _log.info("\n".join(f"  {name:<{width}}  {value}" for name, value in banner.items()))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore the metrics that were not measured again; for a finished run, all of them."""
-        for name, value in self._metrics.items():
+        """Restore the metrics that this process did not measure; for a finished run, all metrics."""
+        for name, value in self._restored_metrics.items():
             trainer.callback_metrics.setdefault(name, torch.tensor(value))
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -69,26 +71,26 @@ class RunRecord(L.Callback):
     def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         data: Any = trainer.datamodule
         batch, group = data.global_batch_size, trainer.optimizers[0].param_groups[0]
-        name = self.config.strategy._target_.rpartition(".")[2]
+        strategy = self.config.strategy._target_.rpartition(".")[2]
         dp_size, _, num_microbatches = data.parallel
         micro_batches, per_device = data.accumulate * num_microbatches, data.samples_per_micro_batch
-        return {
-            "strategy": f"{name}, {trainer.world_size} process(es) on {module.device.type}",
+        banner = {
+            "strategy": f"{strategy}, {trainer.world_size} process(es) on {module.device.type}",
             "precision": trainer.precision,
             "data": f"{data.source.description}, {len(data.splits['train'])} to train on",
             "batch": f"{batch} = {dp_size} x {micro_batches} micro-batches x {per_device} per device",
             "batch norm sees": self._batch_norm_samples(module, per_device, dp_size),
             "learning rate": f"{group.get('initial_lr', group['lr']):g} after scaling, {data.total_steps} steps",
-            "parameters": f"{self._parameters:,}",
+            "parameters": f"{self._num_parameters:,}",
             "run folder": self.config.run_dir,
-            **(
-                {"goes on from": f"{self.config.ckpt_path}, step {trainer.global_step}"}
-                if self.config.ckpt_path
-                else {}
-            ),
         }
+        if self.config.ckpt_path:
+            banner["goes on from"] = f"{self.config.ckpt_path}, step {trainer.global_step}"
+        return banner
 
-    def _batch_norm_samples(self, module: nn.Module, per_device: int, replicas: int) -> str:
+    def _batch_norm_samples(self, module: nn.Module, per_device: int, dp_size: int) -> str:
         norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
-        synchronized = any(isinstance(norm, SyncedBatchNorm) for norm in norms)
-        return f"{per_device * (replicas if synchronized else 1)} samples" if norms else "nothing: there is none"
+        if not norms:
+            return "nothing: there is none"
+        is_synchronized = any(isinstance(norm, SyncedBatchNorm) for norm in norms)
+        return f"{per_device * dp_size if is_synchronized else per_device} samples"

@@ -1,4 +1,4 @@
-"""Images that a generator makes, always of the same noise, laid out in a square."""
+"""Save a square grid of generated images, always from the same noise."""
 
 import math
 from pathlib import Path
@@ -14,23 +14,23 @@ from src.utils.files import atomic_write
 
 
 class SampleGrid(L.Callback):
-    """After each validation, writes `samples/step000123.png` into the run folder, and logs it to W&B.
+    """Writes the grid as `samples/step000123.png` into the run folder after each validation, and logs it to W&B.
 
     Args:
-        count: images of the grid, a square number.
+        count: number of images in the grid, a square number.
 
     Raises:
-        UserError: if it is none, or the module makes no images.
+        UserError: if `count` is no square number, or the module generates no images.
     """
 
     def __init__(self, count: int = 64) -> None:
         self.side = math.isqrt(max(0, count))
         if count < 1 or self.side**2 != count:
-            raise UserError(f"callbacks.samples.count={count} is no square number: take 16, 64 or 100")
+            raise UserError(f"callbacks.samples.count={count} is no square number: use 16, 64 or 100")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not hasattr(pl_module, "sample"):
-            raise UserError("callbacks.samples is for modules that make images: leave it out, or take experiment=gan")
+            raise UserError("callbacks.samples is for modules that generate images: omit it, or use experiment=gan")
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not trainer.is_global_zero:
@@ -45,7 +45,7 @@ class SampleGrid(L.Callback):
                 logger.log_image("samples", [grid], step=trainer.global_step)
 
     def _grid(self, trainer: L.Trainer, images: Tensor) -> Tensor:
-        """(height, width, channels) uint8 of all (n, channels, height, width) normalized images."""
+        """Return the grid, (height, width, channels) uint8, of (n, channels, height, width) normalized images."""
         pixels = (trainer.datamodule.to_pixels(images.float()) * 255).round().to(torch.uint8).cpu()
         rows = pixels.unflatten(0, (self.side, self.side)).permute(0, 3, 1, 4, 2)
         return rows.reshape(self.side * pixels.shape[2], -1, pixels.shape[1])

@@ -1,4 +1,4 @@
-"""Dropout is the same on any hardware, and whatever draws from torch's generators is the same after a restart."""
+"""Seed the random numbers of each step: dropout does not depend on the hardware, torch's generators not on restarts."""
 
 import lightning as L
 import torch
@@ -9,20 +9,20 @@ from src.models.dropout import SampleDropout, dropouts, set_keys
 
 
 class SeedEachStep(L.Callback):
-    """Gives dropout layers their samples' keys, and seeds torch per (seed, epoch, batch, rank).
+    """Sets the samples' keys of dropout layers, and seeds torch with a hash of (seed, epoch, batch, rank).
 
-    So a resumed run draws what the uninterrupted one drew, and the stages of a pipeline draw different numbers. Another
-    world size draws other numbers from torch's generators; dropout draws none of them.
+    A resumed run therefore draws the same numbers as an uninterrupted one, and the stages of a pipeline draw different
+    numbers. The numbers of torch's generators depend on the world size; dropout does not use them.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._rank, self._kind = 0, "cpu"
+        self._rank, self._device_type = 0, "cpu"
         self._dropouts: list[SampleDropout] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._rank = trainer.global_rank
-        self._kind = pl_module.device.type
+        self._device_type = pl_module.device.type
         self._dropouts = dropouts(pl_module)
 
     def on_train_batch_start(
@@ -30,11 +30,11 @@ class SeedEachStep(L.Callback):
     ) -> None:
         if self._dropouts:
             set_keys(self._dropouts, hash_ints(self.seed, trainer.current_epoch, batch.sample_index))
-        number = hash((self.seed, trainer.current_epoch, batch_idx, self._rank))
-        # torch.manual_seed would note a stack trace for each kind of device that is not in use: half a millisecond
-        torch.default_generator.manual_seed(number)
-        if self._kind == "cuda":
-            for generator in torch.cuda.default_generators:  # one process may drive several
-                generator.manual_seed(number)
-        elif self._kind == "mps":
-            torch.mps.manual_seed(number)
+        step_seed = hash((self.seed, trainer.current_epoch, batch_idx, self._rank))
+        # torch.manual_seed would record a stack trace for each unused device type, which takes half a millisecond.
+        torch.default_generator.manual_seed(step_seed)
+        if self._device_type == "cuda":
+            for generator in torch.cuda.default_generators:  # one process may drive several devices
+                generator.manual_seed(step_seed)
+        elif self._device_type == "mps":
+            torch.mps.manual_seed(step_seed)

@@ -3,6 +3,7 @@
 import logging
 import resource
 import sys
+from collections import defaultdict
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from src.models.flops import flops_per_sample, peak_flops
+from src.utils.log_points import is_log_point
 
 _log = logging.getLogger(__name__)
 _RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
@@ -21,58 +23,61 @@ class Throughput(L.Callback):
     """Logs the speed of the steps since the last log point under `throughput/`, and a summary when training ends.
 
     `samples_per_sec`: images per second over all processes. `step_ms`: milliseconds of one optimizer step.
-    `data_fraction`: fraction of a step between the end of a batch and the start of the next, in which the host fetches,
+    `data_fraction`: fraction of a step between the end of a batch and the start of the next, when the host fetches,
     transfers and augments data. `peak_memory_mib`: largest memory of any process: allocated tensors on a GPU, resident
     set size on a CPU. `mfu`: model FLOPs utilization (Chowdhery et al., "PaLM", 2022), if the device's peak is known.
 
-    Validation, checkpoints and logging are not counted. Times are host times, and exact only over the interval between
-    two log points, where the host waits for the GPU.
+    Validation, checkpoints and logging are not counted. Times are host times. They are exact only over the interval
+    between two log points, where the host waits for the GPU.
 
     Args:
-        peak_tflops: peak of one device in the run's precision, where Lightning does not know it or is mistaken.
+        peak_tflops: peak TFLOP/s of one device in the run's precision, if Lightning's figure is missing or wrong.
     """
 
     def __init__(self, peak_tflops: float | None = None) -> None:
         self.peak_tflops = peak_tflops
-        self._peak: float | None = None  # of one device, per second
-        self._flops: float | None = None  # of a step, over all processes
-        self._counter: FlopCounterMode | None = None  # of the first batch, if the module has no `loss` to measure
+        self._peak_flops: float | None = None  # of one device, per second
+        self._step_flops: float | None = None  # over all processes
+        self._counter: FlopCounterMode | None = None  # counts the first batch of a module without `loss`
         self._reports: list[dict[str, float]] = []
+        self._batch_start: float | None  # of the latest batch; None if a pause interrupted it
+        self._batch_end: float | None  # of the latest batch; None while it runs and after a pause
         self._reset_timers()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule
         if stage == "fit" and trainer.is_global_zero:
-            self._peak = self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(trainer, pl_module.device)
+            self._peak_flops = self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(trainer, pl_module.device)
             if hasattr(pl_module, "loss"):
-                self._flops = flops_per_sample(pl_module, data.image_shape) * data.global_batch_size
+                self._step_flops = flops_per_sample(pl_module, data.image_shape) * data.global_batch_size
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._reports = []
-        if trainer.is_global_zero and self._flops is None:
+        if trainer.is_global_zero and self._step_flops is None:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self._started = perf_counter()
-        if self._ended:
-            self._waited += self._started - self._ended
+        now = perf_counter()
+        if self._batch_end is not None:
+            self._gap_seconds += now - self._batch_end
             self._gaps += 1
+        self._batch_start, self._batch_end = now, None
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        at_log_point = whole and trainer.global_step % trainer.log_every_n_steps == 0
-        if at_log_point:
-            _synchronize(pl_module.device)  # what it has been given belongs to these steps
-        self._ended = perf_counter()
-        if self._started:
-            self._worked += self._ended - self._started
+        is_step_complete = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        should_report = is_step_complete and is_log_point(trainer, trainer.global_step)
+        if should_report:
+            _synchronize(pl_module.device)  # the GPU's queue belongs to the steps since the last log point
+        self._batch_end = perf_counter()
+        if self._batch_start is not None:
+            self._batch_seconds += self._batch_end - self._batch_start
             self._batches += 1
         if self._counter:
             self._estimate_step_flops(trainer)
-        if at_log_point:
+        if should_report:
             self._report(trainer, pl_module)
             self._reset_timers()
 
@@ -92,46 +97,48 @@ class Throughput(L.Callback):
 
     def _reset_timers(self) -> None:
         """Start a new measurement at the next batch."""
-        self._started = self._ended = 0.0  # when the last batch did
-        self._worked = self._waited = 0.0  # seconds
+        self._batch_start = self._batch_end = None
+        self._batch_seconds = self._gap_seconds = 0.0  # sums over batches, and over the gaps between them
         self._batches = self._gaps = 0
 
     def _pause(self, device: torch.device) -> None:
-        """Continue the measurement at the next batch; leave out the time until then."""
-        if self._ended >= self._started > 0.0:
-            _synchronize(device)  # validation, or saving, would wait for it
-            self._worked += perf_counter() - self._ended
-        self._started = self._ended = 0.0
+        """Continue the measurement at the next batch, without the time until then."""
+        if self._batch_start is not None and self._batch_end is not None:
+            _synchronize(device)  # the GPU's queue belongs to the batch, not to the validation or the checkpoint
+            self._batch_seconds += perf_counter() - self._batch_end
+        self._batch_start = self._batch_end = None
 
     def _report(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Report the measurement. Every rank must call it, because the memory is reduced over ranks."""
         report = {"peak_memory_mib": _peak_memory(trainer, module.device)}
         if self._batches:
-            wait = self._waited / max(1, self._gaps)
-            batch = self._worked / self._batches + wait
+            gap = self._gap_seconds / max(1, self._gaps)
+            batch = self._batch_seconds / self._batches + gap
             step = batch * trainer.accumulate_grad_batches
             report |= {"samples_per_sec": trainer.datamodule.global_batch_size / step, "step_ms": 1000 * step}
-            if self._gaps:  # none with a log point at each batch
-                report["data_fraction"] = wait / batch
-            if self._peak and self._flops:
-                report["mfu"] = self._flops / step / trainer.world_size / self._peak
-        module.log_dict(
-            {f"throughput/{name}": torch.tensor(value) for name, value in report.items()}
-        )  # tensors on the CPU, so that logging them does not wait for the GPU
+            if self._gaps:  # there are none with a log point at each batch
+                report["data_fraction"] = gap / batch
+            if self._peak_flops and self._step_flops:
+                report["mfu"] = self._step_flops / step / trainer.world_size / self._peak_flops
+        # Tensors on the CPU, so that logging them does not wait for the GPU.
+        module.log_dict({f"throughput/{name}": torch.tensor(value) for name, value in report.items()})
         self._reports.append(report)
 
     def _estimate_step_flops(self, trainer: L.Trainer) -> None:
         """Extrapolate the first batch's FLOPs to a step: every process and every micro-batch costs the same."""
         assert self._counter is not None
         self._counter.__exit__(None, None, None)
-        self._flops = self._counter.get_total_flops() * trainer.world_size * trainer.accumulate_grad_batches
+        self._step_flops = self._counter.get_total_flops() * trainer.world_size * trainer.accumulate_grad_batches
         self._counter = None
 
     def _summary(self) -> str:
-        names = dict.fromkeys(name for report in self._reports for name in report)
-        values = {name: median(report[name] for report in self._reports if name in report) for name in names}
-        values["gflop_per_step"] = (self._flops or 0) / 1e9
-        return "\n".join(f"    {name:<16}  {value:.4g}" for name, value in values.items())
+        values = defaultdict(list)
+        for report in self._reports:
+            for name, value in report.items():
+                values[name].append(value)
+        rows = {name: median(measured) for name, measured in values.items()}
+        rows["gflop_per_step"] = (self._step_flops or 0) / 1e9
+        return "\n".join(f"    {name:<16}  {value:.4g}" for name, value in rows.items())
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The whitening layer of a network: its filters computed as the run starts, its bias trained for a while."""
+"""Compute the filters of a whitening layer when a run starts, and train its bias for a part of the run."""
 
 from typing import Any
 
@@ -11,17 +11,17 @@ from src.utils.errors import UserError
 
 
 class InitWhitening(L.Callback):
-    """Computes the filters from training images, before a strategy takes the network apart.
+    """Computes the filters from training images, before a strategy shards or splits the network.
 
-    Every rank gets those of the first. A network that comes with filters, from a run that is continued or that it
-    starts from (`init_from`), keeps them.
+    All ranks get the filters of rank zero. Filters that were loaded from a checkpoint (`ckpt_path` or `init_from`) are
+    kept.
 
     Args:
-        images: how many to look at.
-        bias_fraction: share of the run in which the layer's bias is trained.
+        images: number of training images for the computation.
+        bias_fraction: fraction of the run in which the layer's bias is trained.
 
     Raises:
-        UserError: if the network has no such layer.
+        UserError: if the network has no whitening layer.
     """
 
     def __init__(self, images: int = 5000, bias_fraction: float = 1.0) -> None:
@@ -33,13 +33,13 @@ class InitWhitening(L.Callback):
             return
         self._layers = [part for part in pl_module.modules() if isinstance(part, Whitening)]
         if not self._layers:
-            raise UserError("callbacks.whitening: `model` has no whitening layer; take model=airbench, or leave it out")
+            raise UserError("callbacks.whitening: `model` has no whitening layer; use model=airbench, or omit it")
         data: Any = trainer.datamodule
         split = data.splits["train"]
         for layer in self._layers:
-            if not layer.fitted:
-                image = split[torch.arange(min(self.images, len(split)))].image
-                filters = layer.fit(normalize(image, data.mean, data.std, torch.float32))
+            if not layer.has_computed_filters:
+                images = split[torch.arange(min(self.images, len(split)))].image
+                filters = layer.compute_filters(normalize(images, data.mean, data.std, torch.float32))
                 layer.weight.data.copy_(trainer.strategy.broadcast(filters))
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:

@@ -18,6 +18,7 @@ from src.models.views import average_over_views, check_views
 from src.optim.groups import build_optimizer, override_hyperparameters, scaling_factor
 from src.optim.schedules import Schedule, lr_lambdas, lr_multiplier, unwrap_partial
 from src.utils.errors import UserError
+from src.utils.log_points import is_log_point
 
 
 class ImageClassifier(Module):
@@ -56,7 +57,7 @@ class ImageClassifier(Module):
     ) -> None:
         super().__init__()
         if not 0 <= label_smoothing <= 1:
-            raise UserError(f"module.label_smoothing={label_smoothing}: give a share between 0 and 1")
+            raise UserError(f"module.label_smoothing={label_smoothing}: give a fraction between 0 and 1")
         check_views(tta)
         self.net, self.tta = net, tta
         convolves = any(isinstance(module, nn.Conv2d) for module in net.modules())
@@ -92,7 +93,7 @@ class ImageClassifier(Module):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         outputs = self(batch.image)
         loss = self.loss(outputs, batch)
-        if self._at_log_point():
+        if is_log_point(self.trainer, self.trainer.global_step + 1):
             self._log_step(loss.detach(), outputs.detach(), batch, batch_idx)
         return loss
 
@@ -146,9 +147,6 @@ class ImageClassifier(Module):
         self.accuracy.update(_correct(outputs, batch), batch.weight)
         self.log(f"{stage}/loss", self.mean_loss, on_step=False, on_epoch=True, prog_bar=True)
         self.log(f"{stage}/acc", self.accuracy, on_step=False, on_epoch=True, prog_bar=True)
-
-    def _at_log_point(self) -> bool:
-        return (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
 
     def _log_step(self, loss: Tensor, outputs: Tensor, batch: Batch, batch_idx: int) -> None:
         """Log the mean over the global batch of a step: sum over micro-batches, then reduce once over ranks."""

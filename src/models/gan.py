@@ -15,6 +15,7 @@ from src.data.hashing import hash_ints, normal
 from src.models.module import Module
 from src.optim.groups import build_optimizer, override_hyperparameters
 from src.utils.errors import UserError
+from src.utils.log_points import is_log_point
 
 _NOISE = 1  # separates these random numbers from those of augmentation
 _FOR_EVALUATION = -1  # stands in for the epoch: constant noise makes scores comparable
@@ -53,7 +54,7 @@ class GAN(Module):
         return self(self._noise(torch.arange(count, device=self.device), _FOR_EVALUATION))
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        at_log_point = (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
+        should_log = is_log_point(self.trainer, self.trainer.global_step + 1)
         generator_loss, discriminator_loss = self._losses(batch)
         counted, _ = cast(list[Any], self.optimizers())
         _, uncounted = cast(list[Any], self.optimizers(use_pl_optimizer=False))
@@ -63,7 +64,7 @@ class GAN(Module):
         uncounted.step()
         # Lightning increments global_step for each wrapped optimizer; one wrapper makes it one step per batch.
         counted.step()
-        if at_log_point:
+        if should_log:
             self._log_step(torch.stack([generator_loss, discriminator_loss]).detach())
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from src.utils.tensors import upcast_half
+
 
 class WeightedMean(Metric):
     """The weighted mean of values, without a host-device synchronization.
@@ -22,11 +24,10 @@ class WeightedMean(Metric):
 
     def update(self, values: Tensor, weights: Tensor) -> None:
         """Add (n,) values with their (n,) weights."""
-        # A bfloat16 sum of ones stops at 256.
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        weights = weights.to(dtype)
-        self.total = self.total.to(dtype) + (values.to(dtype) * weights).sum()
-        self.weight = self.weight.to(dtype) + weights.sum()
+        values = upcast_half(values)  # a bfloat16 sum of ones stops at 256
+        weights = weights.to(values.dtype)
+        self.total = self.total.to(values.dtype) + (values * weights).sum()
+        self.weight = self.weight.to(values.dtype) + weights.sum()
 
     def compute(self) -> Tensor:
         return self.total / self.weight

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from src.utils.errors import UserError, nearest
+from src.utils.tensors import upcast_half
 
 _KINDS = ("mirror", "shift")
 
@@ -33,15 +34,11 @@ def average_over_views(net: Callable[[Tensor], Tensor], image: Tensor, plain: Te
         plain: (n, classes) logits of the unchanged images.
         kind: `mirror` or `shift`.
     """
-    mirrored = (_precise(plain) + _precise(net(image.flip(-1)))) / 2
+    mirrored = (upcast_half(plain) + upcast_half(net(image.flip(-1)))) / 2
     if kind == "mirror":
         return mirrored
     height, width = image.shape[-2:]
     padded = F.pad(image, (1, 1, 1, 1), mode="reflect")
     shifted = [padded[:, :, at : at + height, at : at + width] for at in (0, 2)]
     views = [view for one in shifted for view in (one, one.flip(-1))]
-    return mirrored / 2 + sum(_precise(net(view)) for view in views) / (2 * len(views))
-
-
-def _precise(logits: Tensor) -> Tensor:
-    return logits.double() if logits.element_size() == 8 else logits.float()
+    return mirrored / 2 + sum(upcast_half(net(view)) for view in views) / (2 * len(views))

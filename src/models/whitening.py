@@ -9,8 +9,8 @@ class Whitening(nn.Conv2d):
     """A convolution that projects patches onto their principal components, scaled to standard deviation one.
 
     Each filter occurs with both signs. The method is that of Page, "How to train your ResNet" (2018); the bias and the
-    two signs are those of tysam-code/hlb-CIFAR10 (2023). The filters are frozen. Until `fit` has computed them, they
-    are the initial filters of a convolution.
+    two signs are those of tysam-code/hlb-CIFAR10 (2023). The filters are frozen. Until the
+    caller stores the result of `compute_filters`, they are the initial filters of a convolution.
 
     Attributes:
         trains_bias: whether the bias gets a gradient. Without it, the backward pass needs no gradient of this layer's
@@ -23,12 +23,12 @@ class Whitening(nn.Conv2d):
         self.trains_bias = True
 
     @property
-    def fitted(self) -> bool:
-        """Whether the filters come in pairs of opposite sign, as `fit` returns them."""
+    def has_computed_filters(self) -> bool:
+        """Whether the filters come in pairs of opposite sign, as `compute_filters` returns them."""
         positive, negative = self.weight.chunk(2)
         return torch.equal(positive, -negative)
 
-    def fit(self, images: Tensor, eps: float = 5e-4) -> Tensor:
+    def compute_filters(self, images: Tensor, eps: float = 5e-4) -> Tensor:
         """Return the (outputs, channels, size, size) filters for normalized images; the caller stores them.
 
         Args:

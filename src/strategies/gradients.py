@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from src.optim.optimizer_state import to_full_tensor
+from src.utils.tensors import to_full_tensor
 
 
 def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:

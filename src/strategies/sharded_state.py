@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from src.checkpoint import sharded
 from src.checkpoint.integrity import corruption_error, read_checkpoint
 from src.checkpoint.io import write_error
-from src.optim.optimizer_state import merge, shard, shard_like, to_full_tensor
+from src.optim.optimizer_state import merge, shard, shard_like
+from src.utils.tensors import to_full_tensor
 
 
 class ShardedStateStrategy(ModelParallelStrategy):

@@ -8,6 +8,8 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from src.utils.tensors import upcast_half
+
 
 class GlobalBatchNorm(TorchSyncBatchNorm):
     """Lightning's layer synchronization for any device: `Trainer(sync_batchnorm=True, plugins=[GlobalBatchNorm()])`.
@@ -46,7 +48,7 @@ class SyncedBatchNorm(_BatchNorm):
             return super().forward(input)
         if input.is_cuda:
             return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
-        values = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
+        values = upcast_half(input)
         mean, var = _global_moments(values.detach(), self.process_group)
         count = _values_per_channel(input, self.process_group)
         self._update_running(mean, unbiased_var=var * count / max(1, count - 1))

@@ -183,7 +183,7 @@ def test_what_cannot_be(small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=r"frechet.feature_checkpoint=.* is no checkpoint of a classifier"):
         run(compose(folder, *TASK, *small, *SHORT, f"callbacks.frechet.feature_checkpoint={own}"))
     for alone in ("samples", "frechet"):
-        with pytest.raises(UserError, match=f"callbacks.{alone} is for modules that make images"):
+        with pytest.raises(UserError, match=f"callbacks.{alone} is for modules that generate images"):
             run(compose(folder, *small, "model=mlp", "data.batch_size=16", f"callbacks=[default,{alone}]"))
     with pytest.raises(UserError, match=r"callbacks.samples.count=50"):
         run(compose(folder, *TASK, *small, *SHORT, "callbacks.samples.count=50"))

@@ -14,9 +14,9 @@ IMAGES = torch.nn.functional.avg_pool2d(
 
 def fitted() -> Whitening:
     layer = Whitening(3, 2)
-    assert not layer.fitted
-    layer.weight.data.copy_(layer.fit(IMAGES, eps=1e-9))
-    assert layer.fitted
+    assert not layer.has_computed_filters
+    layer.weight.data.copy_(layer.compute_filters(IMAGES, eps=1e-9))
+    assert layer.has_computed_filters
     return layer
 
 
@@ -31,7 +31,7 @@ def test_whitens_patches_and_negates_them() -> None:
 
 def test_filters_do_not_depend_on_the_order_of_the_images() -> None:
     layer = Whitening(3, 2)
-    assert torch.allclose(layer.fit(IMAGES.flip(0)), layer.fit(IMAGES), atol=1e-4)
+    assert torch.allclose(layer.compute_filters(IMAGES.flip(0)), layer.compute_filters(IMAGES), atol=1e-4)
 
 
 def test_a_bias_that_is_not_trained_any_more_costs_nothing() -> None:

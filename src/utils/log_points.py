@@ -1,0 +1,13 @@
+"""The steps at which training metrics are logged."""
+
+import lightning as L
+
+
+def is_log_point(trainer: L.Trainer, step: int) -> bool:
+    """Return whether training metrics are logged at an optimizer step.
+
+    Args:
+        trainer: its `log_every_n_steps` is the interval.
+        step: number of the step, counted from one: `trainer.global_step` after the step, one more before it.
+    """
+    return step % trainer.log_every_n_steps == 0
