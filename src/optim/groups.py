@@ -14,10 +14,10 @@ _RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqr
 
 
 def scaling_factor(rule: str, batch_size: int, reference: int) -> float:
-    """What the learning rate, stated for a batch of `reference` samples, is multiplied by for `batch_size`.
+    """Return the factor on the learning rate when a batch has `batch_size` instead of `reference` samples.
 
-    `linear` is Goyal et al., "Accurate, large minibatch SGD" (2017); `sqrt` Krizhevsky, "One weird trick" (2014),
-    which suits adaptive optimizers.
+    `linear` is the rule of Goyal et al., "Accurate, large minibatch SGD" (2017). `sqrt`, from Krizhevsky, "One weird
+    trick" (2014), suits adaptive optimizers.
 
     Raises:
         UserError: if there is no such rule.
@@ -28,17 +28,17 @@ def scaling_factor(rule: str, batch_size: int, reference: int) -> float:
 
 
 def build_optimizer(net: nn.Module, factory: partial[Any], lr_factor: float, prefix: str) -> Optimizer:
-    """Build the optimizer over two groups, the second (biases, norms: all vectors) without weight decay.
+    """Build the optimizer over two groups: matrices and filters, and vectors (biases, norms) without weight decay.
 
-    The parameters are given by name, as `prefix` and their name in the network, which the state dict then holds
-    as `param_names`: a checkpoint says itself which moments belong to which weights.
+    The parameters have names, `prefix` and the name in the network. The optimizer's state dict contains them as
+    `param_names`, so that a checkpoint assigns moments to weights by name.
 
     Raises:
-        UserError: if the learning rate is no such number.
+        UserError: if the learning rate is not a number of at least zero.
     """
     lr = factory.keywords["lr"]
     if not isinstance(lr, int | float) or lr < 0:
-        raise UserError(f"optimizer.lr={lr} is no learning rate: give a number of at least zero")
+        raise UserError(f"optimizer.lr={lr} is not a learning rate: give a number of at least zero")
     named = [(f"{prefix}{name}", parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"name": "decay", "params": [(name, weight) for name, weight in named if weight.ndim > 1]},
@@ -54,19 +54,21 @@ def build_optimizer(net: nn.Module, factory: partial[Any], lr_factor: float, pre
 def override_hyperparameters(
     saved: dict[str, Any], optimizer: Optimizer, multiplier: Callable[[dict[str, Any]], float]
 ) -> None:
-    """Put the hyper-parameters of `optimizer` into a saved state.
+    """Replace the hyper-parameters in a saved optimizer state by those of `optimizer`.
 
     Args:
-        saved: the optimizer's state in a checkpoint, changed in place.
-        optimizer: as the configuration makes it.
-        multiplier: the factor on a group's learning rate at the step of the checkpoint.
+        saved: state of the optimizer in a checkpoint, changed in place.
+        optimizer: optimizer of the present configuration.
+        multiplier: maps a parameter group to the factor on its learning rate at the step of the checkpoint.
 
     Raises:
-        UserError: if the state is of an optimizer of another kind.
+        UserError: if the state is of another kind of optimizer.
     """
-    groups = saved["param_groups"], optimizer.param_groups
-    if [group.keys() for group in groups[0]] != [group.keys() for group in groups[1]]:
-        raise UserError("ckpt_path is of a run with another `optimizer`: leave it as that run had it")
-    for old, new in zip(*groups, strict=True):
-        old.update({key: value for key, value in new.items() if key not in ("params", "param_names")})
-        old["lr"] = new.get("initial_lr", new["lr"]) * multiplier(new)
+    saved_groups, own_groups = saved["param_groups"], optimizer.param_groups
+    if [group.keys() for group in saved_groups] != [group.keys() for group in own_groups]:
+        raise UserError("ckpt_path is a run with another `optimizer`: set it as in that run")
+    for saved_group, own_group in zip(saved_groups, own_groups, strict=True):
+        for key, value in own_group.items():
+            if key not in ("params", "param_names"):
+                saved_group[key] = value
+        saved_group["lr"] = own_group.get("initial_lr", own_group["lr"]) * multiplier(own_group)

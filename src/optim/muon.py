@@ -1,7 +1,8 @@
-"""Muon: the momentum of each filter bank or matrix, made orthogonal, is the step; SGD for everything else.
+"""Muon for filters and matrices, whose step is their orthogonalized momentum, and SGD for all other parameters.
 
 Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024; kellerjordan.github.io/posts/muon), with
-the options of github.com/KellerJordan/cifar10-airbench. torch.optim.Muon takes matrices only, and only these.
+the options of github.com/KellerJordan/cifar10-airbench. torch.optim.Muon accepts only matrices, neither filters nor
+vectors.
 """
 
 from typing import Any
@@ -10,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from src.optim.optimizer_state import shard_like, to_full_tensor
+from src.optim.optimizer_state import shard_like
+from src.utils.tensors import to_full_tensor
+
+# Newton-Schulz coefficients of Jordan et al. (2024), chosen to raise small singular values quickly.
+_LINEAR, _CUBIC, _QUINTIC = 3.4445, -4.7750, 2.0315
 
 
 def muon(
@@ -25,30 +30,32 @@ def muon(
     whitening_fraction: float = 1.0,
     iterations: int = 5,
 ) -> Optimizer:
-    """The optimizer over named parameters, in groups by their role.
+    """Build the optimizer over named parameters, grouped by their role.
 
     Args:
-        params: groups of (name, parameter).
-        lr: of the hidden layers' filters and matrices: the size of a step in every direction.
-        momentum: of these, as `vector_momentum` is of the others, both Nesterov's.
-        head_scale, vector_scale: what the learning rates of SGD are in units of `lr`, for the weights of the last
-            block, which is called `head`, and for biases and whatever else is no matrix.
-        weight_decay: share of a weight that a step takes away, as long as the schedule is at its top.
-        unit_filters: instead, scale filters before each step to a norm of one on average.
-        whitening_fraction: share of the run over which the learning rate of a whitening layer's bias falls to zero.
-        iterations: of Newton and Schulz.
+        params: groups of (name, parameter) pairs.
+        lr: learning rate of the filters and matrices of hidden layers: about the size of a step in every direction.
+        momentum: Nesterov momentum of the filters and matrices of hidden layers.
+        head_scale: SGD learning rate of the weights of the block `head`, the last one, in units of `lr`.
+        vector_scale: SGD learning rate of biases and other vectors, in units of `lr`.
+        vector_momentum: Nesterov momentum of SGD.
+        weight_decay: fraction of a weight that one step removes at the peak of the schedule.
+        unit_filters: scale hidden filters to a mean norm of one before each step, instead of their weight decay.
+        whitening_fraction: fraction of the run in which the learning rate of a whitening layer's bias falls to zero.
+        iterations: number of Newton-Schulz iterations.
     """
-    named = [pair for group in params for pair in group["params"]]
     roles: dict[str, list[tuple[str, Tensor]]] = {"filters": [], "head": [], "vectors": [], "whitening": []}
-    for name, parameter in named:
-        roles[_role(name, parameter)].append((name, parameter))
+    for group in params:
+        for name, parameter in group["params"]:
+            roles[_role(name, parameter)].append((name, parameter))
     rates = {"filters": lr, "head": lr * head_scale, "vectors": lr * vector_scale, "whitening": lr * vector_scale}
     decays = {role: weight_decay / rate if rate else 0.0 for role, rate in rates.items()}
-    decays |= {"filters": 0.0} if unit_filters else {}
+    if unit_filters:
+        decays["filters"] = 0.0
     groups = [
         {
             "name": role,
-            "params": members,
+            "params": named_parameters,
             "lr": rates[role],
             "weight_decay": decays[role],
             "schedule_fraction": whitening_fraction if role == "whitening" else 1.0,
@@ -57,7 +64,7 @@ def muon(
             "unit_filters": unit_filters,
             "iterations": iterations,
         }
-        for role, members in roles.items()
+        for role, named_parameters in roles.items()
     ]
     return Muon([group for group in groups if group["params"]])
 
@@ -72,9 +79,9 @@ def _role(name: str, parameter: Tensor) -> str:
 
 
 class Muon(Optimizer):
-    """Steps every group by SGD with Nesterov's momentum, and those that are `orthogonal` by Muon.
+    """Updates `orthogonal` groups by Muon, and all other groups by SGD with Nesterov momentum.
 
-    A sharded tensor's update is computed whole on each rank, of which it keeps its shard.
+    For a sharded tensor, each rank orthogonalizes the full update and applies its shard.
     """
 
     def __init__(self, params: Any) -> None:
@@ -93,16 +100,17 @@ class Muon(Optimizer):
         return loss
 
     def _step(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, orthogonal = self.state[parameter], group["orthogonal"]
+        state, is_orthogonal = self.state[parameter], group["orthogonal"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         gradient = parameter.grad
         assert gradient is not None
-        if not orthogonal:
+        if not is_orthogonal:
             gradient = gradient.add(parameter, alpha=group["weight_decay"])
-        update = gradient.add(state["momentum_buffer"].mul_(group["momentum"]).add_(gradient), alpha=group["momentum"])
-        if orthogonal:
-            update = shard_like(orthogonalized(to_full_tensor(update), group["iterations"]), parameter)
+        momentum = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
+        update = gradient.add(momentum, alpha=group["momentum"])
+        if is_orthogonal:
+            update = shard_like(orthogonalize(to_full_tensor(update), group["iterations"]), parameter)
             if group["unit_filters"]:
                 parameter.mul_(len(parameter) ** 0.5 / parameter.norm())
             else:
@@ -110,17 +118,17 @@ class Muon(Optimizer):
         parameter.add_(update, alpha=-group["lr"])
 
 
-def orthogonalized(update: Tensor, iterations: int) -> Tensor:
-    """The (outputs, ...) tensor with singular values, as a matrix of its outputs' rows, of about one.
+def orthogonalize(update: Tensor, iterations: int) -> Tensor:
+    """Return the (outputs, ...) tensor with the singular values, as a matrix with one row per output, near one.
 
-    By a polynomial of fifth degree, iterated, whose coefficients are Jordan's: it gets small values up quickly, and
-    leaves all between 0.7 and 1.2 or so. In bfloat16, which does for that, but where all is kept in float64.
+    Each Newton-Schulz iteration applies an odd polynomial of degree five to the singular values. They end between about
+    0.7 and 1.2. bfloat16 is precise enough for that; only float64 tensors are computed in their own type.
     """
     matrix = update.flatten(1).to(torch.float64 if update.dtype == torch.float64 else torch.bfloat16)
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
     x = x / (x.norm() + 1e-7)
     for _ in range(iterations):
         gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return (x.T if tall else x).reshape(update.shape).to(update.dtype)
+        x = _LINEAR * x + (_CUBIC * gram + _QUINTIC * gram @ gram) @ x
+    return (x.T if is_tall else x).reshape(update.shape).to(update.dtype)

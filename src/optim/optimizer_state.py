@@ -8,60 +8,73 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 
-def merge(parts: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
-    """Merge states of different parameters into one, in the order of `names`."""
-    if not parts:
+def merge(states: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
+    """Merge the optimizer states of different parameters into one.
+
+    Args:
+        states: state dicts of optimizers with named parameters and groups.
+        names: names of all parameters, in the order of the full network.
+    """
+    if not states:
         return {}
-    moments: dict[str, dict[str, Any]] = {}
-    groups: dict[str, dict[str, Any]] = {}
-    for part in parts:
-        for group in part["param_groups"]:
-            known = groups.setdefault(group["name"], {**group, "param_names": []})
-            known["param_names"] += group["param_names"]
-            moments |= {name: part["state"].get(number, {}) for name, number in _numbered(group)}
-    merged: dict[str, Any] = {"state": {}, "param_groups": []}
-    for _, group in sorted(groups.items()):
+    moments: dict[str, dict[str, Any]] = {}  # by parameter name
+    groups: dict[str, dict[str, Any]] = {}  # by group name
+    for state in states:
+        for group in state["param_groups"]:
+            merged_group = groups.setdefault(group["name"], {**group, "param_names": []})
+            merged_group["param_names"] += group["param_names"]
+            for name, index in _indices_by_name(group).items():
+                moments[name] = state["state"].get(index, {})
+    return _number_parameters([group for _, group in sorted(groups.items())], moments, names)
+
+
+def _number_parameters(
+    groups: list[dict[str, Any]], moments: dict[str, dict[str, Any]], names: list[str]
+) -> dict[str, Any]:
+    """Return the state dict of an optimizer over the groups, with parameters in the order of `names`."""
+    state: dict[int, dict[str, Any]] = {}
+    param_groups = []
+    next_index = 0
+    for group in groups:
         ordered = sorted(group["param_names"], key=names.index)
-        first = sum(len(before["params"]) for before in merged["param_groups"])
-        numbers = range(first, first + len(ordered))
-        merged["param_groups"].append(group | {"params": list(numbers), "param_names": ordered})
-        merged["state"] |= {
-            number: moments[name] for number, name in zip(numbers, ordered, strict=True) if moments[name]
-        }
-    return merged
+        indices = list(range(next_index, next_index + len(ordered)))
+        next_index += len(ordered)
+        param_groups.append(group | {"params": indices, "param_names": ordered})
+        for index, name in zip(indices, ordered, strict=True):
+            if moments[name]:
+                state[index] = moments[name]
+    return {"state": state, "param_groups": param_groups}
 
 
 def shard(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Return the part of a full optimizer state that belongs to `optimizer` on this rank.
 
-    Only its own parameters are kept, and the tensors of sharded parameters are sharded. Parameters are matched by
-    `param_names`, so their order does not matter.
+    The result has only this rank's parameters, and shards of the tensors of sharded parameters. Parameters are matched
+    by `param_names`, so their order does not matter.
     """
-    numbers = {name: number for group in saved["param_groups"] for name, number in _numbered(group)}
-    state, kept = {}, []
-    own = optimizer.state_dict()["param_groups"]
-    for group, described in zip(optimizer.param_groups, own, strict=True):
-        for parameter, (name, number) in zip(group["params"], _numbered(described), strict=True):
-            moments = saved["state"].get(numbers[name], {})
-            state[number] = {key: shard_like(value, parameter) for key, value in moments.items()}
-        theirs = next(group for group in saved["param_groups"] if described["param_names"][0] in group["param_names"])
-        kept.append({**theirs, "params": described["params"], "param_names": described["param_names"]})
-    return {"state": {key: value for key, value in state.items() if value}, "param_groups": kept}
+    saved_indices: dict[str, int] = {}
+    for saved_group in saved["param_groups"]:
+        saved_indices |= _indices_by_name(saved_group)
+    state, param_groups = {}, []
+    for group, own_group in zip(optimizer.param_groups, optimizer.state_dict()["param_groups"], strict=True):
+        for parameter, (name, index) in zip(group["params"], _indices_by_name(own_group).items(), strict=True):
+            if moments := saved["state"].get(saved_indices[name]):
+                state[index] = {key: shard_like(value, parameter) for key, value in moments.items()}
+        first_name = own_group["param_names"][0]
+        saved_group = next(one for one in saved["param_groups"] if first_name in one["param_names"])
+        param_groups.append(saved_group | {"params": own_group["params"], "param_names": own_group["param_names"]})
+    return {"state": state, "param_groups": param_groups}
 
 
-def _numbered(group: dict[str, Any]) -> list[tuple[str, int]]:
-    return list(zip(group["param_names"], group["params"], strict=True))
-
-
-def to_full_tensor(value: Any) -> Any:
-    """Gather a sharded tensor on all ranks of its mesh (a collective); return anything else unchanged."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+def _indices_by_name(group: dict[str, Any]) -> dict[str, int]:
+    """Return the index of each parameter of a group in the state dict."""
+    return dict(zip(group["param_names"], group["params"], strict=True))
 
 
 def shard_like(value: Any, parameter: Tensor) -> Any:
     """Return this rank's shard of a tensor shaped like the sharded `parameter`, or any other value unchanged.
 
-    For a meta tensor, return uninitialized memory of the same size, into which a checkpoint is read.
+    For a meta tensor, return uninitialized memory of the same size, for values that are read from a checkpoint later.
     """
     if not isinstance(value, Tensor):
         return value

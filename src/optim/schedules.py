@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the factor on the learning rate as a function of (step, steps of the whole run)."""
+"""Learning-rate schedules: the factor on the learning rate as a function of (step, steps of the full run)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,54 +7,57 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-Schedule = Callable[[int, int], float]  # (step, steps of the whole run) -> factor on the learning rate
+Schedule = Callable[[int, int], float]  # (step, steps of the full run) -> factor on the learning rate
 
 
 def unwrap_partial(schedule: Schedule) -> Schedule:
-    """Replace Hydra's wrapper with a plain partial; the wrapper checks its target at every call: 60 microseconds."""
+    """Replace Hydra's wrapper with a plain partial; the wrapper takes 60 microseconds per call to check its target."""
     return partial(schedule.func, *schedule.args, **schedule.keywords) if isinstance(schedule, partial) else schedule
 
 
 def lr_multiplier(schedule: Schedule, group: dict[str, Any], step: int, steps: int) -> float:
-    """Return the factor on a group's learning rate at a step of a run of so many.
+    """Return the factor on a group's learning rate at a step of a run with `steps` steps.
 
-    A group with a `schedule_fraction` has its whole schedule in that fraction of the run, and rests afterwards.
+    A group with a `schedule_fraction` completes its schedule in that fraction of the run; then its factor is zero.
     """
-    own = steps * group.get("schedule_fraction", 1.0)
-    return schedule(step, round(own)) if own == steps or step < own else 0.0
+    group_steps = steps * group.get("schedule_fraction", 1.0)
+    is_complete = group_steps != steps and step >= group_steps
+    return 0.0 if is_complete else schedule(step, round(group_steps))
 
 
 def lr_lambdas(optimizer: Optimizer, factor: Callable[[dict[str, Any], int], float]) -> list[Callable[[int], float]]:
-    """Return one function per parameter group, from the step to the factor on its learning rate."""
+    """Return one function per parameter group; it maps the step to the factor on the group's learning rate."""
 
-    def of(group: dict[str, Any]) -> Callable[[int], float]:
+    # A function, because LambdaLR saves the attributes of any other callable, such as a partial, in checkpoints.
+    def bind(group: dict[str, Any]) -> Callable[[int], float]:
         return lambda step: factor(group, step)
 
-    return [of(group) for group in optimizer.param_groups]
+    return [bind(group) for group in optimizer.param_groups]
 
 
 def cosine(step: int, steps: int, warmup: float = 0.05) -> float:
-    """Linear warm-up over the share `warmup` of the run, then half a cosine to zero (Loshchilov and Hutter, 2016)."""
-    ramp = max(1.0, warmup * steps)
-    if step < ramp:
-        return (step + 1) / (ramp + 1)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - ramp) / max(1.0, steps - ramp))))
+    """Linear warm-up in the fraction `warmup` of the run, then half a cosine to zero (Loshchilov and Hutter, 2016)."""
+    warmup_steps = max(1.0, warmup * steps)
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    progress = min(1.0, (step - warmup_steps) / max(1.0, steps - warmup_steps))
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def one_cycle(step: int, steps: int, warmup: float = 0.25, start: float = 0.1) -> float:
-    """Straight up from `start` to 1 over the share `warmup` of the run, straight down to zero (Smith, 2018)."""
-    top = warmup * steps
-    if step < top:
-        return start + (1 - start) * step / top
-    return max(0.0, (steps - step) / max(1.0, steps - top))
+    """Linear rise from `start` to 1 in the fraction `warmup` of the run, then linear decay to zero (Smith, 2018)."""
+    warmup_steps = warmup * steps
+    if step < warmup_steps:
+        return start + (1 - start) * step / warmup_steps
+    return max(0.0, (steps - step) / max(1.0, steps - warmup_steps))
 
 
 def constant(step: int, steps: int, warmup: float = 0.0) -> float:
-    """Linear warm-up over the share `warmup` of the run, then no change."""
+    """Linear warm-up in the fraction `warmup` of the run, then no change."""
     return min(1.0, (step + 1) / (warmup * steps + 1))
 
 
 def multi_step(step: int, steps: int, milestones: Sequence[float], factor: float = 0.2, warmup: float = 0.0) -> float:
-    """Linear warm-up, then less by `factor` at each of the milestones, which are shares of the run."""
+    """Linear warm-up, then multiplication by `factor` at each milestone, given as a fraction of the run."""
     passed = sum(step >= milestone * steps for milestone in milestones)
     return constant(step, steps, warmup) * factor**passed

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from src.models.airbench import airbench
 from src.optim.groups import build_optimizer
-from src.optim.muon import muon, orthogonalized
+from src.optim.muon import muon, orthogonalize
 from tests.support.runs import compose
 
 
@@ -33,11 +33,11 @@ def stepped(net: nn.Module, optimizer: Optimizer, steps: int = 3) -> dict[str, T
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_update_has_singular_values_near_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
-    update = orthogonalized(gradient, 8)
+    update = orthogonalize(gradient, 8)
     assert (update.shape, update.dtype) == (gradient.shape, dtype)
     values = torch.linalg.svdvals(update.flatten(1).double())
     assert 0.6 < values.min() <= values.max() < 1.3
-    assert torch.equal(orthogonalized(gradient * 1024, 8), update) or dtype == torch.float64
+    assert torch.equal(orthogonalize(gradient * 1024, 8), update) or dtype == torch.float64
 
 
 def test_groups_by_role() -> None:
