@@ -25,7 +25,6 @@ EXPERIMENTS: dict[str, list[str]] = {
         "optimizer.unit_filters=true",
         "optimizer.whitening_fraction=0.5",
         "callbacks=[default,whitening]",
-        "callbacks.whitening.bias_fraction=0.5",
         "data.augment.flip=alternating",
     ],
     "deep": [  # blocks for eight stages
