@@ -62,7 +62,7 @@ def test_a_checkpoint_runs_no_code_but_models(target: str, trained: Path, tmp_pa
     with pytest.raises(UserError, match=f"would run {target}"):
         load_network(f"{tmp_path}/poisoned.ckpt", "feature_checkpoint")
     torch.save(torch.zeros(1), tmp_path / "bare.ckpt")
-    with pytest.raises(UserError, match="is no checkpoint of a training run"):
+    with pytest.raises(UserError, match="is not a checkpoint of a training run"):
         load_network(f"{tmp_path}/bare.ckpt", "feature_checkpoint")
     assert not (tmp_path / "made").exists()
 

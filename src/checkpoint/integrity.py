@@ -1,4 +1,4 @@
-"""Whether a file is a complete checkpoint of a run, and of which network; what it holds."""
+"""Read checkpoints, and check that they are complete and fit the network."""
 
 import zipfile
 from pathlib import Path
@@ -16,7 +16,7 @@ def check_is_complete(path: Path, option: str = "ckpt_path") -> None:
     """Check that `path` is a complete checkpoint of a run.
 
     Raises:
-        UserError: if not.
+        UserError: if it is not.
     """
     try:
         if corrupt_member := zipfile.ZipFile(path).testzip():  # torch.load ignores a wrong checksum
@@ -29,26 +29,26 @@ def check_is_complete(path: Path, option: str = "ckpt_path") -> None:
 
 
 def check_is_checkpoint(option: str, path: Path) -> None:
-    """Find out, without reading the tensors, whether `path`, given by `option`, is a checkpoint of a run.
+    """Check that `path`, the value of `option`, is a checkpoint of a run, without reading its tensors.
 
     Raises:
-        UserError: if not.
+        UserError: if it is not.
     """
     read_run_checkpoint(path, option, map_location="meta", mmap=True)
 
 
 def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    """Check that a checkpoint's weights have the names and shapes of this module's.
+    """Check that the weights of a checkpoint have the names and shapes of this module's weights.
 
     Raises:
-        UserError: if not.
+        UserError: if they do not.
     """
     mismatched = sorted(saved.keys() ^ own.keys()) or [name for name in own if saved[name].shape != own[name].shape]
     if mismatched:
         others = f" and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""
         raise UserError(
-            f"ckpt_path holds another network than this run's `model`: they differ in {mismatched[0]}{others}; "
-            "leave `model` and `data` as that run had them"
+            f"ckpt_path contains another network than this run's `model`: they differ in {mismatched[0]}{others}; "
+            "set `model` and `data` as in that run"
         )
 
 
@@ -57,10 +57,10 @@ def read_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint, including the tensors of a sharded one.
 
-    `moments=False` leaves the optimizer state of a sharded checkpoint unread.
+    `moments=False` does not read the optimizer state of a sharded checkpoint.
 
     Raises:
-        UserError: if it cannot be read; `option` is named.
+        UserError: if it cannot be read; the message names `option`.
     """
     try:
         checkpoint = torch.load(path, weights_only=True, map_location=map_location, **options)
@@ -77,11 +77,11 @@ def read_run_checkpoint(path: _PATH, option: str, **options: Any) -> dict[str, A
     """
     checkpoint = read_checkpoint(path, option, **options)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise UserError(f"{option}={path} is no checkpoint of a training run: it has no `state_dict`")
+        raise UserError(f"{option}={path} is not a checkpoint of a training run: it has no `state_dict`")
     return checkpoint
 
 
 def corruption_error(path: _PATH, error: Exception, option: str = "ckpt_path") -> UserError:
-    """What to say of a checkpoint that cannot be read."""
+    """Return the error for a checkpoint that cannot be read."""
     cause = str(error).split("\n")[0]
-    return UserError(f"{option}={path} is no complete checkpoint ({cause}): take another")
+    return UserError(f"{option}={path} is not a complete checkpoint ({cause}): use another")

@@ -26,7 +26,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write the file.
 
         Raises:
-            UserError: if the disk is full or cannot be written to; a file that was there stays as it was.
+            UserError: if the disk is full or not writable; an existing file does not change.
         """
         file = Path(path)
         try:
@@ -35,18 +35,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 with temporary.open("wb") as stream:
                     torch.save(checkpoint, stream)
                 if file.name == LAST and file.exists():
-                    _keep(file, file.with_name(PREVIOUS))
-        except (OSError, RuntimeError) as error:  # torch's zip writer turns some of the former into the latter
+                    _link_or_copy(file, file.with_name(PREVIOUS))
+        except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError for some OSErrors
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):
                 raise
             raise write_error(file, cause) from error
 
     def load_checkpoint(self, path: _PATH, map_location: Any = "cpu", weights_only: Any = True) -> dict[str, Any]:
-        """Read the file, tensors and plain containers only.
+        """Read the file; it may contain only tensors and plain containers.
 
         Raises:
-            UserError: if it is no checkpoint, or not a whole one.
+            UserError: if it is not a complete checkpoint.
         """
         return read_checkpoint(path, map_location=map_location)
 
@@ -56,17 +56,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def write_error(file: Path, cause: OSError) -> UserError:
-    """What to say of a checkpoint that cannot be written."""
+    """Return the error for a checkpoint that cannot be written."""
     return UserError(
         f"cannot write the checkpoint {file} ({cause}): free some space, then continue with "
-        f"ckpt_path={file.parent.parent}; the checkpoints that are there are whole"
+        f"ckpt_path={file.parent.parent}; the existing checkpoints are complete"
     )
 
 
-def _keep(file: Path, name: Path) -> None:
-    """Give the file a second name, under which it outlives its replacement."""
+def _link_or_copy(file: Path, name: Path) -> None:
+    """Give the file a second name, under which it remains when `file` is replaced."""
     with atomic_write(name) as temporary:
         try:
             os.link(file, temporary)
-        except OSError:  # not every file system can
+        except OSError:  # some file systems have no hard links
             shutil.copyfile(file, temporary)

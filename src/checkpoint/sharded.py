@@ -1,8 +1,8 @@
-"""Checkpoints of large networks: a small file, and beside it a folder into which every rank writes what it holds.
+"""Sharded checkpoints of large networks: a small file, and beside it a folder into which every rank writes its shards.
 
-The file is a checkpoint like any other, but its tensors have no memory (`meta`), and its key `shards` names the
-folder, which is torch.distributed.checkpoint's. A new folder is written before the file is replaced, and the one it
-replaces is removed after that, so that at any moment the file's folder is complete.
+The file is a checkpoint like any other, but its tensors are meta tensors, without memory. Its key `shards` names the
+folder, which has the format of torch.distributed.checkpoint. A new folder is written before the file is replaced, and
+the old folder is removed after that, so that the file's folder is complete at any moment.
 """
 
 import re
@@ -22,12 +22,12 @@ WEIGHTS = ("state_dict", "training_state_dict")
 
 
 def new_folder(file: Path) -> Path:
-    """A folder for the tensors of the checkpoint that will be `file`."""
+    """Return a new name for the folder of the tensors of the checkpoint `file`."""
     return file.with_name(f"{file.stem}.{secrets.token_hex(4)}.{SHARDS}")
 
 
 def save_shards(checkpoint: dict[str, Any], folder: Path) -> None:
-    """Write the tensors; each rank writes those it owns. Every rank must call it."""
+    """Write the tensors of a checkpoint; each rank writes its own. Every rank must call it."""
     try:
         dcp.save(named_tensors(checkpoint), checkpoint_id=folder, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:
@@ -35,15 +35,17 @@ def save_shards(checkpoint: dict[str, Any], folder: Path) -> None:
 
 
 def load_full(checkpoint: dict[str, Any], file: Path, moments: bool = True) -> dict[str, Any]:
-    """The checkpoint with whole tensors, if those of `file` lie in a folder; a rank reads them for itself.
+    """Return the checkpoint with full tensors, read from its folder if it is sharded. Each rank can call it alone.
 
     Args:
-        moments: also the optimizers' state.
+        checkpoint: content of the file, with meta tensors if it is sharded.
+        file: the checkpoint file.
+        moments: whether to read the state of the optimizers too.
 
     Raises:
-        FileNotFoundError: if the folder is not there.
+        FileNotFoundError: if the folder does not exist.
     """
-    if not isinstance(checkpoint, dict) or SHARDS not in checkpoint:  # a file may hold anything
+    if not isinstance(checkpoint, dict) or SHARDS not in checkpoint:  # a file may contain any object
         return checkpoint
     wanted = {name: checkpoint[name] for name in WEIGHTS if name in checkpoint}
     if moments and "optimizer_states" in checkpoint:
@@ -54,10 +56,19 @@ def load_full(checkpoint: dict[str, Any], file: Path, moments: bool = True) -> d
 
 
 def load_shards(wanted: dict[str, Any], file: Path, checkpoint: dict[str, Any]) -> None:
-    """Read the parts of `wanted`, whole or sharded, in place, from the folder of the checkpoint in `file`."""
+    """Read the tensors of `wanted` in place from the folder of a checkpoint.
+
+    Args:
+        wanted: part of a checkpoint, with full or sharded tensors to fill.
+        file: the checkpoint file.
+        checkpoint: content of the file.
+
+    Raises:
+        FileNotFoundError: if the folder does not exist.
+    """
     folder = file.parent / checkpoint[SHARDS]
     if not (folder / ".metadata").is_file():
-        raise FileNotFoundError(f"its folder {folder.name} is not there")
+        raise FileNotFoundError(f"its folder {folder.name} does not exist")
     try:
         dcp.load(named_tensors(wanted), checkpoint_id=folder, no_dist=True)
     except dcp.CheckpointException as error:
@@ -65,42 +76,47 @@ def load_shards(wanted: dict[str, Any], file: Path, checkpoint: dict[str, Any]) 
 
 
 def _rank_error(error: dcp.CheckpointException) -> Exception:
-    """Return the error of a rank, preferably an OSError.
+    """Return the first OSError of a rank, or the first error if there is none.
 
-    (CheckpointException is a BaseException and hides the cause.)
+    CheckpointException is a BaseException and hides the errors of the ranks.
     """
-    raised = [cause for cause, _ in error.failures.values()]
-    causes = [cause for one in raised for cause in (one, one.__cause__, one.__context__)]
-    found = next((cause for cause in causes if isinstance(cause, OSError)), raised[0])
-    return found if isinstance(found, Exception) else RuntimeError(str(found))
+    raised = [failure for failure, _ in error.failures.values()]
+    for failure in raised:
+        for cause in (failure, failure.__cause__, failure.__context__):
+            if isinstance(cause, OSError):
+                return cause
+    first = raised[0]
+    return first if isinstance(first, Exception) else RuntimeError(str(first))
 
 
 def check_shards(checkpoint: dict[str, Any], file: Path) -> None:
-    """Find out, without reading them, whether the tensors of a checkpoint in `file` are all there.
+    """Check that the folder of a sharded checkpoint has all tensors, without reading them.
 
     Raises:
         FileNotFoundError: if a file is missing or too short.
     """
     if SHARDS in checkpoint:
         folder = file.parent / checkpoint[SHARDS]
-        for part in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
-            size = (folder / part.relative_path).stat().st_size
-            if size < part.offset + part.length:
-                raise FileNotFoundError(f"{folder.name}/{part.relative_path} is cut short")
+        for stored in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
+            size = (folder / stored.relative_path).stat().st_size
+            if size < stored.offset + stored.length:
+                raise FileNotFoundError(f"{folder.name}/{stored.relative_path} is truncated")
 
 
 def remove_unused_folders(file: Path) -> None:
-    """Remove the folders of `file`, present and former, that no checkpoint beside it uses."""
-    name = re.compile(rf"{re.escape(file.stem)}\.[0-9a-f]{{8}}\.{SHARDS}")
-    if folders := [folder for folder in file.parent.iterdir() if name.fullmatch(folder.name)]:
-        named = {_folder_of(checkpoint) for checkpoint in {file, *file.parent.glob("*.ckpt")}}
-        for folder in folders:
-            if folder.name not in named:
-                shutil.rmtree(folder)
+    """Remove the present and former folders of `file` that no checkpoint in the same directory uses."""
+    pattern = re.compile(rf"{re.escape(file.stem)}\.[0-9a-f]{{8}}\.{SHARDS}")
+    folders = [folder for folder in file.parent.iterdir() if pattern.fullmatch(folder.name)]
+    if not folders:  # reading the checkpoints takes time
+        return
+    used = {_folder_name(checkpoint) for checkpoint in {file, *file.parent.glob("*.ckpt")}}
+    for folder in folders:
+        if folder.name not in used:
+            shutil.rmtree(folder)
 
 
-def _folder_of(file: Path) -> str | None:
-    """The folder that a checkpoint names; of one that cannot be read, none."""
+def _folder_name(file: Path) -> str | None:
+    """Return the name of a checkpoint's folder, or None if it has none or cannot be read."""
     try:
         return torch.load(file, map_location="meta", mmap=True, weights_only=True).get(SHARDS)
     except Exception:  # a corrupt file can raise anything
@@ -108,34 +124,41 @@ def _folder_of(file: Path) -> str | None:
 
 
 def named_tensors(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors by names that are the same on every rank."""
-    found: dict[str, Tensor] = {}
-    map_tensors(checkpoint, found.setdefault)
-    return found
+    """Return the tensors of weights and optimizers by names that are the same on every rank."""
+    tensors: dict[str, Tensor] = {}
+
+    def collect(name: str, tensor: Tensor) -> None:
+        tensors[name] = tensor
+
+    map_tensors(checkpoint, collect)
+    return tensors
 
 
-def map_tensors(checkpoint: dict[str, Any], swap: Callable[[str, Tensor], Any]) -> dict[str, Any]:
-    """The checkpoint with `swap(name, tensor)` in the place of each tensor of weights and optimizers."""
+def map_tensors(checkpoint: dict[str, Any], function: Callable[[str, Tensor], Any]) -> dict[str, Any]:
+    """Return the checkpoint with `function(name, tensor)` in place of each tensor of weights and optimizers."""
     result = dict(checkpoint)
     for section in WEIGHTS:
         if section in checkpoint:
-            result[section] = {name: swap(f"{section}.{name}", value) for name, value in checkpoint[section].items()}
+            tensors = checkpoint[section].items()
+            result[section] = {name: function(f"{section}.{name}", tensor) for name, tensor in tensors}
     if "optimizer_states" in checkpoint:
         states = enumerate(checkpoint["optimizer_states"])
-        result["optimizer_states"] = [_swapped(state, f"optimizer_states.{number}", swap) for number, state in states]
+        result["optimizer_states"] = [_map_moments(state, f"optimizer_states.{i}", function) for i, state in states]
     return result
 
 
-def _swapped(state: dict[str, Any], prefix: str, swap: Callable[[str, Tensor], Any]) -> dict[str, Any]:
-    groups = state["param_groups"]
-    names = {
-        number: name for group in groups for number, name in zip(group["params"], group["param_names"], strict=True)
-    }
-    moments = {
-        number: {
-            key: swap(f"{prefix}.{names[number]}.{key}", value) if isinstance(value, Tensor) else value
-            for key, value in values.items()
-        }
-        for number, values in state["state"].items()
-    }
-    return state | {"state": moments}
+def _map_moments(state: dict[str, Any], prefix: str, function: Callable[[str, Tensor], Any]) -> dict[str, Any]:
+    """Return an optimizer's state with `function(name, tensor)` in place of each tensor.
+
+    The name contains the parameter's name instead of its index, which differs between ranks.
+    """
+    names: dict[int, str] = {}
+    for group in state["param_groups"]:
+        names.update(zip(group["params"], group["param_names"], strict=True))
+    mapped: dict[int, dict[str, Any]] = {}
+    for index, moments in state["state"].items():
+        mapped[index] = dict(moments)
+        for key, value in moments.items():
+            if isinstance(value, Tensor):
+                mapped[index][key] = function(f"{prefix}.{names[index]}.{key}", value)
+    return state | {"state": mapped}

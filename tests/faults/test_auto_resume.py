@@ -41,7 +41,7 @@ def test_the_newest_whole_checkpoint_is_found(damage: Any, trained: Path, capsys
     damage(checkpoints / "last.ckpt")
     assert newest_checkpoint(trained) == checkpoints / "previous.ckpt"
     assert torch.load(checkpoints / "previous.ckpt")["global_step"] == SHORT_EPOCH
-    assert ("last.ckpt is no complete checkpoint" in capsys.readouterr().err) == (damage is not Path.unlink)
+    assert ("last.ckpt is not a complete checkpoint" in capsys.readouterr().err) == (damage is not Path.unlink)
     damage(checkpoints / "previous.ckpt")
     assert newest_checkpoint(trained) == checkpoints / "best.ckpt"
     damage(checkpoints / "best.ckpt")
@@ -71,7 +71,7 @@ def test_the_same_command_starts_and_goes_on(small: list[str], folder: Path) -> 
     assert {file.name for file in (folder / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
     truncate(folder / "checkpoints" / "last.ckpt")
     _, err = run_here(*command, "trainer.max_epochs=2")
-    assert "last.ckpt is no complete checkpoint" in err
+    assert "last.ckpt is not a complete checkpoint" in err
     assert steps(folder) == list(range(23))
     _, err = run_here(*[word for word in command if word != "resume=auto"], code=1)
     assert "holds a run: add resume=auto" in one_line(err)

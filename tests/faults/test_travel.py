@@ -153,9 +153,9 @@ def test_a_sharded_checkpoint_is_one_folder_per_file(place: str, pool: Pool, sma
     part.write_bytes(part.read_bytes()[:-1000])
     assert newest_checkpoint(folder) == file.with_name("previous.ckpt")
     shutil.rmtree(file.parent / skeleton["shards"])
-    with pytest.raises(UserError, match=r"its folder last.* is not there"):
+    with pytest.raises(UserError, match=r"its folder last.* does not exist"):
         AtomicCheckpointIO().load_checkpoint(file)
-    with pytest.raises(RankFailed, match="is no complete checkpoint"):
+    with pytest.raises(RankFailed, match="is not a complete checkpoint"):
         pool.run(cfg.trainer.devices, fit, at(place, folder, small, f"ckpt_path={file}"))
 
 
@@ -167,9 +167,9 @@ def test_a_damaged_or_full_disk_is_told_in_a_line(
     file = shutil.copytree(saved(there).parent, folder) / "died.ckpt"
     for part in (folder / torch.load(file)["shards"]).glob("*.distcp"):
         part.write_bytes(part.read_bytes()[:100])
-    with pytest.raises(UserError, match="is no complete checkpoint"):
+    with pytest.raises(UserError, match="is not a complete checkpoint"):
         AtomicCheckpointIO().load_checkpoint(file)
-    with pytest.raises(RankFailed, match=r"UserError: ckpt_path=.* is no complete checkpoint"):
+    with pytest.raises(RankFailed, match=r"UserError: ckpt_path=.* is not a complete checkpoint"):
         pool.run(2, fit, at(there, folder, small, f"ckpt_path={file}"))
     with pytest.raises(RankFailed, match="UserError: cannot write the checkpoint"):
         pool.run(2, with_small_files, at(there, folder / "full", small))

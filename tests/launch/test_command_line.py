@@ -232,7 +232,7 @@ def test_one_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> N
     whole = (folder / "checkpoints" / "last.ckpt").read_bytes()
     (folder / "checkpoints" / "last.ckpt").write_bytes(whole[:-2000])
     _, err = run_here(f"ckpt_path='{folder}/checkpoints/last.ckpt'", code=1)
-    assert "is no complete checkpoint" in one_line(err)
+    assert "is not a complete checkpoint" in one_line(err)
 
 
 def test_under_torchrun_rank_zero_decides(small: list[str], tmp_path: Path) -> None:

@@ -176,11 +176,11 @@ def test_real_images_are_nearer_to_real_ones_than_noise(small: list[str], folder
 
 
 def test_what_cannot_be(small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=r"frechet.feature_checkpoint=.* is no complete checkpoint"):
+    with pytest.raises(UserError, match=r"frechet.feature_checkpoint=.* is not a complete checkpoint"):
         run(compose(folder, *TASK, *small, *SHORT, f"callbacks.frechet.feature_checkpoint={Path(__file__)}"))
     fit(compose(folder / "other", *TASK, *small, *SHORT, "trainer.max_epochs=1"))
     own = folder / "other" / "checkpoints" / "last.ckpt"
-    with pytest.raises(UserError, match=r"frechet.feature_checkpoint=.* is no checkpoint of a classifier"):
+    with pytest.raises(UserError, match=r"frechet.feature_checkpoint=.* is not a checkpoint of a classifier"):
         run(compose(folder, *TASK, *small, *SHORT, f"callbacks.frechet.feature_checkpoint={own}"))
     for alone in ("samples", "frechet"):
         with pytest.raises(UserError, match=f"callbacks.{alone} is for modules that generate images"):
