@@ -38,7 +38,7 @@ class FrechetDistance(L.Callback):
         self._distance: FrechetInceptionDistance | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Build the metric in this process, because a spawned process would share the memory of its parent's."""
+        """Build the metric in this process, because a spawned process would share its parent's tensors."""
         if not hasattr(pl_module, "sample"):
             raise UserError("callbacks.frechet is for modules that generate images: omit it, or use experiment=gan")
         features = _trained_features(self.feature_checkpoint) if self.feature_checkpoint else _random_features()

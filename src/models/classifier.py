@@ -60,13 +60,13 @@ class ImageClassifier(Module):
             raise UserError(f"module.label_smoothing={label_smoothing}: give a fraction between 0 and 1")
         check_views(tta)
         self.net, self.tta = net, tta
-        convolves = any(isinstance(module, nn.Conv2d) for module in net.modules())
-        self.layout = torch.channels_last if channels_last and convolves else torch.contiguous_format
-        net.to(memory_format=self.layout)  # type: ignore[call-overload]
+        has_convolutions = any(isinstance(module, nn.Conv2d) for module in net.modules())
+        self.memory_format = torch.channels_last if channels_last and has_convolutions else torch.contiguous_format
+        net.to(memory_format=self.memory_format)  # type: ignore[call-overload]
         self.optimizer, self.schedule = optimizer, schedule
         self.reference_batch_size, self.lr_scaling = reference_batch_size, lr_scaling
         self.label_smoothing = label_smoothing
-        self.compiles, self._is_compiled = compile, False
+        self.should_compile, self._is_compiled = compile, False
         self.mean_loss, self.accuracy, self.accuracy_tta = WeightedMean(), WeightedMean(), WeightedMean()
         self._step_sums: Tensor | None = None  # sums of loss and correct samples over the step's micro-batches
 
@@ -74,14 +74,14 @@ class ImageClassifier(Module):
         for metric in (self.mean_loss, self.accuracy, self.accuracy_tta):
             # A spawned process shares tensors with its parent; the reset allocates its own.
             metric.reset()
-        if self.compiles and not self._is_compiled:
+        if self.should_compile and not self._is_compiled:
             # Dynamo skips the file of nn.Sequential, so `net.compile()` would compile each block separately.
             self.net.forward = torch.compile(self.net.forward)
             self._is_compiled = True
 
     def forward(self, image: Tensor) -> Tensor:
         """Map (n, channels, height, width) images to (n, classes) logits."""
-        return self.net(image.contiguous(memory_format=self.layout))
+        return self.net(image.contiguous(memory_format=self.memory_format))
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the samples' losses times `batch.weight`, from (n, classes) logits; it has no side effects.

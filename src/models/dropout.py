@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 _log = logging.getLogger(__name__)
-_OTHER_KINDS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_OTHERWISE = "it draws from torch's generator, so that the run depends on the number of ranks"
-_ODD = 0x2545F4914F6CDD1D
+_UNSUPPORTED_TYPES = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_RANK_DEPENDENT = "it draws from torch's generator, so that the run depends on the number of ranks"
+_ODD_MULTIPLIER = 0x2545F4914F6CDD1D
 # int32 holds the constants 0x9E3779B9 and 0x846CA68B as negative numbers.
 _GOLDEN, _MIX1, _MIX2 = -0x61C88647, 0x7FEB352D, -0x7B935975
 
@@ -37,16 +37,19 @@ class SampleDropout(nn.Dropout):
             return super().forward(input)
         if len(input) != len(self.keys):
             if not self._has_warned:
-                _log.warning("a dropout layer sees %d rows for %d samples: %s", len(input), len(self.keys), _OTHERWISE)
+                _log.warning(
+                    "a dropout layer sees %d rows for %d samples: %s", len(input), len(self.keys), _RANK_DEPENDENT
+                )
                 self._has_warned = True
             return super().forward(input)
-        return input * self._kept(input[0].numel()).view(input.shape) / (1 - self.p)
+        return input * self._keep_mask(input[0].numel()).view(input.shape) / (1 - self.p)
 
-    def _kept(self, count: int) -> Tensor:
+    def _keep_mask(self, count: int) -> Tensor:
         """Return the (n, count) bool mask of the elements to keep, for `count` elements of each sample."""
         assert self.keys is not None
-        own = (((self.keys ^ self.salt) * _ODD) >> 32).int()
-        bits = own[:, None] ^ torch.arange(count, dtype=torch.int32, device=own.device) * _GOLDEN
+        sample_hash = (((self.keys ^ self.salt) * _ODD_MULTIPLIER) >> 32).int()
+        elements = torch.arange(count, dtype=torch.int32, device=sample_hash.device)
+        bits = sample_hash[:, None] ^ elements * _GOLDEN
         bits *= _MIX1
         bits ^= bits >> 15
         bits *= _MIX2
@@ -66,14 +69,14 @@ class DropPath(SampleDropout):
         return input * super().forward(ones)
 
 
-def drop_by_sample(net: nn.Module) -> None:
+def use_sample_dropout(net: nn.Module) -> None:
     """Replace the `nn.Dropout` layers of a network with `SampleDropout`, in place; the salt is a hash of the name."""
     for name, part in list(net.named_modules(remove_duplicate=False)):
         if type(part) is nn.Dropout:
             part = SampleDropout(part.p, part.inplace)
             net.set_submodule(name, part)
-        elif isinstance(part, _OTHER_KINDS) and not isinstance(part, nn.Dropout) and part.p > 0:
-            _log.warning("%s is a %s: %s", name, type(part).__name__, _OTHERWISE)
+        elif isinstance(part, _UNSUPPORTED_TYPES) and not isinstance(part, nn.Dropout) and part.p > 0:
+            _log.warning("%s is a %s: %s", name, type(part).__name__, _RANK_DEPENDENT)
         if isinstance(part, SampleDropout):
             part.salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
 

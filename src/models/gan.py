@@ -26,8 +26,8 @@ class GAN(Module):
 
     Goodfellow et al., "Generative adversarial nets" (2014). Both networks step at the same time, on losses computed
     from the same weights. One backward pass gives every weight its gradient, as DistributedDataParallel expects. The
-    noise of a generated image is a hash of the real sample at the same place in the batch. It is therefore the same for
-    any number of processes.
+    noise of a generated image is a hash of the index of the real sample at the same position in the batch. It is
+    therefore the same for any number of processes.
 
     Args:
         generator: maps (n, latent) noise to (n, channels, height, width) images, normalized like the data.
@@ -76,7 +76,7 @@ class GAN(Module):
 
     def configure_optimizers(self) -> list[Optimizer]:
         if self.trainer.precision == "16-mixed":
-            raise UserError("trainer.precision=16-mixed scales one loss, and a GAN has two: take bf16-mixed or 32-true")
+            raise UserError("trainer.precision=16-mixed scales one loss, and a GAN has two: use bf16-mixed or 32-true")
         networks = {"generator.": self.generator, "discriminator.": self.discriminator}
         return [build_optimizer(net, self.optimizer, 1.0, prefix) for prefix, net in networks.items()]
 
@@ -92,14 +92,15 @@ class GAN(Module):
                 override_hyperparameters(saved, optimizer, lambda group: 1.0)
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of the generator and that of the discriminator, each a weighted sum over the samples."""
+        """Return the losses of the generator and the discriminator, each a weighted sum over the samples."""
         fake = self(self._noise(batch.sample_index, self.current_epoch))
+        # The generator's loss must not give the discriminator gradients.
         frozen = {name: parameter.detach() for name, parameter in self.discriminator.named_parameters()}
-        fooled = functional_call(self.discriminator, frozen, fake)
+        on_fake_frozen = functional_call(self.discriminator, frozen, fake)
         # The rounding depends on the memory format, which differs between images on the host and on the device.
         real = batch.image.contiguous()
         on_real, on_fake = self.discriminator(real), self.discriminator(fake.detach())
-        generator_loss = (F.softplus(-fooled) * batch.weight).sum()
+        generator_loss = (F.softplus(-on_fake_frozen) * batch.weight).sum()
         return generator_loss, ((F.softplus(-on_real) + F.softplus(on_fake)) * batch.weight).sum()
 
     def _noise(self, index: Tensor, epoch: int) -> Tensor:

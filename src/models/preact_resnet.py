@@ -36,8 +36,8 @@ class PreActBlock(nn.Module):
         self.activation = nn.Sequential(norm_layer(norm, inputs), nn.ReLU())
         between = [norm_layer(norm, outputs), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
         self.branch = nn.Sequential(_convolution(inputs, outputs, stride), *between, _convolution(outputs, outputs))
-        changes = stride != 1 or inputs != outputs
-        self.projection = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False) if changes else None
+        changes_shape = stride != 1 or inputs != outputs
+        self.projection = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False) if changes_shape else None
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.activation(x)

@@ -68,8 +68,8 @@ def _resnet(
         layers, outputs = [], expansion * 64 * 2**stage
         for number in range(depth):
             stride = 2 if stage > 0 and number == 0 else 1
-            same = stride == 1 and inputs == outputs
-            shortcut = nn.Identity() if same else _convolution(inputs, outputs, 1, stride, norm)
+            keeps_shape = stride == 1 and inputs == outputs
+            shortcut = nn.Identity() if keeps_shape else _convolution(inputs, outputs, 1, stride, norm)
             layers.append(_Residual(branch(inputs, outputs, stride, norm), shortcut))
             inputs = outputs
         blocks[f"layer{stage + 1}"] = nn.Sequential(*layers)

@@ -8,20 +8,20 @@ from torch import Tensor
 from src.utils.errors import UserError, nearest
 from src.utils.tensors import upcast_half
 
-_KINDS = ("mirror", "shift")
+_AUGMENTATIONS = ("mirror", "shift")
 
 
-def check_views(kind: str | None) -> None:
+def check_views(tta: str | None) -> None:
     """Check the name of a test-time augmentation.
 
     Raises:
         UserError: if there is no such test-time augmentation.
     """
-    if kind is not None and kind not in _KINDS:
-        raise UserError(f"module.tta={kind} is no test-time augmentation: {nearest(kind, _KINDS)}, or null")
+    if tta is not None and tta not in _AUGMENTATIONS:
+        raise UserError(f"module.tta={tta} is not a test-time augmentation: {nearest(tta, _AUGMENTATIONS)}, or null")
 
 
-def average_over_views(net: Callable[[Tensor], Tensor], image: Tensor, plain: Tensor, kind: str) -> Tensor:
+def average_over_views(net: Callable[[Tensor], Tensor], image: Tensor, logits: Tensor, tta: str) -> Tensor:
     """Return the (n, classes) logits averaged over views, in float32 or float64.
 
     `mirror` averages over the image and its mirror image. `shift` gives these two half of the weight. The other half
@@ -31,14 +31,16 @@ def average_over_views(net: Callable[[Tensor], Tensor], image: Tensor, plain: Te
     Args:
         net: maps images to logits.
         image: (n, channels, height, width) images.
-        plain: (n, classes) logits of the unchanged images.
-        kind: `mirror` or `shift`.
+        logits: (n, classes) logits of the unchanged images.
+        tta: `mirror` or `shift`.
     """
-    mirrored = (upcast_half(plain) + upcast_half(net(image.flip(-1)))) / 2
-    if kind == "mirror":
+    mirrored = (upcast_half(logits) + upcast_half(net(image.flip(-1)))) / 2
+    if tta == "mirror":
         return mirrored
     height, width = image.shape[-2:]
     padded = F.pad(image, (1, 1, 1, 1), mode="reflect")
-    shifted = [padded[:, :, at : at + height, at : at + width] for at in (0, 2)]
-    views = [view for one in shifted for view in (one, one.flip(-1))]
+    views = []
+    for offset in (0, 2):
+        shifted = padded[:, :, offset : offset + height, offset : offset + width]
+        views += [shifted, shifted.flip(-1)]
     return mirrored / 2 + sum(upcast_half(net(view)) for view in views) / (2 * len(views))

@@ -75,9 +75,9 @@ class _Embed(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        words = self.projection(x).flatten(2).transpose(1, 2)
-        words = torch.cat([self.token.expand(len(words), -1, -1), words], 1)
-        return self.dropout(words + self.position)
+        patches = self.projection(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(len(patches), -1, -1), patches], 1)
+        return self.dropout(tokens + self.position)
 
 
 class _Layer(nn.Module):
@@ -107,10 +107,10 @@ class _Attention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        count, words, width = x.shape
-        query, key, value = self.qkv(x).view(count, words, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        n, tokens, width = x.shape
+        query, key, value = self.qkv(x).view(n, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value)
-        return self.dropout(self.projection(mixed.transpose(1, 2).reshape(count, words, width)))
+        return self.dropout(self.projection(mixed.transpose(1, 2).reshape(n, tokens, width)))
 
 
 class _Head(nn.Module):

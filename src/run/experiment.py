@@ -26,7 +26,7 @@ from src.checkpoint.io import AtomicCheckpointIO
 from src.checkpoint.weights import load_initial_weights
 from src.loggers.csv import CSVLogger
 from src.loggers.wandb import finish, preempted
-from src.models.dropout import drop_by_sample
+from src.models.dropout import use_sample_dropout
 from src.run.trainer_patches import patch_trainer
 from src.strategies.compatibility import check_can_train
 from src.strategies.sync_batchnorm import GlobalBatchNorm
@@ -86,7 +86,7 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.Lightning
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
     module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
     patch_trainer(trainer, module)
-    drop_by_sample(module)
+    use_sample_dropout(module)
     check_can_train(trainer.strategy, module)
     if cfg.predict and not is_overridden("predict_step", module):
         raise UserError(f"predict={cfg.predict}: {type(module).__name__} classifies nothing; take another `module`")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from src.data.hashing import hash_ints
-from src.models.dropout import DropPath, SampleDropout, drop_by_sample, set_keys
+from src.models.dropout import DropPath, SampleDropout, set_keys, use_sample_dropout
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import SHORT
 from tests.support.pool import Pool
@@ -27,7 +27,7 @@ def masks(layer: SampleDropout, epoch: int = 0) -> Tensor:
 def test_masks_look_like_independent_draws() -> None:
     """Between samples, elements, layers and epochs, the correlation of masks is that of chance."""
     net = nn.ModuleDict({"one": nn.Dropout(RATE), "two": nn.Dropout(RATE)})
-    drop_by_sample(net)
+    use_sample_dropout(net)
     one, two = (part for part in net.values() if isinstance(part, SampleDropout))
     kept = (masks(one).double() - (1 - RATE)) / (RATE * (1 - RATE)) ** 0.5
     for other in (masks(two), masks(one, epoch=1)):
@@ -101,7 +101,7 @@ def test_dropout_matters(reference: Record, small: list[str], folder: Path) -> N
 def test_layers_that_see_no_samples_are_as_they_were(caplog: pytest.LogCaptureFixture) -> None:
     shared = nn.Dropout(RATE)
     net = nn.Sequential(shared, nn.Linear(3, 3), shared, nn.Dropout2d(RATE))
-    drop_by_sample(net)
+    use_sample_dropout(net)
     assert isinstance(net[0], SampleDropout)
     assert isinstance(net[2], SampleDropout)
     assert net[0].salt != net[2].salt
