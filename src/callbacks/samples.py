@@ -35,7 +35,7 @@ class SampleGrid(L.Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not trainer.is_global_zero:
             return
-        grid = Image.fromarray(self._grid(trainer, pl_module.sample(self.side**2)).numpy())
+        grid = Image.fromarray(self._make_grid(trainer, pl_module.sample(self.side**2)).numpy())
         file = Path(trainer.default_root_dir) / "samples" / f"step{trainer.global_step:06d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as temporary:
@@ -44,7 +44,7 @@ class SampleGrid(L.Callback):
             if hasattr(logger, "log_image"):
                 logger.log_image("samples", [grid], step=trainer.global_step)
 
-    def _grid(self, trainer: L.Trainer, images: Tensor) -> Tensor:
+    def _make_grid(self, trainer: L.Trainer, images: Tensor) -> Tensor:
         """Return the grid, (height, width, channels) uint8, of (n, channels, height, width) normalized images."""
         pixels = (trainer.datamodule.to_pixels(images.float()) * 255).round().to(torch.uint8).cpu()
         rows = pixels.unflatten(0, (self.side, self.side)).permute(0, 3, 1, 4, 2)
