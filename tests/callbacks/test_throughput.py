@@ -66,13 +66,13 @@ def test_counts_batches_and_the_way_between_them(
 ) -> None:
     """20 ms per batch and 10 ms to fetch it; validation and a checkpoint every third step take long, and count not."""
     cfg = compose(folder, *small, *MLP, "trainer.max_epochs=2", "callbacks.checkpoint.every_n_train_steps=3")
-    augment = Augment.normalized
+    mix = Augment.mix
 
     def slowly(self: Augment, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         clock.now += 0.01
-        return augment(self, *args)
+        return mix(self, *args)
 
-    monkeypatch.setattr(Augment, "normalized", slowly)
+    monkeypatch.setattr(Augment, "mix", slowly)
     trainer, module, data = assemble(cfg)
     trainer.callbacks.append(Slow(clock, batch=0.02, elsewhere=0.5))
     trainer.fit(module, datamodule=data)
