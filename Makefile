@@ -26,10 +26,10 @@ test-all: install lint
 	$(BIN)/python -m pytest -m "" $(ARGS)
 
 parity: install
-	$(BIN)/python scripts/parity.py
+	$(BIN)/python -m scripts.parity
 
 bench: install
-	$(BIN)/python scripts/bench.py $(ARGS)
+	$(BIN)/python -m scripts.bench $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -7,10 +7,8 @@ compiled. Writes bench.csv, with every reading, and a plot per measurement. Leav
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from rich.console import Console
 
 from scripts.benchmarks import cases, parallel

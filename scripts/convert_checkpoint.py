@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from src.checkpoint import sharded
 from src.checkpoint.integrity import read_run_checkpoint
 from src.checkpoint.io import AtomicCheckpointIO

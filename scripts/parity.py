@@ -40,7 +40,6 @@ def main() -> int:
     """Print the table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="of the rows, those whose name contains this")
-    sys.path.insert(0, str(ROOT))
     found = Found(parser.parse_args().only)
     code = pytest.main([str(TEST), "--rootdir", str(ROOT), "-m", ""], plugins=[found])
     columns = list(dict.fromkeys(experiment for row in found.rows.values() for experiment in row))

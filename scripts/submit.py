@@ -3,7 +3,7 @@
 Nodes and tasks are those of trainer.num_nodes and trainer.devices. The job has a run folder of its own and resume=auto:
 before its time is up, or when it is pre-empted, it saves, stops and is queued again, and goes on from there.
 
-    python scripts/submit.py --time 4:00:00 strategy=fsdp trainer.num_nodes=2 trainer.devices=4
+    python -m scripts.submit --time 4:00:00 strategy=fsdp trainer.num_nodes=2 trainer.devices=4
 """
 
 import argparse
@@ -16,8 +16,6 @@ from pathlib import Path
 import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from src.cli.shorthands import without_null_choices
 from src.run.folder import unique_name

@@ -158,7 +158,7 @@ def test_programs_run_in_turn_and_failures_are_told(tmp_path: Path) -> None:
 
 
 def test_no_such_measurement() -> None:
-    _, err = run_here("speed", program="scripts/bench.py", code=2)
+    _, err = run_here("speed", program="scripts.bench", code=2)
     assert "no such measurement: speed; there are overhead, ddp" in err
 
 

@@ -150,8 +150,10 @@ def test_make_targets_exist() -> None:
 
 
 def test_links_exist() -> None:
-    for path in re.findall(r"\]\((?!http)([^)]+)\)", README) + re.findall(r"python (scripts/\w+\.py)", GUIDE):
+    for path in re.findall(r"\]\((?!http)([^)]+)\)", README):
         assert (ROOT / path).exists(), path
+    for module in re.findall(r"python -m (scripts[.\w]+)", GUIDE):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
     for page in (ROOT / "docs").rglob("*.md"):
         for path in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", page.read_text()):
             assert (page.parent / path).exists(), (page.name, path)
@@ -159,5 +161,5 @@ def test_links_exist() -> None:
 
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("[!_]*.py")), ids=lambda script: script.name)
 def test_every_script_has_help(script: Path) -> None:
-    out, _ = run_here("--help", program=f"scripts/{script.name}")
+    out, _ = run_here("--help", program=f"scripts.{script.stem}")
     assert "usage:" in out

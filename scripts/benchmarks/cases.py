@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.benchmarks.programs import PEERS, Case, Program, python
+from scripts.benchmarks.programs import Case, Program, python
 from scripts.peers.nets import BATCH, OVERRIDES
 
 STEPS = {"tiny": 2000, "resnet9w4b32": 1000, "resnet9w4": 400, "resnet9": 200, "resnet18": 40}  # of each network, timed
@@ -31,12 +31,12 @@ def ours(name: str, net: str, images: Path, steps: int, every: int, *overrides: 
 
 
 def peer(
-    name: str, script: str, net: str, images: Path, steps: int, every: int, *options: str, processes: int = 1
+    name: str, module: str, net: str, images: Path, steps: int, every: int, *options: str, processes: int = 1
 ) -> Program:
     """A program of `scripts/peers`, told what `ours` is."""
     told = ["--net", net, "--data", images, "--clock", "{scratch}/clock.json", "--steps", steps, "--log-every", every]
     told += ["--batch", BATCH.get(net, 128)]
-    return Program(name, python(f"{PEERS}/{script}", *told, *options, processes=processes))
+    return Program(name, python("-m", f"scripts.peers.{module}", *told, *options, processes=processes))
 
 
 def overhead(images: Path) -> list[Case]:
@@ -46,14 +46,13 @@ def overhead(images: Path) -> list[Case]:
     for net in STEPS:
         told = (net, images, STEPS[net], EVERY[net])
         programs = [
-            peer("hand-written", "handwritten.py", *told),
-            peer("Lightning, barebones", "lightning_loop.py", *told),
+            peer("hand-written", "handwritten", *told),
+            peer("Lightning, barebones", "lightning_loop", *told),
             ours("this template", *told),
         ]
         if net in ("tiny", "resnet9"):
             programs += [
-                peer(f"Lightning, {name}", "lightning_loop.py", *told, "--habits", habit)
-                for name, habit in habits.items()
+                peer(f"Lightning, {name}", "lightning_loop", *told, "--habits", habit) for name, habit in habits.items()
             ]
         cases.append(Case(f"a step of {net}", "step ms", programs))
     return cases
@@ -65,7 +64,7 @@ def ddp(images: Path) -> list[Case]:
     for net in STEPS:
         told = (net, images, STEPS[net], EVERY[net])
         programs = [
-            peer("hand-written, torchrun", "handwritten.py", *told, processes=2),
+            peer("hand-written, torchrun", "handwritten", *told, processes=2),
             ours("this template, sync_batchnorm=false", *told, "trainer.sync_batchnorm=false", devices=2),
             ours("this template", *told, devices=2),
         ]
@@ -77,7 +76,9 @@ def data(images: Path) -> list[Case]:
     """Loader and augmentation alone, without a network."""
     told = ["--data", images, "--clock", "{scratch}/clock.json"]
     paths = {"PIL, image by image": "pil", "this template": "ours"}
-    programs = [Program(name, python(f"{PEERS}/data_path.py", *told, "--path", path)) for name, path in paths.items()]
+    programs = [
+        Program(name, python("-m", "scripts.peers.data_path", *told, "--path", path)) for name, path in paths.items()
+    ]
     return [Case("a batch of 128 images", "step ms", programs)]
 
 
@@ -86,7 +87,7 @@ def startup(images: Path) -> list[Case]:
     cases = []
     for processes in (1, 2):
         told = ("resnet9", images, 3, 1)
-        by_hand = peer("hand-written", "handwritten.py", *told, processes=processes)
+        by_hand = peer("hand-written", "handwritten", *told, processes=processes)
         by_us = [ours("this template", *told, devices=processes)]
         by_us += [ours("this template, logger=none", *told, "logger=none", devices=processes)]
         cases.append(Case(f"the first step, processes: {processes}", "first step s", [by_hand, *by_us]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from scripts.benchmarks.cases import ours, peer
-from scripts.benchmarks.programs import PEERS, ROOT, Case, Program, python
+from scripts.benchmarks.programs import ROOT, Case, Program, python
 from src.strategies.pipeline.schedules import SCHEDULES
 
 WORLDS = (1, 2, 4)
@@ -58,7 +58,7 @@ def pipeline(images: Path, stages: int = 2, microbatches: int = 8) -> list[Case]
     The ideal is what a process takes for the same micro-batches while others do so beside it, over the stages, and what
     the bubble leaves of a step.
     """
-    peers = ("handwritten_pipeline.py", "resnet9", images, TIMED, EVERY, "--microbatches", str(microbatches))
+    peers = ("handwritten_pipeline", "resnet9", images, TIMED, EVERY, "--microbatches", str(microbatches))
     settings = ["strategy=pipeline", f"strategy.microbatches={microbatches}"]
     cases = []
     for name, kind in SCHEDULES.items():
@@ -76,11 +76,12 @@ def pipeline(images: Path, stages: int = 2, microbatches: int = 8) -> list[Case]
 def allreduce(images: Path) -> list[Case]:
     """ResNet-18's gradients over 2 and 4 processes: the time, and its share of the ring's bound."""
     cases = []
+    command = ["-m", "scripts.peers.allreduce", "--file", "{scratch}/times.json"]
     for processes in WORLDS[1:]:
         programs = [
             Program(
                 name,
-                python(f"{PEERS}/allreduce.py", "--file", "{scratch}/times.json", *options, processes=processes),
+                python(*command, *options, processes=processes),
                 lambda scratch: json.loads((scratch / "times.json").read_text()),
             )
             for name, options in {"in one piece": [], "in buckets of 25 MB": ["--bucket-mb", "25"]}.items()

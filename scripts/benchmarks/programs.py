@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PEERS = "scripts/peers"
 
 Readings = dict[str, list[dict[str, float]]]  # of each program, a reading per round: numbers by name
 
@@ -53,12 +52,12 @@ class Case:
         self.programs = [self.programs[0], *others]
 
 
-def python(script: str, *arguments: object, processes: int = 1) -> list[str]:
-    """The command that runs a script of this project, under torchrun if it takes several processes."""
+def python(*arguments: object, processes: int = 1) -> list[str]:
+    """Return the command that starts Python with these arguments, under torchrun if it takes several processes."""
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return [*launcher, script, *map(str, arguments)]
+    return [*launcher, *map(str, arguments)]
 
 
 def in_turn(case: Case, rounds: int, scratch: Path) -> Readings:

@@ -1,6 +1,6 @@
-"""The time of an all-reduce, and what the link between two of its ranks carries, for `scripts/bench.py`.
+"""The time of an all-reduce, and what the link between two of its ranks carries, for `scripts.bench`.
 
-`torchrun --nproc-per-node=N scripts/peers/allreduce.py --file times.json`. Rank zero sends as much to rank one and back
+`torchrun --nproc-per-node=N -m scripts.peers.allreduce --file times.json`. Rank zero sends as much to rank one and back
 again, by which the bandwidth is known; a ring that used all links at once and both ways would take 2(N-1)/N times the
 bytes over it (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
 """
@@ -8,12 +8,10 @@ bytes over it (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for 
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What a rank holds and how long it communicates: written by ranks of `train.py` that `scripts/bench.py` starts."""
+"""What a rank holds and how long it communicates: written by ranks of `train.py` that `scripts.bench` starts."""
 
 import ctypes
 import gc

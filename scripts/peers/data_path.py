@@ -1,14 +1,12 @@
-"""Loader and augmentation alone, for `scripts/bench.py`: batch after batch, ready for the network, and no network.
+"""Loader and augmentation alone, for `scripts.bench`: batch after batch, ready for the network, and no network.
 
 `--path ours` is this template's DataModule, `--path pil` what tutorials do (`pil_pipeline.py`).
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 import hydra
 from omegaconf import OmegaConf
 

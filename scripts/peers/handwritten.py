@@ -1,18 +1,16 @@
-"""The loop that one would write by hand, for `scripts/bench.py`: no Lightning, no Hydra, the same work per step.
+"""The loop that one would write by hand, for `scripts.bench`: no Lightning, no Hydra, the same work per step.
 
 Same network, images, order, augmentation, optimizer, schedule and log points as `train.py`, in float32; on several
-processes `torchrun --nproc-per-node=N scripts/peers/handwritten.py ...` makes it DistributedDataParallel. Between log
+processes `torchrun --nproc-per-node=N -m scripts.peers.handwritten ...` makes it DistributedDataParallel. Between log
 points nothing waits for the device.
 """
 
 import argparse
 import csv
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -1,17 +1,14 @@
-"""A pipeline as one would write it with torch.distributed.pipelining, for `scripts/bench.py`: no Lightning, no Hydra.
+"""A pipeline as one would write it with torch.distributed.pipelining, for `scripts.bench`: no Lightning, no Hydra.
 
-`torchrun --nproc-per-node=N scripts/peers/handwritten_pipeline.py ...` cuts the network where `train.py` does, into
+`torchrun --nproc-per-node=N -m scripts.peers.handwritten_pipeline ...` cuts the network where `train.py` does, into
 the same micro-batches, with images, optimizer, learning rates and log points of `handwritten.py`. The rank of the
 first stage alone makes images, that of the last alone has the loss. With `--schedule none` nothing is cut or sent:
 each process trains the whole network on the same micro-batches, from which a pipeline's ideal is reckoned.
 """
 
 import csv
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

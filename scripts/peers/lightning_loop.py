@@ -1,4 +1,4 @@
-"""Plain Lightning, for `scripts/bench.py`: `--habits barebones`, or the usual ones, which cost what they cost.
+"""Plain Lightning, for `scripts.bench`: `--habits barebones`, or the usual ones, which cost what they cost.
 
 Barebones is `Trainer(barebones=True)`, nothing logged, with the data path, optimizer and schedule of `handwritten.py`.
 The usual habits are those of many a tutorial: images one by one through PIL, torchmetrics as they come, loss and
@@ -6,14 +6,12 @@ accuracy of every step logged to the progress bar, a CSV file and a checkpoint p
 what it costs.
 """
 
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 import lightning as L
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""When steps end, in wall-clock time: written by every program that `scripts/bench.py` compares."""
+"""When steps end, in wall-clock time: written by every program that `scripts.bench` compares."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The usual data path, for `scripts/bench.py`: each image through PIL, one after the other, then the default collate.
+"""The usual data path, for `scripts.bench`: each image through PIL, one after the other, then the default collate.
 
 It stands for what tutorials write with torchvision: RandomCrop(32, padding=4), RandomHorizontalFlip, ToTensor and
 Normalize, in a map-style data set under `DataLoader(shuffle=True)`, in the main process. It does what torchvision would

@@ -198,7 +198,7 @@ def test_written_on_a_gpu(saved: Callable[[str], Path], pool: Pool, small: list[
     assert all(len(record.losses) == SHORT_STEPS - SAVED_AT for record in pool.run(2, fit, cfg))
 
 
-CONVERT = "scripts/convert_checkpoint.py"
+CONVERT = "scripts.convert_checkpoint"
 
 
 def test_a_neighbor_keeps_its_folder(saved: Callable[[str], Path], folder: Path) -> None:

@@ -46,6 +46,6 @@ def test_comparing_what_is_no_run(tmp_path: Path) -> None:
         (["nowhere"], "nowhere is no run folder"),
         ([str(tmp_path), "--metric=val/los"], "none logged"),
     ):
-        _, err = run_here(*words, program="scripts/compare.py", code=1)
+        _, err = run_here(*words, program="scripts.compare", code=1)
         assert hint in err
         assert err.count("\n") == 1

@@ -33,8 +33,8 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 def submit(slurm: Slurm, *words: str) -> tuple[str, Path]:
     """The job's number, and its run folder."""
-    command = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--time=10", *words]
-    result = subprocess.run(command, env=slurm.environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "scripts.submit", "--time=10", *words]
+    result = subprocess.run(command, cwd=ROOT, env=slurm.environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     folder, answer = result.stdout.splitlines()
     return answer.split()[-1], Path(folder)
@@ -76,12 +76,12 @@ def test_the_script_asks_for_what_the_configuration_says() -> None:
         "--option=--partition=gpu",
     ]
     command = ["--dry-run", "--time=4:00:00", "--save-before=60"]
-    text, _ = run_here(*command, *words, program="scripts/submit.py")
+    text, _ = run_here(*command, *words, program="scripts.submit")
     for line in ("--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--time=4:00:00", "--signal=USR1@60"):
         assert f"#SBATCH {line}\n" in text
     assert "#SBATCH --partition=gpu\n" in text
     assert "strategy=fsdp trainer.num_nodes=2 trainer.devices=4 optimizer.lr=0.1 run_dir=/" in text
-    _, err = run_here(*command, "strategy=fsdp", program="scripts/submit.py", code=1)
+    _, err = run_here(*command, "strategy=fsdp", program="scripts.submit", code=1)
     assert err == "error: trainer.devices=auto: a job asks for a number of devices per node; give one\n"
 
 

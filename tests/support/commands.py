@@ -58,7 +58,7 @@ def run(*arguments: str, code: int = 0, program: Sequence[str] = TRAIN, **variab
 
 
 def run_here(*arguments: str, code: int = 0, program: str = "train.py") -> tuple[str, str]:
-    """Run a command inside this process, and return what it printed.
+    """Run train.py or a module of scripts/ inside this process, and return what it printed.
 
     A new process takes seconds to import torch. Only for commands that start no other process.
     """
@@ -67,7 +67,11 @@ def run_here(*arguments: str, code: int = 0, program: str = "train.py") -> tuple
         os.chdir(ROOT)
         sys.argv = [program, *arguments]
         try:
-            runpy.run_path(str(ROOT / program), run_name="__main__")
+            if program.endswith(".py"):
+                runpy.run_path(str(ROOT / program), run_name="__main__")
+            else:
+                warnings.filterwarnings("ignore", ".*found in sys.modules")  # a test may import it as well
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
             result: object = 0
         except SystemExit as stop:
             result = stop.code or 0
