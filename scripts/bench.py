@@ -1,8 +1,8 @@
-"""How fast is it? Programs that do the same work run in turn on this machine, several rounds, and are compared.
+"""Compare the speed of programs that do the same work, run in turn on this machine for several rounds.
 
-Ratios are taken within a round, so that a machine that is slower for a while is so for both. A step is the wall-clock
-time between log points after the first, a start that from the command to the end of the first step, with whatever is
-compiled. Writes bench.csv, with every reading, and a plot per measurement. Leave the machine idle.
+Ratios are taken within a round, so that a slow minute of the machine affects both programs. A step is the wall-clock
+time between log points after the first. A start lasts from the command to the end of the first step, compilation
+included. The command writes bench.csv, with every reading, and a plot per measurement. Leave the machine idle.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from scripts.benchmarks import cases, parallel
 from scripts.benchmarks.cases import make_images
-from scripts.benchmarks.programs import Case, Readings, in_turn
+from scripts.benchmarks.programs import Case, Readings, run_in_turn
 from scripts.benchmarks.report import header, plot, table, write
 
 BENCHMARKS = cases.BENCHMARKS | parallel.BENCHMARKS
@@ -26,15 +26,15 @@ def main() -> None:
     )
     parser.add_argument("measurements", nargs="*", metavar="|".join(BENCHMARKS), help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="of the cases, those whose name this regular expression finds")
-    parser.add_argument("--programs", default="", help="likewise of a case's programs, besides the first")
-    parser.add_argument("--data", type=Path, help="the folder with CIFAR-10's files; without it, noise of that size")
+    parser.add_argument("--only", default="", help="only cases whose name matches this regular expression")
+    parser.add_argument("--programs", default="", help="likewise for programs; the first of a case always runs")
+    parser.add_argument("--data", type=Path, help="folder with CIFAR-10's files (default: noise of the same size)")
     parser.add_argument("--out", type=Path, default=Path("bench"))
     options = parser.parse_args()
     if unknown := set(options.measurements) - set(BENCHMARKS):
         parser.error(f"no such measurement: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
     if "accuracy" in options.measurements and not options.data:
-        parser.error("accuracy is nothing without real images: give --data")
+        parser.error("accuracy needs real images: give --data")
     out, console = options.out.resolve(), Console()
     images = options.data.resolve() if options.data else make_images(out / "images")
     console.print(header())
@@ -43,7 +43,7 @@ def main() -> None:
         for case in BENCHMARKS[name](images):
             if re.search(options.only, case.name):
                 case.keep(options.programs)
-                readings = in_turn(case, options.rounds, out / "scratch")
+                readings = run_in_turn(case, options.rounds, out / "scratch")
                 found.setdefault(name, []).append((case, readings))
                 write(found, out / "bench.csv")
                 console.print(table(case, readings))

@@ -1,6 +1,6 @@
-"""Lay the curves of several runs side by side: did they learn the same thing?
+"""Print the curves of several runs side by side.
 
-Each argument is a run folder. A row is an epoch; the last two lines say how far each run is from the first one.
+Each argument is a run folder. A row is an epoch. The last two rows are each run's differences from the first run.
 """
 
 import argparse
@@ -13,13 +13,13 @@ from rich.table import Table
 
 
 def curve(folder: Path, metric: str) -> list[float]:
-    """The metric's logged values, in order."""
+    """Return the metric's logged values, in order."""
     with (folder / "metrics.csv").open(newline="") as stream:
         return [float(row[metric]) for row in csv.DictReader(stream) if row.get(metric)]
 
 
 def table(folders: list[Path], metric: str) -> Table:
-    """A column per run, cut to the shortest."""
+    """Return a table with a column per run, cut to the shortest run."""
     curves = [curve(folder, metric) for folder in folders]
     result = Table("", *(folder.name for folder in folders), title=metric)
     for number, values in enumerate(zip(*curves, strict=False)):

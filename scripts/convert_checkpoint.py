@@ -1,6 +1,7 @@
-"""Write a checkpoint anew: whole, in one file, or sharded, its tensors in a folder beside it. Nothing is left out.
+"""Convert a checkpoint into a single file, or into a sharded one with its tensors in a folder beside it.
 
-What a run saved with strategy.sharded_checkpoints=true becomes one file that torch.load reads; and the other way round.
+A checkpoint saved with strategy.sharded_checkpoints=true becomes one file that torch.load reads, and the reverse. All
+content is kept.
 """
 
 import argparse
@@ -18,18 +19,18 @@ from src.utils.errors import UserError
 
 
 def convert(source: Path, target: Path, shards: bool) -> None:
-    """Copy `source` to `target`, which is replaced if it is there.
+    """Copy `source` to `target`, and replace an existing `target`.
 
     Raises:
-        UserError: if there is no complete checkpoint, or no place to write to.
+        UserError: if `source` holds no complete checkpoint, or `target` cannot be written.
     """
     if not checkpoint_file(source).is_file():
         raise UserError(f"source={source}: there is no such file or run folder")
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # by whom, and why, is plain here
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # reading shards needs no process group
     files = AtomicCheckpointIO()
     checkpoint = read_run_checkpoint(checkpoint_file(source), "source")
     if "config" not in checkpoint:
-        raise UserError(f"source={source} is no checkpoint of this project's: it has no `config`")
+        raise UserError(f"source={source} is no checkpoint of this project: it has no `config`")
     checkpoint.pop(sharded.SHARDS, None)
     if shards:
         folder = sharded.new_folder(target)

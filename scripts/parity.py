@@ -1,7 +1,7 @@
-"""Run the parity tests, and print what they found: how far each strategy's run is from that of one process.
+"""Run the parity tests, and print how far each strategy's run is from that of a single process.
 
-A row is a strategy on so many processes. Its numbers are the largest relative differences in the loss of any of the 20
-steps, and in the norm of any final weight or buffer. Exit code 1 if any is above what the tests allow.
+A row is a strategy and a number of processes. Its two numbers are the largest relative differences in the loss of any
+of the 20 steps, and in the norm of any final weight or buffer. The exit code is 1 if one exceeds the tests' tolerance.
 """
 
 import argparse
@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 TEST = ROOT / "tests" / "parity" / "test_parity.py"
 
 
-class Found:
-    """A plugin of pytest's that keeps what the tests record."""
+class ParityTable:
+    """A pytest plugin that collects the differences that the parity tests record."""
 
     def __init__(self, only: str) -> None:
         self.only = only
@@ -25,13 +25,13 @@ class Found:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Function]) -> None:
         tests = [test for test in items if test.originalname == "test_agrees_with_single_process"]
-        shipped = [test for test in tests if not test.callspec.params["length"]]  # the 20 steps, not the short run
+        shipped = [test for test in tests if not test.callspec.params["length"]]  # those of 20 steps
         items[:] = [test for test in shipped if self.only in str(test.callspec.params["world"])]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        kept: list[Any] = [value for name, value in report.user_properties if name == "parity"]
+        recorded: list[Any] = [value for name, value in report.user_properties if name == "parity"]
         if report.when == "call":
-            for world, experiment, losses, weights in kept:
+            for world, experiment, losses, weights in recorded:
                 mark = "" if report.passed else " **fails**"
                 self.rows[world][experiment] = f"{losses:.0e}, {weights:.0e}{mark}"
 
@@ -39,12 +39,12 @@ class Found:
 def main() -> int:
     """Print the table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="of the rows, those whose name contains this")
-    found = Found(parser.parse_args().only)
-    code = pytest.main([str(TEST), "--rootdir", str(ROOT), "-m", ""], plugins=[found])
-    columns = list(dict.fromkeys(experiment for row in found.rows.values() for experiment in row))
+    parser.add_argument("--only", default="", help="only rows whose name contains this")
+    table = ParityTable(parser.parse_args().only)
+    code = pytest.main([str(TEST), "--rootdir", str(ROOT), "-m", ""], plugins=[table])
+    columns = list(dict.fromkeys(experiment for row in table.rows.values() for experiment in row))
     lines = [["", *columns], ["---"] * (len(columns) + 1)]
-    lines += [[world, *(row.get(column, "") for column in columns)] for world, row in found.rows.items()]
+    lines += [[world, *(row.get(column, "") for column in columns)] for world, row in table.rows.items()]
     print("\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
     return int(code)
 

@@ -1,7 +1,7 @@
 """Write a batch script for SLURM from the configuration, and submit it.
 
-Nodes and tasks are those of trainer.num_nodes and trainer.devices. The job has a run folder of its own and resume=auto:
-before its time is up, or when it is pre-empted, it saves, stops and is queued again, and goes on from there.
+Nodes and tasks are those of trainer.num_nodes and trainer.devices. The job has its own run folder and resume=auto.
+Before its time limit, or when it is preempted, it saves a checkpoint, stops, is queued again and resumes.
 
     python -m scripts.submit --time 4:00:00 strategy=fsdp trainer.num_nodes=2 trainer.devices=4
 """
@@ -37,7 +37,7 @@ exit "$code"
 
 
 def script(cfg: DictConfig, overrides: list[str], folder: Path, arguments: argparse.Namespace) -> str:
-    """The batch script of a run in `folder`.
+    """Return the batch script of a run in `folder`.
 
     Raises:
         UserError: if the configuration leaves the number of devices to the machine.
@@ -64,14 +64,14 @@ def script(cfg: DictConfig, overrides: list[str], folder: Path, arguments: argpa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", help="what train.py is given")
-    parser.add_argument("--name", default="train", help="the job's name (default: %(default)s)")
-    parser.add_argument("--time", default="1:00:00", help="limit of one stretch (default: %(default)s)")
+    parser.add_argument("overrides", nargs="*", help="arguments of train.py")
+    parser.add_argument("--name", default="train", help="job name (default: %(default)s)")
+    parser.add_argument("--time", default="1:00:00", help="time limit of the job (default: %(default)s)")
     parser.add_argument(
-        "--save-before", type=int, default=120, help="seconds before that to stop (default: %(default)s)"
+        "--save-before", type=int, default=120, help="seconds before the limit to stop (default: %(default)s)"
     )
-    parser.add_argument("--option", action="append", default=[], help="for sbatch as it is: --option=--partition=gpu")
-    parser.add_argument("--dry-run", action="store_true", help="print the script instead")
+    parser.add_argument("--option", action="append", default=[], help="passed on to sbatch: --option=--partition=gpu")
+    parser.add_argument("--dry-run", action="store_true", help="only print the script")
     arguments = parser.parse_args()
     register_resolvers()
     try:

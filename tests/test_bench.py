@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scripts.bench import BENCHMARKS
-from scripts.benchmarks.programs import Case, Program, in_turn
+from scripts.benchmarks.programs import Case, Program, run_in_turn
 from scripts.benchmarks.report import achieved, plot, ratios, table, write
 from scripts.peers.communication import Communication, resident
 from src.strategies.pipeline.schedules import SCHEDULES
@@ -112,7 +112,7 @@ def test_reads_an_all_reduce(pool: Pool, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "times.json").read_text())
     bytes_sent = 4 * (3072 * 16 + 16 + 16 * 10 + 10)
     assert found["bound ms"] == pytest.approx(1000 * bytes_sent / (found["link GB/s"] * 1e9))  # 2(N-1)/N is one
-    assert found["share of bound %"] == pytest.approx(100 * found["bound ms"] / found["all-reduce ms"])
+    assert found["% of bound"] == pytest.approx(100 * found["bound ms"] / found["all-reduce ms"])
 
 
 def test_every_strategy_is_measured(cifar: Path) -> None:
@@ -149,12 +149,12 @@ def test_programs_run_in_turn_and_failures_are_told(tmp_path: Path) -> None:
     programs = [
         Program(name, [sys.executable, "-c", f"open({str(order)!r}, 'a').write({name!r})"]) for name in ("a", "b")
     ]
-    found = in_turn(Case("", "seconds", programs), 2, tmp_path / "scratch")
+    found = run_in_turn(Case("", "seconds", programs), 2, tmp_path / "scratch")
     assert order.read_text() == "abba"
     assert all(value["seconds"] > 0 for values in found.values() for value in values)
     failing = Program("c", [sys.executable, "-c", "raise ValueError('this is why')"])
     with pytest.raises(SystemExit, match="this is why"):
-        in_turn(Case("", "seconds", [failing]), 1, tmp_path / "scratch")
+        run_in_turn(Case("", "seconds", [failing]), 1, tmp_path / "scratch")
 
 
 def test_no_such_measurement() -> None:

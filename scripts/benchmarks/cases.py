@@ -1,19 +1,29 @@
-"""What is measured: each function gives the cases of one measurement, on images in the folder that it is told."""
+"""Measurements on one or two processes; each function returns the cases of one, given the folder with CIFAR-10."""
 
 import csv
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from scripts.benchmarks.programs import Case, Program, python
 from scripts.peers.nets import BATCH, OVERRIDES
+from src.data.sources.cifar import CIFAR10
 
-STEPS = {"tiny": 2000, "resnet9w4b32": 1000, "resnet9w4": 400, "resnet9": 200, "resnet18": 40}  # of each network, timed
-EVERY = {"tiny": 50, "resnet9w4b32": 100, "resnet9w4": 40, "resnet9": 20, "resnet18": 5}  # between its log points
+STEPS = {
+    "tiny": 2000,
+    "resnet9w4b32": 1000,
+    "resnet9w4": 400,
+    "resnet9": 200,
+    "resnet18": 40,
+}  # timed steps of each network
+EVERY = {"tiny": 50, "resnet9w4b32": 100, "resnet9w4": 40, "resnet9": 20, "resnet18": 5}  # steps between its log points
 
 
 def ours(name: str, net: str, images: Path, steps: int, every: int, *overrides: str, devices: int = 1) -> Program:
-    """This template as it is used: progress bar, metrics.csv, wandb, metrics, checkpoints."""
+    """Return this template with its defaults: progress bar, metrics.csv, wandb, metrics, checkpoints."""
     clock = ["_target_=scripts.peers.clock.Clock", "file={scratch}/clock.json", f"every={every}"]
     settings = [
         *OVERRIDES[net],
@@ -33,40 +43,40 @@ def ours(name: str, net: str, images: Path, steps: int, every: int, *overrides: 
 def peer(
     name: str, module: str, net: str, images: Path, steps: int, every: int, *options: str, processes: int = 1
 ) -> Program:
-    """A program of `scripts/peers`, told what `ours` is."""
-    told = ["--net", net, "--data", images, "--clock", "{scratch}/clock.json", "--steps", steps, "--log-every", every]
-    told += ["--batch", BATCH.get(net, 128)]
-    return Program(name, python("-m", f"scripts.peers.{module}", *told, *options, processes=processes))
+    """Return a program of `scripts/peers` with the settings of `ours`."""
+    settings = ["--net", net, "--data", images, "--clock", "{scratch}/clock.json", "--steps", steps]
+    settings += ["--log-every", every, "--batch", BATCH.get(net, 128)]
+    return Program(name, python("-m", f"scripts.peers.{module}", *settings, *options, processes=processes))
 
 
 def overhead(images: Path) -> list[Case]:
-    """A step on one device: by hand, in plain Lightning with each habit of the tutorials, and ours."""
+    """A step on one device: hand-written, plain Lightning with each habit of tutorials, and this template."""
     habits = {"bar": "bar", "metrics": "metrics", "images one by one": "images", "all": "bar,metrics,images"}
     cases = []
     for net in STEPS:
-        told = (net, images, STEPS[net], EVERY[net])
+        task = (net, images, STEPS[net], EVERY[net])
         programs = [
-            peer("hand-written", "handwritten", *told),
-            peer("Lightning, barebones", "lightning_loop", *told),
-            ours("this template", *told),
+            peer("hand-written", "handwritten", *task),
+            peer("Lightning, barebones", "lightning_loop", *task),
+            ours("this template", *task),
         ]
         if net in ("tiny", "resnet9"):
             programs += [
-                peer(f"Lightning, {name}", "lightning_loop", *told, "--habits", habit) for name, habit in habits.items()
+                peer(f"Lightning, {name}", "lightning_loop", *task, "--habits", habit) for name, habit in habits.items()
             ]
         cases.append(Case(f"a step of {net}", "step ms", programs))
     return cases
 
 
 def ddp(images: Path) -> list[Case]:
-    """A step of DistributedDataParallel on two processes: by hand under torchrun, and ours."""
+    """A step of DistributedDataParallel on two processes: hand-written under torchrun, and this template."""
     cases = []
     for net in STEPS:
-        told = (net, images, STEPS[net], EVERY[net])
+        task = (net, images, STEPS[net], EVERY[net])
         programs = [
-            peer("hand-written, torchrun", "handwritten", *told, processes=2),
-            ours("this template, sync_batchnorm=false", *told, "trainer.sync_batchnorm=false", devices=2),
-            ours("this template", *told, devices=2),
+            peer("hand-written, torchrun", "handwritten", *task, processes=2),
+            ours("this template, sync_batchnorm=false", *task, "trainer.sync_batchnorm=false", devices=2),
+            ours("this template", *task, devices=2),
         ]
         cases.append(Case(f"a step of {net} on two processes", "step ms", programs))
     return cases
@@ -74,10 +84,11 @@ def ddp(images: Path) -> list[Case]:
 
 def data(images: Path) -> list[Case]:
     """Loader and augmentation alone, without a network."""
-    told = ["--data", images, "--clock", "{scratch}/clock.json"]
+    settings = ["--data", images, "--clock", "{scratch}/clock.json"]
     paths = {"PIL, image by image": "pil", "this template": "ours"}
     programs = [
-        Program(name, python("-m", "scripts.peers.data_path", *told, "--path", path)) for name, path in paths.items()
+        Program(name, python("-m", "scripts.peers.data_path", *settings, "--path", path))
+        for name, path in paths.items()
     ]
     return [Case("a batch of 128 images", "step ms", programs)]
 
@@ -86,16 +97,16 @@ def startup(images: Path) -> list[Case]:
     """From the command to the end of the first step, on one process and two; and `--help`."""
     cases = []
     for processes in (1, 2):
-        told = ("resnet9", images, 3, 1)
-        by_hand = peer("hand-written", "handwritten", *told, processes=processes)
-        by_us = [ours("this template", *told, devices=processes)]
-        by_us += [ours("this template, logger=none", *told, "logger=none", devices=processes)]
-        cases.append(Case(f"the first step, processes: {processes}", "first step s", [by_hand, *by_us]))
+        task = ("resnet9", images, 3, 1)
+        programs = [peer("hand-written", "handwritten", *task, processes=processes)]
+        programs += [ours("this template", *task, devices=processes)]
+        programs += [ours("this template, logger=none", *task, "logger=none", devices=processes)]
+        cases.append(Case(f"the first step, processes: {processes}", "first step s", programs))
     return [*cases, Case("train.py --help", "seconds", [Program("--help", python("train.py", "--help"))])]
 
 
 def accuracy(images: Path) -> list[Case]:
-    """The recipe that takes minutes: accuracy on the test set, and the seconds to it. Only with --data."""
+    """The recipe of some minutes: its test accuracy, and the seconds that it takes. Only with --data."""
     quiet = [f"data.root={images}", "run_dir={scratch}/run", "logger=none"]
     program = Program("speedrun", python("train.py", "experiment=speedrun", *quiet), _accuracies)
     return [Case("to the end of the recipe", "seconds", [program])]
@@ -117,13 +128,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Case]]] = {
 
 
 def make_images(folder: Path) -> Path:
-    """Noise in the official files of CIFAR-10: speed does not depend on what is in the images."""
-    import pickle
-
-    import numpy as np
-
-    from src.data.sources.cifar import CIFAR10
-
+    """Write noise in the format of CIFAR-10's files: speed does not depend on the content of the images."""
     rng = np.random.default_rng(0)
     files = folder / CIFAR10.archive.folder
     files.mkdir(parents=True, exist_ok=True)

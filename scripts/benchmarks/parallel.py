@@ -1,4 +1,4 @@
-"""What is measured on several processes: strategies, the pipeline and its ideal, the all-reduce and its bound."""
+"""Measurements on several processes: strategies, the pipeline and its ideal, the all-reduce and its bound."""
 
 import json
 import statistics
@@ -12,7 +12,7 @@ from scripts.benchmarks.programs import ROOT, Case, Program, python
 from src.strategies.pipeline.schedules import SCHEDULES
 
 WORLDS = (1, 2, 4)
-_EVEN = ("hsdp", "hybrid")  # two groups of processes
+_EVEN = ("hsdp", "hybrid")  # they need two groups of processes
 _ONE_GPU_EACH = ("dp",)
 BATCH, TIMED, EVERY, PROFILED = 128, 40, 10, 8  # samples; steps
 
@@ -20,17 +20,17 @@ BATCH, TIMED, EVERY, PROFILED = 128, 40, 10, 8  # samples; steps
 def strategies(images: Path) -> list[Case]:
     """Every strategy on 1, 2 and 4 processes, a batch of 128 over all: speed, memory, communication.
 
-    Also reads each rank's memory and communication, as `scripts/peers/communication.py` says.
+    `scripts/peers/communication.py` reads each rank's memory and communication.
     """
     names = sorted(file.stem for file in (ROOT / "conf/strategy").glob("*.yaml"))
     programs = [
-        _strategy(name, processes, images) for processes in WORLDS for name in names if _possible(name, processes)
+        _strategy(name, processes, images) for processes in WORLDS for name in names if _is_possible(name, processes)
     ]
     programs.sort(key=lambda program: not program.name.startswith("auto"))
     return [Case("resnet9", "samples/s", programs)]
 
 
-def _possible(name: str, processes: int) -> bool:
+def _is_possible(name: str, processes: int) -> bool:
     if name in _ONE_GPU_EACH:
         return torch.cuda.device_count() >= processes > 1
     return processes == 1 if name == "auto" else not (name in _EVEN and processes % 2)
@@ -46,35 +46,35 @@ def _strategy(name: str, processes: int, images: Path) -> Program:
 
 
 def _ranks(scratch: Path) -> dict[str, float]:
-    """The mean of the ranks' shares, and the greatest of their memories."""
+    """Return the mean of the ranks' percentages, and the maximum of their memory."""
     ranks = [json.loads(file.read_text()) for file in scratch.glob("rank.*.json")]
-    shares = {name: statistics.mean(rank[name] for rank in ranks) for name in ("communicating", "waiting")}
-    return {"MB": max(rank["MB"] for rank in ranks)} | {f"{name} %": share for name, share in shares.items()}
+    percentages = {name: statistics.mean(rank[name] for rank in ranks) for name in ("communicating", "waiting")}
+    return {"MB": max(rank["MB"] for rank in ranks)} | {f"{name} %": value for name, value in percentages.items()}
 
 
 def pipeline(images: Path, stages: int = 2, microbatches: int = 8) -> list[Case]:
-    """A pipeline of two processes and 4 x 2 micro-batches: by hand, ours, and the ideal of its schedule.
+    """A pipeline of two processes and 4 x 2 micro-batches: hand-written, ours, and the ideal of its schedule.
 
-    The ideal is what a process takes for the same micro-batches while others do so beside it, over the stages, and what
-    the bubble leaves of a step.
+    The ideal takes the time of one process that computes the same micro-batches beside another, divided by the number
+    of stages and by the part of a step outside the bubble.
     """
     peers = ("handwritten_pipeline", "resnet9", images, TIMED, EVERY, "--microbatches", str(microbatches))
     settings = ["strategy=pipeline", f"strategy.microbatches={microbatches}"]
     cases = []
     for name, kind in SCHEDULES.items():
-        share = 1 / stages / (1 - kind.bubble(stages, microbatches))
-        by_hand = peer("hand-written, torchrun", *peers, "--schedule", name, processes=stages)
-        by_us = ours(
+        fraction = 1 / stages / (1 - kind.bubble(stages, microbatches))
+        hand_written = peer("hand-written, torchrun", *peers, "--schedule", name, processes=stages)
+        template = ours(
             "this template", "resnet9", images, TIMED, EVERY, *settings, f"strategy.schedule={name}", devices=stages
         )
         beside = peer("one process beside another", *peers, "--schedule", "none", processes=stages)
-        by_hand.ideal = by_us.ideal = (beside.name, share)
-        cases.append(Case(f"a step of resnet9, {name}", "step ms", [by_hand, by_us, beside]))
+        hand_written.ideal = template.ideal = (beside.name, fraction)
+        cases.append(Case(f"a step of resnet9, {name}", "step ms", [hand_written, template, beside]))
     return cases
 
 
 def allreduce(images: Path) -> list[Case]:
-    """ResNet-18's gradients over 2 and 4 processes: the time, and its share of the ring's bound."""
+    """ResNet-18's gradients over 2 and 4 processes: the time, and the part of the ring's bound."""
     cases = []
     command = ["-m", "scripts.peers.allreduce", "--file", "{scratch}/times.json"]
     for processes in WORLDS[1:]:

@@ -1,4 +1,4 @@
-"""Programs that are compared, and how they are run: in turn, so that a machine's slow minutes are everybody's."""
+"""Programs to compare, run in turn, so that slow minutes of the machine affect all of them."""
 
 import json
 import os
@@ -15,19 +15,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-Readings = dict[str, list[dict[str, float]]]  # of each program, a reading per round: numbers by name
+Readings = dict[str, list[dict[str, float]]]  # by program: a reading per round, numbers by name
 
 
 @dataclass
 class Program:
-    """A command, and what is read when it has ended.
+    """A command, and the readings after its end.
 
     Attributes:
-        command: its arguments; `{scratch}` is an empty folder, in which it may leave the clock.json of
+        command: its arguments; `{scratch}` stands for an empty folder, where the program may write the clock.json of
             `scripts/peers/marks.py`.
-        read: more numbers than those of the clock, from the scratch folder.
-        samples: per step, of all processes together.
-        ideal: the name of another program, and the share of what that takes which this one would, if nothing were lost.
+        read: returns further numbers from the scratch folder.
+        samples: per step, over all processes.
+        ideal: the name of another program, and the fraction of its time that this one would take without any loss.
     """
 
     name: str
@@ -39,14 +39,14 @@ class Program:
 
 @dataclass
 class Case:
-    """Programs that do the same work, the first being the one that the others are compared with by `metric`."""
+    """Programs that do the same work. `metric` compares each of them with the first."""
 
     name: str
     metric: str
     programs: list[Program] = field(default_factory=list)
 
     def keep(self, pattern: str) -> None:
-        """Drop the programs in whose names `pattern` finds nothing, but not the first, nor any that is an ideal."""
+        """Drop programs whose name does not match `pattern`, except the first and those that are an ideal."""
         ideals = {program.ideal[0] for program in self.programs if program.ideal}
         others = [other for other in self.programs[1:] if other.name in ideals or re.search(pattern, other.name)]
         self.programs = [self.programs[0], *others]
@@ -60,8 +60,8 @@ def python(*arguments: object, processes: int = 1) -> list[str]:
     return [*launcher, *map(str, arguments)]
 
 
-def in_turn(case: Case, rounds: int, scratch: Path) -> Readings:
-    """Run each of the case's programs once per round, every second round backwards."""
+def run_in_turn(case: Case, rounds: int, scratch: Path) -> Readings:
+    """Run each of the case's programs once per round, in reverse order in every second round."""
     readings: Readings = {program.name: [] for program in case.programs}
     for number in range(rounds):
         for program in case.programs[:: -1 if number % 2 else 1]:
@@ -70,7 +70,7 @@ def in_turn(case: Case, rounds: int, scratch: Path) -> Readings:
 
 
 def _run(program: Program, scratch: Path) -> dict[str, float]:
-    """Seconds from the command to its first step, milliseconds per step later, and what else it reads.
+    """Return seconds to the end of the first step, milliseconds per later step, and the program's own readings.
 
     Raises:
         SystemExit: if the program fails.
@@ -94,6 +94,6 @@ def _clocked(file: Path, begun: float) -> dict[str, float]:
     if not file.exists():
         return {"seconds": time.time() - begun}
     (_, first), *marks = json.loads(file.read_text())
-    spans = pairwise(marks)  # up to the first log point everything warms up
+    spans = pairwise(marks)  # the steps before the first log point warm up
     steps = [1000 * (end - start) / (last - before) for (before, start), (last, end) in spans]
     return {"first step s": first - begun, "step ms": statistics.median(steps)}

@@ -1,4 +1,4 @@
-"""What was read, for people: a table per case, a CSV file of every reading, a plot per measurement."""
+"""Reports: a table per case, a CSV file of every reading, a plot per measurement."""
 
 import csv
 import os
@@ -16,7 +16,7 @@ from src.utils.files import atomic_write
 
 
 def header() -> str:
-    """The machine and the versions, without which a time says nothing."""
+    """Return the machine and the versions, without which a time is meaningless."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -26,7 +26,7 @@ def header() -> str:
 
 
 def table(case: Case, readings: Readings) -> Table:
-    """A row per program: each number's median and range, and the ratio to the first program, round by round."""
+    """Return a row per program: the median and range of each number, and of the ratio to the first program."""
     names = list(dict.fromkeys(name for rounds in readings.values() for name in rounds[0]))
     rounds = len(next(iter(readings.values())))
     title = f"{case.name}: median of {rounds} (least to greatest)"
@@ -35,27 +35,27 @@ def table(case: Case, readings: Readings) -> Table:
     for program in case.programs:
         values = readings[program.name]
         cells = [_spread([value[name] for value in values]) if name in values[0] else "" for name in names]
-        shares = [_spread(achieved(case, readings, program)) if program.ideal else ""] if ideals else []
-        result.add_row(program.name, *cells, _spread(ratios(case, readings, program.name)), *shares)
+        ideal = [_spread(achieved(case, readings, program)) if program.ideal else ""] if ideals else []
+        result.add_row(program.name, *cells, _spread(ratios(case, readings, program.name)), *ideal)
     return result
 
 
 def achieved(case: Case, readings: Readings, program: Program) -> list[float]:
-    """How much of its ideal the program reached in each round, in per cent."""
+    """Return the percentage of its ideal that the program reached in each round."""
     assert program.ideal is not None
-    other, share = program.ideal
+    other, fraction = program.ideal
     pairs = zip(readings[program.name], readings[other], strict=True)
-    return [100 * share * base[case.metric] / own[case.metric] for own, base in pairs]
+    return [100 * fraction * base[case.metric] / own[case.metric] for own, base in pairs]
 
 
 def ratios(case: Case, readings: Readings, program: str) -> list[float]:
-    """The program's number by that of the case's first program, of each round."""
+    """Return the program's number over that of the case's first program, in each round."""
     first = readings[case.programs[0].name]
     return [own[case.metric] / other[case.metric] for own, other in zip(readings[program], first, strict=True)]
 
 
 def write(found: dict[str, list[tuple[Case, Readings]]], file: Path) -> None:
-    """Every reading of every program, one number per row."""
+    """Write every reading of every program, one number per row."""
     with atomic_write(file) as temporary, temporary.open("w", newline="") as stream:
         rows = csv.writer(stream)
         rows.writerow(["measurement", "case", "program", "round", "name", "value"])
@@ -67,7 +67,7 @@ def write(found: dict[str, list[tuple[Case, Readings]]], file: Path) -> None:
 
 
 def plot(measurement: str, cases: list[tuple[Case, Readings]], file: Path) -> None:
-    """Ratios to each case's first program: bars at the median, lines from the least to the greatest."""
+    """Plot ratios to each case's first program: bars at the median, lines from minimum to maximum."""
     chart = pygal.HorizontalBar(title=f"{measurement}, as ratios\n{header()}", show_legend=False, print_values=True)
     labels, bars = [], []
     for case, readings in reversed(cases):

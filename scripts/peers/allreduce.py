@@ -1,8 +1,8 @@
-"""The time of an all-reduce, and what the link between two of its ranks carries, for `scripts.bench`.
+"""The time of an all-reduce and the bandwidth between two of its ranks, for `scripts.bench`.
 
-`torchrun --nproc-per-node=N -m scripts.peers.allreduce --file times.json`. Rank zero sends as much to rank one and back
-again, by which the bandwidth is known; a ring that used all links at once and both ways would take 2(N-1)/N times the
-bytes over it (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+`torchrun --nproc-per-node=N -m scripts.peers.allreduce --file times.json`. Rank zero sends the same number of bytes to
+rank one and back, which gives the bandwidth. A ring that uses all links at once in both directions takes 2(N-1)/N times
+the bytes over it (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
 """
 
 import argparse
@@ -23,27 +23,27 @@ from src.utils.process_group import close_process_group
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", type=Path, required=True, help="for what rank zero has read")
-    parser.add_argument("--net", choices=NETS, default="resnet18", help="whose gradients are sent")
-    parser.add_argument("--bucket-mb", type=float, help="in pieces of that size, all under way at once")
+    parser.add_argument("--file", type=Path, required=True, help="output file of rank zero")
+    parser.add_argument("--net", choices=NETS, default="resnet18", help="network whose gradients are reduced")
+    parser.add_argument("--bucket-mb", type=float, help="reduce in pieces of this size, all in flight at once")
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
     rank, world, device = join()
     count = sum(weight.numel() for weight in NETS[options.net]().parameters())
     gradients = torch.zeros(count, device=device)
     pieces = gradients.split(int(options.bucket_mb * 2**20 / 4) if options.bucket_mb else count)
-    v_shape = _seconds(lambda: _swap(gradients, rank), options.repeats, device)
+    round_trip = _seconds(lambda: _swap(gradients, rank), options.repeats, device)
     reduced = _seconds(lambda: _reduce(pieces), options.repeats, device)
-    bandwidth = 2 * gradients.nbytes / v_shape
+    bandwidth = 2 * gradients.nbytes / round_trip
     bound = 2 * (world - 1) / world * gradients.nbytes / bandwidth
     if rank == 0:
-        found = {"all-reduce ms": 1000 * reduced, "bound ms": 1000 * bound, "share of bound %": 100 * bound / reduced}
-        options.file.write_text(json.dumps({"link GB/s": bandwidth / 1e9} | found))
+        times = {"all-reduce ms": 1000 * reduced, "bound ms": 1000 * bound, "% of bound": 100 * bound / reduced}
+        options.file.write_text(json.dumps({"link GB/s": bandwidth / 1e9} | times))
     close_process_group()
 
 
 def _seconds(work: Callable[[], None], repeats: int, device: torch.device) -> float:
-    """The median over `repeats`, of this rank, each begun by all ranks at once; the first two warm up."""
+    """Return this rank's median over `repeats`, each started after a barrier; two more before them warm up."""
     times = []
     for _ in range(repeats + 2):
         dist.barrier()
@@ -56,10 +56,10 @@ def _seconds(work: Callable[[], None], repeats: int, device: torch.device) -> fl
 
 
 def _swap(values: Tensor, rank: int) -> None:
-    for source, goal in ((0, 1), (1, 0)):
+    for source, target in ((0, 1), (1, 0)):
         if rank == source:
-            dist.send(values, goal)
-        elif rank == goal:
+            dist.send(values, target)
+        elif rank == target:
             dist.recv(values, source)
 
 

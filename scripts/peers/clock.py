@@ -1,4 +1,4 @@
-"""`scripts/peers/marks.py` as a callback of Lightning's, which the hand-written programs should not import."""
+"""`scripts/peers/marks.py` as a Lightning callback, in its own file: the hand-written programs import no Lightning."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from scripts.peers.marks import Marks
 
 
 class Clock(L.Callback):
-    """Writes down when steps end."""
+    """Write the times at which steps end."""
 
     def __init__(self, file: str, every: int) -> None:
         self._marks = Marks(Path(file), every)

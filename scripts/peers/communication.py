@@ -1,4 +1,4 @@
-"""What a rank holds and how long it communicates: written by ranks of `train.py` that `scripts.bench` starts."""
+"""A rank's memory and its time in communication, written by ranks of `train.py` that `scripts.bench` starts."""
 
 import ctypes
 import gc
@@ -18,12 +18,12 @@ Spans = list[tuple[float, float]]
 
 
 class Communication(L.Callback):
-    """Profiles steps `first + 1` to `last`, which come after those that are timed, and writes FILE.RANK.json.
+    """Profile steps `first + 1` to `last`, which follow the timed ones, and write FILE.RANK.json.
 
-    `communicating` is the share of their wall-clock time in which some collective, send or receive was under way, each
-    moment counted once, and `waiting` that in which meanwhile the rank computed nothing. `MB` is the most memory in the
-    steps before: on a GPU what torch had allocated; on a CPU the resident set, less what it was with the data loaded
-    and Lightning imported, the network not counted.
+    `communicating` is the percentage of their wall-clock time in which a collective, send or receive was in progress;
+    overlaps count once. `waiting` is the part of it in which the rank computed nothing. `MB` is the peak memory of the
+    steps before: on a GPU torch's allocations; on a CPU the resident set, less its size with the data loaded and
+    Lightning imported, the network not counted.
     """
 
     def __init__(self, file: str, first: int, last: int) -> None:
@@ -54,12 +54,13 @@ class Communication(L.Callback):
         if trainer.global_step == self.last and self._profiler is not None:
             self._window.__exit__(None, None, None)
             self._profiler.stop()
-            shares, self._profiler = shares_of(self._profiler.events()), None
-            Path(f"{self.file}.{trainer.global_rank}.json").write_text(json.dumps({"MB": self._peak / 2**20} | shares))
+            percentages, self._profiler = busy_percentages(self._profiler.events()), None
+            found = {"MB": self._peak / 2**20} | percentages
+            Path(f"{self.file}.{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
-def shares_of(events: Any) -> dict[str, float]:
-    """The shares, in per cent, of the window among the profiler's events."""
+def busy_percentages(events: Any) -> dict[str, float]:
+    """Return the percentages of the profiled window in which the rank communicated, and waited for it."""
     window = next(event.time_range for event in events if event.name == _WINDOW)
     on_device = any(event.device_type != torch.autograd.DeviceType.CPU for event in events)
     sending, computing = [], []
@@ -75,12 +76,12 @@ def shares_of(events: Any) -> dict[str, float]:
 
 
 def _is_work(event: Any) -> bool:
-    """Whether a span on a CPU is an operator and not what encloses some, and their waits."""
+    """Whether a span on a CPU is an operator, and not one that encloses others and their waits."""
     return event.name.startswith("aten::") and not event.cpu_children
 
 
 def _length(spans: Spans) -> float:
-    """Of their union."""
+    """Return the length of the union of the spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -89,7 +90,7 @@ def _length(spans: Spans) -> float:
 
 
 def resident(field: str) -> float:
-    """Bytes: the resident set now, `VmRSS`, without what is free; or the most that it was, `VmHWM`."""
+    """Return bytes: the resident set now without freed memory (`VmRSS`), or its peak (`VmHWM`)."""
     if field == "VmRSS":
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,6 +1,6 @@
-"""Loader and augmentation alone, for `scripts.bench`: batch after batch, ready for the network, and no network.
+"""Loader and augmentation without a network, for `scripts.bench`.
 
-`--path ours` is this template's DataModule, `--path pil` what tutorials do (`pil_pipeline.py`).
+`--path ours` is this template's DataModule, `--path pil` the data path of tutorials (`pil_pipeline.py`).
 """
 
 from collections.abc import Iterator
@@ -12,16 +12,17 @@ from omegaconf import OmegaConf
 
 from scripts.peers.handwritten import arguments
 from scripts.peers.marks import Marks
+from scripts.peers.pil_pipeline import loader
+from src.run.experiment import assemble
+from src.sweeps.resolvers import register_resolvers
 from src.utils.malloc import tune_malloc
 
 
 def ours(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
-    """What Lightning would hand to `training_step`."""
-    from src.run.experiment import assemble
-
+    """Yield the batches that Lightning passes to `training_step`."""
     with hydra.initialize_config_dir(str(Path(__file__).parents[2] / "conf"), version_base="1.3"):
-        told = [f"data.root={folder}", f"data.batch_size={batch}", f"run_dir={scratch}", "logger=none", "model=mlp"]
-        cfg = hydra.compose("train", [*told, "trainer.devices=1", "trainer.enable_progress_bar=false"])
+        settings = [f"data.root={folder}", f"data.batch_size={batch}", f"run_dir={scratch}", "logger=none", "model=mlp"]
+        cfg = hydra.compose("train", [*settings, "trainer.devices=1", "trainer.enable_progress_bar=false"])
     OmegaConf.resolve(cfg)
     trainer, module, data = assemble(cfg)
     data.trainer, trainer.training = trainer, True
@@ -33,9 +34,7 @@ def ours(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
 
 
 def pil(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
-    """Image by image."""
-    from scripts.peers.pil_pipeline import loader
-
+    """Yield batches that are loaded image by image."""
     yield from loader(folder, batch)
 
 
@@ -43,8 +42,6 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--path", choices=["ours", "pil"], default="ours")
     options = parser.parse_args()
-    from src.sweeps.resolvers import register_resolvers
-
     register_resolvers()
     tune_malloc()
     marks = Marks(options.clock, options.log_every)

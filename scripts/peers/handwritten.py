@@ -1,8 +1,8 @@
-"""The loop that one would write by hand, for `scripts.bench`: no Lightning, no Hydra, the same work per step.
+"""A hand-written training loop for `scripts.bench`: no Lightning, no Hydra, the same work per step.
 
-Same network, images, order, augmentation, optimizer, schedule and log points as `train.py`, in float32; on several
-processes `torchrun --nproc-per-node=N -m scripts.peers.handwritten ...` makes it DistributedDataParallel. Between log
-points nothing waits for the device.
+It has the network, images, order, augmentation, optimizer, schedule and log points of `train.py`, in float32. On
+several processes (`torchrun --nproc-per-node=N -m scripts.peers.handwritten ...`) it uses DistributedDataParallel.
+There is no host-device synchronization between log points.
 """
 
 import argparse
@@ -32,30 +32,30 @@ MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """What each of the programs is told."""
+    """Return a parser of the options that all programs have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--net", choices=NETS, default="resnet9")
-    parser.add_argument("--data", type=Path, required=True, help="the folder with CIFAR-10")
+    parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10")
     parser.add_argument("--clock", type=Path, required=True, help="file for the times of steps")
-    parser.add_argument("--batch", type=int, default=128, help="of all processes together")
+    parser.add_argument("--batch", type=int, default=128, help="samples per step over all processes")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--log-every", type=int, default=50)
     return parser
 
 
 def join() -> tuple[int, int, torch.device]:
-    """Meet the other processes, if torchrun has started some: rank, world size, and the device of this one."""
+    """Join the process group if torchrun started several; return rank, world size and this rank's device."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cuda = torch.cuda.is_available()
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo")
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))  # where torchrun gives each one only
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))  # torchrun sets one
     return rank, world, torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
 
 
 def begin(options: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor, nn.Module]:
-    """The training set's images and labels, and the network, on the device."""
-    tune_malloc()  # as the template does: it is the loops that are compared
+    """Return the training set's images and labels, and the network, on the device."""
+    tune_malloc()  # as in the template: the benchmark compares the loops
     torch.manual_seed(0)
     images, labels = (tensor.to(device) for tensor in CIFAR10([]).load(options.data, "train"))
     net = NETS[options.net]().to(device, memory_format=layout_of(options))  # type: ignore[call-overload]
@@ -63,7 +63,7 @@ def begin(options: argparse.Namespace, device: torch.device) -> tuple[Tensor, Te
 
 
 def batches_of_epoch(images: int, batch: int, epoch: int) -> Tensor:
-    """The indices of a batch in each row."""
+    """Return the indices of an epoch, a batch per row."""
     order = permutation(images, 0, epoch)
     return order[: images // batch * batch].view(-1, batch)
 
@@ -73,7 +73,7 @@ def layout_of(options: argparse.Namespace) -> torch.memory_format:
 
 
 def optimizer_of(weights: list[Tensor], steps: int) -> tuple[SGD, LambdaLR]:
-    """SGD that lets vectors decay no more than `train.py` does, and the learning rates of its default schedule."""
+    """Return SGD without weight decay for vectors, and the default schedule, both as in `train.py`."""
     groups: list[dict[str, Any]] = [
         {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": 5e-4},
         {"params": [weight for weight in weights if weight.ndim <= 1]},

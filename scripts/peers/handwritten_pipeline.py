@@ -1,9 +1,9 @@
-"""A pipeline as one would write it with torch.distributed.pipelining, for `scripts.bench`: no Lightning, no Hydra.
+"""A hand-written pipeline on torch.distributed.pipelining, for `scripts.bench`: no Lightning, no Hydra.
 
-`torchrun --nproc-per-node=N -m scripts.peers.handwritten_pipeline ...` cuts the network where `train.py` does, into
-the same micro-batches, with images, optimizer, learning rates and log points of `handwritten.py`. The rank of the
-first stage alone makes images, that of the last alone has the loss. With `--schedule none` nothing is cut or sent:
-each process trains the whole network on the same micro-batches, from which a pipeline's ideal is reckoned.
+`torchrun --nproc-per-node=N -m scripts.peers.handwritten_pipeline ...` splits the network and the batch as `train.py`
+does, with images, optimizer, learning rates and log points of `handwritten.py`. Only the first stage's rank prepares
+images, and only the last stage's rank computes the loss. With `--schedule none` each process trains the complete
+network on the same micro-batches; a pipeline's ideal is computed from its time.
 """
 
 import csv
@@ -23,8 +23,8 @@ from src.strategies.pipeline.stage import Stage
 from src.utils.process_group import close_process_group
 
 
-class Alone:
-    """In the place of a schedule: the micro-batches one after another through the whole network."""
+class UnsplitSchedule:
+    """A stand-in for a schedule: all micro-batches in turn through the complete network."""
 
     def __init__(self, net: nn.Module, microbatches: int, loss: Any) -> None:
         self.net, self.microbatches, self.loss = net, microbatches, loss
@@ -38,9 +38,9 @@ class Alone:
 def pipeline(
     net: nn.Module, name: str, microbatches: int, batch: int, rank: int, world: int, device: torch.device, loss: Any
 ) -> tuple[Any, list[nn.Module], list[int]]:
-    """The schedule, this rank's stages, and the rank of each stage."""
-    kind, images = SCHEDULES[name], torch.zeros(batch // microbatches, 3, 32, 32, device=device)
-    stage_to_rank = kind.stage_to_rank(world)
+    """Return the schedule, this rank's stages, and the rank of each stage."""
+    spec, images = SCHEDULES[name], torch.zeros(batch // microbatches, 3, 32, 32, device=device)
+    stage_to_rank = spec.stage_to_rank(world)
     parts = cut(ordered_blocks(net, images), len(stage_to_rank), "auto")
     own = [number for number, owner in enumerate(stage_to_rank) if owner == rank]
     modules = [Stage(parts[number], parts[number - 1][-1] if number else None) for number in own]
@@ -49,8 +49,8 @@ def pipeline(
         PipelineStage(module, number, len(stage_to_rank), device, (shapes[number],), (shapes[number + 1],))
         for number, module in zip(own, modules, strict=True)
     ]
-    given: Any = stages[0] if kind.stages_per_rank == 1 else stages
-    return kind.schedule(given, microbatches, loss_fn=loss, scale_grads=False), list(modules), stage_to_rank
+    given: Any = stages[0] if spec.stages_per_rank == 1 else stages
+    return spec.schedule(given, microbatches, loss_fn=loss, scale_grads=False), list(modules), stage_to_rank
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
     def loss_of(output: Tensor, label: Tensor) -> Tensor:
         return F.cross_entropy(output, label, reduction="sum") / options.batch
 
-    schedule: Any = Alone(net, options.microbatches, loss_of)
+    schedule: Any = UnsplitSchedule(net, options.microbatches, loss_of)
     modules, stage_to_rank = [net], [rank]
     if options.schedule != "none":
         schedule, modules, stage_to_rank = pipeline(
@@ -81,20 +81,20 @@ def main() -> None:
             batches = batches_of_epoch(len(labels), options.batch, epoch).to(device)
             batches = batches.unflatten(1, (-1, options.microbatches)).transpose(1, 2).flatten(1)
         given: tuple[Tensor, ...] = ()
-        goal: dict[str, Any] = {}
+        last_stage: dict[str, Any] = {}
         if first:
             index = batches[number]
             crops = crop_and_flip(images.index_select(0, index), sample_keys(0, epoch, index), 4, True)
             given = (normalize(crops, MEAN, STD, torch.float32),)
         if last:
-            goal = {"target": labels[batches[number]], "losses": []}
+            last_stage = {"target": labels[batches[number]], "losses": []}
         optimizer.zero_grad()
-        schedule.step(*given, **goal)
+        schedule.step(*given, **last_stage)
         optimizer.step()
         factors.step()
         step += 1
         if step % options.log_every == 0 and last:
-            rows.writerow([step, float(torch.stack(goal["losses"]).detach().sum())])
+            rows.writerow([step, float(torch.stack(last_stage["losses"]).detach().sum())])
         if rank == 0:
             marks.step(step)
     close_process_group()

@@ -1,9 +1,8 @@
-"""Plain Lightning, for `scripts.bench`: `--habits barebones`, or the usual ones, which cost what they cost.
+"""Plain Lightning for `scripts.bench`: `--habits barebones`, or habits of tutorials whose cost is measured.
 
-Barebones is `Trainer(barebones=True)`, nothing logged, with the data path, optimizer and schedule of `handwritten.py`.
-The usual habits are those of many a tutorial: images one by one through PIL, torchmetrics as they come, loss and
-accuracy of every step logged to the progress bar, a CSV file and a checkpoint per epoch. Each can be had alone, to see
-what it costs.
+Barebones is `Trainer(barebones=True)` without logging, with the data path, optimizer and schedule of `handwritten.py`.
+The habits are images one by one through PIL, torchmetrics with their defaults, and loss and accuracy of every step in
+the progress bar, with a CSV file and a checkpoint per epoch. Each can be chosen alone.
 """
 
 import tempfile
@@ -23,6 +22,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from scripts.peers.clock import Clock
 from scripts.peers.handwritten import MEAN, STD, arguments, batches_of_epoch, layout_of, optimizer_of
 from scripts.peers.nets import NETS
+from scripts.peers.pil_pipeline import loader
 from src.data.augment.pixels import crop_and_flip, normalize, sample_keys
 from src.data.sources.cifar import CIFAR10
 from src.utils.malloc import tune_malloc
@@ -31,7 +31,7 @@ HABITS = ("bar", "metrics", "images")
 
 
 class Batches:
-    """The data path of the hand-written loop, without a DataLoader, which would take 14 us a batch."""
+    """The data path of the hand-written loop, without a DataLoader, which takes 14 us per batch."""
 
     def __init__(self, folder: Path, batch: int, layout: torch.memory_format) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,7 +47,7 @@ class Batches:
 
 
 class Classifier(L.LightningModule):
-    """What the quick start of Lightning's documentation makes of a classifier."""
+    """A classifier as in the quick start of Lightning's documentation."""
 
     def __init__(self, net: torch.nn.Module, habits: list[str], steps: int) -> None:
         super().__init__()
@@ -77,19 +77,17 @@ def main() -> None:
     layout = layout_of(options)
     habits = [] if options.habits == "barebones" else options.habits.split(",")
     warnings.simplefilter("ignore")
-    tune_malloc()  # as the template does: it is the loops that are compared
+    tune_malloc()  # as in the template: the benchmark compares the loops
     torch.manual_seed(0)
     if "images" in habits:
-        from scripts.peers.pil_pipeline import loader
-
         data: Any = loader(options.data, options.batch)
     else:
         data = Batches(options.data, options.batch, layout)
     folder = tempfile.mkdtemp()
-    shown: dict[str, Any] = {"barebones": True}
+    settings: dict[str, Any] = {"barebones": True}
     if habits:
-        shown = {"logger": CSVLogger(folder), "default_root_dir": folder, "log_every_n_steps": options.log_every}
-    trainer = L.Trainer(devices=1, max_steps=options.steps, max_epochs=-1, **shown)
+        settings = {"logger": CSVLogger(folder), "default_root_dir": folder, "log_every_n_steps": options.log_every}
+    trainer = L.Trainer(devices=1, max_steps=options.steps, max_epochs=-1, **settings)
     trainer.callbacks.append(Clock(str(options.clock), options.log_every))
     net = NETS[options.net]().to(memory_format=layout)  # type: ignore[call-overload]
     trainer.fit(Classifier(net, habits, options.steps), data)

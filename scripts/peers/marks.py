@@ -1,4 +1,4 @@
-"""When steps end, in wall-clock time: written by every program that `scripts.bench` compares."""
+"""Wall-clock times at which steps end, written by every program that `scripts.bench` compares."""
 
 import json
 import time
@@ -8,14 +8,14 @@ import torch
 
 
 class Marks:
-    """Number and time (`time.time()`) of the first step and of every `every`-th, written at each of them."""
+    """Writes number and time (`time.time()`, seconds) of the first step and of every `every`-th step."""
 
     def __init__(self, file: Path, every: int) -> None:
         self.file, self.every = file, every
         self.marks: list[tuple[int, float]] = []
 
     def step(self, number: int) -> None:
-        """Step `number` (the first is 1) has ended."""
+        """Record the end of step `number`; the first is 1."""
         if number == 1 or number % self.every == 0:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The networks that are benchmarked, by name, as the hand-written programs build them and as `train.py` is told to."""
+"""Networks of the benchmark by name: how hand-written programs build them, and the overrides for `train.py`."""
 
 from functools import partial
 
@@ -22,5 +22,5 @@ OVERRIDES = {
     "resnet9": ["model=resnet9"],
     "resnet18": ["model=resnet18"],
 }
-BATCH = {"resnet9w4b32": 32}  # where it is not 128
-LAYOUT = {"tiny": torch.contiguous_format}  # where it is not channels last, for convolutions
+BATCH = {"resnet9w4b32": 32}  # others: 128
+LAYOUT = {"tiny": torch.contiguous_format}  # others: channels last, for convolutions
