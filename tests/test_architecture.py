@@ -44,20 +44,20 @@ def _imports(file: Path) -> set[str]:
     return {name for name in names if name.startswith("src.")}
 
 
-def test_every_folder_has_its_floor() -> None:
+def test_every_folder_has_a_layer() -> None:
     assert sorted(FLOORS) == sorted(
         folder.name for folder in (ROOT / "src").iterdir() if (folder / "__init__.py").exists()
     )
 
 
 @pytest.mark.parametrize("file", [file for file in SOURCES if file.parent.name != "src"], ids=_module)
-def test_imports_only_from_floors_below(file: Path) -> None:
+def test_imports_only_from_layers_below(file: Path) -> None:
     floor = FLOORS.index(_module(file).split(".")[1])
     above = {name for name in _imports(file) if FLOORS.index(name.split(".")[1]) < floor}
     assert not above
 
 
-def test_imports_form_no_circle() -> None:
+def test_imports_form_no_cycle() -> None:
     graph = {_module(file): _imports(file) for file in SOURCES}
     try:
         tuple(TopologicalSorter(graph).static_order())
@@ -66,7 +66,7 @@ def test_imports_form_no_circle() -> None:
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_knows_no_strategy_outside_its_room(file: Path) -> None:
+def test_only_strategies_know_strategies(file: Path) -> None:
     if "strategies" not in file.parts:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.If | ast.IfExp):

@@ -51,7 +51,7 @@ def losses(file: Path) -> list[float]:
     return [float(loss) for _, loss in csv.reader(file.read_text().splitlines())]
 
 
-def test_ddp_by_hand_does_the_same(pool: Pool, cifar: Path, folder: Path) -> None:
+def test_hand_written_ddp_has_the_same_losses(pool: Pool, cifar: Path, folder: Path) -> None:
     clock = folder.parent / "clock.json"
     pool.run(2, by_hand, "handwritten", clock, "--data", cifar)
     ours = pool.run(2, fit, compose(folder, f"data.root={cifar}", *SAME, "trainer.sync_batchnorm=false"))
@@ -64,7 +64,7 @@ def test_ddp_by_hand_does_the_same(pool: Pool, cifar: Path, folder: Path) -> Non
 @pytest.mark.parametrize(
     "schedule", [pytest.param(name, marks=[] if name == "1f1b" else pytest.mark.slow) for name in SCHEDULES]
 )
-def test_a_pipeline_by_hand_does_the_same(schedule: str, pool: Pool, cifar: Path, folder: Path) -> None:
+def test_hand_written_pipeline_has_the_same_losses(schedule: str, pool: Pool, cifar: Path, folder: Path) -> None:
     clock = folder.parent / "clock.json"
     cut = ["--schedule", schedule, "--microbatches", 4]
     pool.run(2, by_hand, "handwritten_pipeline", clock, "--data", cifar, *cut)
@@ -76,7 +76,7 @@ def test_a_pipeline_by_hand_does_the_same(schedule: str, pool: Pool, cifar: Path
     assert ours[0].losses == pytest.approx(expected, rel=1e-4)
 
 
-def test_one_process_does_what_the_pipeline_does(pool: Pool, cifar: Path, tmp_path: Path) -> None:
+def test_unsplit_schedule_has_the_losses_of_the_pipeline(pool: Pool, cifar: Path, tmp_path: Path) -> None:
     for ranks, schedule in ((1, "none"), (2, "gpipe")):
         cut = ["--data", cifar, "--schedule", schedule, "--microbatches", 4]
         pool.run(ranks, by_hand, "handwritten_pipeline", tmp_path / f"{schedule}.json", *cut)
@@ -96,7 +96,7 @@ def test_reads_memory_and_communication(pool: Pool, cifar: Path, folder: Path) -
         assert found["MB"] > 0
 
 
-def test_the_resident_set_is_what_was_touched() -> None:
+def test_resident_set_counts_touched_memory() -> None:
     before = resident("VmRSS")
     held = torch.ones(2**26, dtype=torch.uint8)
     assert resident("VmRSS") - before == pytest.approx(held.nbytes, rel=0.05)
@@ -107,7 +107,7 @@ def reduce_all(file: Path) -> None:
     importlib.import_module("scripts.peers.allreduce").main()
 
 
-def test_reads_an_all_reduce(pool: Pool, tmp_path: Path) -> None:
+def test_reads_all_reduce_times(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, reduce_all, tmp_path / "times.json")
     found = json.loads((tmp_path / "times.json").read_text())
     bytes_sent = 4 * (3072 * 16 + 16 + 16 * 10 + 10)
@@ -144,7 +144,7 @@ def test_compares_within_rounds(tmp_path: Path) -> None:
     assert (tmp_path / "overhead.svg").read_text().lstrip().startswith("<?xml")
 
 
-def test_programs_run_in_turn_and_failures_are_told(tmp_path: Path) -> None:
+def test_programs_run_in_turn_and_report_failures(tmp_path: Path) -> None:
     order = tmp_path / "order"
     programs = [
         Program(name, [sys.executable, "-c", f"open({str(order)!r}, 'a').write({name!r})"]) for name in ("a", "b")
@@ -157,12 +157,12 @@ def test_programs_run_in_turn_and_failures_are_told(tmp_path: Path) -> None:
         run_in_turn(Case("", "seconds", [failing]), 1, tmp_path / "scratch")
 
 
-def test_no_such_measurement() -> None:
+def test_refuses_unknown_measurements() -> None:
     _, err = run_here("speed", program="scripts.bench", code=2)
     assert "no such measurement: speed; there are overhead, ddp" in err
 
 
-def test_of_a_case_some_programs_are_kept() -> None:
+def test_case_keeps_selected_programs() -> None:
     case = Case("a case", "step ms", [Program(name, []) for name in ("by hand", "ours", "beside", "a habit")])
     case.programs[1].ideal = ("beside", 0.5)
     case.keep("ours|nothing")

@@ -46,9 +46,7 @@ def train(*callbacks: L.Callback, module: L.LightningModule | None = None, steps
 @pytest.mark.parametrize(
     ("function", "parameters", "user"), SIGNATURES, ids=[function.__qualname__ for function, *_ in SIGNATURES]
 )
-def test_private_functions_take_what_we_give_them(
-    function: Callable[..., Any], parameters: list[str], user: str
-) -> None:
+def test_private_functions_accept_our_arguments(function: Callable[..., Any], parameters: list[str], user: str) -> None:
     assert list(inspect.signature(function).parameters) == parameters, user
 
 
@@ -136,7 +134,7 @@ class SetUp(SingleDeviceStrategy):
         super().setup_optimizers(trainer)
 
 
-def test_lightning_lets_a_strategy_take_the_model_apart() -> None:
+def test_lightning_lets_a_strategy_split_the_model() -> None:
     """ShardedStateStrategy calls Strategy.setup, which calls `_setup_model` before it makes the optimizers."""
     strategy = SetUp()
     train(strategy=strategy)
@@ -144,21 +142,21 @@ def test_lightning_lets_a_strategy_take_the_model_apart() -> None:
     assert order == sorted(order)
 
 
-def test_autocast_keeps_no_cast_weights() -> None:
+def test_autocast_caches_no_weights() -> None:
     """Micro-batches of a schedule have a graph each; a cached cast would be in the first one's alone."""
     assert torch.is_autocast_cache_enabled()
     with MixedPrecision("bf16-mixed", "cpu").autocast_context_manager():
         assert not torch.is_autocast_cache_enabled()
 
 
-def test_a_stage_whose_shapes_are_told_finds_none_out() -> None:
+def test_stage_with_given_shapes_infers_none() -> None:
     """Finding them out would run batch normalization once more (src/strategies/pipeline/pipeline.py)."""
     shapes = torch.empty(2, 3, device="meta")
     meta = _StageMeta(inputs=extract_tensor_metas((shapes,)), outputs=extract_tensor_metas((shapes,)))
     assert not InferenceMode.needs_dynamic(meta, stage_has_backward=True)
 
 
-def test_lightning_takes_the_signals_unless_it_is_stopped() -> None:
+def test_lightning_installs_signal_handlers_unless_disabled() -> None:
     """If it no longer does, src/run/trainer_patches.py need not keep it from that. Its handler runs a collective."""
     handlers = []
 
@@ -171,13 +169,13 @@ def test_lightning_takes_the_signals_unless_it_is_stopped() -> None:
     assert handlers != [before]
 
 
-def test_torch_writes_check_sums() -> None:
+def test_torch_writes_checksums() -> None:
     """src/checkpoint/io.py tells a corrupt checkpoint by them."""
     assert torch.serialization.get_crc32_options()
 
 
 @pytest.mark.parametrize("listed", ["SIGINT", "SIGINT,SIGTERM"])
-def test_elastic_leaves_the_signals_that_are_not_listed(listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_handles_only_listed_signals(listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """src/launch/workers.py keeps SIGTERM from it."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", listed)
@@ -190,7 +188,7 @@ def test_elastic_leaves_the_signals_that_are_not_listed(listed: str, monkeypatch
             signal.signal(number, handler)
 
 
-def test_lightning_still_does_at_every_step_what_we_take_out() -> None:
+def test_lightning_still_has_the_work_that_we_patch_out() -> None:
     """If it no longer does, src/run/trainer_patches.py can be shorter."""
     with (
         patch.object(ModelCheckpoint, "on_train_batch_end", autospec=True) as look,
@@ -202,7 +200,7 @@ def test_lightning_still_does_at_every_step_what_we_take_out() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_torch_still_notes_a_stack_trace_to_seed_a_device_that_is_not_in_use() -> None:
+def test_torch_still_records_a_stack_trace_to_seed_an_unused_device() -> None:
     """If it no longer does, src/callbacks/seed.py can call torch.manual_seed."""
     torch.cuda.manual_seed_all(0)
     _, trace = torch.cuda._lazy_seed_tracker.manual_seed_all_cb

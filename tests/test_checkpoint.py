@@ -22,14 +22,14 @@ def trained(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoints" / "last.ckpt"
 
 
-def test_starts_from_the_weights_alone(trained: Path, small: list[str], folder: Path) -> None:
+def test_starts_from_weights_only(trained: Path, small: list[str], folder: Path) -> None:
     record = fit(compose(folder, *small, *MLP, f"init_from={trained}", "trainer.max_epochs=2"))
     saved = torch.load(trained)["state_dict"]
     assert all(torch.equal(record.initial[name], tensor) for name, tensor in saved.items())
     assert len(record.indices) == 2 * 11
 
 
-def test_another_number_of_classes_gets_a_new_head_and_is_said(
+def test_another_number_of_classes_gets_a_new_head_and_a_message(
     trained: Path, small: list[str], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "src"):
@@ -43,19 +43,19 @@ def test_another_number_of_classes_gets_a_new_head_and_is_said(
 @pytest.mark.parametrize(
     "model", [["model=mlp", "model.hidden=[32]"], ["model=mlp", "model.hidden=[16,16]"], ["model=resnet9"]]
 )
-def test_another_network_is_refused(model: list[str], trained: Path, small: list[str], folder: Path) -> None:
+def test_refuses_another_network(model: list[str], trained: Path, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=r"init_from=.* another network than this run's `model`"):
         assemble(compose(folder, *small, *model, f"init_from={trained}"))
 
 
-def test_inner_layers_of_another_width_are_no_head(small: list[str], folder: Path) -> None:
+def test_refuses_inner_layers_of_another_width(small: list[str], folder: Path) -> None:
     fit(compose(folder, *small, *GAN, "trainer.max_epochs=1"))
     with pytest.raises(UserError, match=r"another network .* generator.start.1.weight"):
         assemble(compose(folder, *small, *GAN, "module.latent=5", f"init_from={folder}/checkpoints/last.ckpt"))
 
 
 @pytest.mark.parametrize("target", ["torch.hub.load", "pathlib.Path.touch", "src.models.vit.torch.load"])
-def test_a_checkpoint_runs_no_code_but_models(target: str, trained: Path, tmp_path: Path) -> None:
+def test_checkpoint_builds_nothing_but_models(target: str, trained: Path, tmp_path: Path) -> None:
     checkpoint = torch.load(trained)
     checkpoint["config"] = f"module: {{net: {{_target_: {target}, self: {tmp_path}/made}}}}"
     torch.save(checkpoint, tmp_path / "poisoned.ckpt")
@@ -67,7 +67,7 @@ def test_a_checkpoint_runs_no_code_but_models(target: str, trained: Path, tmp_pa
     assert not (tmp_path / "made").exists()
 
 
-def test_a_run_that_goes_on_does_not_start_afresh(trained: Path, small: list[str], folder: Path) -> None:
+def test_resumed_run_ignores_init_from(trained: Path, small: list[str], folder: Path) -> None:
     task = [*small, *MLP, f"init_from={trained}"]
     first = fit(compose(folder, *task, "trainer.max_epochs=1"))
     second = fit(compose(folder, *task, f"ckpt_path={folder}/checkpoints/last.ckpt", "trainer.max_epochs=2"))

@@ -127,7 +127,7 @@ def test_other_choices_train(
     check_trains([*data_words(set(choices), small, cifar), *words(*choices)], small, pool, folder)
 
 
-def test_every_choice_is_trained_with() -> None:
+def test_every_choice_is_trained() -> None:
     assert set(ALL) <= set().union(*CHOSEN_BY.values(), *shared_rows())
 
 

@@ -21,7 +21,7 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc is told to keep memory")
-def test_memory_is_kept() -> None:
+def test_freed_blocks_are_reused() -> None:
     def faults(how: str) -> tuple[str, int]:
         output = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True).stdout
         return output.split()[0], int(output.split()[1])

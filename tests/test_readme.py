@@ -102,7 +102,7 @@ def test_trains(overrides: list[str], pool: Pool, folder: Path) -> None:
         assert "test/acc" in metrics or (folder / "predictions.csv").read_text().count("\n") == 3
 
 
-def test_a_checkpoint_loads_without_the_training_code(small: list[str], folder: Path) -> None:
+def test_checkpoint_loads_without_the_training_code(small: list[str], folder: Path) -> None:
     """As docs/runs.md says, in a process that has neither Lightning nor Hydra."""
     record = fit(compose(folder, *small, *TINY, "data.batch_size=16", "trainer.max_epochs=1"))
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "runs.md").read_text(), re.DOTALL)
@@ -114,7 +114,7 @@ def test_a_checkpoint_loads_without_the_training_code(small: list[str], folder: 
     assert all(torch.equal(record.final[f"net.{name}"], tensor) for name, tensor in loaded.items())
 
 
-def test_the_table_of_recipes_is_right() -> None:
+def test_recipe_table_has_the_right_sizes() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", (ROOT / "docs" / "training.md").read_text(), re.MULTILINE)
     recipes = {file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml")} - {"quickstart", "parity", "gan"}
     assert {name for name, _ in rows} == recipes
@@ -125,7 +125,7 @@ def test_the_table_of_recipes_is_right() -> None:
 
 
 @pytest.mark.slow
-def test_the_strategy_of_the_guide_joins_the_parity_table(tmp_path: Path) -> None:
+def test_documented_strategy_joins_the_parity_table(tmp_path: Path) -> None:
     """One file and one YAML, as docs/strategies.md has them, in a copy of the project."""
     guide = (ROOT / "docs" / "strategies.md").read_text()
     for folder in ("src", "conf", "tests"):

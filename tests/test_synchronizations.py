@@ -41,12 +41,12 @@ def watched(cfg: DictConfig, *extra: L.Callback) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [[], TRICKS, ["data.device_resident=false"]], ids=["default", "tricks", "loader"])
-def test_nothing_waits(options: list[str], small: list[str], folder: Path) -> None:
+def test_no_synchronization_between_log_points(options: list[str], small: list[str], folder: Path) -> None:
     logger = "logger=none" if options else "logger=wandb"
     assert watched(compose(folder, *small, *SHORT, logger, *options, quiet=False)) == []
 
 
-def test_nothing_waits_on_two_processes(pool: Pool, small: list[str], folder: Path) -> None:
+def test_no_synchronization_on_two_processes(pool: Pool, small: list[str], folder: Path) -> None:
     """But for their agreement, once a second, on whether to go on."""
     two = ["logger=none", "strategy=ddp", "trainer.devices=2", "trainer.max_epochs=1", "model.width=2"]
     cfg = compose(folder, *small, *SHORT, *two, quiet=False)
@@ -78,7 +78,9 @@ class Waits(L.Callback):
     ],
     ids="item bool float tolist cpu numpy mask nonzero masked_select send".split(),
 )
-def test_a_wait_is_seen(wait: Callable[[torch.Tensor], Any], what: str, small: list[str], folder: Path) -> None:
+def test_detects_a_synchronization(
+    wait: Callable[[torch.Tensor], Any], what: str, small: list[str], folder: Path
+) -> None:
     quick = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=4"]
     found = watched(compose(folder, *small, *quick, "trainer.max_epochs=2"), Waits(wait))
     assert any(what in wait and "test_synchronizations.py" in wait for wait in found)
@@ -86,7 +88,7 @@ def test_a_wait_is_seen(wait: Callable[[torch.Tensor], Any], what: str, small: l
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("resident", ["true", "false"])
-def test_nothing_waits_on_a_gpu(resident: str, small: list[str], folder: Path) -> None:
+def test_no_synchronization_on_a_gpu(resident: str, small: list[str], folder: Path) -> None:
     """torch's own check, which raises where the host would wait."""
     options = ["trainer.accelerator=gpu", "trainer.devices=1", "logger=none", f"data.device_resident={resident}"]
     trainer, module, data = assemble(compose(folder, *small, *SHORT, *options, quiet=False))

@@ -31,7 +31,7 @@ class Ends(L.Callback):
         self.count += 1
 
 
-def test_calls_the_hooks_that_a_callback_has(small: list[str], folder: Path) -> None:
+def test_calls_only_overridden_hooks(small: list[str], folder: Path) -> None:
     from src.run.experiment import assemble
     from src.run.trainer_patches import patch_trainer
 
@@ -45,7 +45,7 @@ def test_calls_the_hooks_that_a_callback_has(small: list[str], folder: Path) -> 
 
 
 @pytest.mark.parametrize("profiler", ["simple", None])
-def test_a_profiler_is_asked_where_there_is_one(profiler: str | None, small: list[str], folder: Path) -> None:
+def test_profiler_is_used_if_configured(profiler: str | None, small: list[str], folder: Path) -> None:
     from src.run.experiment import assemble
     from src.run.trainer_patches import NullProfiler
 
@@ -53,7 +53,7 @@ def test_a_profiler_is_asked_where_there_is_one(profiler: str | None, small: lis
     assert isinstance(trainer.profiler, NullProfiler) == (profiler is None)
 
 
-def test_ranks_exchange_nothing_but_gradients_between_log_points(pool: Pool, small: list[str], folder: Path) -> None:
+def test_ranks_exchange_only_gradients_between_log_points(pool: Pool, small: list[str], folder: Path) -> None:
     """DDP reduces these itself; Lightning alone broadcasts once a step, whether a rank was sent SIGTERM."""
     cfg = compose(folder, *small, *STEPS, "trainer.devices=2", "trainer.limit_val_batches=0")
     for calls in pool.run(2, _collectives, cfg):
@@ -105,7 +105,7 @@ def _collectives(cfg: Any) -> Counter[str]:
         ({"train_time_interval": timedelta(0)}, True),
     ],
 )
-def test_checkpoints_are_asked_for_at_a_step_if_they_may_be_due(
+def test_checkpoint_callback_runs_only_at_steps_that_may_save(
     options: dict[str, Any], asked: bool, small: list[str], folder: Path
 ) -> None:
     from src.run.experiment import assemble
@@ -117,7 +117,7 @@ def test_checkpoints_are_asked_for_at_a_step_if_they_may_be_due(
     assert callable(saves.on_train_batch_end) == asked
 
 
-def test_a_module_keeps_its_parts_and_knows_its_hook(small: list[str], folder: Path) -> None:
+def test_module_keeps_its_submodules_and_current_hook(small: list[str], folder: Path) -> None:
     from src.run.experiment import assemble
 
     _, module, _ = assemble(compose(folder, *small, *STEPS))
@@ -127,7 +127,7 @@ def test_a_module_keeps_its_parts_and_knows_its_hook(small: list[str], folder: P
     assert "more.weight" in module.state_dict()
 
 
-def test_what_is_logged_is_moved_only_to_where_it_is_not(small: list[str], folder: Path) -> None:
+def test_logged_values_move_only_between_devices(small: list[str], folder: Path) -> None:
     from src.run.experiment import assemble
 
     trainer, _, _ = assemble(compose(folder, *small, *STEPS))
@@ -140,7 +140,7 @@ def test_what_is_logged_is_moved_only_to_where_it_is_not(small: list[str], folde
 
 
 @pytest.mark.parametrize("every", [1, 7])
-def test_what_is_logged_is_gathered_once_and_never_old(every: int, small: list[str], folder: Path) -> None:
+def test_logged_values_are_gathered_once_and_current(every: int, small: list[str], folder: Path) -> None:
     from src.run.experiment import assemble
 
     class Look(L.Callback):

@@ -44,7 +44,7 @@ def history(file: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "when", [["trainer.check_val_every_n_epoch=2"], ["+trainer.val_check_interval=2"], ["trainer.max_steps=13"]]
 )
-def test_what_is_saved_was_validated_at_that_step(when: list[str], small: list[str], folder: Path) -> None:
+def test_best_checkpoint_has_the_step_of_its_validation(when: list[str], small: list[str], folder: Path) -> None:
     fit(compose(folder, *small, *TASK, *when, "callbacks=[default,top_k]", "callbacks.best.save_top_k=-1"))
     validated = scores(folder)
     saved = {}
@@ -57,7 +57,7 @@ def test_what_is_saved_was_validated_at_that_step(when: list[str], small: list[s
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("step", [4, 11])
-def test_a_kill_changes_no_checkpoint(step: int, devices: int, pool: Pool, small: list[str], folder: Path) -> None:
+def test_kill_does_not_change_checkpoints(step: int, devices: int, pool: Pool, small: list[str], folder: Path) -> None:
     world = [f"trainer.devices={devices}", f"strategy={'ddp' if devices > 1 else 'auto'}"]
     task = [*small, *TASK, *TWICE_AN_EPOCH, *world, "callbacks.checkpoint.every_n_train_steps=3"]
     in_world(pool, devices, fit, compose(folder / "alone", *task))
@@ -72,7 +72,7 @@ def test_a_kill_changes_no_checkpoint(step: int, devices: int, pool: Pool, small
         assert history(files[0]) == history(files[1])
 
 
-def test_a_moved_folder_keeps_its_best(small: list[str], folder: Path) -> None:
+def test_moved_folder_keeps_its_best_checkpoint(small: list[str], folder: Path) -> None:
     """A score of one stands in for a better epoch than all that follow."""
     task = [*small, *TASK, "callbacks=[default,top_k]", "callbacks.best.save_top_k=2"]
     fit(compose(folder / "here", *task, "trainer.max_steps=10"))
@@ -88,7 +88,7 @@ def test_a_moved_folder_keeps_its_best(small: list[str], folder: Path) -> None:
     assert set(history(folder / "there" / "checkpoints" / "last.ckpt")["best_k_models"].values()) == {1.0}
 
 
-def test_a_copied_checkpoint_begins_a_history_of_its_own(small: list[str], folder: Path) -> None:
+def test_copied_checkpoint_starts_a_new_history(small: list[str], folder: Path) -> None:
     fit(compose(folder / "here", *small, *TASK, f"trainer.max_steps={SHORT_EPOCH}"))
     copied = (folder / "here" / "checkpoints" / "last.ckpt").rename(folder / "copied.ckpt")
     fit(compose(folder / "there", *small, *TASK, f"ckpt_path={copied}"))

@@ -55,7 +55,7 @@ def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_is_the_average_by_the_formula(accumulate: int, small: list[str], folder: Path) -> None:
+def test_average_follows_the_formula(accumulate: int, small: list[str], folder: Path) -> None:
     by_hand = ByHand()
     record = fit(compose(folder, *small, *TASK, f"trainer.accumulate_grad_batches={accumulate}"), by_hand)
     saved = checkpoint(folder)
@@ -66,14 +66,14 @@ def test_is_the_average_by_the_formula(accumulate: int, small: list[str], folder
     assert min(moved) > 1e-4
 
 
-def test_training_itself_does_not_change(small: list[str], folder: Path) -> None:
+def test_ema_does_not_change_training(small: list[str], folder: Path) -> None:
     plain = fit(compose(folder / "plain", *small, "experiment=parity", *SHORT))
     averaged = fit(compose(folder, *small, *TASK))
     assert averaged.losses == plain.losses
     check_same(averaged.final, plain.final)
 
 
-def test_what_is_evaluated_is_what_the_checkpoint_gives_out(small: list[str], folder: Path) -> None:
+def test_evaluates_the_weights_in_the_checkpoint(small: list[str], folder: Path) -> None:
     metrics = run(compose(folder, *small, *TASK))
     assert metrics["test/loss"] != run(compose(folder / "plain", *small, "experiment=parity", *SHORT))["test/loss"]
     best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
@@ -85,7 +85,7 @@ def test_what_is_evaluated_is_what_the_checkpoint_gives_out(small: list[str], fo
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
-def test_a_finished_run_started_again_is_tested_with_the_average(
+def test_restarted_finished_run_is_tested_with_the_average(
     strategy: str, pool: Pool, small: list[str], folder: Path
 ) -> None:
     """On one process, and on two, of which each may hold a part of the average."""
@@ -123,7 +123,7 @@ def test_agrees_with_single_process(strategy: str, pool: Pool, small: list[str],
         pytest.param("on_validation_end", 1, 2, marks=pytest.mark.slow),
     ],
 )
-def test_goes_on_where_it_was(hook: str, before: int, after: int, pool: Pool, small: list[str], folder: Path) -> None:
+def test_resumes_exactly(hook: str, before: int, after: int, pool: Pool, small: list[str], folder: Path) -> None:
     fit(task(folder / "whole", small, 1))
     in_world(pool, before, die, task(folder, small, before), hook, 3)
     in_world(pool, after, fit, task(folder, small, after, f"ckpt_path={folder}/died.ckpt"))
@@ -131,7 +131,7 @@ def test_goes_on_where_it_was(hook: str, before: int, after: int, pool: Pool, sm
         check_same(checkpoint(folder)[kind], checkpoint(folder / "whole")[kind])
 
 
-def test_half_precision_does_not_lose_small_steps(small: list[str], folder: Path) -> None:
+def test_average_keeps_small_steps_in_half_precision(small: list[str], folder: Path) -> None:
     """In bfloat16 a thousandth of a small difference would round to nothing, and the average never move."""
     task = [*small, "model=mlp", "model.hidden=[16]", "trainer.precision=bf16-true", "trainer.max_epochs=5"]
     task += ["callbacks=[default,ema]", "data.batch_size=16", "trainer.num_sanity_val_steps=0"]
@@ -141,6 +141,6 @@ def test_half_precision_does_not_lose_small_steps(small: list[str], folder: Path
     assert relative(average[name], record.final[name]) < 0.8 * relative(record.initial[name], record.final[name])
 
 
-def test_a_decay_that_is_no_share_is_refused(small: list[str], folder: Path) -> None:
+def test_decay_must_be_a_fraction(small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=r"callbacks.ema.decay=1.5"):
         fit(compose(folder, *small, "callbacks=[default,ema]", "callbacks.ema.decay=1.5"))

@@ -42,7 +42,7 @@ def images(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     "strategy",
     [pytest.param(name, marks=[] if name in ("ddp", "fsdp", "pipeline") else pytest.mark.slow) for name in STRATEGIES],
 )
-def test_predicts_what_it_scores(
+def test_predictions_match_the_accuracy(
     strategy: str, trained: Path, images: Path, pool: Pool, small: list[str], folder: Path
 ) -> None:
     world = [f"strategy={strategy}", "trainer.devices=2"]
@@ -76,7 +76,7 @@ def test_larger_images_are_cropped_and_scaled(trained: Path, small: list[str], t
     assert gray["class"] == white["class"]
 
 
-def test_images_that_are_none(trained: Path, small: list[str], tmp_path: Path, folder: Path) -> None:
+def test_refuses_files_that_are_no_images(trained: Path, small: list[str], tmp_path: Path, folder: Path) -> None:
     cfg = compose(folder, *small, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}")
     with pytest.raises(UserError, match="there is no image in it"):
         run(cfg)

@@ -16,7 +16,7 @@ MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32"]
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_stops_when_nothing_gets_better(devices: int, pool: Pool, small: list[str], folder: Path) -> None:
+def test_stops_without_improvement(devices: int, pool: Pool, small: list[str], folder: Path) -> None:
     stopping = ["callbacks=[default,early_stopping]", "callbacks.early_stopping.patience=2", "optimizer.lr=0"]
     world = [f"trainer.devices={devices}", f"strategy={'ddp' if devices > 1 else 'auto'}"]
     cfg = compose(folder, *small, *MLP, *stopping, *world, "trainer.max_epochs=20")
@@ -31,7 +31,7 @@ STOPPING = ["experiment=parity", *SHORT, "model=mlp", "~model.width", "model.hid
 STOPPING += ["trainer.max_steps=-1", "callbacks=[default,early_stopping]", "optimizer.lr=0"]
 
 
-def test_a_larger_patience_makes_a_stopped_run_go_on(small: list[str], folder: Path) -> None:
+def test_larger_patience_continues_a_stopped_run(small: list[str], folder: Path) -> None:
     task = [*small, *STOPPING, "callbacks.early_stopping.patience"]
     fit(compose(folder, *task[:-1], f"{task[-1]}=1"))
     last = folder / "checkpoints" / "last.ckpt"
@@ -53,7 +53,7 @@ def test_each_validation_counts_once(small: list[str], folder: Path) -> None:
 @pytest.mark.parametrize(
     "option", ["patience=1", "stopping_threshold=-1.0", "divergence_threshold=2.0"], ids=lambda option: option[:-2]
 )
-def test_a_stop_lasts_and_leaves_every_row(option: str, small: list[str], folder: Path) -> None:
+def test_stopped_run_stays_stopped_and_keeps_its_rows(option: str, small: list[str], folder: Path) -> None:
     cfg = compose(folder, *small, *STOPPING, f"{'+' * ('threshold' in option)}callbacks.early_stopping.{option}")
     fit(cfg, test=True)
     rows = (folder / "metrics.csv").read_text()
@@ -62,7 +62,7 @@ def test_a_stop_lasts_and_leaves_every_row(option: str, small: list[str], folder
     assert (folder / "metrics.csv").read_text() == rows
 
 
-def test_a_stop_put_off_by_min_epochs_lasts(small: list[str], folder: Path) -> None:
+def test_stop_deferred_by_min_epochs_survives_a_restart(small: list[str], folder: Path) -> None:
     """A better score after the decision to stop does not take it back, neither in this start nor in the next."""
     options = ["callbacks.early_stopping.patience=1", "+trainer.min_epochs=4"]
     task = [*small, *[word for word in STOPPING if word != "optimizer.lr=0"], *options]
@@ -74,7 +74,7 @@ def test_a_stop_put_off_by_min_epochs_lasts(small: list[str], folder: Path) -> N
     assert torch.load(last)["global_step"] == 4 * SHORT_EPOCH
 
 
-def test_without_validation_early_stopping_is_refused(small: list[str], folder: Path) -> None:
+def test_early_stopping_needs_validation(small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match="needs validation"):
         fit(compose(folder, *small, *STOPPING, "trainer.limit_val_batches=0"))
 
@@ -89,20 +89,20 @@ class Scripted(L.Callback):
         trainer.callback_metrics["val/acc"] = torch.tensor(next(self.scores))
 
 
-def test_a_monitor_that_is_not_logged(small: list[str], folder: Path) -> None:
+def test_refuses_a_monitor_that_is_not_logged(small: list[str], folder: Path) -> None:
     for name, monitor in (("early_stopping", "val/ac"), ("best", "val/ac")):
         task = ["callbacks=[default,early_stopping]", f"callbacks.{name}.monitor={monitor}"]
         with pytest.raises(UserError, match="val/ac"):
             run(compose(folder / name, *small, *MLP, *task, "trainer.max_epochs=1"))
 
 
-def test_an_average_is_not_left_out(small: list[str], folder: Path) -> None:
+def test_refuses_weights_only_checkpoints_with_ema(small: list[str], folder: Path) -> None:
     task = ["callbacks=[default,ema]", "+callbacks.best.save_weights_only=true"]
     with pytest.raises(UserError, match="save_weights_only"):
         fit(compose(folder, *small, *MLP, *task))
 
 
-def test_keeps_the_best_few_and_the_last(small: list[str], folder: Path) -> None:
+def test_keeps_the_k_best_checkpoints_and_the_last(small: list[str], folder: Path) -> None:
     cfg = compose(
         folder, *small, *MLP, "callbacks=[default,top_k]", "callbacks.best.save_top_k=2", "trainer.max_epochs=5"
     )

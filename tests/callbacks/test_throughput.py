@@ -61,7 +61,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [row for row in read if "throughput/samples_per_sec" in row]
 
 
-def test_counts_batches_and_the_way_between_them(
+def test_measures_batches_and_the_time_between_them(
     clock: Clock, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """20 ms per batch and 10 ms to fetch it; validation and a checkpoint every third step take long, and count not."""
@@ -86,19 +86,19 @@ def test_counts_batches_and_the_way_between_them(
         assert "throughput/mfu" not in row
 
 
-def test_a_step_is_all_its_micro_batches(clock: Clock, small: list[str], folder: Path) -> None:
+def test_step_includes_all_micro_batches(clock: Clock, small: list[str], folder: Path) -> None:
     halves = ["trainer.max_epochs=1", "trainer.accumulate_grad_batches=2"]
     fit(compose(folder, *small, *MLP, *halves), Slow(clock, batch=0.02))
     assert [row["throughput/step_ms"] for row in rows(folder)] == [pytest.approx(40)] * 2
 
 
-def test_nothing_to_fetch_between_log_points(small: list[str], folder: Path) -> None:
+def test_logs_no_data_fraction_for_single_steps(small: list[str], folder: Path) -> None:
     fit(compose(folder, *small, *MLP, "trainer.max_epochs=1", "trainer.log_every_n_steps=1"))
     assert len(rows(folder)) == 11
     assert all("throughput/data_fraction" not in row for row in rows(folder))
 
 
-def test_says_so_at_the_end(small: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_prints_medians_at_the_end(small: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     cfg = compose(folder, *small, *MLP, "trainer.max_epochs=1", "callbacks.throughput.peak_tflops=0.001")
     with caplog.at_level(logging.INFO, "src"):
         fit(cfg)
@@ -108,7 +108,9 @@ def test_says_so_at_the_end(small: list[str], folder: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "hybrid"])
-def test_the_whole_network_counts_whoever_holds_it(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
+def test_counts_the_full_network_under_every_strategy(
+    strategy: str, pool: Pool, small: list[str], folder: Path
+) -> None:
     """`mfu` times peak and time is what the network's operations by hand come to; rank zero alone logs."""
     options = ["model=resnet9", "model.width=4", "data.batch_size=32", "trainer.limit_train_batches=3"]
     few = [*options, "trainer.log_every_n_steps=3", "trainer.max_epochs=1", "callbacks.throughput.peak_tflops=1"]
@@ -124,7 +126,7 @@ def test_the_whole_network_counts_whoever_holds_it(strategy: str, pool: Pool, sm
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_counting_touches_nothing(model: str, small: list[str], folder: Path) -> None:
+def test_counting_changes_no_state(model: str, small: list[str], folder: Path) -> None:
     _, module, data = assemble(compose(folder, *small, f"model={model}"))
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     random = torch.get_rng_state()
@@ -149,7 +151,7 @@ class Beside(L.Callback):
         self.steps.append(self.counter.get_total_flops())
 
 
-def test_a_gan_is_counted_in_its_first_step(small: list[str], folder: Path) -> None:
+def test_counts_a_gan_in_its_first_step(small: list[str], folder: Path) -> None:
     """Since its loss is its own affair."""
     few = ["data.batch_size=8", "trainer.limit_train_batches=2", "trainer.max_epochs=1", "trainer.log_every_n_steps=2"]
     cfg = compose(folder, *small, "experiment=gan", *few, "callbacks.throughput.peak_tflops=1")
@@ -160,7 +162,7 @@ def test_a_gan_is_counted_in_its_first_step(small: list[str], folder: Path) -> N
     assert beside.steps[0] == beside.steps[1] > 1e6
 
 
-def test_a_compiled_network_is_counted_as_it_is(small: list[str], folder: Path) -> None:
+def test_counts_a_compiled_network_like_an_uncompiled_one(small: list[str], folder: Path) -> None:
     """Without compiling it for the count's sake, which would take seconds and a compiler."""
     _, plain, data = assemble(compose(folder, *small, "model.width=4"))
     _, compiled, _ = assemble(compose(folder, *small, "model.width=4", "module.compile=true"))
@@ -171,7 +173,7 @@ def test_a_compiled_network_is_counted_as_it_is(small: list[str], folder: Path) 
     assert torch._dynamo.utils.counters["frames"]["total"] == frames
 
 
-def test_a_network_that_was_counted_still_compiles(small: list[str], folder: Path) -> None:
+def test_network_compiles_after_counting(small: list[str], folder: Path) -> None:
     """dynamo never again compiles what it has once met inside of torch's counter."""
     torch._dynamo.reset()
     _, module, data = assemble(compose(folder, *small, "model.width=4"))

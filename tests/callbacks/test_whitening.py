@@ -14,9 +14,7 @@ TASK = [*NET, "callbacks=[default,whitening]", "trainer.limit_train_batches=4", 
 FILTERS, BIAS = "net.layer1.whitening.weight", "net.layer1.whitening.bias"
 
 
-def test_every_way_to_split_the_network_starts_with_the_same_filters(
-    pool: Pool, small: list[str], folder: Path
-) -> None:
+def test_every_strategy_starts_with_the_same_filters(pool: Pool, small: list[str], folder: Path) -> None:
     alone = fit(compose(folder / "alone", *small, *TASK)).initial[FILTERS]
     assert torch.equal(alone[:12], -alone[12:])
     for strategy in ("ddp", "fsdp", "pipeline"):
@@ -26,7 +24,7 @@ def test_every_way_to_split_the_network_starts_with_the_same_filters(
         assert all(torch.equal(filters, alone) for filters in found)
 
 
-def test_a_network_that_has_filters_keeps_them(small: list[str], cifar: Path, folder: Path) -> None:
+def test_initialized_filters_are_kept(small: list[str], cifar: Path, folder: Path) -> None:
     first = fit(compose(folder, *small, *TASK)).final[FILTERS]
     others = ["data=cifar10", f"data.root={cifar}"]
     started = fit(compose(folder / "new", *others, *TASK, f"init_from={folder}/checkpoints/last.ckpt"))
@@ -35,7 +33,7 @@ def test_a_network_that_has_filters_keeps_them(small: list[str], cifar: Path, fo
     assert not torch.allclose(fresh.final[FILTERS], first)
 
 
-def test_the_bias_is_trained_for_its_share_of_the_run(small: list[str], folder: Path) -> None:
+def test_bias_is_trained_for_bias_fraction_of_the_run(small: list[str], folder: Path) -> None:
     def run(share: float) -> Record:
         options = ["optimizer.weight_decay=0", "optimizer.momentum=0", "optimizer.nesterov=false"]
         return fit(compose(folder / str(share), *small, *TASK, *options, f"callbacks.whitening.bias_fraction={share}"))
@@ -46,13 +44,13 @@ def test_the_bias_is_trained_for_its_share_of_the_run(small: list[str], folder: 
     assert moved[1] != moved[2] > 0
 
 
-def test_a_network_without_such_a_layer_is_refused(small: list[str], folder: Path) -> None:
+def test_refuses_a_network_without_a_whitening_layer(small: list[str], folder: Path) -> None:
     cfg = compose(folder, *small, "callbacks=[default,whitening]")
     with pytest.raises(UserError, match="no whitening layer"):
         fit(cfg)
 
 
-def test_the_speedrun_trains_on_everything_without_a_word_of_complaint(
+def test_speedrun_trains_on_all_images_without_warnings(
     small: list[str], folder: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     tiny = ["data.batch_size=20", "model.widths=[8,8,8]", "trainer.max_epochs=2", "trainer.log_every_n_steps=5"]

@@ -110,12 +110,12 @@ def test_reads_an_extracted_folder_in_order(tmp_path: Path) -> None:
     assert np.array_equal(images[PER_FILE : 2 * PER_FILE].reshape(PER_FILE, -1).numpy(), expected)
 
 
-def test_the_folder_itself_may_be_the_root(tmp_path: Path) -> None:
+def test_accepts_the_extracted_folder_as_root(tmp_path: Path) -> None:
     images, _ = CIFAR10([]).load(write_folder(tmp_path), "test")
     assert len(images) == PER_FILE
 
 
-def test_unpacks_an_archive_that_is_there(tmp_path: Path, archive: bytes) -> None:
+def test_unpacks_an_existing_archive(tmp_path: Path, archive: bytes) -> None:
     (tmp_path / CIFAR10.archive.name).write_bytes(archive)
     cifar = source(archive, urls=[])
     cifar.prepare(tmp_path)
@@ -140,14 +140,14 @@ def test_resumes_a_partial_download(tmp_path: Path, archive: bytes, site: Site) 
     assert len(cifar.load(tmp_path, "test")[1]) == PER_FILE
 
 
-def test_a_complete_download_that_was_not_renamed_is_used(tmp_path: Path, archive: bytes) -> None:
+def test_uses_a_complete_download_that_was_not_renamed(tmp_path: Path, archive: bytes) -> None:
     (tmp_path / f"{CIFAR10.archive.name}.part").write_bytes(archive)
     cifar = source(archive, [])
     cifar.prepare(tmp_path)
     assert len(cifar.load(tmp_path, "test")[1]) == PER_FILE
 
 
-def test_refuses_another_checksum(tmp_path: Path, site: Site) -> None:
+def test_refuses_a_wrong_checksum(tmp_path: Path, site: Site) -> None:
     with pytest.raises(UserError, match=r"is corrupt .*delete it"):
         CIFAR10([site.url]).prepare(tmp_path)
 
@@ -159,7 +159,7 @@ def test_refuses_a_truncated_archive(tmp_path: Path, archive: bytes) -> None:
     assert not (tmp_path / CIFAR10.archive.folder).exists()
 
 
-def test_no_member_leaves_the_folder(tmp_path: Path) -> None:
+def test_refuses_archive_members_outside_the_folder(tmp_path: Path) -> None:
     content = pack(write_folder(tmp_path / "evil"), extra={"../escaped": b"out"})
     root = tmp_path / "root"
     root.mkdir()
@@ -169,7 +169,7 @@ def test_no_member_leaves_the_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "escaped").exists()
 
 
-def test_without_a_network_the_error_says_what_to_do(tmp_path: Path) -> None:
+def test_error_without_a_network_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         CIFAR10(["http://127.0.0.1:9"]).prepare(tmp_path)
     message = str(caught.value)
@@ -182,7 +182,7 @@ class Poison:
         return os.system, ("touch poisoned",)
 
 
-def test_a_poisoned_pickle_is_refused_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_a_malicious_pickle_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (write_folder(tmp_path) / "data_batch_3").write_bytes(batch(3, evil=Poison()))
     with pytest.raises(UserError, match=r"would run posix\.system"):
@@ -191,14 +191,14 @@ def test_a_poisoned_pickle_is_refused_and_not_run(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-100], lambda content: b"", lambda content: b"\x80junk"])
-def test_a_damaged_batch_is_named(tmp_path: Path, damage: object) -> None:
+def test_error_names_a_corrupt_batch(tmp_path: Path, damage: object) -> None:
     file = write_folder(tmp_path) / "data_batch_2"
     file.write_bytes(damage(file.read_bytes()))  # type: ignore[operator]
     with pytest.raises(UserError, match="data_batch_2 is missing or corrupt"):
         CIFAR10([]).load(tmp_path, "train")
 
 
-def test_a_batch_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_batch_of_another_shape(tmp_path: Path) -> None:
     (write_folder(tmp_path) / "test_batch").write_bytes(batch(0, labels=[1, 2]))
     with pytest.raises(UserError, match="no CIFAR batch"):
         CIFAR10([]).load(tmp_path, "test")

@@ -25,7 +25,7 @@ def splits(small: list[str], folder: Path, *overrides: str) -> dict[str, torch.T
     return {name: split.indices for name, split in data.splits.items()}
 
 
-def test_validation_split_is_stratified_and_apart(small: list[str], folder: Path) -> None:
+def test_validation_split_is_stratified_and_disjoint(small: list[str], folder: Path) -> None:
     _, _, data = assemble(compose(folder, *small, *MLP))
     parts = splits(small, folder)
     assert not set(parts["train"].tolist()) & set(parts["val"].tolist())
@@ -40,13 +40,13 @@ def test_validation_split_depends_on_the_seed(small: list[str], folder: Path) ->
     assert not torch.equal(splits(small, folder)["val"], splits(small, folder, "seed=1")["val"])
 
 
-def test_data_is_looked_for_where_the_environment_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_sets_the_data_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CIFAR_ROOT", "/somewhere")
     assert compose(folder).data.root == "/somewhere"
     assert compose(folder, "data.root=elsewhere").data.root == "elsewhere"
 
 
-def test_fewer_samples_on_request(small: list[str], folder: Path) -> None:
+def test_train_samples_limits_the_training_set(small: list[str], folder: Path) -> None:
     _, _, data = assemble(compose(folder, *small, *MLP))
     labels = data.source.load(data.root, "train")[1]
     for count in (100, 96, 7):
@@ -79,18 +79,18 @@ def test_fewer_samples_on_request(small: list[str], folder: Path) -> None:
         (["+trainer.overfit_batches=1"], "trainer.overfit_batches=1: take debug=overfit"),
     ],
 )
-def test_what_does_not_fit_is_refused(overrides: list[str], message: str, small: list[str], folder: Path) -> None:
+def test_refuses_invalid_sizes(overrides: list[str], message: str, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=message):
         splits(small, folder, *overrides)
 
 
-def test_a_batch_that_does_not_divide_is_refused(pool: Pool, small: list[str], folder: Path) -> None:
+def test_refuses_a_batch_that_does_not_divide(pool: Pool, small: list[str], folder: Path) -> None:
     cfg = compose(folder, *small, *MLP, "strategy=ddp", "trainer.devices=3")
     with pytest.raises(RankFailed, match=r"data.batch_size=32 does not divide over 3 .* set data.batch_size=30 or 33"):
         pool.run(3, fit, cfg)
 
 
-def test_batch_size_per_device_is_the_other_way_in(pool: Pool, small: list[str], folder: Path) -> None:
+def test_batch_size_per_device_sets_the_global_batch(pool: Pool, small: list[str], folder: Path) -> None:
     per_device = ["data.batch_size=null", "data.batch_size_per_device=16", "trainer.max_epochs=1"]
     cfg = compose(folder, *small, *MLP, *per_device, "strategy=ddp", "trainer.devices=2", "trainer.log_every_n_steps=1")
     whole = fit(compose(folder / "one", *small, *MLP, "trainer.max_epochs=1", "trainer.log_every_n_steps=1"))
@@ -112,7 +112,7 @@ def test_evaluation_is_exact_on_any_number_of_processes(
             assert record.metrics[name] == pytest.approx(alone[name], rel=1e-6)
 
 
-def test_evaluation_is_what_counting_by_hand_gives(small: list[str], folder: Path) -> None:
+def test_evaluation_equals_a_reference_loop(small: list[str], folder: Path) -> None:
     """90 images in batches of 32: six places of the last batch are padding."""
     cfg = compose(folder, *small, *MLP, "trainer.max_epochs=1")
     record = fit(cfg, test=True)

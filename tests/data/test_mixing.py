@@ -22,7 +22,7 @@ MIXED = ["experiment=parity", *SHORT, "data.augment.mixup=0.8", "data.augment.cu
 
 
 @pytest.mark.parametrize("mix", [mixup, cutmix])
-def test_targets_follow_the_share_of_the_partner_in_the_image(mix: object) -> None:
+def test_targets_follow_the_fraction_of_the_partner_in_the_image(mix: object) -> None:
     shares = set()
     for seed in range(50):
         image, target = mix(IMAGES, TARGETS, 1.0, np.random.default_rng(seed))  # type: ignore[operator]
@@ -44,7 +44,7 @@ def test_cutmix_pastes_a_box() -> None:
     assert torch.equal(image[0, 1], image[0, 0])
 
 
-def test_a_step_mixes_one_way_and_not_every_time() -> None:
+def test_step_applies_mixup_or_cutmix_with_the_given_probability() -> None:
     augment = Augment(mixup=1.0, cutmix=1.0, mix_probability=0.5)
     ways = []
     for step in range(200):
@@ -57,7 +57,7 @@ def test_a_step_mixes_one_way_and_not_every_time() -> None:
 
 
 @pytest.mark.parametrize(("dp_size", "accumulate"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 3), (3, 4)])
-def test_partners_are_those_of_one_process(dp_size: int, accumulate: int) -> None:
+def test_partners_do_not_depend_on_the_world_size(dp_size: int, accumulate: int) -> None:
     def pairs(dp_size: int, accumulate: int) -> set[frozenset[int]]:
         found = set()
         for rank in range(dp_size):
@@ -77,7 +77,7 @@ def test_agrees_with_single_process(devices: int, pool: Pool, small: list[str], 
         assert max(distances(record, reference)) < TOLERANCE
 
 
-def test_accumulation_changes_nothing(small: list[str], folder: Path) -> None:
+def test_accumulation_does_not_change_mixing(small: list[str], folder: Path) -> None:
     """Without batch normalization, which sees micro-batches."""
     plain = [*MIXED, "model.norm=group"]
     reference = fit(compose(folder / "whole", *small, *plain))
@@ -85,7 +85,7 @@ def test_accumulation_changes_nothing(small: list[str], folder: Path) -> None:
     assert max(distances(halves, reference)) < TOLERANCE
 
 
-def test_pairs_need_an_even_number(small: list[str], folder: Path) -> None:
+def test_refuses_an_odd_micro_batch(small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=r"mixup and cutmix pair .* 33 is odd: set data.batch_size=34"):
         fit(compose(folder, *small, *MIXED, "data.batch_size=33"))
 
@@ -102,6 +102,6 @@ def test_pairs_need_an_even_number(small: list[str], folder: Path) -> None:
         "flip=sometimes",
     ],
 )
-def test_numbers_that_make_no_sense_are_refused(override: str, small: list[str], folder: Path) -> None:
+def test_refuses_invalid_options(override: str, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=f"data.augment.{override}"):
         fit(compose(folder, *small, f"data.augment.{override}"))

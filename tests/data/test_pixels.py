@@ -15,7 +15,7 @@ def keys(index: torch.Tensor, seed: int = 0, epoch: int = 0) -> torch.Tensor:
     return sample_keys(seed, epoch, index)
 
 
-def test_depends_on_the_sample_not_on_its_place() -> None:
+def test_depends_on_the_sample_not_on_its_position() -> None:
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     index = torch.arange(64)
     whole = crop_and_flip(IMAGES, keys(index), 4, True)
@@ -24,7 +24,7 @@ def test_depends_on_the_sample_not_on_its_place() -> None:
     assert not torch.equal(crop_and_flip(IMAGES, keys(index, seed=1), 4, True), whole)
 
 
-def test_crop_and_flip_agrees_with_padding_by_hand() -> None:
+def test_crop_and_flip_agrees_with_explicit_padding() -> None:
     image_keys = keys(torch.arange(64))
     rows, columns = integers(image_keys, 0, 9), integers(image_keys, 1, 9)
     mirrored = uniform(image_keys, 2) < 0.5
@@ -37,7 +37,7 @@ def test_crop_and_flip_agrees_with_padding_by_hand() -> None:
     assert set(rows.tolist()) == set(columns.tolist()) == set(range(9))
 
 
-def test_alternating_flips_show_the_other_side_in_the_next_epoch() -> None:
+def test_alternating_flips_mirror_each_image_every_second_epoch() -> None:
     index = torch.arange(1000)
     first, second, third = (alternating_flip(0, epoch, index) for epoch in range(3))
     assert torch.equal(first, third)
@@ -73,7 +73,7 @@ def test_batch_has_fixed_bits(dtype: torch.dtype, expected: str) -> None:
     assert hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest()[:16] == expected
 
 
-def test_nothing_changes_without_padding_and_flip() -> None:
+def test_no_padding_and_no_flip_keep_the_images() -> None:
     assert torch.equal(crop_and_flip(IMAGES, keys(torch.arange(64)), 0, False), IMAGES)
 
 
@@ -93,7 +93,7 @@ def test_normalize_gives_mean_zero_and_deviation_one() -> None:
     assert torch.allclose(result.std((0, 2, 3)), torch.ones(3, dtype=torch.float64), atol=1e-6)
 
 
-def test_hash_is_what_it_always_was() -> None:
+def test_hash_is_stable_across_versions() -> None:
     """Changed numbers would change every experiment: this is on purpose a comparison with fixed values."""
     assert hash_ints(0, 1, torch.tensor([0, 1, -1])).tolist() == FIXED
     assert permutation(5, 0, 0).tolist() == ORDER
@@ -112,7 +112,7 @@ def test_hash_looks_random() -> None:
     assert torch.equal(integers(hash_ints(0, torch.arange(1000)), 0, 7).unique(), torch.arange(7))
 
 
-def test_hash_of_plain_integers_is_that_of_tensors() -> None:
+def test_hash_of_integers_equals_that_of_tensors() -> None:
     """They are hashed in Python, which has no 64 bits."""
     index = torch.tensor([0, 3, -1])
     for numbers in ((7, 2), (-1, 2**31), (2**63 - 1, -(2**63)), (2**62 + 12345, 2**40 - 1)):

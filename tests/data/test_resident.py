@@ -36,7 +36,7 @@ def split() -> ImageSplit:
     ],
     ids=["train", "a share of it", "evaluate", "a share of that"],
 )
-def test_batches_are_those_of_a_data_loader(sampler: Any) -> None:
+def test_batches_equal_those_of_a_data_loader(sampler: Any) -> None:
     loader = torch.utils.data.DataLoader(split(), sampler=sampler, batch_size=None)
     batches = list(ResidentBatches(split(), sampler, CPU))
     assert len(batches) == len(loader) == len(ResidentBatches(split(), sampler, CPU)) > 0
@@ -58,7 +58,7 @@ def test_epoch_and_start_are_read_with_the_first_batch() -> None:
     assert list(ResidentBatches(split(), sampler, CPU)) == []
 
 
-def test_splits_share_the_images_wherever_they_are() -> None:
+def test_splits_use_the_same_storage_on_any_device() -> None:
     """On the meta device, which here stands for a GPU: nothing but indices comes from the host."""
     train = split()
     val = ImageSplit(train.dataset, torch.arange(5))
@@ -70,7 +70,7 @@ def test_splits_share_the_images_wherever_they_are() -> None:
     assert images.shape == (16, 3, 8, 8)
 
 
-def test_auto_keeps_images_that_fit_into_a_tenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_allows_a_tenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, bytes_ = torch.device("cuda", 0), split().dataset.images.nbytes
     for free, room in ((10 * bytes_, True), (10 * bytes_ - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
@@ -82,7 +82,7 @@ def test_auto_keeps_images_that_fit_into_a_tenth_of_the_memory(monkeypatch: pyte
     assert not stays(split(), torch.device("mps"), "auto", num_workers=0)
 
 
-def test_a_run_is_the_same_however_it_fetches(small: list[str], folder: Path) -> None:
+def test_run_does_not_depend_on_how_batches_are_fetched(small: list[str], folder: Path) -> None:
     ways = (["data.device_resident=true"], ["data.device_resident=false"], ["data.num_workers=1"])
     runs = [fit(compose(folder / str(n), *small, *MLP, *way), test=True) for n, way in enumerate(ways)]
     for other in runs[1:]:
@@ -92,6 +92,6 @@ def test_a_run_is_the_same_however_it_fetches(small: list[str], folder: Path) ->
 
 
 @pytest.mark.parametrize("options", [["data.device_resident=true", "data.num_workers=2"], ["data.device_resident=gpu"]])
-def test_what_cannot_be(options: list[str], small: list[str], folder: Path) -> None:
+def test_refuses_invalid_options(options: list[str], small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=r"data\.device_resident"):
         assemble(compose(folder, *small, *MLP, *options))

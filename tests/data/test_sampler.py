@@ -21,7 +21,7 @@ def epoch(dp_size: int, accumulate: int = 1, start: int = 0, number: int = 0, se
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("dp_size", [2, 4])
-def test_global_batches_are_those_of_one_process(dp_size: int, accumulate: int) -> None:
+def test_global_batches_do_not_depend_on_the_world_size(dp_size: int, accumulate: int) -> None:
     assert epoch(dp_size, accumulate) == epoch(1, accumulate)
 
 
@@ -58,7 +58,7 @@ def test_next_epoch_starts_at_its_beginning() -> None:
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("count", [1, 16, 90, 103])
-def test_evaluation_counts_every_sample_once_in_equal_shares(count: int, dp_size: int) -> None:
+def test_evaluation_counts_every_sample_once_in_equal_parts(count: int, dp_size: int) -> None:
     per_device = 8
     ranks = [list(EvaluationBatches(count, per_device, dp_size, rank)) for rank in range(dp_size)]
     indices = torch.cat([batch for rank in ranks for batch in rank])

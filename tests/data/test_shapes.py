@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from src.data.sources.shapes import CLASSES, Shapes, draw
 
 
-def test_are_drawn_the_same_each_time() -> None:
+def test_generates_the_same_images_each_time() -> None:
     images, labels = draw(50, seed=3)
     again, _ = draw(50, seed=3)
     assert (images == again).all()
@@ -18,7 +18,7 @@ def test_are_drawn_the_same_each_time() -> None:
     assert sorted(labels.tolist()) == sorted(list(range(len(CLASSES))) * 5)
 
 
-def test_are_kept_once_drawn(tmp_path: Path) -> None:
+def test_generated_images_are_cached(tmp_path: Path) -> None:
     source = Shapes(train_size=30, test_size=20)
     source.prepare(tmp_path)
     made = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.npz")}
@@ -28,7 +28,7 @@ def test_are_kept_once_drawn(tmp_path: Path) -> None:
     assert len(source.load(tmp_path, "test")[1]) == 20
 
 
-def test_a_linear_model_stays_under_45_percent() -> None:
+def test_linear_model_stays_under_45_percent() -> None:
     train, test = draw(12_000, seed=0), draw(2_000, seed=1)
     x, x_test = (torch.from_numpy(images).flatten(1).float() / 255 - 0.5 for images, _ in (train, test))
     y, y_test = (torch.from_numpy(labels) for _, labels in (train, test))

@@ -39,7 +39,7 @@ def _affine(image: Any, *coefficients: float) -> Any:
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("level", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_is_the_operation_that_pillow_does(name: str, level: float, sign: int) -> None:
+def test_operations_agree_with_pillow(name: str, level: float, sign: int) -> None:
     count = len(IMAGES)
     operation, levels = torch.full((count,), OPERATIONS.index(name)), torch.full((count,), level)
     ours = apply(IMAGES, operation, levels, sign * levels)
@@ -50,7 +50,7 @@ def test_is_the_operation_that_pillow_does(name: str, level: float, sign: int) -
         assert off.float().mean() <= SHARE_OFF.get(name, 0.0)
 
 
-def test_every_operation_gets_its_turn_and_its_image_alone_decides() -> None:
+def test_every_operation_occurs_and_depends_on_the_sample_only() -> None:
     many = IMAGES[:1].expand(2000, -1, -1, -1)
     keys = sample_keys(0, 0, torch.arange(2000))
     whole = trivial_augment(many, keys)

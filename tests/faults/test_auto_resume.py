@@ -35,7 +35,7 @@ def trained(small: list[str], folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
-def test_the_newest_whole_checkpoint_is_found(damage: Any, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finds_the_newest_complete_checkpoint(damage: Any, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints = trained / "checkpoints"
     assert newest_checkpoint(trained) == checkpoints / "last.ckpt"
     damage(checkpoints / "last.ckpt")
@@ -48,12 +48,12 @@ def test_the_newest_whole_checkpoint_is_found(damage: Any, trained: Path, capsys
     assert newest_checkpoint(trained) is None
 
 
-def test_a_copied_folder_that_lost_its_times(trained: Path) -> None:
+def test_finds_the_newest_without_modification_times(trained: Path) -> None:
     os.utime(trained / "checkpoints" / "last.ckpt", (0, 0))
     assert newest_checkpoint(trained) == trained / "checkpoints" / "last.ckpt"
 
 
-def test_a_wrong_byte_is_noticed(trained: Path) -> None:
+def test_detects_a_wrong_byte(trained: Path) -> None:
     check_is_complete(trained / "checkpoints" / "last.ckpt")
     flip_a_bit(trained / "checkpoints" / "last.ckpt")
     torch.load(trained / "checkpoints" / "last.ckpt")  # torch itself does not notice
@@ -61,7 +61,7 @@ def test_a_wrong_byte_is_noticed(trained: Path) -> None:
         check_is_complete(trained / "checkpoints" / "last.ckpt")
 
 
-def test_the_same_command_starts_and_goes_on(small: list[str], folder: Path) -> None:
+def test_same_command_starts_and_resumes(small: list[str], folder: Path) -> None:
     command = [*small, *TINY, "trainer.max_epochs=1", "logger=none", "resume=auto", f"run_dir={folder}"]
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / ".last.ckpt.7.part").write_text("of one that was killed while it saved")
@@ -77,7 +77,7 @@ def test_the_same_command_starts_and_goes_on(small: list[str], folder: Path) -> 
     assert "holds a run: add resume=auto" in one_line(err)
 
 
-def test_a_slurm_job_finds_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_slurm_job_finds_its_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By its number, which it keeps when it is requeued."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     runs, new = str(tmp_path / "runs"), {"fit": True, "ckpt_path": None, "run_dir": None}
@@ -100,6 +100,6 @@ def test_a_slurm_job_finds_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_p
         (["run_dir=/sys/kernel"], "cannot write to the run folder /sys/kernel"),
     ],
 )
-def test_what_cannot_be(words: list[str], hint: str, folder: Path) -> None:
+def test_refuses_invalid_options(words: list[str], hint: str, folder: Path) -> None:
     _, err = run_here("data=shapes", *(word.replace("RUN", str(folder)) for word in words), code=1)
     assert hint in one_line(err)

@@ -14,7 +14,7 @@ from tests.support.runs import compose, fit
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_named(rank: int, small: list[str], folder: Path) -> None:
+def test_error_names_a_killed_rank(rank: int, small: list[str], folder: Path) -> None:
     process = start(*small, *PARITY, *TWO, slow(0.1), f"run_dir={folder}")
     wait_for_rows(folder, 3, process)
     os.kill(ranks(process.pid)[rank], signal.SIGKILL)
@@ -26,7 +26,7 @@ def test_a_killed_rank_is_named(rank: int, small: list[str], folder: Path) -> No
     assert f"rank{rank}.log" in err
 
 
-def test_a_rank_that_hangs_is_named_with_its_stack(small: list[str], folder: Path) -> None:
+def test_error_names_a_hung_rank_with_its_stack(small: list[str], folder: Path) -> None:
     """The other one waits for it in a collective."""
     hang = callback("HangOnRankOne")
     before = time.monotonic()
@@ -40,13 +40,13 @@ def test_a_rank_that_hangs_is_named_with_its_stack(small: list[str], folder: Pat
 
 
 @pytest.mark.slow
-def test_a_lone_process_that_hangs_ends(small: list[str], folder: Path) -> None:
+def test_hung_single_process_ends(small: list[str], folder: Path) -> None:
     run(*small, *PARITY, slow(0.0), "+callbacks.slow.at=3", "launch.timeout=3", f"run_dir={folder}", code=1)
     assert "support/callbacks.py" in (folder / "logs" / "rank0.log").read_text()
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_is_named(small: list[str], folder: Path) -> None:
+def test_error_names_a_stopped_rank(small: list[str], folder: Path) -> None:
     """It cannot even tell its stack, and heeds nothing but SIGKILL, which torch sends after half a minute."""
     process = start(*small, *PARITY, *TWO, slow(0.1), "launch.timeout=5", f"run_dir={folder}")
     wait_for_rows(folder, 3, process)
@@ -72,7 +72,7 @@ def test_restarts_from_the_last_checkpoint(small: list[str], folder: Path) -> No
     assert steps(folder) == [*range(20), 20]
 
 
-def test_no_rank_outlives_a_launcher_that_dies_as_they_start(small: list[str], folder: Path) -> None:
+def test_no_rank_outlives_a_launcher_killed_during_startup(small: list[str], folder: Path) -> None:
     """Before they can ask the kernel to die with it. (That nothing is left is looked for after every test.)"""
     process = start(*small, *PARITY, *TWO, f"run_dir={folder}")
     while len(ranks(process.pid)) < 2 and process.poll() is None:
@@ -82,7 +82,7 @@ def test_no_rank_outlives_a_launcher_that_dies_as_they_start(small: list[str], f
 
 
 @pytest.mark.slow
-def test_what_a_user_can_mend_is_not_tried_again(small: list[str], folder: Path) -> None:
+def test_user_errors_are_not_retried(small: list[str], folder: Path) -> None:
     wrong = ["optimizer.lr=1e300", "launch.max_restarts=5"]
     _, err = run(*small, *PARITY, *TWO, *wrong, f"run_dir={folder}", code=1)
     assert err.count("error: ") == 1

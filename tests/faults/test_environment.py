@@ -14,7 +14,9 @@ from tests.support.runs import compose, fit
 
 
 @pytest.mark.parametrize("of_process_group", [True, False], ids=["of the process group", "where ranks meet"])
-def test_a_port_in_use(of_process_group: bool, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_a_port_in_use(
+    of_process_group: bool, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two tasks that srun starts, the first."""
     main_port = free_port()
     taken = main_port if of_process_group else config_store_port(main_port)
@@ -28,7 +30,7 @@ def test_a_port_in_use(of_process_group: bool, small: list[str], folder: Path, m
     assert "MASTER_PORT" in err
 
 
-def test_a_rank_with_another_configuration(small: list[str], folder: Path) -> None:
+def test_error_names_a_rank_with_another_configuration(small: list[str], folder: Path) -> None:
     port = free_port()
     rates = ["optimizer.lr=0.1", "optimizer.lr=0.2"]
     command = [*small, *PARITY, *TWO, f"run_dir={folder}"]
@@ -43,7 +45,7 @@ def test_a_rank_with_another_configuration(small: list[str], folder: Path) -> No
     ("damage", "hint"),
     [("cut", "data_batch_3 is missing or corrupt"), ("missing", "cannot be downloaded"), ("empty", "data_batch_3")],
 )
-def test_a_data_file_in_the_middle(damage: str, hint: str, cifar: Path, tmp_path: Path) -> None:
+def test_error_names_a_missing_or_corrupt_data_file(damage: str, hint: str, cifar: Path, tmp_path: Path) -> None:
     """Of six files the third; there is no network to fetch another from."""
     root = tmp_path / "data"
     shutil.copytree(cifar, root)
@@ -58,7 +60,7 @@ def test_a_data_file_in_the_middle(damage: str, hint: str, cifar: Path, tmp_path
     assert "data.root" in err
 
 
-def test_data_that_goes_away_in_the_middle(cifar: Path, tmp_path: Path) -> None:
+def test_run_survives_deletion_of_its_data(cifar: Path, tmp_path: Path) -> None:
     """The images are in memory: training, validation and test do not notice."""
     root = tmp_path / "data"
     shutil.copytree(cifar, root)

@@ -9,7 +9,7 @@ from tests.support.pool import Pool
 
 
 @pytest.mark.slow
-def test_killed_at_random(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumes_after_random_kills(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = list(trials(50, 2, pool, tmp_path))
     assert len(done) == 50
     with capsys.disabled():

@@ -19,7 +19,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_goes_on_there_and_back(place: str, pool: Pool, small: list[str], folder: Path) -> None:
+def test_resumes_under_another_strategy_and_back(place: str, pool: Pool, small: list[str], folder: Path) -> None:
     """The bias of the whitening layer stops being trained on the way."""
     task = ["experiment=parity", *SHORT, *EXPERIMENTS["muon"]]
     reference = fit(compose(folder / "whole", *small, *task, ACCUMULATE))

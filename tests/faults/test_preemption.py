@@ -48,7 +48,7 @@ def whole(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(signal.SIGUSR1, "a rank", TORCHRUN, TWO, id="torchrun", marks=pytest.mark.slow),
     ],
 )
-def test_saves_stops_and_goes_on(
+def test_signal_saves_stops_and_resumes(
     number: signal.Signals,
     to: str,
     program: tuple[str, ...],
@@ -78,7 +78,7 @@ def test_saves_stops_and_goes_on(
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_it_at_once(small: list[str], folder: Path) -> None:
+def test_second_signal_ends_the_run_at_once(small: list[str], folder: Path) -> None:
     """A rank that sleeps heeds no first one."""
     process = start(*small, *PARITY, *TWO, slow(0.0), "+callbacks.slow.at=3", f"run_dir={folder}")
     wait_for_rows(folder, 3, process)
@@ -94,7 +94,7 @@ def test_a_second_signal_ends_it_at_once(small: list[str], folder: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_job_that_is_requeued_goes_on_by_itself(small: list[str], whole: Path, folder: Path) -> None:
+def test_requeued_job_resumes(small: list[str], whole: Path, folder: Path) -> None:
     """The very same command twice, as SLURM would give it; in the same wandb run."""
     command = [*small, *(word for word in PARITY if word != "logger=none"), "resume=auto", f"run_dir={folder}"]
     process = start(*command, *TWO, slow(0.1), WANDB_MODE="offline")
@@ -108,7 +108,7 @@ def test_a_job_that_is_requeued_goes_on_by_itself(small: list[str], whole: Path,
 
 
 @pytest.mark.slow
-def test_tasks_of_a_slurm_job(small: list[str], whole: Path, folder: Path) -> None:
+def test_signals_to_tasks_of_a_slurm_job(small: list[str], whole: Path, folder: Path) -> None:
     """All are signalled at once; Lightning's own requeueing, which would save in its handler, is not there."""
     port = free_port()
     command = [*small, *PARITY, *TWO, slow(0.1), f"run_dir={folder}", "resume=auto"]
@@ -123,7 +123,7 @@ def test_tasks_of_a_slurm_job(small: list[str], whole: Path, folder: Path) -> No
     check_last_checkpoints(folder, whole)
 
 
-def test_the_handlers_are_given_back(small: list[str], folder: Path) -> None:
+def test_restores_signal_handlers(small: list[str], folder: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     fit(compose(folder, *small, *PARITY, "trainer.max_steps=2"))
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before

@@ -41,7 +41,7 @@ def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Rec
         ("on_train_batch_end", 7, 4, 2),
     ],
 )
-def test_goes_on_where_it_was(
+def test_resumes_exactly(
     hook: str,
     step: int,
     before: int,
@@ -67,7 +67,7 @@ def test_metrics_have_one_row_per_step(reference: Record, small: list[str], fold
     assert [int(row.split(",")[0]) for row in rows] == list(range(SHORT_STEPS))
 
 
-def test_half_accumulated_step_is_done_again(small: list[str], folder: Path) -> None:
+def test_repeats_a_half_accumulated_step(small: list[str], folder: Path) -> None:
     """Also with another number of micro-batches: without batch normalization that is the same run."""
     plain = [*TASK, *MLP]
     reference = fit(compose(folder / "whole", *small, *plain))
@@ -78,14 +78,14 @@ def test_half_accumulated_step_is_done_again(small: list[str], folder: Path) -> 
     check_resumed([resumed], reference, done=SAVED)
 
 
-def test_dropout_is_the_same_after_a_restart(small: list[str], folder: Path) -> None:
+def test_dropout_masks_survive_a_restart(small: list[str], folder: Path) -> None:
     dropping = [*TASK, *MLP, "model.dropout=0.5"]
     reference = fit(compose(folder / "whole", *small, *dropping))
     die(compose(folder, *small, *dropping), "on_train_batch_end", SAVED)
     check_resumed([fit(compose(folder, *small, *dropping, f"ckpt_path={folder}/died.ckpt"))], reference, done=SAVED)
 
 
-def test_loader_processes_that_fetch_ahead_change_nothing(small: list[str], folder: Path) -> None:
+def test_prefetching_workers_do_not_change_resumption(small: list[str], folder: Path) -> None:
     plain = [*TASK, *MLP]
     reference = fit(compose(folder / "whole", *small, *plain))
     workers = [*plain, "data.num_workers=2"]
@@ -102,13 +102,13 @@ def test_loader_processes_that_fetch_ahead_change_nothing(small: list[str], fold
         ("trainer.limit_train_batches=3", "had steps per epoch=5, this one has 3"),
     ],
 )
-def test_another_order_of_the_data_is_refused(override: str, message: str, small: list[str], folder: Path) -> None:
+def test_refuses_another_order_of_the_data(override: str, message: str, small: list[str], folder: Path) -> None:
     die(compose(folder, *small, *TASK, *MLP), "on_train_batch_end", SAVED)
     with pytest.raises(UserError, match=message):
         fit(compose(folder, *small, *TASK, *MLP, override, f"ckpt_path={folder}/died.ckpt"))
 
 
-def test_another_training_set_of_the_same_size_is_refused(small: list[str], folder: Path) -> None:
+def test_refuses_another_training_set_of_the_same_size(small: list[str], folder: Path) -> None:
     """With another fraction held out, samples to validate become samples to train on."""
     task = [*small, *TASK, *MLP, "data.train_samples=64"]
     die(compose(folder, *task), "on_train_batch_end", SAVED)
@@ -116,7 +116,7 @@ def test_another_training_set_of_the_same_size_is_refused(small: list[str], fold
         fit(compose(folder, *task, "data.val_fraction=0.2", f"ckpt_path={folder}/died.ckpt"))
 
 
-def test_a_finished_run_gives_its_result_again(small: list[str], folder: Path) -> None:
+def test_finished_run_reports_its_result_again(small: list[str], folder: Path) -> None:
     """A run that was interrupted in its test does not train again, but its job in a sweep needs the result."""
     task = [*TASK, *MLP, f"trainer.max_steps={SHORT_EPOCH}"]
     before = fit(compose(folder, *small, *task)).metrics
@@ -126,7 +126,7 @@ def test_a_finished_run_gives_its_result_again(small: list[str], folder: Path) -
     assert before.keys() == again.metrics.keys()
 
 
-def test_metrics_of_the_last_validation_outlive_two_kills(small: list[str], folder: Path) -> None:
+def test_metrics_of_the_last_validation_survive_two_kills(small: list[str], folder: Path) -> None:
     task = [*TASK, *MLP, "trainer.max_steps=-1", "trainer.max_epochs=3", "trainer.check_val_every_n_epoch=2"]
     often = "callbacks.checkpoint.every_n_train_steps=1"
     before = fit(compose(folder / "alone", *small, *task, often)).metrics
@@ -140,7 +140,7 @@ def test_metrics_of_the_last_validation_outlive_two_kills(small: list[str], fold
     assert fit(compose(folder, *small, *task, often, f"ckpt_path={last}")).metrics.keys() == before.keys()
 
 
-def test_new_hyper_parameters_count(small: list[str], folder: Path) -> None:
+def test_resumed_run_uses_new_hyper_parameters(small: list[str], folder: Path) -> None:
     die(compose(folder, *small, *TASK), "on_train_batch_end", SAVED)
     changed = ["optimizer.lr=0.02", "optimizer.momentum=0.5", "scheduler=constant"]
     resumed = LearningRates()
@@ -160,7 +160,7 @@ class LearningRates(L.Callback):
         self.seen.append((group["lr"], group["momentum"]))
 
 
-def test_extended_run_takes_its_place_on_the_longer_schedule(small: list[str], folder: Path) -> None:
+def test_extended_run_follows_the_longer_schedule(small: list[str], folder: Path) -> None:
     fit(compose(folder, *small, *TASK, f"trainer.max_steps={SHORT_EPOCH}"))
     longer, whole = LearningRates(), LearningRates()
     fit(compose(folder, *small, *TASK, f"ckpt_path={folder}/checkpoints/last.ckpt"), longer)
@@ -168,7 +168,7 @@ def test_extended_run_takes_its_place_on_the_longer_schedule(small: list[str], f
     assert longer.seen == [(pytest.approx(lr), momentum) for lr, momentum in whole.seen[SHORT_EPOCH:]]
 
 
-def test_a_worse_epoch_after_a_restart_does_not_replace_the_best(small: list[str], folder: Path) -> None:
+def test_worse_epoch_after_a_restart_keeps_the_best_checkpoint(small: list[str], folder: Path) -> None:
     """The state of `best` is in `last.ckpt`, also that of the very epoch at whose end it was written."""
     fit(compose(folder, *small, *TASK, *MLP, f"trainer.max_steps={SHORT_EPOCH}"))
     best = torch.load(folder / "checkpoints" / "best.ckpt")
@@ -180,7 +180,7 @@ def test_a_worse_epoch_after_a_restart_does_not_replace_the_best(small: list[str
     assert kept["best_model_score"] == state["best_model_score"]
 
 
-def test_a_refused_resumption_changes_nothing(small: list[str], folder: Path) -> None:
+def test_refused_resumption_changes_no_file(small: list[str], folder: Path) -> None:
     die(compose(folder, *small, *TASK, *MLP), "on_train_batch_end", SAVED)
     before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
     with pytest.raises(UserError):
@@ -190,7 +190,7 @@ def test_a_refused_resumption_changes_nothing(small: list[str], folder: Path) ->
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
 
 
-def test_a_finished_run_is_only_tested_again(small: list[str], folder: Path) -> None:
+def test_finished_run_is_only_tested_again(small: list[str], folder: Path) -> None:
     plain = [*TASK, *MLP]
     fit(compose(folder, *small, *plain, f"trainer.max_steps={SHORT_EPOCH}"), test=True)
     before = (folder / "metrics.csv").read_text()

@@ -41,7 +41,7 @@ def saved_at(cfg: Any) -> list[int]:
     return saves.steps
 
 
-def test_every_few_steps_and_at_the_end_of_each_epoch(small: list[str], folder: Path) -> None:
+def test_saves_by_steps_and_at_the_end_of_each_epoch(small: list[str], folder: Path) -> None:
     mlp = ["model=mlp", "~model.width", "model.hidden=[16]"]
     only = [*PARITY, *mlp, "callbacks.best=null", "trainer.max_epochs=2", "trainer.max_steps=-1"]
     every = "callbacks.checkpoint.every_n_train_steps"
@@ -56,7 +56,7 @@ def test_every_few_steps_and_at_the_end_of_each_epoch(small: list[str], folder: 
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_after_some_time(devices: int, pool: Pool, small: list[str], folder: Path) -> None:
+def test_saves_by_time(devices: int, pool: Pool, small: list[str], folder: Path) -> None:
     """Of two ranks one is slow to notice: they save together all the same."""
     task = [*PARITY, "callbacks.best=null", "callbacks.checkpoint.train_time_interval={milliseconds: 500}"]
     cfg = compose(folder, *small, *task, *(TWO if devices == 2 else []))
@@ -74,6 +74,6 @@ def timed(cfg: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("wrong", ["every_n_train_steps=0", "train_time_interval=5", "train_time_interval={lunes: 3}"])
-def test_what_is_no_interval(wrong: str, small: list[str], folder: Path) -> None:
+def test_refuses_invalid_intervals(wrong: str, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=f"callbacks.checkpoint.{wrong.partition('=')[0]}"):
         fit(compose(folder, *small, *PARITY, f"callbacks.checkpoint.{wrong}"))

@@ -91,14 +91,14 @@ def content(file: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_saves_what_a_single_process_would(place: str, saved: Callable[[str], Path]) -> None:
+def test_checkpoint_equals_that_of_a_single_process(place: str, saved: Callable[[str], Path]) -> None:
     expected, found = content(saved("single")), content(saved(place))
     assert list(found) == list(expected)
     assert max(relative(found[name], tensor) for name, tensor in expected.items()) < 1e-9
 
 
 @pytest.mark.parametrize(("here", "there"), WAYS)
-def test_goes_on_anywhere(
+def test_resumes_under_another_strategy(
     here: str,
     there: str,
     saved: Callable[[str], Path],
@@ -117,7 +117,7 @@ def test_goes_on_anywhere(
 
 
 @pytest.mark.slow
-def test_spawned_processes_go_on_too(
+def test_spawned_processes_resume(
     saved: Callable[[str], Path], reference: tuple[Record, Path], small: list[str], folder: Path
 ) -> None:
     cfg = compose(
@@ -130,7 +130,7 @@ def test_spawned_processes_go_on_too(
     check_resumed([back], reference[0], done=6)
 
 
-def test_batch_statistics_travel_too(pool: Pool, small: list[str], folder: Path) -> None:
+def test_batch_statistics_resume_under_another_strategy(pool: Pool, small: list[str], folder: Path) -> None:
     task = [*TASK, "trainer.accumulate_grad_batches=4"]
     reference = fit(compose(folder / "whole", *small, *task))
     die(compose(folder, *small, *task), "on_train_batch_end", SAVED_AT)
@@ -140,7 +140,7 @@ def test_batch_statistics_travel_too(pool: Pool, small: list[str], folder: Path)
 
 
 @pytest.mark.parametrize("place", SHARDED)
-def test_a_sharded_checkpoint_is_one_folder_per_file(place: str, pool: Pool, small: list[str], folder: Path) -> None:
+def test_sharded_checkpoint_has_one_folder_per_file(place: str, pool: Pool, small: list[str], folder: Path) -> None:
     cfg = at(place, folder, small, "trainer.max_steps=10")  # two epochs, so that both files are replaced
     pool.run(cfg.trainer.devices, fit, cfg)
     names = sorted(path.name.split(".")[0] for path in (folder / "checkpoints").iterdir())
@@ -159,7 +159,7 @@ def test_a_sharded_checkpoint_is_one_folder_per_file(place: str, pool: Pool, sma
         pool.run(cfg.trainer.devices, fit, at(place, folder, small, f"ckpt_path={file}"))
 
 
-def test_a_damaged_or_full_disk_is_told_in_a_line(
+def test_corrupt_shard_or_full_disk_is_a_one_line_error(
     saved: Callable[[str], Path], pool: Pool, small: list[str], folder: Path
 ) -> None:
     """torch's own exceptions of this are no Exceptions."""
@@ -185,7 +185,9 @@ def with_small_files(cfg: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_written_on_a_gpu(saved: Callable[[str], Path], pool: Pool, small: list[str], folder: Path) -> None:
+def test_loads_a_checkpoint_written_on_a_gpu(
+    saved: Callable[[str], Path], pool: Pool, small: list[str], folder: Path
+) -> None:
     """Such a checkpoint's tensors say so, and go on where there is none."""
     folder.mkdir()
     with zipfile.ZipFile(saved("single")) as source, zipfile.ZipFile(folder / "gpu.ckpt", "w") as target:
@@ -201,14 +203,14 @@ def test_written_on_a_gpu(saved: Callable[[str], Path], pool: Pool, small: list[
 CONVERT = "scripts.convert_checkpoint"
 
 
-def test_a_neighbor_keeps_its_folder(saved: Callable[[str], Path], folder: Path) -> None:
+def test_conversion_keeps_the_folder_of_another_checkpoint(saved: Callable[[str], Path], folder: Path) -> None:
     folder.mkdir()
     for name in ("last.sharded.ckpt", "last.ckpt"):
         run_here(str(saved("single")), str(folder / name), "--sharded", program=CONVERT)
     assert content(folder / "last.sharded.ckpt").keys() == content(folder / "last.ckpt").keys()
 
 
-def test_conversion_there_and_back(saved: Callable[[str], Path], folder: Path) -> None:
+def test_conversion_round_trip(saved: Callable[[str], Path], folder: Path) -> None:
     folder.mkdir()
     run_here(str(saved("single")), str(folder / "sharded.ckpt"), "--sharded", program=CONVERT)
     assert all(tensor.is_meta for tensor in torch.load(folder / "sharded.ckpt")["state_dict"].values())

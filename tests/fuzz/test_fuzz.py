@@ -15,7 +15,7 @@ from tests.support.pool import Pool
 
 
 @pytest.mark.parametrize("draws", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_stopped_and_moved_is_left_alone(draws: int, pool: Pool, small: list[str], tmp_path: Path) -> None:
+def test_interrupted_run_equals_the_uninterrupted_one(draws: int, pool: Pool, small: list[str], tmp_path: Path) -> None:
     checker = Checker(pool, small, tmp_path)
 
     @settings(SETTINGS, max_examples=draws, derandomize=True)

@@ -9,7 +9,7 @@ from src.run.folder import CONFIG, remove_if_unused
 from tests.support.commands import TINY, one_line, run_here
 
 
-def test_a_sweep_may_be_asked_for_anywhere() -> None:
+def test_multirun_flag_may_stand_anywhere() -> None:
     assert _multirun_first(["train.py", "seed=0,1", "-m", "model=mlp"]) == ["train.py", "-m", "seed=0,1", "model=mlp"]
     assert _multirun_first(["train.py", "seed=0"]) == ["train.py", "seed=0"]
 
@@ -21,7 +21,7 @@ def test_a_sweep_may_be_asked_for_anywhere() -> None:
         ("+callbacks.mine.monitor=val/acc", "callbacks.mine has options (monitor) but no _target_"),
     ],
 )
-def test_choices_that_make_nothing(word: str, hint: str, small: list[str], tmp_path: Path) -> None:
+def test_refuses_choices_without_a_target(word: str, hint: str, small: list[str], tmp_path: Path) -> None:
     _, err = run_here(*small, word, "trainer.accelerator=cpu", f"run_dir={tmp_path / 'run'}", code=1)
     assert hint in one_line(err)
 
@@ -32,7 +32,7 @@ def test_null_chooses_nothing(small: list[str], tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.csv", "logs"}
 
 
-def test_a_refused_run_leaves_no_folder_but_that_of_another(tmp_path: Path) -> None:
+def test_refused_run_removes_only_its_own_folder(tmp_path: Path) -> None:
     for name, file in (("refused", "logs/rank0.log"), ("another", CONFIG)):
         (tmp_path / name / file).parent.mkdir(parents=True)
         (tmp_path / name / file).touch()
@@ -40,7 +40,7 @@ def test_a_refused_run_leaves_no_folder_but_that_of_another(tmp_path: Path) -> N
     assert [folder.name for folder in tmp_path.iterdir()] == ["another"]
 
 
-def test_comparing_what_is_no_run(tmp_path: Path) -> None:
+def test_compare_refuses_folders_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,val/acc\n0,0.5\n")
     for words, hint in (
         (["nowhere"], "nowhere is no run folder"),

@@ -71,7 +71,7 @@ def test_help_is_complete_and_imports_nothing_heavy() -> None:
         (["trainer.num_nodes=2"], ["trainer.num_nodes=2", "torchrun"]),
     ],
 )
-def test_what_the_parent_finds_wrong(arguments: list[str], hints: list[str], tmp_path: Path) -> None:
+def test_user_errors_found_by_the_launcher(arguments: list[str], hints: list[str], tmp_path: Path) -> None:
     if "trainer.accelerator=gpu" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     _, err = run_here(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
@@ -89,7 +89,7 @@ def test_what_the_parent_finds_wrong(arguments: list[str], hints: list[str], tmp
         (["module.lr_scaling=liner"], ["module.lr_scaling=liner", "linear"]),
     ],
 )
-def test_what_a_single_rank_finds_wrong(
+def test_user_errors_found_by_a_single_rank(
     arguments: list[str], hints: list[str], small: list[str], tmp_path: Path
 ) -> None:
     tiny = [name for name in (*small, *TINY) if not (arguments[0] == "data=cifar10" and name.startswith("data"))]
@@ -107,7 +107,7 @@ def test_what_a_single_rank_finds_wrong(
         (["strategy=ddp_spawn", "trainer.devices=3"], ["data.batch_size=30 or 33"]),
     ],
 )
-def test_what_several_ranks_find_wrong(
+def test_user_errors_found_by_several_ranks(
     arguments: list[str], hints: list[str], small: list[str], tmp_path: Path
 ) -> None:
     """One line, by rank zero alone."""
@@ -122,7 +122,7 @@ class Poison:
 
 
 @pytest.mark.parametrize("damage", ["truncated archive", "poisoned pickle", "no data"])
-def test_data_that_cannot_be_used(damage: str, cifar: Path, tmp_path: Path) -> None:
+def test_refuses_unusable_data(damage: str, cifar: Path, tmp_path: Path) -> None:
     root = tmp_path / "data"
     if damage == "truncated archive":
         root.mkdir()
@@ -138,7 +138,7 @@ def test_data_that_cannot_be_used(damage: str, cifar: Path, tmp_path: Path) -> N
     assert not (ROOT / "poisoned").exists()
 
 
-def test_more_devices_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_more_devices_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that seems to have one GPU: the parent only counts them."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
@@ -147,13 +147,13 @@ def test_more_devices_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "trainer.devices=4, but this machine has 1 GPU: set trainer.devices=1" in one_line(err)
 
 
-def test_torch_without_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_torch_without_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     _, err = run_here("trainer.devices=2", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}/run", code=1)
     assert "needs torch.distributed" in one_line(err)
 
 
-def test_a_full_disk(small: list[str], tmp_path: Path) -> None:
+def test_full_disk_is_a_one_line_error(small: list[str], tmp_path: Path) -> None:
     """The limit on a file's size is how a test can fill a disk: writing fails in the same place."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
@@ -167,7 +167,7 @@ def test_a_full_disk(small: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_bug_keeps_its_traceback(small: list[str], tmp_path: Path) -> None:
+def test_bug_keeps_its_traceback(small: list[str], tmp_path: Path) -> None:
     arguments = [*small, *TINY, "logger=none", "model.hidden=[no]", *TWO]
     _, err = run(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
     assert "Traceback" in err
@@ -175,7 +175,7 @@ def test_a_bug_keeps_its_traceback(small: list[str], tmp_path: Path) -> None:
     assert "rank0.log" in err or "rank1.log" in err
 
 
-def test_the_error_of_the_rank_that_failed_is_the_one_shown(small: list[str], tmp_path: Path) -> None:
+def test_shows_the_error_of_the_rank_that_failed_first(small: list[str], tmp_path: Path) -> None:
     """Only rank one raises, and its traceback is shown; rank zero loses its connection, which is no news."""
     arguments = [*small, *TINY, "logger=none", *TWO, callback("RaiseOnRankOne")]
     _, err = run(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
@@ -186,7 +186,7 @@ def test_the_error_of_the_rank_that_failed_is_the_one_shown(small: list[str], tm
     assert "rank1.log" in err
 
 
-def test_one_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
+def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     """Two ranks with wandb; what lands in the folder; evaluating and continuing it; another network refused."""
     folder = tmp_path / "run with space"
     out, err = run(*small, *TINY, *TWO, f"hydra.run.dir='{folder}'", WANDB_MODE="offline")
@@ -235,7 +235,7 @@ def test_one_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> N
     assert "is not a complete checkpoint" in one_line(err)
 
 
-def test_under_torchrun_rank_zero_decides(small: list[str], tmp_path: Path) -> None:
+def test_rank_zero_configures_all_ranks_under_torchrun(small: list[str], tmp_path: Path) -> None:
     new_folder = "hydra.run.dir=${run_folder:" + f"{tmp_path}" + ",new}"
     arguments = [*small, *TINY, "logger=none", *TWO, new_folder]
     out, _ = run(*arguments, program=TORCHRUN)
@@ -245,13 +245,13 @@ def test_under_torchrun_rank_zero_decides(small: list[str], tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_torchrun_with_another_number_of_processes(small: list[str], tmp_path: Path) -> None:
+def test_refuses_another_number_of_processes_under_torchrun(small: list[str], tmp_path: Path) -> None:
     _, err = run(*small, *TINY, *TWO, "trainer.devices=4", f"run_dir={tmp_path}/run", program=TORCHRUN, code=1)
     assert "2 processes were started, but trainer.devices x trainer.num_nodes is 4" in err
 
 
 @pytest.mark.slow
-def test_under_slurm_rank_zero_decides(small: list[str], tmp_path: Path) -> None:
+def test_rank_zero_configures_all_ranks_under_slurm(small: list[str], tmp_path: Path) -> None:
     """Two tasks as srun would start them: its variables alone tell each its rank."""
     port = free_port()
     runs = "hydra.run.dir=${run_folder:" + f"{tmp_path}" + ",new}"
@@ -266,7 +266,7 @@ def test_under_slurm_rank_zero_decides(small: list[str], tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_sweep_gives_each_job_its_own(small: list[str], tmp_path: Path) -> None:
+def test_sweep_gives_each_job_its_own_folder(small: list[str], tmp_path: Path) -> None:
     sweep = ["-m", "trainer.devices=1,2", "strategy=ddp", f"hydra.sweep.dir={tmp_path}/sweep", "logger=none"]
     run(*sweep, *small, *TINY)
     finals = [torch.load(tmp_path / "sweep" / job / "checkpoints" / "last.ckpt")["state_dict"] for job in "01"]
@@ -277,7 +277,7 @@ def test_a_sweep_gives_each_job_its_own(small: list[str], tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
-def test_killed_and_resumed_is_the_same_run(victim: str, small: list[str], tmp_path: Path) -> None:
+def test_killed_run_resumes_exactly(victim: str, small: list[str], tmp_path: Path) -> None:
     """SIGKILL after some checkpoint of two ranks; resumed on one; float64 weights as of the run left alone."""
     task = [*small, *PARITY, "callbacks.checkpoint.every_n_train_steps=1"]
     run_here(*task, "test=false", f"hydra.run.dir={tmp_path}/whole")

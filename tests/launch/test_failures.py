@@ -24,7 +24,7 @@ class Failed:
         return self.rank, self
 
 
-def test_names_the_rank_by_its_number_over_all_hosts(tmp_path: Path) -> None:
+def test_names_the_global_rank(tmp_path: Path) -> None:
     """Elastic keeps the errors of a host's ranks in folders by their local numbers."""
     report = tmp_path / "1" / "error.json"
     report.parent.mkdir()
@@ -44,7 +44,7 @@ def test_names_the_rank_by_its_number_over_all_hosts(tmp_path: Path) -> None:
         ([BUSY, BUSY], False, [0, 1]),
     ],
 )
-def test_names_the_ranks_that_hang(innermost: list[str | None], raised: bool, named: list[int], tmp_path: Path) -> None:
+def test_names_hung_ranks(innermost: list[str | None], raised: bool, named: list[int], tmp_path: Path) -> None:
     if raised:
         report = tmp_path / "errors" / "0" / "error.json"
         report.parent.mkdir(parents=True)

@@ -25,7 +25,7 @@ def hold_gpus(count: int, seconds: float, found: Any) -> None:
         found.put((os.environ["CUDA_VISIBLE_DEVICES"].split(","), began, time.monotonic()))
 
 
-def test_jobs_that_run_together_see_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_jobs_see_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four jobs of one or two devices on four that only have names; what a job sees is what it alone holds."""
     names = [f"{os.getpid()}-{letter}" for letter in "abcd"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
@@ -50,7 +50,7 @@ def hold(name: str, held: Any) -> None:
         time.sleep(100)
 
 
-def test_a_lock_ends_with_its_process() -> None:
+def test_lock_ends_with_its_process() -> None:
     name, held = f"test {os.getpid()}", SPAWN.Event()
     holder = SPAWN.Process(target=hold, args=(name, held))
     holder.start()
@@ -67,7 +67,7 @@ def composed(*overrides: str) -> DictConfig:
     return OmegaConf.create({"hydra": {"overrides": {"task": list(overrides)}}})
 
 
-def test_a_job_is_known_by_its_overrides(tmp_path: Path) -> None:
+def test_job_is_identified_by_its_overrides(tmp_path: Path) -> None:
     """In another order, or under another number; what is an interpolation counts as it was typed."""
     typed = ["seed=0", "note=${now:%f}"]
     assert job_folder(str(tmp_path), 0, _root_=composed(*typed)) == "0"
@@ -77,7 +77,7 @@ def test_a_job_is_known_by_its_overrides(tmp_path: Path) -> None:
     assert Job.read(tmp_path / "0").overrides == typed
 
 
-def test_a_job_killed_with_its_launcher_counts_as_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_job_killed_with_its_launcher_counts_as_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, status in enumerate(("finished", "running")):
         (tmp_path / str(number)).mkdir()
         Job([f"seed={number}"], status).write(tmp_path / str(number))

@@ -49,7 +49,7 @@ def rows(folder: Path) -> list[int]:
 
 @needs_slurm
 @pytest.mark.slow
-def test_a_job_on_two_nodes_is_stopped_and_goes_on(slurm: Slurm, small: list[str], tmp_path: Path) -> None:
+def test_job_on_two_nodes_stops_and_resumes(slurm: Slurm, small: list[str], tmp_path: Path) -> None:
     reference = fit(compose(tmp_path / "single", *small, "experiment=parity"))
     job, folder = submit(slurm, *TASK, *QUIET, *small, "strategy=ddp", SLOW)
     try:
@@ -67,7 +67,7 @@ def test_a_job_on_two_nodes_is_stopped_and_goes_on(slurm: Slurm, small: list[str
         subprocess.run(["rm", "-r", str(folder)])
 
 
-def test_the_script_asks_for_what_the_configuration_says() -> None:
+def test_batch_script_follows_the_configuration() -> None:
     words = [
         "strategy=fsdp",
         "trainer.num_nodes=2",
@@ -87,7 +87,7 @@ def test_the_script_asks_for_what_the_configuration_says() -> None:
 
 @needs_slurm
 @pytest.mark.slow
-def test_a_sweep_of_jobs_on_two_nodes(slurm: Slurm, small: list[str], tmp_path: Path) -> None:
+def test_sweep_of_jobs_on_two_nodes(slurm: Slurm, small: list[str], tmp_path: Path) -> None:
     """Hydra's launcher submits each job, whose ranks srun starts."""
     launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=1"]
     limits = ["hydra.launcher.timeout_min=10", "hydra.launcher.cpus_per_task=1", f"hydra.sweep.dir={tmp_path}/sweep"]

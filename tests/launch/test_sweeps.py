@@ -51,7 +51,7 @@ def wandb_runs(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("fate", "error"), [("kill", "rank 1 died"), pytest.param("memory", "allocate", marks=pytest.mark.slow)]
 )
-def test_a_sweep_goes_on_past_a_job_that_fails(fate: str, error: str, small: list[str], tmp_path: Path) -> None:
+def test_sweep_continues_after_a_failed_job(fate: str, error: str, small: list[str], tmp_path: Path) -> None:
     """Two ranks each; in the first job the last one is killed, or asks for too much memory. Each has a wandb run."""
     folder, fates = tmp_path / "sweep", [fate, "nothing"]
     arguments = ["-m", *small, *MLP, *TWO, callback("Fate", what="''"), f"callbacks.fate.what={','.join(fates)}"]
@@ -72,7 +72,7 @@ def test_a_sweep_goes_on_past_a_job_that_fails(fate: str, error: str, small: lis
 
 
 @pytest.mark.slow
-def test_a_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Path) -> None:
+def test_stopped_sweep_resumes(small: list[str], tmp_path: Path) -> None:
     """Stopped by Ctrl-C in its second job; that one goes on from its checkpoint, and a third is added."""
     folder = tmp_path / "a sweep"
     slowly = [slow(0.05), "trainer.max_epochs=3"]
@@ -111,7 +111,7 @@ def test_a_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Path) -> N
     [JOBLIB, ["hydra/launcher=submitit_local"]],
     ids=["joblib", "submitit"],
 )
-def test_jobs_side_by_side_have_cores_of_their_own(launcher: list[str], small: list[str], tmp_path: Path) -> None:
+def test_parallel_jobs_have_their_own_cores(launcher: list[str], small: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     several = ["-m", "trainer.devices=2", "strategy=ddp,pipeline", "trainer.sync_batchnorm=false"]
     run(*several, *small, *MLP, REPORT, "logger=none", *launcher, f"hydra.sweep.dir={folder}")
@@ -125,7 +125,7 @@ def test_jobs_side_by_side_have_cores_of_their_own(launcher: list[str], small: l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_joblibs_processes_end_with_the_sweep(number: signal.Signals, small: list[str], tmp_path: Path) -> None:
+def test_joblib_processes_end_with_the_sweep(number: signal.Signals, small: list[str], tmp_path: Path) -> None:
     endless = ["-m", *small, *MLP, "logger=none", "trainer.max_epochs=10000", "seed=0,1", *JOBLIB]
     process = start(*endless, f"hydra.sweep.dir={tmp_path}/sweep")
     deadline = time.monotonic() + 120
@@ -138,7 +138,7 @@ def test_joblibs_processes_end_with_the_sweep(number: signal.Signals, small: lis
 
 
 @pytest.mark.slow
-def test_an_optuna_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Path) -> None:
+def test_stopped_optuna_sweep_resumes(small: list[str], tmp_path: Path) -> None:
     """The trial that ran then goes on with its values; a sampler with a seed proposes no point twice."""
     folder, lr = tmp_path / "study", "optimizer.lr=tag(log, interval(0.001,0.1))"
     slowly = [slow(0.05), "trainer.max_epochs=2"]
@@ -163,7 +163,7 @@ def test_an_optuna_sweep_that_was_stopped_goes_on(small: list[str], tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_pruned_trial_stops_on_all_ranks(small: list[str], tmp_path: Path) -> None:
+def test_pruned_trial_stops_on_all_ranks(small: list[str], tmp_path: Path) -> None:
     """A pruner that no accuracy satisfies; both ranks had the same value, and neither is left."""
     folder = tmp_path / "study"
     optuna = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "optimizer.lr=interval(0.01,1)", *TWO]
@@ -184,7 +184,7 @@ def test_a_pruned_trial_stops_on_all_ranks(small: list[str], tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_what_the_agent_of_wandb_starts(small: list[str], tmp_path: Path) -> None:
+def test_wandb_agent_starts_jobs(small: list[str], tmp_path: Path) -> None:
     """The command of the YAML, filled in by wandb's own functions, reaches both ranks of the agent's run."""
     sweep = yaml.safe_load((ROOT / "scripts" / "wandb_sweep.yaml").read_text())
     values = {"optimizer.lr": {"value": sweep["parameters"]["optimizer.lr"]["min"]}, "model.width": {"value": 16}}
@@ -203,13 +203,13 @@ def test_what_the_agent_of_wandb_starts(small: list[str], tmp_path: Path) -> Non
     assert (recorded["run_id"], recorded["sweep_id"]) == ("r1", "s1")
 
 
-def test_a_folder_without_a_sweep(tmp_path: Path) -> None:
+def test_refuses_a_folder_without_a_sweep(tmp_path: Path) -> None:
     _, err = run_here(f"sweep={tmp_path}", code=1)
     assert f"sweep={tmp_path}: there is no sweep in that folder" in one_line(err)
 
 
 @pytest.mark.slow
-def test_torchrun_starts_no_sweep(tmp_path: Path) -> None:
+def test_refuses_a_sweep_under_torchrun(tmp_path: Path) -> None:
     _, err = run("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", program=TORCHRUN, code=1)
     assert err.count("error: -m: a sweep starts the processes of its jobs") == 1
     assert not (tmp_path / "sweep").exists()

@@ -77,7 +77,9 @@ def weights(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.param("hybrid", 2, marks=pytest.mark.slow),
     ],
 )
-def test_torchrun(strategy: str, processes: int, hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
+def test_agrees_with_single_process_under_torchrun(
+    strategy: str, processes: int, hosts: Hosts, weights: Any, small: list[str], tmp_path: Path
+) -> None:
     expected = weights(4 if strategy in ("pipeline", "hybrid") else 1)
     words = [*TRAIN, *small, *ON_TWO, f"strategy={strategy}", f"trainer.devices={processes}"]
     logs = [tmp_path / f"{host}.log" for host in (0, 1)]
@@ -112,7 +114,7 @@ class Pair:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "devices"), [("ddp", 1), ("hybrid", 2)])
-def test_the_same_command_on_each(
+def test_same_command_on_each_host(
     strategy: str, devices: int, hosts: Hosts, weights: Any, small: list[str], tmp_path: Path
 ) -> None:
     pair = Pair(hosts, tmp_path, *small, f"strategy={strategy}", f"trainer.devices={devices}")
@@ -120,7 +122,7 @@ def test_the_same_command_on_each(
     check(tmp_path, weights(4 if strategy == "hybrid" else 1))
 
 
-def test_a_host_that_does_not_come(hosts: Hosts, tmp_path: Path) -> None:
+def test_missing_host_is_a_one_line_error(hosts: Hosts, tmp_path: Path) -> None:
     words = [*ON_TWO, "launch.endpoint=10.77.0.1:29400", "launch.rendezvous_timeout=1", "trainer.devices=1"]
     log = tmp_path / "0.log"
     started = hosts.start(0, [sys.executable, *TRAIN, *words], log, tmp_path)
@@ -131,7 +133,7 @@ def test_a_host_that_does_not_come(hosts: Hosts, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_dies_on_one_of_them(hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
+def test_dead_rank_on_one_host(hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
     often = ["callbacks.checkpoint.every_n_train_steps=1", "launch.max_restarts=1", slow(0.3)]
     pair = Pair(hosts, tmp_path, *small, "strategy=ddp", "trainer.devices=1", *often)
     pair.reaches(5)
@@ -143,7 +145,7 @@ def test_a_rank_dies_on_one_of_them(hosts: Hosts, weights: Any, small: list[str]
 
 
 @pytest.mark.slow
-def test_a_link_that_is_cut_for_a_while(hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
+def test_link_cut_temporarily(hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
     pair = Pair(hosts, tmp_path, *small, "strategy=ddp", "trainer.devices=1", slow(0.2))
     pair.reaches(5)
     hosts.link("down")
@@ -154,7 +156,7 @@ def test_a_link_that_is_cut_for_a_while(hosts: Hosts, weights: Any, small: list[
 
 
 @pytest.mark.slow
-def test_a_link_that_is_cut_for_good(hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
+def test_link_cut_permanently(hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
     """Both ends say so within the time given, and the run goes on elsewhere from what it had saved."""
     often = ["callbacks.checkpoint.every_n_train_steps=1", "launch.timeout=10", slow(0.2)]
     pair = Pair(hosts, tmp_path, *small, "strategy=ddp", "trainer.devices=1", *often)

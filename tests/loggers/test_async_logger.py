@@ -33,7 +33,7 @@ def wait_for(rows: list[Any], count: int) -> None:
     assert wait_until(lambda: len(rows) >= count, 60)
 
 
-def test_nobody_waits_for_a_row_but_the_end_of_the_run() -> None:
+def test_only_the_end_of_the_run_waits_for_rows() -> None:
     rows: list[Any] = []
     may_write = threading.Event()
     logger = AsyncLogger(partial(Gate, rows, may_write), version="1")
@@ -48,7 +48,7 @@ def test_nobody_waits_for_a_row_but_the_end_of_the_run() -> None:
     assert rows[-1] == 20
 
 
-def test_is_not_made_where_nothing_is_told() -> None:
+def test_logger_without_messages_is_never_built() -> None:
     rows: list[Any] = []
     AsyncLogger(partial(Gate, rows), version="1").finalize("success")
     assert rows == []
@@ -66,7 +66,7 @@ def test_hyperparameters_wait_for_the_first_metrics_or_the_end(ends: bool) -> No
     assert rows == [False, {"width": 3}, *([] if ends else [0])]
 
 
-def test_hyperparameters_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hyperparameters_are_sent_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("src.loggers.async_logger._HEAD_START", 0.1)
     rows: list[Any] = []
     logger = AsyncLogger(partial(Gate, rows), version="1")
@@ -76,7 +76,7 @@ def test_hyperparameters_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -
     logger.finalize("success")
 
 
-def test_an_error_is_raised_by_what_comes_next() -> None:
+def test_error_is_raised_by_the_next_call() -> None:
     rows: list[Any] = []
     logger = AsyncLogger(partial(Gate, rows), version="1")
     logger.log_metrics({"loss": -1.0}, 0)
@@ -90,5 +90,5 @@ def test_an_error_is_raised_by_what_comes_next() -> None:
     assert rows == [False]
 
 
-def test_can_be_sent_to_a_process_that_lightning_spawns() -> None:
+def test_can_be_pickled_to_a_spawned_process() -> None:
     assert pickle.loads(pickle.dumps(AsyncLogger(partial(Gate, []), version="1"))).version == "1"

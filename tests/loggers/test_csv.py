@@ -13,7 +13,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def test_is_on_disk_at_once_with_one_row_per_step(tmp_path: Path) -> None:
+def test_writes_one_row_per_step_immediately(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     logger.log_hyperparams({"seed": 1})
     logger.log_metrics({"loss": 0.1}, step=1)
@@ -24,7 +24,7 @@ def test_is_on_disk_at_once_with_one_row_per_step(tmp_path: Path) -> None:
     assert (tmp_path / "config.yaml").read_text() == "seed: 1\n"
 
 
-def test_goes_on_where_an_earlier_start_was_cut_off(tmp_path: Path) -> None:
+def test_resumes_after_a_kill(tmp_path: Path) -> None:
     first = CSVLogger(tmp_path)
     for step in range(5):
         first.log_metrics({"loss": step / 10}, step=step)
@@ -39,7 +39,7 @@ def test_goes_on_where_an_earlier_start_was_cut_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("left", "steps"), [("10,0,1.0\n20,0,1.", [10, 30]), ("10", [30]), ("", [30])])
-def test_half_a_line_of_a_killed_process_is_dropped(left: str, steps: list[int], tmp_path: Path) -> None:
+def test_drops_a_partial_line_of_a_killed_process(left: str, steps: list[int], tmp_path: Path) -> None:
     """A line without its end may hold a number without its last digits."""
     (tmp_path / "metrics.csv").write_text(f"step,epoch,train/loss\n{left}")
     logger = CSVLogger(tmp_path)

@@ -30,14 +30,14 @@ WITH_KEY: Cases = [({"WANDB_API_KEY": KEY}, "online")]  # wandb takes seconds to
 
 
 @pytest.mark.parametrize("cases", [QUICK, pytest.param(WITH_KEY, marks=pytest.mark.slow)], ids=["without", "with key"])
-def test_mode(cases: Cases, tmp_path: Path) -> None:
+def test_mode_follows_the_credentials(cases: Cases, tmp_path: Path) -> None:
     environment = {"HOME": str(tmp_path), "PATH": "", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", SCRIPT, json.dumps([variables for variables, _ in cases])]
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert result.stdout.split() == [expected for _, expected in cases], result.stderr
 
 
-def test_beside_tensorboard(small: list[str], folder: Path) -> None:
+def test_works_with_tensorboard(small: list[str], folder: Path) -> None:
     loggers = ["logger=[wandb,tensorboard]", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
     folder /= "two_loggers"  # the run's id, which no other run of this process has
     run(compose(folder, *small, *SHORT, "model=mlp", "model.hidden=[16]", *loggers, "test=false", quiet=False))

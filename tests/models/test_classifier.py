@@ -49,7 +49,7 @@ def test_checkpoint_is_plain_and_loads_into_the_bare_network(small: list[str], f
         ("bf16-true", torch.bfloat16, (1e-5, 1e-2)),
     ],
 )
-def test_precisions(
+def test_trains_in_each_precision(
     precision: str, weights: torch.dtype, bounds: tuple[float, float], small: list[str], folder: Path
 ) -> None:
     """The losses are as far from those in double precision as the type rounds."""
@@ -63,7 +63,7 @@ def test_precisions(
     assert record.metrics["val/loss"] == pytest.approx(exact.metrics["val/loss"], rel=bounds[1])
 
 
-def test_compiled(small: list[str], folder: Path) -> None:
+def test_compiled_network_trains_alike(small: list[str], folder: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("there is no C++ compiler")
     plain = fit(compose(folder / "plain", *small, *MLP))
@@ -92,14 +92,14 @@ def test_a_network_is_compiled_as_one_graph(model: str, folder: Path, monkeypatc
     assert products == layers
 
 
-def test_gradients_are_clipped(small: list[str], folder: Path) -> None:
+def test_clips_gradients(small: list[str], folder: Path) -> None:
     free = fit(compose(folder / "free", *small, *MLP))
     clipped = fit(compose(folder, *small, *MLP, "trainer.gradient_clip_val=1e-6", "optimizer.weight_decay=0"))
     moved = {name: (clipped.final[name] - clipped.initial[name]).norm() for name in clipped.final}
     assert max(moved.values()) < 1e-5 < max((free.final[name] - free.initial[name]).norm() for name in free.final)
 
 
-def test_divergence_stops_the_run_and_names_the_last_good_checkpoint(small: list[str], folder: Path) -> None:
+def test_divergence_stops_the_run_and_names_the_last_finite_checkpoint(small: list[str], folder: Path) -> None:
     cfg = compose(folder, *small, *MLP, "trainer.max_epochs=3", "scheduler=constant")
     with pytest.raises(UserError, match=r"train/loss is nan at step 1\d: .*last good checkpoint: .*last.ckpt"):
         fit(cfg, _Explode(after=12))

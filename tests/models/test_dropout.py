@@ -41,7 +41,7 @@ def test_masks_look_like_independent_draws() -> None:
         assert float(correlation.square().mean()) == pytest.approx(1 / length, rel=0.05)
 
 
-def test_the_mean_stays_and_a_part_of_a_batch_is_dropped_alike() -> None:
+def test_keeps_the_mean_and_does_not_depend_on_the_batch() -> None:
     layer = SampleDropout(RATE)
     keys, image = hash_ints(0, 0, torch.arange(SAMPLES)), torch.rand(SAMPLES, 4, 5, 6)
     set_keys([layer], keys)
@@ -52,7 +52,7 @@ def test_the_mean_stays_and_a_part_of_a_batch_is_dropped_alike() -> None:
     assert torch.equal(layer.eval()(image), image)
 
 
-def test_a_path_is_dropped_whole() -> None:
+def test_drop_path_drops_a_sample_entirely() -> None:
     layer = DropPath(RATE)
     set_keys([layer], hash_ints(0, 0, torch.arange(SAMPLES)))
     kept = layer(torch.ones(SAMPLES, 3, 2)).flatten(1)
@@ -62,7 +62,7 @@ def test_a_path_is_dropped_whole() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0])
-def test_all_or_nothing(rate: float) -> None:
+def test_rates_of_zero_and_one(rate: float) -> None:
     layer = SampleDropout(rate)
     set_keys([layer], hash_ints(0, 0, torch.arange(2)))
     assert torch.equal(layer(torch.ones(2, 3)), torch.full((2, 3), 1 - rate))
@@ -93,12 +93,12 @@ def test_agrees_with_single_process(
         assert max(distances(record, reference)) < TOLERANCE
 
 
-def test_dropout_matters(reference: Record, small: list[str], folder: Path) -> None:
+def test_dropout_changes_the_run(reference: Record, small: list[str], folder: Path) -> None:
     without = fit(compose(folder, *small, *TASK, "model.dropout=0", "model.drop_path=0"))
     assert min(abs(a - b) for a, b in zip(without.losses, reference.losses, strict=True)) > 1e-6
 
 
-def test_layers_that_see_no_samples_are_as_they_were(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_without_a_batch_dimension_behave_as_in_torch(caplog: pytest.LogCaptureFixture) -> None:
     shared = nn.Dropout(RATE)
     net = nn.Sequential(shared, nn.Linear(3, 3), shared, nn.Dropout2d(RATE))
     use_sample_dropout(net)

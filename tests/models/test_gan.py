@@ -48,12 +48,12 @@ WORLDS = [
 
 
 @pytest.mark.parametrize("strategy", [strategy for strategy in STRATEGIES if strategy not in TRAINS])
-def test_other_strategies_are_refused(strategy: str, small: list[str], folder: Path) -> None:
+def test_refuses_other_strategies(strategy: str, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match="set strategy=ddp"):
         assemble(compose(folder, *TASK, *small, *SHORT, f"strategy={strategy}", "trainer.devices=2"))
 
 
-def test_a_rank_without_test_images(pool: Pool, small: list[str], folder: Path) -> None:
+def test_rank_without_test_images_counts_none(pool: Pool, small: list[str], folder: Path) -> None:
     """Four ranks and three images."""
     few = [*TASK, *small, *SHORT, "trainer.max_steps=1", "trainer.limit_val_batches=0", "data.source.test_size=3"]
     few += ["callbacks.best=null"]
@@ -87,7 +87,7 @@ def test_both_networks_learn_and_a_batch_is_one_step(reference: Record) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1)])
-def test_goes_on_where_it_was(
+def test_resumes_exactly(
     before: int, after: int, reference: Record, pool: Pool, small: list[str], folder: Path
 ) -> None:
     def task(devices: int, *more: str) -> object:
@@ -99,7 +99,7 @@ def test_goes_on_where_it_was(
     check_resumed(resumed, reference, done=3)
 
 
-def test_gradients_are_each_loss_its_own_networks(small: list[str], folder: Path) -> None:
+def test_each_loss_has_gradients_of_its_own_network_only(small: list[str], folder: Path) -> None:
     """One backward pass for both losses gives what two passes, with the other network left alone, would give."""
     trainer, module, data = assemble(compose(folder, *TASK, *small, *SHORT))
     trainer.callbacks.append(checker := _TwoPasses())
@@ -175,7 +175,7 @@ def test_real_images_are_nearer_to_real_ones_than_noise(small: list[str], folder
         assert far[0] < far[1] < far[2]
 
 
-def test_what_cannot_be(small: list[str], folder: Path) -> None:
+def test_refuses_invalid_options(small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=r"frechet.feature_checkpoint=.* is not a complete checkpoint"):
         run(compose(folder, *TASK, *small, *SHORT, f"callbacks.frechet.feature_checkpoint={Path(__file__)}"))
     fit(compose(folder / "other", *TASK, *small, *SHORT, "trainer.max_epochs=1"))

@@ -7,7 +7,7 @@ from src.models.metrics import WeightedMean
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_counts_beyond_what_half_precision_can(dtype: torch.dtype) -> None:
+def test_counts_beyond_the_range_of_half_precision(dtype: torch.dtype) -> None:
     """Moved to the module's type, as Lightning does with it; ten thousand samples, four of five hit."""
     metric = WeightedMean().to(dtype)
     metric.reset()

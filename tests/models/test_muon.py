@@ -31,7 +31,7 @@ def stepped(net: nn.Module, optimizer: Optimizer, steps: int = 3) -> dict[str, T
 
 @pytest.mark.parametrize("shape", [(8, 64), (64, 8), (32, 4, 3, 3), (16, 16)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_update_has_singular_values_near_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_update_has_singular_values_near_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     update = orthogonalize(gradient, 8)
     assert (update.shape, update.dtype) == (gradient.shape, dtype)
@@ -40,7 +40,7 @@ def test_an_update_has_singular_values_near_one(shape: tuple[int, ...], dtype: t
     assert torch.equal(orthogonalize(gradient * 1024, 8), update) or dtype == torch.float64
 
 
-def test_groups_by_role() -> None:
+def test_groups_parameters_by_role() -> None:
     optimizer = build(
         airbench(10, (8, 16, 16)), head_scale=3.0, vector_scale=2.0, weight_decay=0.01, whitening_fraction=0.5
     )
@@ -54,14 +54,14 @@ def test_groups_by_role() -> None:
     assert [group["schedule_fraction"] for group in groups.values()] == [1, 1, 1, 0.5]
 
 
-def test_the_rates_of_the_speedrun_are_the_records(folder: Path) -> None:
+def test_speedrun_has_the_learning_rates_of_the_record(folder: Path) -> None:
     cfg = compose(folder, "experiment=speedrun")
     per_sample = cfg.optimizer.lr / cfg.data.batch_size
     assert per_sample * cfg.optimizer.head_scale == pytest.approx(0.67, rel=1e-5)
     assert per_sample * cfg.optimizer.vector_scale == pytest.approx(0.053, rel=1e-5)
 
 
-def test_everything_else_is_stepped_as_by_sgd() -> None:
+def test_other_parameters_are_stepped_by_sgd() -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.BatchNorm1d(4))
@@ -79,7 +79,7 @@ def test_unit_filters_have_a_norm_of_one_before_the_step() -> None:
     assert float(net.weight.detach().norm()) == pytest.approx(4.0, rel=1e-5)
 
 
-def test_a_step_is_as_long_as_the_rate_says_whatever_the_gradient() -> None:
+def test_step_length_follows_the_rate_not_the_gradient() -> None:
     net = nn.Conv2d(16, 16, 3, bias=False)
     before = net.weight.detach().clone()
     stepped(net, build(net, lr=0.1, iterations=8), 1)
@@ -87,7 +87,7 @@ def test_a_step_is_as_long_as_the_rate_says_whatever_the_gradient() -> None:
     assert 0.6 < values.min() <= values.max() < 1.3
 
 
-def test_its_state_is_that_of_named_parameters_and_goes_round() -> None:
+def test_state_is_keyed_by_name_and_round_trips() -> None:
     torch.manual_seed(0)
     one = airbench(10, (8, 16, 16))
     two = airbench(10, (8, 16, 16))

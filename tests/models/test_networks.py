@@ -82,7 +82,7 @@ def test_group_normalization_replaces_every_batch_normalization(name: str, folde
         (["model=vit", "model.heads=7"], "model.heads=7 .* model.width=192"),
     ],
 )
-def test_sizes_that_do_not_fit(overrides: list[str], hint: str, folder: Path) -> None:
+def test_refuses_invalid_sizes(overrides: list[str], hint: str, folder: Path) -> None:
     with pytest.raises(UserError, match=hint):
         build(compose(folder, *overrides).model)
 
@@ -95,7 +95,9 @@ def test_every_parameter_gets_a_gradient(network: tuple[str, nn.Module]) -> None
     ] == []
 
 
-def test_is_initialized_by_the_seed(network: tuple[str, nn.Module], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_seed_fixes_the_initialization(
+    network: tuple[str, nn.Module], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     cfg = compose(tmp_path_factory.mktemp("run"), f"model={network[0]}")
     torch.manual_seed(0)
     again = build(cfg.model)

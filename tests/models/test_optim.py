@@ -21,7 +21,7 @@ def test_only_matrices_decay_and_every_parameter_is_named() -> None:
     assert decayed["lr"] == kept["lr"] == 0.2
 
 
-def test_scaling_rules() -> None:
+def test_learning_rate_scaling_rules() -> None:
     assert scaling_factor("linear", 512, 128) == 4
     assert scaling_factor("sqrt", 512, 128) == 2
     assert scaling_factor("none", 512, 128) == 1
@@ -42,7 +42,7 @@ def test_schedules_rise_and_fall(schedule: object) -> None:
     assert 0 < schedule(0, 1) <= 1  # type: ignore[operator]
 
 
-def test_a_group_can_have_its_schedule_in_a_share_of_the_run() -> None:
+def test_group_schedule_can_span_a_fraction_of_the_run() -> None:
     def factors(group: dict[str, float]) -> list[float]:
         return [lr_multiplier(partial(one_cycle, warmup=0.0), group, step, 8) for step in range(8)]
 
@@ -51,7 +51,7 @@ def test_a_group_can_have_its_schedule_in_a_share_of_the_run() -> None:
     assert [lr_multiplier(constant, {"schedule_fraction": 0.5}, step, 4) for step in range(4)] == [1, 1, 0, 0]
 
 
-def test_another_kind_of_optimizer_is_refused() -> None:
+def test_refuses_to_resume_with_another_optimizer() -> None:
     net = nn.Linear(4, 2)
     sgd, adam = (
         build_optimizer(net, partial(kind, lr=0.1), 1.0, "net.") for kind in (torch.optim.SGD, torch.optim.Adam)

@@ -23,12 +23,12 @@ def pixels(image: Tensor) -> Tensor:
     return image.flatten(1)
 
 
-def test_mirror() -> None:
+def test_mirror_averages_two_views() -> None:
     found = average_over_views(pixels, IMAGES, pixels(IMAGES), "mirror").view_as(IMAGES)
     assert torch.allclose(found, (IMAGES + IMAGES.flip(-1)) / 2)
 
 
-def test_shift_is_by_a_pixel_both_ways_with_half_of_the_weight() -> None:
+def test_shifted_views_have_half_of_the_weight() -> None:
     found = average_over_views(pixels, IMAGES, pixels(IMAGES), "shift").view_as(IMAGES)
     padded = F.pad(IMAGES, (1, 1, 1, 1), mode="reflect")
     views = [(IMAGES, 0.25), (padded[..., :8, :8], 0.125), (padded[..., 2:, 2:], 0.125)]
@@ -38,7 +38,7 @@ def test_shift_is_by_a_pixel_both_ways_with_half_of_the_weight() -> None:
     assert torch.allclose(average_over_views(pixels, constant, pixels(constant), "shift"), torch.ones(1, 192))
 
 
-def test_it_stands_beside_the_plain_accuracy(small: list[str], folder: Path) -> None:
+def test_is_logged_beside_the_plain_accuracy(small: list[str], folder: Path) -> None:
     trainer, module, data = assemble(compose(folder, *small, "model=mlp", "module.tta=shift"))
     found = trainer.test(module, datamodule=data, verbose=False)[0]
     held = data.splits["test"].dataset
@@ -51,12 +51,12 @@ def test_it_stands_beside_the_plain_accuracy(small: list[str], folder: Path) -> 
     assert shares[0] != shares[1]
 
 
-def test_none_without_being_asked_for(small: list[str], folder: Path) -> None:
+def test_is_off_by_default(small: list[str], folder: Path) -> None:
     assert "test/acc_tta" not in fit(compose(folder, *small, *NET), test=True).metrics
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
-def test_it_is_exact_on_two_processes(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
+def test_is_exact_on_two_processes(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
     task = [*NET, "module.tta=shift", "optimizer.lr=0", "trainer.precision=64-true", "model.norm=group"]
     alone = fit(compose(folder / "alone", *small, *task), test=True)
     cfg = compose(folder, *small, *task, f"strategy={strategy}", "trainer.devices=2")
@@ -68,6 +68,6 @@ def _tested(cfg: object) -> Record:
     return fit(cfg, test=True)  # type: ignore[arg-type]
 
 
-def test_no_such_views(small: list[str], folder: Path) -> None:
+def test_refuses_unknown_views(small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match="mirror"):
         assemble(compose(folder, *small, "module.tta=miror"))

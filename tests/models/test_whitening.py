@@ -34,7 +34,7 @@ def test_filters_do_not_depend_on_the_order_of_the_images() -> None:
     assert torch.allclose(layer.compute_filters(IMAGES.flip(0)), layer.compute_filters(IMAGES), atol=1e-4)
 
 
-def test_a_bias_that_is_not_trained_any_more_costs_nothing() -> None:
+def test_frozen_bias_has_no_gradient() -> None:
     net: Any = airbench(10, (8, 8, 8)).train()
     layer, first = net.layer1.whitening, net.layer1.stage[0]
     seen: list[bool] = []

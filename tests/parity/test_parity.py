@@ -95,7 +95,7 @@ def single_process(
 @pytest.mark.parametrize(
     "experiment", [pytest.param(name, marks=[pytest.mark.slow] if name == "deep" else []) for name in EXPERIMENTS]
 )
-def test_reference_is_worth_comparing_with(
+def test_reference_run_changes_its_weights(
     experiment: str,
     micro_batches: int,
     length: list[str],
@@ -141,7 +141,7 @@ def test_agrees_with_single_process(
 
 
 @pytest.mark.parametrize("length", [SHORT, pytest.param(SHIPPED, marks=pytest.mark.slow)], ids=["short", "20 steps"])
-def test_three_processes_agree_too(length: list[str], pool: Pool, small: list[str], folder: Path) -> None:
+def test_three_processes_agree(length: list[str], pool: Pool, small: list[str], folder: Path) -> None:
     """A third of the batch is no power of two, so rounding does not help."""
     task = [*small, "experiment=parity", *length, "data.batch_size=33"]
     reference = fit(compose(folder / "single", *task))
@@ -185,7 +185,7 @@ def _broken_fit(cfg: DictConfig, sabotage: Callable[[DictConfig, int], list[L.Ca
 
 
 @pytest.mark.parametrize("sabotage", [_break_epochs, _break_batch_norm, _break_averaging, _break_one_seed])
-def test_notices(
+def test_detects_broken_runs(
     sabotage: Callable[[DictConfig, int], list[L.Callback]],
     single_process: Callable[[str, int, list[str]], Record],
     pool: Pool,

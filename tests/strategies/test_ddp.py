@@ -83,7 +83,7 @@ def test_broadcasts_buffers_only_where_they_differ(synced: bool, pool: Pool, sma
     [(["strategy.comm_hook=fp16"], 1e-3), (POWERSGD, 1e-2), (LOCAL, 1e-2)],
     ids=["fp16", "powersgd", "local"],
 )
-def test_lossy_communication_stays_near(
+def test_lossy_communication_stays_within_tolerance(
     hook: list[str], bound: float, devices: int, pool: Pool, small: list[str], folder: Path
 ) -> None:
     gentle = [*PARITY, "optimizer.lr=0.001", "model.norm=group"]  # or any difference would grow in 20 steps
@@ -133,7 +133,7 @@ def test_local_sgd_averages_periodically_and_before_validation(pool: Pool, small
 @pytest.mark.parametrize(
     "options", [POWERSGD, LOCAL, [*ADAMW, "strategy.shard_optimizer=true"]], ids=["powersgd", "local", "zero"]
 )
-def test_goes_on_where_it_was(options: list[str], pool: Pool, small: list[str], folder: Path) -> None:
+def test_resumes_exactly(options: list[str], pool: Pool, small: list[str], folder: Path) -> None:
     """Post-local SGD is compared with a run that saved, and so averaged, at the same step."""
     task = [*PARITY, *TWO, *options]
     reference = pool.run(2, fit, compose(folder / "whole", *small, *task), SaveOnce(6))
@@ -143,7 +143,7 @@ def test_goes_on_where_it_was(options: list[str], pool: Pool, small: list[str], 
         check_resumed([record], reference[rank], done=6)
 
 
-def test_a_sharded_optimizer_travels(pool: Pool, small: list[str], folder: Path) -> None:
+def test_sharded_optimizer_resumes_under_another_world_size(pool: Pool, small: list[str], folder: Path) -> None:
     task = [*PARITY, *ADAMW]
     reference = fit(compose(folder / "single", *small, *task))
     die(compose(folder, *small, *task), "on_train_batch_end", 3)
@@ -160,7 +160,7 @@ def held(cfg: Any) -> tuple[int, int]:
     return sum(moment.nbytes for moment in moments), sum(weight.nbytes for weight in module.parameters())
 
 
-def test_each_rank_holds_its_share_of_the_optimizer(pool: Pool, small: list[str], folder: Path) -> None:
+def test_each_rank_holds_its_shard_of_the_optimizer(pool: Pool, small: list[str], folder: Path) -> None:
     one_step = [
         "trainer.max_steps=1",
         "trainer.limit_val_batches=0",
@@ -192,12 +192,12 @@ def test_powersgd_does_not_depend_on_the_world_size(pool: Pool, small: list[str]
         (["strategy.comm_start_step=1"], "at least 2"),
     ],
 )
-def test_what_cannot_be(options: list[str], message: str, small: list[str], folder: Path) -> None:
+def test_refuses_invalid_options(options: list[str], message: str, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=message):
         assemble(compose(folder, *small, *TWO, *options))
 
 
-def test_powersgd_goes_on_with_the_same_options_only(pool: Pool, small: list[str], folder: Path) -> None:
+def test_powersgd_resumes_only_with_the_same_options(pool: Pool, small: list[str], folder: Path) -> None:
     task = [*PARITY, *TWO, *POWERSGD]
     pool.run(2, die, compose(folder, *small, *task), "on_train_batch_end", 6)
     for changed in ("strategy.bucket_cap_mb=1", "module.channels_last=false"):
@@ -215,6 +215,8 @@ def test_powersgd_goes_on_with_the_same_options_only(pool: Pool, small: list[str
         (["strategy.comm_hook=post_local_sgd", "experiment=gan", "data=shapes"], "post_local_sgd"),
     ],
 )
-def test_what_cannot_be_there(options: list[str], message: str, pool: Pool, small: list[str], folder: Path) -> None:
+def test_ranks_refuse_invalid_options(
+    options: list[str], message: str, pool: Pool, small: list[str], folder: Path
+) -> None:
     with pytest.raises(RankFailed, match=message):
         pool.run(2, fit, compose(folder, *options, *small, *TWO))

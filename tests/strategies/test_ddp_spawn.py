@@ -19,7 +19,7 @@ class Logger:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), Stopped(15), KeyboardInterrupt()])
-def test_tells_its_loggers_that_it_failed(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loggers_of_a_failed_run_are_marked_failed(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning does so in the process that spawns, whose loggers have no run."""
 
     def fail(*_: Any) -> None:

@@ -16,12 +16,12 @@ from tests.support.runs import compose, fit
 PARITY = ["experiment=parity", *SHORT, "strategy=dp", "trainer.devices=2"]
 
 
-def test_refused_without_gpus(small: list[str], folder: Path) -> None:
+def test_refuses_to_run_without_gpus(small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=r"this run has 0: .* take strategy=ddp"):
         run(compose(folder, *small, *PARITY))
 
 
-def test_trains_around_it(
+def test_agrees_with_single_process_on_a_cpu(
     small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a CPU torch's DataParallel passes the batch on whole, which makes the run a single process's."""
@@ -34,7 +34,7 @@ def test_trains_around_it(
     assert "1 x 2 micro-batches x 8 per device" in caplog.text
 
 
-def test_a_batch_must_divide(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_a_batch_that_does_not_divide(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
     with pytest.raises(UserError, match=r"set data.batch_size="):
         fit(compose(folder, *small, *PARITY, "data.batch_size=33"))

@@ -31,7 +31,7 @@ def shares(cfg: Any) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(("strategy", "devices", "shards"), [("fsdp", 4, 4), ("hsdp", 4, 2), ("hybrid", 4, 2)])
-def test_each_rank_holds_its_share(
+def test_each_rank_holds_its_shard(
     strategy: str, devices: int, shards: int, pool: Pool, small: list[str], folder: Path
 ) -> None:
     task = ["model.width=8", "data.batch_size=16", "trainer.max_steps=2", "trainer.limit_val_batches=0"]
@@ -71,7 +71,9 @@ def test_an_optimizer_without_state_resumes(pool: Pool, small: list[str], folder
 
 
 @pytest.mark.parametrize("dtypes", [["strategy.param_dtype=bfloat16"], ["trainer.precision=bf16-mixed"]], ids=" ".join)
-def test_half_precision_follows_the_full_one(dtypes: list[str], pool: Pool, small: list[str], folder: Path) -> None:
+def test_half_precision_stays_near_full_precision(
+    dtypes: list[str], pool: Pool, small: list[str], folder: Path
+) -> None:
     task = ["model.width=8", "data.batch_size=32", "trainer.max_epochs=1", "trainer.log_every_n_steps=1"]
     reference = fit(compose(folder / "single", *small, *task))
     for record in pool.run(2, fit, compose(folder, *small, *task, *FSDP, *dtypes)):
@@ -89,7 +91,7 @@ def test_evaluates_and_predicts_as_one_process(pool: Pool, small: list[str], fol
         assert results["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
 
 
-def test_what_cannot_be(pool: Pool, small: list[str], folder: Path) -> None:
+def test_refuses_invalid_options(pool: Pool, small: list[str], folder: Path) -> None:
     with pytest.raises(RankFailed, match=r"strategy.replicas=3 does not divide the 2 processes"):
         pool.run(2, fit, compose(folder, *small, *FSDP, "strategy.replicas=3"))
     with pytest.raises(UserError, match=r"strategy.param_dtype=half-ish is no data type"):

@@ -27,7 +27,7 @@ PIPELINE = ["strategy=pipeline", "trainer.devices=2"]
 IN_FOUR = "trainer.accumulate_grad_batches=4"  # what four micro-batches are to a single process
 
 
-def test_ranks_hold_other_stages(pool: Pool, small: list[str], folder: Path) -> None:
+def test_ranks_hold_different_stages(pool: Pool, small: list[str], folder: Path) -> None:
     quick = ["trainer.max_steps=1", "trainer.limit_val_batches=0", "callbacks.best=null"]
     records = pool.run(2, fit, compose(folder, *small, *PARITY, *PIPELINE, *quick))
     assert not set(records[0].final) & set(records[1].final)
@@ -109,7 +109,7 @@ BOUNDS: dict[str, Callable[[int], int]] = {  # of two ranks, by rank, from the s
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_passes_come_in_the_order_of_the_schedule(schedule: str, pool: Pool, small: list[str], folder: Path) -> None:
+def test_passes_follow_the_schedule(schedule: str, pool: Pool, small: list[str], folder: Path) -> None:
     """GPipe holds the activations of all micro-batches at once, the others of few."""
     one_step = ["trainer.max_steps=1", "trainer.limit_val_batches=0", "callbacks.best=null"]
     chosen = [f"strategy.schedule={schedule}", f"strategy.microbatches={IN_EIGHT}"]
@@ -128,7 +128,7 @@ def holdings(cfg: Any) -> tuple[int, int, int]:
     return sum(weight.nbytes for weight in module.parameters()), moments, whole
 
 
-def test_each_rank_holds_its_stages_only(pool: Pool, small: list[str], folder: Path) -> None:
+def test_each_rank_holds_only_its_stages(pool: Pool, small: list[str], folder: Path) -> None:
     cfg = compose(folder, *small, *PARITY, "strategy=pipeline", "trainer.devices=4", "trainer.max_steps=2")
     ranks = pool.run(4, holdings, cfg)
     assert sum(weights for weights, _, _ in ranks) == ranks[0][2]
@@ -153,13 +153,13 @@ def drawn(cfg: Any) -> list[float]:
     return draw.drawn
 
 
-def test_stages_drop_different_units(pool: Pool, small: list[str], folder: Path) -> None:
+def test_stages_draw_different_random_numbers(pool: Pool, small: list[str], folder: Path) -> None:
     first, second = pool.run(2, drawn, compose(folder, *small, *PARITY, *PIPELINE))
     assert len(first) == len(second) == SHORT_STEPS
     assert not set(first) & set(second)
 
 
-def test_evaluates_predicts_and_follows_in_half_precision(pool: Pool, small: list[str], folder: Path) -> None:
+def test_evaluates_and_predicts_and_trains_in_half_precision(pool: Pool, small: list[str], folder: Path) -> None:
     metrics = run(compose(folder / "single", *small, *PARITY, IN_FOUR))
     weights = f"ckpt_path={folder}/single/checkpoints/last.ckpt"
     for results in pool.run(2, run, compose(folder, *small, *PARITY, *PIPELINE, "fit=false", weights)):
@@ -192,12 +192,14 @@ def test_evaluates_predicts_and_follows_in_half_precision(pool: Pool, small: lis
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be(overrides: list[str], message: str, pool: Pool, small: list[str], folder: Path) -> None:
+def test_refuses_invalid_options(
+    overrides: list[str], message: str, pool: Pool, small: list[str], folder: Path
+) -> None:
     with pytest.raises(RankFailed, match=message):
         pool.run(2, fit, compose(folder, *small, *PARITY, *PIPELINE, *overrides))
 
 
-def test_more_stages_than_blocks(pool: Pool, small: list[str], folder: Path) -> None:
+def test_refuses_more_stages_than_blocks(pool: Pool, small: list[str], folder: Path) -> None:
     schedule = "strategy.schedule=interleaved_1f1b"
     with pytest.raises(RankFailed, match="8 stages, but `model` has 7 blocks with parameters"):
         pool.run(4, fit, compose(folder, *small, *PARITY, "strategy=pipeline", "trainer.devices=4", schedule))
@@ -217,7 +219,7 @@ def blocks(costs: list[int], sent: list[int]) -> list[Block]:
         ([100, 100, 100, 100], [0, 400, 0, 0], 2, [1, 3]),  # the even cut would send the most
     ],
 )
-def test_the_dearest_stage_is_as_cheap_as_can_be(
+def test_split_minimizes_the_most_expensive_stage(
     costs: list[int], sent: list[int], stages: int, sizes: list[int]
 ) -> None:
     assert [len(stage) for stage in cut(blocks(costs, sent), stages, "auto")] == sizes
@@ -230,7 +232,7 @@ def test_no_stage_is_without_parameters() -> None:
     assert [len(stage) for stage in stages] == [2, 1]
 
 
-def test_blocks_are_the_composite_parts_in_order() -> None:
+def test_ordered_blocks_compose_the_network() -> None:
     residual = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU())
     net = nn.Sequential()
     net.add_module("stem", nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()))
@@ -242,7 +244,7 @@ def test_blocks_are_the_composite_parts_in_order() -> None:
     assert found[0].bytes_sent == 2 * 3 * 64 * 4
 
 
-def test_the_split_is_told(small: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_prints_the_split(small: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UserError, match="no schedule"):
         Pipeline(schedule="2f2b")
     with caplog.at_level(logging.INFO, "src"):

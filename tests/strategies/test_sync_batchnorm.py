@@ -47,7 +47,7 @@ def on_a_rank(shape: tuple[int, ...], options: dict[str, object], x: Tensor, wei
     "options", [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}], ids=str
 )
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_agrees_with_one_process(shape: tuple[int, ...], options: dict[str, object], pool: Pool) -> None:
+def test_agrees_with_single_process(shape: tuple[int, ...], options: dict[str, object], pool: Pool) -> None:
     generator = torch.Generator().manual_seed(1)
     x = 3 + torch.randn(shape, dtype=torch.float64, generator=generator)
     weights = torch.randn(shape, dtype=torch.float64, generator=generator)

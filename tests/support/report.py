@@ -7,12 +7,12 @@ import pytest
 
 ALLOWED_SKIPS = {
     "tests/data/test_cifar.py::test_reads_the_real_images": "CIFAR-10 is not part of the project",
-    "tests/launch/test_command_line.py::test_what_the_parent_finds_wrong[no gpu]": "there is a GPU",
+    "tests/launch/test_command_line.py::test_user_errors_found_by_the_launcher[no gpu]": "there is a GPU",
     "tests/launch/test_slurm.py": "SLURM is not installed",
     "tests/launch/test_two_hosts.py": "network namespaces take root, and iproute2",
-    "tests/test_canaries.py::test_torch_still_notes_a_stack_trace": "there is a GPU",
-    "tests/test_synchronizations.py::test_nothing_waits_on_a_gpu": "there is no GPU",
-    "tests/models/test_classifier.py::test_compiled": "there is no C++ compiler",
+    "tests/test_canaries.py::test_torch_still_records_a_stack_trace_to_seed_an_unused_device": "there is a GPU",
+    "tests/test_synchronizations.py::test_no_synchronization_on_a_gpu": "there is no GPU",
+    "tests/models/test_classifier.py::test_compiled_network_trains_alike": "there is no C++ compiler",
 }
 
 
