@@ -14,7 +14,7 @@ import torch.distributed as dist
 from src.data.sources.cifar import CIFAR10, CIFAR100
 from src.data.sources.shapes import Shapes
 from tests.support.experiments import SIZES
-from tests.support.memory import give_back, keep_none
+from tests.support.memory import disable_malloc_tuning, release_memory
 from tests.support.pool import Pool
 
 pytest_plugins = ["tests.support.report"]
@@ -24,7 +24,7 @@ torch.set_num_threads(1)  # the networks are tiny, and the ranks of the pool nee
 
 
 def pytest_collection_finish() -> None:
-    keep_none()
+    disable_malloc_tuning()
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """End what a run of one rank leaves: its process group, its port in the environment, and its memory."""
     yield
     if "folder" in request.fixturenames:
-        give_back()
+        release_memory()
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):

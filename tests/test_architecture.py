@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
-FLOORS = [  # from the top down: a folder of src/ imports from those below it, and from itself
+LAYERS = [  # from the top down: a folder of src/ imports from those below it, and from itself
     "cli",  # what the user types and reads
     "sweeps",  # jobs of a multirun
     "launch",  # who starts the ranks
@@ -45,15 +45,15 @@ def _imports(file: Path) -> set[str]:
 
 
 def test_every_folder_has_a_layer() -> None:
-    assert sorted(FLOORS) == sorted(
+    assert sorted(LAYERS) == sorted(
         folder.name for folder in (ROOT / "src").iterdir() if (folder / "__init__.py").exists()
     )
 
 
 @pytest.mark.parametrize("file", [file for file in SOURCES if file.parent.name != "src"], ids=_module)
 def test_imports_only_from_layers_below(file: Path) -> None:
-    floor = FLOORS.index(_module(file).split(".")[1])
-    above = {name for name in _imports(file) if FLOORS.index(name.split(".")[1]) < floor}
+    layer = LAYERS.index(_module(file).split(".")[1])
+    above = {name for name in _imports(file) if LAYERS.index(name.split(".")[1]) < layer}
     assert not above
 
 

@@ -35,7 +35,7 @@ SAME = [
 ]
 
 
-def by_hand(script: str, clock: Path, *options: object) -> None:
+def run_peer(script: str, clock: Path, *options: object) -> None:
     """A rank of a hand-written program; it leaves the process's threads as they were."""
     threads, arguments = torch.get_num_threads(), sys.argv
     sys.argv = [script, "--clock", str(clock), "--steps", str(STEPS), "--log-every", "2", "--batch", str(BATCH)]
@@ -53,7 +53,7 @@ def losses(file: Path) -> list[float]:
 
 def test_hand_written_ddp_has_the_same_losses(pool: Pool, cifar: Path, folder: Path) -> None:
     clock = folder.parent / "clock.json"
-    pool.run(2, by_hand, "handwritten", clock, "--data", cifar)
+    pool.run(2, run_peer, "handwritten", clock, "--data", cifar)
     ours = pool.run(2, fit, compose(folder, f"data.root={cifar}", *SAME, "trainer.sync_batchnorm=false"))
     expected = losses(clock.with_suffix(".csv"))
     assert len(expected) == STEPS // 2
@@ -67,7 +67,7 @@ def test_hand_written_ddp_has_the_same_losses(pool: Pool, cifar: Path, folder: P
 def test_hand_written_pipeline_has_the_same_losses(schedule: str, pool: Pool, cifar: Path, folder: Path) -> None:
     clock = folder.parent / "clock.json"
     cut = ["--schedule", schedule, "--microbatches", 4]
-    pool.run(2, by_hand, "handwritten_pipeline", clock, "--data", cifar, *cut)
+    pool.run(2, run_peer, "handwritten_pipeline", clock, "--data", cifar, *cut)
     chosen = ["strategy=pipeline", f"strategy.schedule={schedule}"]
     ours = pool.run(2, fit, compose(folder, f"data.root={cifar}", *SAME, *chosen))
     last = SCHEDULES[schedule].stage_to_rank(2)[-1]
@@ -79,17 +79,17 @@ def test_hand_written_pipeline_has_the_same_losses(schedule: str, pool: Pool, ci
 def test_unsplit_schedule_has_the_losses_of_the_pipeline(pool: Pool, cifar: Path, tmp_path: Path) -> None:
     for ranks, schedule in ((1, "none"), (2, "gpipe")):
         cut = ["--data", cifar, "--schedule", schedule, "--microbatches", 4]
-        pool.run(ranks, by_hand, "handwritten_pipeline", tmp_path / f"{schedule}.json", *cut)
+        pool.run(ranks, run_peer, "handwritten_pipeline", tmp_path / f"{schedule}.json", *cut)
     alone, both = losses(tmp_path / "none.0.csv"), losses(tmp_path / "gpipe.1.csv")
     assert alone == pytest.approx(both, rel=1e-4)
 
 
-def profiled(cfg: Any, file: str) -> None:
+def fit_profiled(cfg: Any, file: str) -> None:
     fit(cfg, Communication(file, first=3, last=STEPS))
 
 
 def test_reads_memory_and_communication(pool: Pool, cifar: Path, folder: Path) -> None:
-    pool.run(2, profiled, compose(folder, f"data.root={cifar}", *SAME), str(folder.parent / "rank"))
+    pool.run(2, fit_profiled, compose(folder, f"data.root={cifar}", *SAME), str(folder.parent / "rank"))
     for rank in range(2):
         found = json.loads((folder.parent / f"rank.{rank}.json").read_text())
         assert 0 < found["waiting"] <= found["communicating"] <= 100
@@ -102,13 +102,13 @@ def test_resident_set_counts_touched_memory() -> None:
     assert resident("VmRSS") - before == pytest.approx(held.nbytes, rel=0.05)
 
 
-def reduce_all(file: Path) -> None:
+def run_allreduce(file: Path) -> None:
     sys.argv = ["allreduce", "--file", str(file), "--net", "tiny", "--repeats", "3", "--bucket-mb", "0.01"]
     importlib.import_module("scripts.peers.allreduce").main()
 
 
 def test_reads_all_reduce_times(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, reduce_all, tmp_path / "times.json")
+    pool.run(2, run_allreduce, tmp_path / "times.json")
     found = json.loads((tmp_path / "times.json").read_text())
     bytes_sent = 4 * (3072 * 16 + 16 + 16 * 10 + 10)
     assert found["bound ms"] == pytest.approx(1000 * bytes_sent / (found["link GB/s"] * 1e9))  # 2(N-1)/N is one

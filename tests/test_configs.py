@@ -14,8 +14,8 @@ from src.run.experiment import assemble
 from tests.support.pool import Pool
 from tests.support.runs import CONF, NEED_GPUS, compose, fit_ranks
 
-OF_OTHERS = ("hydra", "sweep")  # folders that Hydra and W&B read
-GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in OF_OTHERS)
+OTHER_GROUPS = ("hydra", "sweep")  # folders that Hydra and W&B read
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in OTHER_GROUPS)
 Choice = tuple[str, str]  # group and name
 ALL: list[Choice] = [
     (group, file.stem)
@@ -78,7 +78,7 @@ def data_words(choices: set[Choice], small: list[str], cifar: Path) -> list[str]
     return small if dataset == "shapes" else [f"data={dataset}", f"data.root={cifar}"]
 
 
-def setting(group: str, name: str) -> list[str]:
+def words_for_choice(group: str, name: str) -> list[str]:
     """Return the overrides of a row about one choice: in its experiment, if one makes it, else by itself."""
     if group in ("module", "callbacks") and name != "default":
         for experiment, choices in CHOSEN_BY.items():
@@ -97,7 +97,7 @@ def check_trains(overrides: list[str], small: list[str], pool: Pool, folder: Pat
     assert all(monitored in record.metrics for record in records)
 
 
-def name_of(choices: tuple[Choice, ...]) -> str:
+def row_id(choices: tuple[Choice, ...]) -> str:
     return " ".join(f"{group}={name}" for group, name in choices)
 
 
@@ -107,7 +107,7 @@ def name_of(choices: tuple[Choice, ...]) -> str:
 def test_builds(choice: Choice, small: list[str], cifar: Path, folder: Path) -> None:
     """A misspelled option, a wrong type and an option that nothing takes all fail here. Experiments are trained."""
     trainer, module, data = assemble(
-        compose(folder, *data_words({choice}, small, cifar), *setting(*choice), quiet=False)
+        compose(folder, *data_words({choice}, small, cifar), *words_for_choice(*choice), quiet=False)
     )
     assert trainer.callbacks
     assert list(module.parameters())
@@ -120,7 +120,7 @@ def test_experiments_train(experiment: str, small: list[str], cifar: Path, pool:
     check_trains([*data, *words(("experiment", experiment))], small, pool, folder)
 
 
-@pytest.mark.parametrize("choices", shared_rows(), ids=name_of)
+@pytest.mark.parametrize("choices", shared_rows(), ids=row_id)
 def test_other_choices_train(
     choices: tuple[Choice, ...], small: list[str], cifar: Path, pool: Pool, folder: Path
 ) -> None:
@@ -134,4 +134,4 @@ def test_every_choice_is_trained() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", ALL, ids=lambda choice: "=".join(choice))
 def test_each_choice_trains(choice: Choice, small: list[str], cifar: Path, pool: Pool, folder: Path) -> None:
-    check_trains([*data_words({choice}, small, cifar), *setting(*choice)], small, pool, folder)
+    check_trains([*data_words({choice}, small, cifar), *words_for_choice(*choice)], small, pool, folder)

@@ -22,7 +22,7 @@ from tests.support.runs import compose, fit, fit_ranks
 
 README = (ROOT / "README.md").read_text()
 GUIDE = "\n".join([README, *(file.read_text() for file in sorted((ROOT / "docs").rglob("*.md")))])
-OF_A_MODEL = ("model", "experiment", "ckpt_path", "init_from")
+MODEL_OPTIONS = ("model", "experiment", "ckpt_path", "init_from")
 TINY = ["trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.log_every_n_steps=1"]
 
 
@@ -60,7 +60,7 @@ def first_job(words: tuple[str, ...]) -> list[str]:
     return [word if "[" in word else word.split(",")[0] for word in kept]
 
 
-def with_names(words: list[str], finished_run: Path, folder: Path) -> list[str]:
+def fill_placeholders(words: list[str], finished_run: Path, folder: Path) -> list[str]:
     """Return the words with a copy of a finished run in place of RUN_DIR, and two images in place of FOLDER."""
     if any("RUN_DIR" in word for word in words):
         shutil.copytree(finished_run, folder / "run")
@@ -80,8 +80,8 @@ def overrides(words: tuple[str, ...], finished_run: Path, small: list[str], cifa
     data = [f"data.root={cifar}"] if "data=cifar100" in words else small
     batch = [] if any(word.startswith("data.batch_size") for word in words) else ["data.batch_size=16"]
     kept = [word for word in first_job(words) if "trainer.max_epochs" not in word and "num_nodes" not in word]
-    model = [] if any(word.startswith(OF_A_MODEL) for word in kept) else ["model.width=4"]
-    return [*data, *with_names(kept, finished_run, folder), *model, *batch, *TINY, "trainer.max_epochs=2"]
+    model = [] if any(word.startswith(MODEL_OPTIONS) for word in kept) else ["model.width=4"]
+    return [*data, *fill_placeholders(kept, finished_run, folder), *model, *batch, *TINY, "trainer.max_epochs=2"]
 
 
 @pytest.mark.parametrize("words", [words for words in commands(GUIDE) if words not in TRAINED_HERE], ids=" ".join)

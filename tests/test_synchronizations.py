@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from src.run.experiment import assemble
 from tests.support.pool import Pool
 from tests.support.runs import compose
-from tests.support.synchronizations import BetweenLogPoints, Watch
+from tests.support.synchronizations import BetweenLogPoints, SynchronizationWatcher
 
 # Everything on that a run has by default: progress bar, metrics.csv, wandb, checkpoints; and in the midst of an epoch.
 DEFAULT = ["trainer.accelerator=cpu", "model.width=4", "data.batch_size=32", "trainer.log_every_n_steps=4"]
@@ -29,10 +29,10 @@ TRICKS = [
 ]
 
 
-def watched(cfg: DictConfig, *extra: L.Callback) -> list[str]:
+def find_synchronizations(cfg: DictConfig, *extra: L.Callback) -> list[str]:
     """The waits of a run between its log points."""
     trainer, module, data = assemble(cfg)
-    with Watch() as watch:
+    with SynchronizationWatcher() as watch:
         between = BetweenLogPoints(watch.on)
         trainer.callbacks[:0] = [between, *extra]
         trainer.fit(module, datamodule=data)
@@ -43,18 +43,18 @@ def watched(cfg: DictConfig, *extra: L.Callback) -> list[str]:
 @pytest.mark.parametrize("options", [[], TRICKS, ["data.device_resident=false"]], ids=["default", "tricks", "loader"])
 def test_no_synchronization_between_log_points(options: list[str], small: list[str], folder: Path) -> None:
     logger = "logger=none" if options else "logger=wandb"
-    assert watched(compose(folder, *small, *SHORT, logger, *options, quiet=False)) == []
+    assert find_synchronizations(compose(folder, *small, *SHORT, logger, *options, quiet=False)) == []
 
 
 def test_no_synchronization_on_two_processes(pool: Pool, small: list[str], folder: Path) -> None:
     """But for their agreement, once a second, on whether to go on."""
     two = ["logger=none", "strategy=ddp", "trainer.devices=2", "trainer.max_epochs=1", "model.width=2"]
     cfg = compose(folder, *small, *SHORT, *two, quiet=False)
-    for waits in pool.run(2, watched, cfg):
+    for waits in pool.run(2, find_synchronizations, cfg):
         assert [wait for wait in waits if "consensus.py" not in wait] == []
 
 
-class Waits(L.Callback):
+class Synchronize(L.Callback):
     def __init__(self, wait: Callable[[torch.Tensor], Any]) -> None:
         self.wait = wait
 
@@ -82,7 +82,7 @@ def test_detects_a_synchronization(
     wait: Callable[[torch.Tensor], Any], what: str, small: list[str], folder: Path
 ) -> None:
     quick = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=4"]
-    found = watched(compose(folder, *small, *quick, "trainer.max_epochs=2"), Waits(wait))
+    found = find_synchronizations(compose(folder, *small, *quick, "trainer.max_epochs=2"), Synchronize(wait))
     assert any(what in wait and "test_synchronizations.py" in wait for wait in found)
 
 

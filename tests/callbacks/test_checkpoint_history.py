@@ -1,4 +1,4 @@
-"""The best checkpoints: saved when they are measured, and known again after a kill and in a folder that was moved."""
+"""Best checkpoints are saved after their validation, and survive a kill and a moved run folder."""
 
 import csv
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.experiments import SHORT, SHORT_EPOCH
-from tests.support.interruption import die, in_world
+from tests.support.interruption import die, run_on_ranks
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit
 
@@ -60,10 +60,10 @@ def test_best_checkpoint_has_the_step_of_its_validation(when: list[str], small: 
 def test_kill_does_not_change_checkpoints(step: int, devices: int, pool: Pool, small: list[str], folder: Path) -> None:
     world = [f"trainer.devices={devices}", f"strategy={'ddp' if devices > 1 else 'auto'}"]
     task = [*small, *TASK, *TWICE_AN_EPOCH, *world, "callbacks.checkpoint.every_n_train_steps=3"]
-    in_world(pool, devices, fit, compose(folder / "alone", *task))
-    in_world(pool, devices, die, compose(folder / "killed", *task), "on_train_batch_end", step)
+    run_on_ranks(pool, devices, fit, compose(folder / "alone", *task))
+    run_on_ranks(pool, devices, die, compose(folder / "killed", *task), "on_train_batch_end", step)
     last = folder / "killed" / "checkpoints" / "last.ckpt"
-    in_world(pool, devices, fit, compose(folder / "killed", *task, f"ckpt_path={last}"))
+    run_on_ranks(pool, devices, fit, compose(folder / "killed", *task, f"ckpt_path={last}"))
     names, same = ({file.name for file in (folder / name / "checkpoints").iterdir()} for name in ("alone", "killed"))
     assert names == same
     for name in names:
@@ -73,7 +73,7 @@ def test_kill_does_not_change_checkpoints(step: int, devices: int, pool: Pool, s
 
 
 def test_moved_folder_keeps_its_best_checkpoint(small: list[str], folder: Path) -> None:
-    """A score of one stands in for a better epoch than all that follow."""
+    """A score of one makes the saved epochs better than all that follow."""
     task = [*small, *TASK, "callbacks=[default,top_k]", "callbacks.best.save_top_k=2"]
     fit(compose(folder / "here", *task, "trainer.max_steps=10"))
     kept = {file.name for file in (folder / "here" / "checkpoints").glob("epoch*")}

@@ -1,4 +1,4 @@
-"""The average is what counting by hand gives, under every strategy, and is what is evaluated and given out."""
+"""The moving average follows its formula under every strategy; evaluation and checkpoints use it."""
 
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,15 @@ from src.run.experiment import run
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, relative
 from tests.support.experiments import SHORT, SHORT_STEPS
-from tests.support.interruption import die, in_world
+from tests.support.interruption import die, run_on_ranks
 from tests.support.pool import Pool
 from tests.support.runs import STRATEGIES, compose, fit, runs_in_single_process
 
 TASK = ["experiment=parity", *SHORT, "callbacks=[default,ema]", "callbacks.ema.decay=0.8"]
 
 
-class ByHand(L.Callback):
-    """The average as the formula says, and the accuracy that was logged while it was the one validated."""
+class ReferenceAverage(L.Callback):
+    """The moving average computed by its formula after every step."""
 
     def __init__(self) -> None:
         self.average: dict[str, Tensor] = {}
@@ -56,13 +56,13 @@ def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_average_follows_the_formula(accumulate: int, small: list[str], folder: Path) -> None:
-    by_hand = ByHand()
-    record = fit(compose(folder, *small, *TASK, f"trainer.accumulate_grad_batches={accumulate}"), by_hand)
+    expected = ReferenceAverage()
+    record = fit(compose(folder, *small, *TASK, f"trainer.accumulate_grad_batches={accumulate}"), expected)
     saved = checkpoint(folder)
-    check_same(saved["state_dict"], by_hand.average)
+    check_same(saved["state_dict"], expected.average)
     check_same(saved["training_state_dict"], record.final)
-    assert by_hand.steps == SHORT_STEPS
-    moved = [relative(record.final[name], tensor) for name, tensor in by_hand.average.items() if tensor.ndim > 1]
+    assert expected.steps == SHORT_STEPS
+    moved = [relative(record.final[name], tensor) for name, tensor in expected.average.items() if tensor.ndim > 1]
     assert min(moved) > 1e-4
 
 
@@ -88,7 +88,7 @@ def test_evaluates_the_weights_in_the_checkpoint(small: list[str], folder: Path)
 def test_restarted_finished_run_is_tested_with_the_average(
     strategy: str, pool: Pool, small: list[str], folder: Path
 ) -> None:
-    """On one process, and on two, of which each may hold a part of the average."""
+    """Test on one process, and on two that may each hold a part of the average."""
     task = [*small, *TASK, "model.norm=group"]
     metrics = run(compose(folder, *task))
     last = f"ckpt_path={folder}/checkpoints/last.ckpt"
@@ -102,7 +102,7 @@ def test_restarted_finished_run_is_tested_with_the_average(
     [pytest.param(name, marks=[] if name in ("ddp", "fsdp", "pipeline") else pytest.mark.slow) for name in STRATEGIES],
 )
 def test_agrees_with_single_process(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
-    task = [*small, *TASK, "model.norm=group"]  # as a pipeline's batch normalization sees micro-batches
+    task = [*small, *TASK, "model.norm=group"]  # batch normalization in a pipeline sees micro-batches
     alone = run(compose(folder / "single", *task))
     cfg = compose(folder, *task, f"strategy={strategy}", "trainer.devices=2")
     metrics = run(cfg) if runs_in_single_process(cfg) else pool.run(2, run, cfg)[0]
@@ -124,15 +124,15 @@ def test_agrees_with_single_process(strategy: str, pool: Pool, small: list[str],
     ],
 )
 def test_resumes_exactly(hook: str, before: int, after: int, pool: Pool, small: list[str], folder: Path) -> None:
-    fit(task(folder / "whole", small, 1))
-    in_world(pool, before, die, task(folder, small, before), hook, 3)
-    in_world(pool, after, fit, task(folder, small, after, f"ckpt_path={folder}/died.ckpt"))
+    fit(task(folder / "uninterrupted", small, 1))
+    run_on_ranks(pool, before, die, task(folder, small, before), hook, 3)
+    run_on_ranks(pool, after, fit, task(folder, small, after, f"ckpt_path={folder}/died.ckpt"))
     for kind in ("state_dict", "training_state_dict"):
-        check_same(checkpoint(folder)[kind], checkpoint(folder / "whole")[kind])
+        check_same(checkpoint(folder)[kind], checkpoint(folder / "uninterrupted")[kind])
 
 
 def test_average_keeps_small_steps_in_half_precision(small: list[str], folder: Path) -> None:
-    """In bfloat16 a thousandth of a small difference would round to nothing, and the average never move."""
+    """In bfloat16 a thousandth of a small difference rounds to zero, so the average would never move."""
     task = [*small, "model=mlp", "model.hidden=[16]", "trainer.precision=bf16-true", "trainer.max_epochs=5"]
     task += ["callbacks=[default,ema]", "data.batch_size=16", "trainer.num_sanity_val_steps=0"]
     record = fit(compose(folder, *task))

@@ -1,4 +1,4 @@
-"""A folder of images is classified as the test set is, on any number of processes."""
+"""A folder of images is classified like the test set, on any number of processes."""
 
 import csv
 from pathlib import Path
@@ -25,7 +25,7 @@ def trained(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def images(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The test set as files, some of them below, beside something that is no image."""
+    """A folder with the test set as files, some in a subfolder, and a file that is no image."""
     from src.run.experiment import build
 
     folder = tmp_path_factory.mktemp("images")
@@ -55,8 +55,8 @@ def test_predictions_match_the_accuracy(
     from src.run.experiment import build
 
     labels = build(cfg.data).source.load(build(cfg.data).root, "test")[1].tolist()
-    hits = [row["class"] == CLASSES[labels[int(Path(row["file"]).stem)]] for row in rows]
-    assert sum(hits) / len(hits) == pytest.approx(alone["test/acc"], abs=1e-6)
+    correct = [row["class"] == CLASSES[labels[int(Path(row["file"]).stem)]] for row in rows]
+    assert sum(correct) / len(correct) == pytest.approx(alone["test/acc"], abs=1e-6)
     assert all(0.1 <= float(row["probability"]) <= 1 for row in rows)
 
 

@@ -24,7 +24,7 @@ def test_stops_without_improvement(devices: int, pool: Pool, small: list[str], f
     assert torch.load(folder / "checkpoints" / "last.ckpt")["global_step"] == 3 * 11
     cfg.ckpt_path = f"{folder}/checkpoints/last.ckpt"
     for record in pool.run(devices, fit, cfg) if devices > 1 else [fit(cfg)]:
-        assert record.indices == [], "a run that was stopped early stays so"
+        assert record.indices == [], "a run that was stopped early stays stopped"
 
 
 STOPPING = ["experiment=parity", *SHORT, "model=mlp", "~model.width", "model.hidden=[16]", "trainer.max_epochs=20"]
@@ -42,7 +42,7 @@ def test_larger_patience_continues_a_stopped_run(small: list[str], folder: Path)
 
 
 def test_each_validation_counts_once(small: list[str], folder: Path) -> None:
-    """A run that ends in the middle of an epoch has not validated there; it goes on for all of its patience."""
+    """A run that ended in mid-epoch has not validated there, so it resumes with its full patience."""
     task = [*small, *STOPPING, "callbacks.early_stopping.patience=2"]
     fit(compose(folder, *task, f"trainer.max_steps={SHORT_EPOCH + 3}"))
     last = folder / "checkpoints" / "last.ckpt"
@@ -63,14 +63,14 @@ def test_stopped_run_stays_stopped_and_keeps_its_rows(option: str, small: list[s
 
 
 def test_stop_deferred_by_min_epochs_survives_a_restart(small: list[str], folder: Path) -> None:
-    """A better score after the decision to stop does not take it back, neither in this start nor in the next."""
+    """A better score does not undo the decision to stop, neither in this process nor after a restart."""
     options = ["callbacks.early_stopping.patience=1", "+trainer.min_epochs=4"]
     task = [*small, *[word for word in STOPPING if word != "optimizer.lr=0"], *options]
-    alone = fit(compose(folder / "alone", *task), Scripted([0.5, 0.4, 0.9, 0.9, 0.9, 0.9]))
+    alone = fit(compose(folder / "alone", *task), ScriptedAccuracy([0.5, 0.4, 0.9, 0.9, 0.9, 0.9]))
     assert len(alone.losses) == 4 * SHORT_EPOCH
-    fit(compose(folder / "killed", *task, f"trainer.max_steps={3 * SHORT_EPOCH}"), Scripted([0.5, 0.4, 0.9]))
+    fit(compose(folder / "killed", *task, f"trainer.max_steps={3 * SHORT_EPOCH}"), ScriptedAccuracy([0.5, 0.4, 0.9]))
     last = folder / "killed" / "checkpoints" / "last.ckpt"
-    fit(compose(folder / "killed", *task, f"ckpt_path={last}"), Scripted([0.9, 0.9, 0.9]))
+    fit(compose(folder / "killed", *task, f"ckpt_path={last}"), ScriptedAccuracy([0.9, 0.9, 0.9]))
     assert torch.load(last)["global_step"] == 4 * SHORT_EPOCH
 
 
@@ -79,7 +79,7 @@ def test_early_stopping_needs_validation(small: list[str], folder: Path) -> None
         fit(compose(folder, *small, *STOPPING, "trainer.limit_val_batches=0"))
 
 
-class Scripted(L.Callback):
+class ScriptedAccuracy(L.Callback):
     """Log given validation accuracies instead of the network's."""
 
     def __init__(self, scores: list[float]) -> None:

@@ -1,4 +1,4 @@
-"""What is told of a run's speed is what a stopwatch beside it says, under every strategy, and costs nothing."""
+"""Throughput readings match an independent measurement under every strategy, and have no side effects."""
 
 import csv
 import logging
@@ -22,7 +22,7 @@ NAMES = {f"throughput/{name}" for name in ("samples_per_sec", "step_ms", "data_f
 
 
 class Clock:
-    """A clock that only this test moves."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -32,7 +32,7 @@ class Clock:
 
 
 class Slow(L.Callback):
-    """Move the clock: in a batch, in validation, as a checkpoint is made."""
+    """Advance the clock in a batch, in validation, and when a checkpoint is saved."""
 
     def __init__(self, clock: Clock, batch: float = 0.0, elsewhere: float = 0.0) -> None:
         self.clock, self.batch, self.elsewhere = clock, batch, elsewhere
@@ -55,7 +55,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    """The log points of a run."""
+    """Return the rows of a run's log points."""
     with (folder / "metrics.csv").open() as stream:
         read = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(stream)]
     return [row for row in read if "throughput/samples_per_sec" in row]
@@ -64,7 +64,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 def test_measures_batches_and_the_time_between_them(
     clock: Clock, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """20 ms per batch and 10 ms to fetch it; validation and a checkpoint every third step take long, and count not."""
+    """A batch takes 20 ms and 10 ms to fetch; the long validations and checkpoints do not count."""
     cfg = compose(folder, *small, *MLP, "trainer.max_epochs=2", "callbacks.checkpoint.every_n_train_steps=3")
     mix = Augment.mix
 
@@ -102,16 +102,16 @@ def test_prints_medians_at_the_end(small: list[str], folder: Path, caplog: pytes
     cfg = compose(folder, *small, *MLP, "trainer.max_epochs=1", "callbacks.throughput.peak_tflops=0.001")
     with caplog.at_level(logging.INFO, "src"):
         fit(cfg)
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "src.callbacks.throughput"]
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "src.callbacks.throughput"]
     for name in ("samples_per_sec", "step_ms", "data_fraction", "peak_memory_mib", "mfu", "gflop_per_step"):
-        assert name in said
+        assert name in message
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "hybrid"])
 def test_counts_the_full_network_under_every_strategy(
     strategy: str, pool: Pool, small: list[str], folder: Path
 ) -> None:
-    """`mfu` times peak and time is what the network's operations by hand come to; rank zero alone logs."""
+    """`mfu` times peak times time equals the counted operations of the full network; only rank zero logs."""
     options = ["model=resnet9", "model.width=4", "data.batch_size=32", "trainer.limit_train_batches=3"]
     few = [*options, "trainer.log_every_n_steps=3", "trainer.max_epochs=1", "callbacks.throughput.peak_tflops=1"]
     pool.run(2, fit, compose(folder, *small, *few, f"strategy={strategy}", "trainer.devices=2"))
@@ -136,8 +136,8 @@ def test_counting_changes_no_state(model: str, small: list[str], folder: Path) -
     assert all(weight.grad is None for weight in module.parameters())
 
 
-class Beside(L.Callback):
-    """Counts the operations of each training step."""
+class FlopsPerStep(L.Callback):
+    """Count the operations of each training step."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -152,18 +152,18 @@ class Beside(L.Callback):
 
 
 def test_counts_a_gan_in_its_first_step(small: list[str], folder: Path) -> None:
-    """Since its loss is its own affair."""
+    """A GAN computes its own loss, so its operations are counted while it trains."""
     few = ["data.batch_size=8", "trainer.limit_train_batches=2", "trainer.max_epochs=1", "trainer.log_every_n_steps=2"]
     cfg = compose(folder, *small, "experiment=gan", *few, "callbacks.throughput.peak_tflops=1")
-    fit(cfg, beside := Beside())
+    fit(cfg, counter := FlopsPerStep())
     (row,) = rows(folder)
     done = row["throughput/mfu"] * 1e12 * row["throughput/step_ms"] / 1000
-    assert done == pytest.approx(beside.steps[0], rel=1e-4)
-    assert beside.steps[0] == beside.steps[1] > 1e6
+    assert done == pytest.approx(counter.steps[0], rel=1e-4)
+    assert counter.steps[0] == counter.steps[1] > 1e6
 
 
 def test_counts_a_compiled_network_like_an_uncompiled_one(small: list[str], folder: Path) -> None:
-    """Without compiling it for the count's sake, which would take seconds and a compiler."""
+    """Counting does not compile the network, which would take seconds and a compiler."""
     _, plain, data = assemble(compose(folder, *small, "model.width=4"))
     _, compiled, _ = assemble(compose(folder, *small, "model.width=4", "module.compile=true"))
     compiled.setup("fit")
@@ -174,7 +174,7 @@ def test_counts_a_compiled_network_like_an_uncompiled_one(small: list[str], fold
 
 
 def test_network_compiles_after_counting(small: list[str], folder: Path) -> None:
-    """dynamo never again compiles what it has once met inside of torch's counter."""
+    """dynamo never compiles code that it has once met inside torch's counter."""
     torch._dynamo.reset()
     _, module, data = assemble(compose(folder, *small, "model.width=4"))
     graphs: list[torch.fx.GraphModule] = []

@@ -1,4 +1,4 @@
-"""The callback: filters from training images, the same on all ranks, and not again for a network that has them."""
+"""The whitening callback computes filters from training images once, and the same on all ranks."""
 
 from pathlib import Path
 
@@ -34,12 +34,15 @@ def test_initialized_filters_are_kept(small: list[str], cifar: Path, folder: Pat
 
 
 def test_bias_is_trained_for_bias_fraction_of_the_run(small: list[str], folder: Path) -> None:
-    def run(share: float) -> Record:
+    def run(fraction: float) -> Record:
         options = ["optimizer.weight_decay=0", "optimizer.momentum=0", "optimizer.nesterov=false"]
-        return fit(compose(folder / str(share), *small, *TASK, *options, f"callbacks.whitening.bias_fraction={share}"))
+        options += [f"callbacks.whitening.bias_fraction={fraction}"]
+        return fit(
+            compose(folder / str(fraction), *small, *TASK, *options, f"callbacks.whitening.bias_fraction={fraction}")
+        )
 
-    none, half, whole = (run(share) for share in (0.0, 0.5, 1.0))
-    moved = [float((record.final[BIAS] - record.initial[BIAS]).norm()) for record in (none, half, whole)]
+    none, half, full = (run(fraction) for fraction in (0.0, 0.5, 1.0))
+    moved = [float((record.final[BIAS] - record.initial[BIAS]).norm()) for record in (none, half, full)]
     assert moved[0] == 0 < moved[1]
     assert moved[1] != moved[2] > 0
 

@@ -1,4 +1,4 @@
-"""CIFAR is found, downloaded, resumed, checked and read, and nothing in a data file is ever run."""
+"""CIFAR is downloaded, resumed, checked and read; code in a data file is never run."""
 
 import hashlib
 import io
@@ -23,7 +23,7 @@ PER_FILE = 20
 
 
 def batch(number: int, **changes: object) -> bytes:
-    """A batch file as the official ones are: bytes as keys."""
+    """Return a batch file in the official format, with bytes as keys."""
     rows = np.random.default_rng(number).integers(0, 256, (PER_FILE, 3072), dtype=np.uint8)
     content = {b"data": rows, b"labels": [i % 10 for i in range(PER_FILE)], b"batch_label": b"x"}
     return pickle.dumps(content | {name.encode(): value for name, value in changes.items()}, protocol=4)
@@ -49,7 +49,7 @@ def pack(folder: Path, extra: dict[str, bytes] | None = None) -> bytes:
 
 
 def source(content: bytes, urls: list[str]) -> CIFAR10:
-    """The data set as if `content` were its published archive."""
+    """Return the data set with `content` as its published archive."""
     cifar = CIFAR10(urls)
     official = CIFAR10.archive
     cifar.archive = Archive(official.name, hashlib.md5(content).hexdigest(), official.folder)
@@ -57,7 +57,7 @@ def source(content: bytes, urls: list[str]) -> CIFAR10:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves one archive, in parts where a part is asked for, and cuts the connection where told to."""
+    """Serve one archive with range requests, and cut the connection at the given positions."""
 
     def __init__(self, content: bytes, log: list[str], cut: list[int], *args: object) -> None:
         self.content, self.log, self.cut = content, log, cut
@@ -177,17 +177,17 @@ def test_error_without_a_network_names_the_remedy(tmp_path: Path) -> None:
     assert len(message.splitlines()) <= 5
 
 
-class Poison:
+class Exploit:
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, ("touch poisoned",)
+        return os.system, ("touch exploited",)
 
 
 def test_refuses_a_malicious_pickle_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (write_folder(tmp_path) / "data_batch_3").write_bytes(batch(3, evil=Poison()))
+    (write_folder(tmp_path) / "data_batch_3").write_bytes(batch(3, evil=Exploit()))
     with pytest.raises(UserError, match=r"would run posix\.system"):
         CIFAR10([]).load(tmp_path, "train")
-    assert not (tmp_path / "poisoned").exists()
+    assert not (tmp_path / "exploited").exists()
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-100], lambda content: b"", lambda content: b"\x80junk"])
@@ -205,7 +205,7 @@ def test_refuses_a_batch_of_another_shape(tmp_path: Path) -> None:
 
 
 def test_reads_the_real_images() -> None:
-    """Where CIFAR_ROOT, or the folder `data`, holds them; some copies have fewer than the published 50,000."""
+    """Read them from CIFAR_ROOT or the folder `data`; some copies have fewer than the published 50,000."""
     root = Path(os.environ.get("CIFAR_ROOT", "data"))
     if not (root / CIFAR10.archive.folder).is_dir():
         pytest.skip("CIFAR-10 is not there")

@@ -11,7 +11,7 @@ from src.run.experiment import assemble, build
 from src.utils.errors import UserError
 from tests.support.comparison import check_same_rows, read_rows
 from tests.support.experiments import SHORT
-from tests.support.interruption import in_world
+from tests.support.interruption import run_on_ranks
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import CONF, compose, fit
 
@@ -93,9 +93,9 @@ def test_refuses_a_batch_that_does_not_divide(pool: Pool, small: list[str], fold
 def test_batch_size_per_device_sets_the_global_batch(pool: Pool, small: list[str], folder: Path) -> None:
     per_device = ["data.batch_size=null", "data.batch_size_per_device=16", "trainer.max_epochs=1"]
     cfg = compose(folder, *small, *MLP, *per_device, "strategy=ddp", "trainer.devices=2", "trainer.log_every_n_steps=1")
-    whole = fit(compose(folder / "one", *small, *MLP, "trainer.max_epochs=1", "trainer.log_every_n_steps=1"))
+    single = fit(compose(folder / "one", *small, *MLP, "trainer.max_epochs=1", "trainer.log_every_n_steps=1"))
     for record in pool.run(2, fit, cfg):
-        assert record.losses == pytest.approx(whole.losses, rel=1e-5)
+        assert record.losses == pytest.approx(single.losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -113,7 +113,7 @@ def test_evaluation_is_exact_on_any_number_of_processes(
 
 
 def test_evaluation_equals_a_reference_loop(small: list[str], folder: Path) -> None:
-    """90 images in batches of 32: six places of the last batch are padding."""
+    """90 images in batches of 32 leave six padded places in the last batch."""
     cfg = compose(folder, *small, *MLP, "trainer.max_epochs=1")
     record = fit(cfg, test=True)
     _, module, data = assemble(cfg)
@@ -126,7 +126,7 @@ def test_evaluation_equals_a_reference_loop(small: list[str], folder: Path) -> N
 
 @pytest.mark.slow
 def test_spawned_ranks_evaluate_the_same(small: list[str], folder: Path) -> None:
-    """They do not share the memory that their metrics are counted in, nor keep what validation counted for test."""
+    """Each rank counts metrics in its own memory, and test starts from zero after validation."""
     task = [*small, *MLP, "trainer.max_epochs=2"]
     alone = fit(compose(folder / "one", *task), test=True).metrics
     spawned = fit(compose(folder, *task, "strategy=ddp_spawn", "trainer.devices=2"), test=True).metrics
@@ -149,7 +149,7 @@ def test_every_class_has_a_name(name: str, folder: Path) -> None:
 
 
 def test_limits_and_intervals_count_steps(small: list[str], folder: Path, pool: Pool) -> None:
-    """Neither accumulation nor a pipeline's micro-batches change what is trained, when it is validated, and on what."""
+    """Neither accumulation nor micro-batches change what a run trains on, and when and on what it validates."""
     limits = ["trainer.limit_train_batches=0.5", "trainer.limit_val_batches=1", "trainer.limit_test_batches=2"]
     task = ["experiment=parity", *SHORT, "model.norm=group", "+trainer.val_check_interval=0.5", *limits]
     places = {
@@ -160,7 +160,7 @@ def test_limits_and_intervals_count_steps(small: list[str], folder: Path, pool: 
     for name, place in places.items():
         world = ["strategy=pipeline", "trainer.devices=2"] if name == "pipeline" else []
         cfg = compose(folder / name, *small, *task, *place, *world)
-        in_world(pool, cfg.trainer.devices, fit_and_test, cfg)
+        run_on_ranks(pool, cfg.trainer.devices, fit_and_test, cfg)
         check_same_rows(folder / name, folder / "alone")
     validated = [row["step"] for row in read_rows(folder / "alone") if row["val/loss"]]
-    assert validated == ["1", "3", "6"], "two of five steps apart, in each epoch anew"
+    assert validated == ["1", "3", "6"], "every two of five steps, counted from the start of each epoch"

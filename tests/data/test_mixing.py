@@ -1,4 +1,4 @@
-"""Mixed images and targets: what the papers say, and the same whatever the number of processes and micro-batches."""
+"""Mixup and CutMix follow their papers, and do not depend on the number of processes and micro-batches."""
 
 from pathlib import Path
 
@@ -16,24 +16,24 @@ from tests.support.experiments import SHORT
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit
 
-IMAGES = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 32, 32).contiguous()  # each image is its own number
+IMAGES = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 32, 32).contiguous()  # all pixels of image k are k
 TARGETS = torch.eye(8)
 MIXED = ["experiment=parity", *SHORT, "data.augment.mixup=0.8", "data.augment.cutmix=1.0"]
 
 
 @pytest.mark.parametrize("mix", [mixup, cutmix])
 def test_targets_follow_the_fraction_of_the_partner_in_the_image(mix: object) -> None:
-    shares = set()
+    fractions = set()
     for seed in range(50):
         image, target = mix(IMAGES, TARGETS, 1.0, np.random.default_rng(seed))  # type: ignore[operator]
-        share = target[0, 4]
-        assert torch.allclose(target, (1 - share) * TARGETS + share * TARGETS.roll(4, 0))
+        fraction = target[0, 4]
+        assert torch.allclose(target, (1 - fraction) * TARGETS + fraction * TARGETS.roll(4, 0))
         assert torch.allclose(
-            image.mean((1, 2, 3)), (1 - share) * IMAGES[:, 0, 0, 0] + share * IMAGES.roll(4, 0)[:, 0, 0, 0]
+            image.mean((1, 2, 3)), (1 - fraction) * IMAGES[:, 0, 0, 0] + fraction * IMAGES.roll(4, 0)[:, 0, 0, 0]
         )
-        shares.add(round(float(share), 3))
-    assert min(shares) < 0.15
-    assert max(shares) > 0.6
+        fractions.add(round(float(fraction), 3))
+    assert min(fractions) < 0.15
+    assert max(fractions) > 0.6
 
 
 def test_cutmix_pastes_a_box() -> None:
@@ -78,9 +78,9 @@ def test_agrees_with_single_process(devices: int, pool: Pool, small: list[str], 
 
 
 def test_accumulation_does_not_change_mixing(small: list[str], folder: Path) -> None:
-    """Without batch normalization, which sees micro-batches."""
+    """The network has no batch normalization, which would see micro-batches."""
     plain = [*MIXED, "model.norm=group"]
-    reference = fit(compose(folder / "whole", *small, *plain))
+    reference = fit(compose(folder / "uninterrupted", *small, *plain))
     halves = fit(compose(folder, *small, *plain, "trainer.accumulate_grad_batches=2"))
     assert max(distances(halves, reference)) < TOLERANCE
 

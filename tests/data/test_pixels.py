@@ -1,4 +1,4 @@
-"""A sample's augmentation depends on (seed, epoch, index) alone, and covers what it should."""
+"""A sample's augmentation depends only on (seed, epoch, index), and covers its full range."""
 
 import hashlib
 
@@ -18,10 +18,10 @@ def keys(index: torch.Tensor, seed: int = 0, epoch: int = 0) -> torch.Tensor:
 def test_depends_on_the_sample_not_on_its_position() -> None:
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     index = torch.arange(64)
-    whole = crop_and_flip(IMAGES, keys(index), 4, True)
-    assert torch.equal(crop_and_flip(IMAGES[order], keys(index[order]), 4, True), whole[order])
-    assert not torch.equal(crop_and_flip(IMAGES, keys(index, epoch=1), 4, True), whole)
-    assert not torch.equal(crop_and_flip(IMAGES, keys(index, seed=1), 4, True), whole)
+    expected = crop_and_flip(IMAGES, keys(index), 4, True)
+    assert torch.equal(crop_and_flip(IMAGES[order], keys(index[order]), 4, True), expected[order])
+    assert not torch.equal(crop_and_flip(IMAGES, keys(index, epoch=1), 4, True), expected)
+    assert not torch.equal(crop_and_flip(IMAGES, keys(index, seed=1), 4, True), expected)
 
 
 def test_crop_and_flip_agrees_with_explicit_padding() -> None:
@@ -94,7 +94,7 @@ def test_normalize_gives_mean_zero_and_deviation_one() -> None:
 
 
 def test_hash_is_stable_across_versions() -> None:
-    """Changed numbers would change every experiment: this is on purpose a comparison with fixed values."""
+    """The values are fixed on purpose, since other numbers would change every experiment."""
     assert hash_ints(0, 1, torch.tensor([0, 1, -1])).tolist() == FIXED
     assert permutation(5, 0, 0).tolist() == ORDER
 
@@ -113,7 +113,7 @@ def test_hash_looks_random() -> None:
 
 
 def test_hash_of_integers_equals_that_of_tensors() -> None:
-    """They are hashed in Python, which has no 64 bits."""
+    """Integers are hashed in Python, whose integers have no fixed width."""
     index = torch.tensor([0, 3, -1])
     for numbers in ((7, 2), (-1, 2**31), (2**63 - 1, -(2**63)), (2**62 + 12345, 2**40 - 1)):
         assert torch.equal(hash_ints(*numbers, index), hash_ints(*map(torch.tensor, numbers), index))

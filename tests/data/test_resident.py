@@ -1,4 +1,4 @@
-"""Images on the device: the same batches as a DataLoader's, whoever fetches them, and nothing else to travel."""
+"""Images on the device give the same batches as a DataLoader, and only indices come from the host."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def split() -> ImageSplit:
         EvaluationBatches(70, 16),
         EvaluationBatches(70, 16, dp_size=3, dp_rank=2),
     ],
-    ids=["train", "a share of it", "evaluate", "a share of that"],
+    ids=["train", "train on a rank", "evaluate", "evaluate on a rank"],
 )
 def test_batches_equal_those_of_a_data_loader(sampler: Any) -> None:
     loader = torch.utils.data.DataLoader(split(), sampler=sampler, batch_size=None)
@@ -59,7 +59,7 @@ def test_epoch_and_start_are_read_with_the_first_batch() -> None:
 
 
 def test_splits_use_the_same_storage_on_any_device() -> None:
-    """On the meta device, which here stands for a GPU: nothing but indices comes from the host."""
+    """The meta device stands for a GPU: only indices come from the host."""
     train = split()
     val = ImageSplit(train.dataset, torch.arange(5))
     ResidentBatches(train, TrainingBatches(70, 16), META)

@@ -1,4 +1,4 @@
-"""The synthetic images: deterministic, balanced, in CIFAR's form, and too hard for a linear model."""
+"""Synthetic shapes are deterministic, balanced, in CIFAR's format, and too hard for a linear model."""
 
 from pathlib import Path
 

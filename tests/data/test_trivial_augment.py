@@ -1,4 +1,4 @@
-"""TrivialAugment's operations on a batch are Pillow's on each image, and every one gets its turn."""
+"""TrivialAugment's operations on a batch agree with Pillow's on each image, and each of them occurs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from src.data.augment.trivial_augment import OPERATIONS, apply, trivial_augment
 from src.data.sources.shapes import draw
 
 IMAGES = torch.from_numpy(draw(8, seed=0)[0])
-BY_HAND: dict[str, Callable[[Any, float, float], Any]] = {
+PILLOW: dict[str, Callable[[Any, float, float], Any]] = {
     "identity": lambda image, level, sign: image,
     "shear x": lambda image, level, sign: _affine(image, 1, 0.99 * sign * level, 0, 0, 1, 0),
     "shear y": lambda image, level, sign: _affine(image, 1, 0, 0, 0.99 * sign * level, 1, 0),
@@ -29,7 +29,7 @@ BY_HAND: dict[str, Callable[[Any, float, float], Any]] = {
     "autocontrast": lambda image, level, sign: ImageOps.autocontrast(image),
     "equalize": lambda image, level, sign: ImageOps.equalize(image),
 }
-SHARE_OFF = {"shear x": 0.3, "shear y": 0.3, "rotate": 0.05}  # of pixels, which Pillow rounds to a neighbor
+FRACTION_OFF = {"shear x": 0.3, "shear y": 0.3, "rotate": 0.05}  # fraction of pixels that Pillow rounds to a neighbor
 
 
 def _affine(image: Any, *coefficients: float) -> Any:
@@ -44,17 +44,17 @@ def test_operations_agree_with_pillow(name: str, level: float, sign: int) -> Non
     operation, levels = torch.full((count,), OPERATIONS.index(name)), torch.full((count,), level)
     ours = apply(IMAGES, operation, levels, sign * levels)
     for image, mine in zip(IMAGES, ours, strict=True):
-        drawn = BY_HAND[name](Image.fromarray(image.permute(1, 2, 0).numpy()), level, sign)
+        drawn = PILLOW[name](Image.fromarray(image.permute(1, 2, 0).numpy()), level, sign)
         theirs = torch.from_numpy(np.array(drawn)).permute(2, 0, 1)
         off = (mine.int() - theirs.int()).abs() > 1
-        assert off.float().mean() <= SHARE_OFF.get(name, 0.0)
+        assert off.float().mean() <= FRACTION_OFF.get(name, 0.0)
 
 
 def test_every_operation_occurs_and_depends_on_the_sample_only() -> None:
     many = IMAGES[:1].expand(2000, -1, -1, -1)
     keys = sample_keys(0, 0, torch.arange(2000))
-    whole = trivial_augment(many, keys)
-    assert whole.dtype == torch.uint8
+    expected = trivial_augment(many, keys)
+    assert expected.dtype == torch.uint8
     order = torch.randperm(2000, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(trivial_augment(many, keys[order]), whole[order])
-    assert len(whole.flatten(1).unique(dim=0)) > 250  # of at most 14 x 31 x 2
+    assert torch.equal(trivial_augment(many, keys[order]), expected[order])
+    assert len(expected.flatten(1).unique(dim=0)) > 250  # of at most 14 x 31 x 2

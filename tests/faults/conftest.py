@@ -1,4 +1,4 @@
-"""After every test of this folder no process and no shared memory is left."""
+"""Check that no test of this folder leaves a process or shared memory."""
 
 import multiprocessing
 import os
@@ -12,25 +12,25 @@ import pytest
 
 _MARK = "STARTED_BY_TEST"
 _SHARED = Path("/dev/shm")
-_OURS = ("torch_", "sem.", "psm_")  # by torch and by multiprocessing
-_PATIENCE = 8.0  # seconds for Python's resource tracker and wandb's service to see that they are alone
+_OURS = ("torch_", "sem.", "psm_")  # prefixes of torch and multiprocessing
+_TIMEOUT = 8.0  # seconds in which Python's resource tracker and wandb's service notice that they are alone
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """Mark every process that the test starts by a variable, which they inherit, and look for it afterwards."""
+    """Mark the processes of a test by an environment variable, which they inherit, and look for it afterwards."""
     mark, before = uuid4().hex, set(os.listdir(_SHARED))
     os.environ[_MARK] = mark
     yield
     del os.environ[_MARK]
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _TIMEOUT
     while (left := _processes(mark) + _segments(before)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
 
 
 def _processes(mark: str) -> list[str]:
-    """The command lines of processes that carry the mark; the pool's ranks live on, as they are meant to."""
+    """Return the command lines of processes that carry the mark, except the pool's ranks, which live on."""
     ours = {str(child.pid) for child in multiprocessing.active_children()}
     ours |= {str(resource_tracker._resource_tracker._pid)}
     marked = [folder for folder in Path("/proc").glob("[0-9]*") if f"{_MARK}={mark}" in _text(folder / "environ")]
@@ -38,7 +38,7 @@ def _processes(mark: str) -> list[str]:
 
 
 def _segments(before: set[str]) -> list[str]:
-    """New names in shared memory, unless programs beside this one use some: a name does not tell whose it is."""
+    """Return new names in shared memory; none if other programs use some, since a name has no owner."""
     ours = str(resource_tracker._resource_tracker._pid)
     others = [folder for folder in Path("/proc").glob("[0-9]*") if "resource_tracker" in _text(folder / "cmdline")]
     new = {name for name in set(os.listdir(_SHARED)) - before if name.startswith(_OURS)}
@@ -48,5 +48,5 @@ def _segments(before: set[str]) -> list[str]:
 def _text(file: Path) -> str:
     try:
         return file.read_bytes().decode(errors="replace")
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return ""

@@ -1,6 +1,6 @@
-"""Kills uniform in wall time, each followed by a resumption elsewhere: `python -m tests.faults.kills --trials 50`.
+"""Kill runs at random times and resume them elsewhere: `python -m tests.faults.kills --trials 50`.
 
-Every third is uniform over the whole run, of which most is its start; the others over what comes after that.
+Every third kill is uniform over the full run, of which most is startup. The others are uniform over training.
 """
 
 import argparse
@@ -19,23 +19,23 @@ import torch
 
 from src.data.sources.shapes import Shapes
 from src.run.resume import newest_checkpoint, remove_partial_checkpoints
-from tests.support.commands import PARITY, TWO, callback, end, ranks, start, wait_until
+from tests.support.commands import PARITY, TWO, callback, ranks, start, wait_for_exit, wait_until
 from tests.support.comparison import relative
 from tests.support.experiments import SIZES
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
-# No batch normalization, since a pipeline's sees micro-batches.
+# There is no batch normalization, since it would see a pipeline's micro-batches.
 KILLED = [*PARITY, "model.norm=group", "callbacks.checkpoint.every_n_train_steps=2", "test=false"]
 ELSEWHERE = {"auto": [1], "ddp": [2, 4], "fsdp": [2], "pipeline": [2]}
 VICTIMS = ["rank 0", "rank 1", "launcher", "all"]
 
 
 class Trial(NamedTuple):
-    """One kill and what followed."""
+    """One kill and its resumption."""
 
     victim: str
-    seconds: float  # since the command, or since training began
+    seconds: float  # from the command, or from the start of training
     phase: str
     saved: int
     strategy: str
@@ -47,19 +47,19 @@ class Trial(NamedTuple):
 
 
 def trials(number: int, seed: int, pool: Pool, folder: Path) -> Iterator[Trial]:
-    """Kill a run so many times; each is resumed under another strategy and compared with one that was left alone.
+    """Kill runs, resume each under another strategy, and compare them with an uninterrupted run.
 
     Raises:
-        AssertionError: if a sample was trained on twice or never, a row of metrics.csv is missing or another, or a
+        AssertionError: if a sample was trained on twice or never, a row of metrics.csv is missing or wrong, or a
             weight differs by more than a relative 1e-9.
     """
     draw, task = random.Random(seed), [*_data(folder), *KILLED]
-    reference = fit(compose(folder / "whole", *task))
-    whole, training = _durations(_command(task, folder / "timed"), folder / "timed")
+    reference = fit(compose(folder / "uninterrupted", *task))
+    total, training = _durations(_command(task, folder / "timed"), folder / "timed")
     for number_of_trial in range(number):
         place = folder / f"trial{number_of_trial}"
         victim, from_start = VICTIMS[number_of_trial % len(VICTIMS)], number_of_trial % 3 == 0
-        moment = draw.uniform(0, whole if from_start else training)
+        moment = draw.uniform(0, total if from_start else training)
         phase = _kill(_command(task, place), place, victim, moment, from_start)
         strategy = draw.choice(list(ELSEWHERE))
         devices = draw.choice(ELSEWHERE[strategy])
@@ -70,12 +70,12 @@ def trials(number: int, seed: int, pool: Pool, folder: Path) -> Iterator[Trial]:
         cfg = compose(place, *task, f"strategy={strategy}", f"trainer.devices={devices}", *resume)
         records = pool.run(devices, fit, cfg) if devices > 1 else [fit(cfg)]
         trial = Trial(victim, moment, phase, saved, strategy, devices)
-        _check(trial, records, reference, place, folder / "whole")
+        _check(trial, records, reference, place, folder / "uninterrupted")
         yield trial
 
 
 def table(done: list[Trial]) -> str:
-    """How many kills hit which phase, and whom."""
+    """Return a Markdown table of kills by phase and victim."""
     count = Counter((trial.phase, trial.victim) for trial in done)
     phases = sorted({trial.phase for trial in done})
     lines = [f"| killed in | {' | '.join(VICTIMS)} |", f"| --- |{' --- |' * len(VICTIMS)}"]
@@ -91,20 +91,20 @@ def _data(folder: Path) -> list[str]:
 
 def _command(task: list[str], folder: Path) -> list[str]:
     folder.mkdir()
-    return [*task, *TWO, callback("Phases", folder=folder), f"run_dir={folder}"]
+    return [*task, *TWO, callback("PhaseReport", folder=folder), f"run_dir={folder}"]
 
 
 def _durations(command: list[str], folder: Path) -> tuple[float, float]:
-    """Seconds from the command, and from the beginning of training, to its end."""
+    """Return seconds from the command, and from the start of training, to the end."""
     before = time.time()
-    code, _, err = end(start(*command))
+    code, _, err = wait_for_exit(start(*command))
     assert code == 0, err
     begun, ended = ((folder / name).stat().st_mtime for name in ("config.yaml", "phase"))
     return ended - before, ended - begun
 
 
 def _kill(command: list[str], folder: Path, victim: str, moment: float, from_start: bool) -> str:
-    """Kill, wait until all processes have ended, and tell what the run was doing."""
+    """Kill, wait until all processes have ended, and return the phase of the run."""
     process = start(*command)
     while not from_start and not (folder / "config.yaml").exists() and process.poll() is None:
         time.sleep(0.05)
@@ -115,7 +115,7 @@ def _kill(command: list[str], folder: Path, victim: str, moment: float, from_sta
     for pid in [*targets, *([process.pid] if victim == "all" or not targets else [])]:
         if Path(f"/proc/{pid}").exists():
             os.kill(pid, signal.SIGKILL)
-    _, _, err = end(process)
+    _, _, err = wait_for_exit(process)
     if targets and victim != "all" and phase not in ("over", "ending"):
         assert f"{victim} died" in err, err[-3000:]
     ended = wait_until(lambda: not subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True).stdout, 10)
@@ -129,22 +129,22 @@ def _phase(folder: Path, process: "subprocess.Popen[str]") -> str:
     return (folder / "phase").read_text() or "training" if (folder / "phase").exists() else "start"
 
 
-def _check(trial: Trial, resumed: list[Record], reference: Record, folder: Path, whole: Path) -> None:
+def _check(trial: Trial, resumed: list[Record], reference: Record, folder: Path, uninterrupted: Path) -> None:
     before = _samples(folder)
     for step, expected in enumerate(reference.indices):
         parts = before[step] if step < trial.saved else [record.indices[step - trial.saved] for record in resumed]
-        if trial.strategy == "pipeline" and step >= trial.saved:  # each stage is told of the whole batch
+        if trial.strategy == "pipeline" and step >= trial.saved:  # each stage gets the indices of the complete batch
             assert all(sorted(part) == sorted(expected) for part in parts), trial
         else:
             assert sorted(index for part in parts for index in part) == sorted(expected), trial
     assert all(len(record.indices) == len(reference.indices) - trial.saved for record in resumed), trial
-    ours, theirs = (torch.load(place / "checkpoints" / "last.ckpt")["state_dict"] for place in (folder, whole))
+    ours, theirs = (torch.load(place / "checkpoints" / "last.ckpt")["state_dict"] for place in (folder, uninterrupted))
     assert max(relative(ours[name], tensor) for name, tensor in theirs.items()) < 1e-9, trial
-    assert _losses(folder) == _Close(_losses(whole)), trial
+    assert _losses(folder) == _Close(_losses(uninterrupted)), trial
 
 
 def _samples(folder: Path) -> dict[int, list[list[int]]]:
-    """Of each step what each rank trained on, according to the run that was killed."""
+    """Return the sample indices of each step and rank that the killed run wrote."""
     steps: dict[int, list[list[int]]] = {}
     for file in folder.glob("samples.*"):
         for line in file.read_text().splitlines():
@@ -154,17 +154,17 @@ def _samples(folder: Path) -> dict[int, list[list[int]]]:
 
 
 def _losses(folder: Path) -> list[tuple[int, float, float]]:
-    """Step, training and validation loss of each row of training."""
+    """Return step, training and validation loss of each training row."""
     lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
     names = ("step", "train/loss", "val/loss")
     columns = [lines[0].index(name) for name in names]
-    trained = [row for row in lines[1:] if row[columns[1]]]  # no row of the test
+    trained = [row for row in lines[1:] if row[columns[1]]]  # skips the row of the test
     rows = [[float(row[column] or 0) for column in columns] for row in trained]
     return [(int(step), train, val) for step, train, val in rows]
 
 
 class _Close(list[tuple[int, float, float]]):
-    """Equal to rows of numbers that differ by a relative 1e-9 at most."""
+    """Rows that equal others up to a relative 1e-9."""
 
     def __eq__(self, other: object) -> bool:
         ours, theirs = torch.tensor(self, dtype=torch.float64), torch.tensor(other, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""`resume=auto`, and what it makes of corrupt checkpoints."""
+"""`resume=auto` and its treatment of corrupt checkpoints."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from src.checkpoint.integrity import check_is_complete
 from src.run.folder import run_folder, unique_name
 from src.run.resume import newest_checkpoint
 from src.utils.errors import UserError
-from tests.support.commands import PARITY, TINY, one_line, run_here, steps
+from tests.support.commands import PARITY, TINY, error_line, run_here, steps
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.runs import compose, fit
 
@@ -22,7 +22,7 @@ def truncate(file: Path) -> None:
 
 
 def flip_a_bit(file: Path) -> None:
-    """Change one byte of a tensor: the archive stays in order."""
+    """Change one byte of a tensor in an archive that stays readable."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 0xFF
     file.write_bytes(content)
@@ -56,7 +56,7 @@ def test_finds_the_newest_without_modification_times(trained: Path) -> None:
 def test_detects_a_wrong_byte(trained: Path) -> None:
     check_is_complete(trained / "checkpoints" / "last.ckpt")
     flip_a_bit(trained / "checkpoints" / "last.ckpt")
-    torch.load(trained / "checkpoints" / "last.ckpt")  # torch itself does not notice
+    torch.load(trained / "checkpoints" / "last.ckpt")  # torch itself does not check
     with pytest.raises(UserError, match="is corrupt"):
         check_is_complete(trained / "checkpoints" / "last.ckpt")
 
@@ -64,8 +64,8 @@ def test_detects_a_wrong_byte(trained: Path) -> None:
 def test_same_command_starts_and_resumes(small: list[str], folder: Path) -> None:
     command = [*small, *TINY, "trainer.max_epochs=1", "logger=none", "resume=auto", f"run_dir={folder}"]
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "checkpoints" / ".last.ckpt.7.part").write_text("of one that was killed while it saved")
-    (folder / "metrics.csv").write_text("step,epoch,train/loss\n0,0,1.0\n")  # and had not saved before
+    (folder / "checkpoints" / ".last.ckpt.7.part").write_text("left by a process that was killed while saving")
+    (folder / "metrics.csv").write_text("step,epoch,train/loss\n0,0,1.0\n")  # and which had not saved before
     run_here(*command)
     assert steps(folder) == list(range(12))
     assert {file.name for file in (folder / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
@@ -74,11 +74,11 @@ def test_same_command_starts_and_resumes(small: list[str], folder: Path) -> None
     assert "last.ckpt is not a complete checkpoint" in err
     assert steps(folder) == list(range(23))
     _, err = run_here(*[word for word in command if word != "resume=auto"], code=1)
-    assert "holds a run: add resume=auto" in one_line(err)
+    assert "holds a run: add resume=auto" in error_line(err)
 
 
 def test_slurm_job_finds_its_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By its number, which it keeps when it is requeued."""
+    """The folder has the job's number, which it keeps when it is requeued."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     runs, new = str(tmp_path / "runs"), {"fit": True, "ckpt_path": None, "run_dir": None}
     other = new | {"resume": None}
@@ -102,4 +102,4 @@ def test_slurm_job_finds_its_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_pat
 )
 def test_refuses_invalid_options(words: list[str], hint: str, folder: Path) -> None:
     _, err = run_here("data=shapes", *(word.replace("RUN", str(folder)) for word in words), code=1)
-    assert hint in one_line(err)
+    assert hint in error_line(err)

@@ -1,4 +1,4 @@
-"""A rank that dies or hangs: the others end in bounded time, the message names it, a restart goes on."""
+"""A rank that dies or hangs is named, the others end in bounded time, and a restart resumes."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import PARITY, TWO, callback, end, ranks, run, slow, start, steps, wait_for_rows
+from tests.support.commands import PARITY, TWO, callback, ranks, run, slow, start, steps, wait_for_exit, wait_for_rows
 from tests.support.comparison import check_last_checkpoints
 from tests.support.runs import compose, fit
 
@@ -19,7 +19,7 @@ def test_error_names_a_killed_rank(rank: int, small: list[str], folder: Path) ->
     wait_for_rows(folder, 3, process)
     os.kill(ranks(process.pid)[rank], signal.SIGKILL)
     before = time.monotonic()
-    code, _, err = end(process)
+    code, _, err = wait_for_exit(process)
     assert code == 1
     assert time.monotonic() - before < 30
     assert f"rank {rank} died (Signal 9 (SIGKILL)" in err
@@ -27,7 +27,7 @@ def test_error_names_a_killed_rank(rank: int, small: list[str], folder: Path) ->
 
 
 def test_error_names_a_hung_rank_with_its_stack(small: list[str], folder: Path) -> None:
-    """The other one waits for it in a collective."""
+    """The other rank waits for it in a collective."""
     hang = callback("HangOnRankOne")
     before = time.monotonic()
     _, err = run(*small, *PARITY, *TWO, hang, "launch.timeout=8", f"run_dir={folder}", code=1)
@@ -47,11 +47,11 @@ def test_hung_single_process_ends(small: list[str], folder: Path) -> None:
 
 @pytest.mark.slow
 def test_error_names_a_stopped_rank(small: list[str], folder: Path) -> None:
-    """It cannot even tell its stack, and heeds nothing but SIGKILL, which torch sends after half a minute."""
+    """It cannot write its stack, and reacts only to SIGKILL, which torch sends after half a minute."""
     process = start(*small, *PARITY, *TWO, slow(0.1), "launch.timeout=5", f"run_dir={folder}")
     wait_for_rows(folder, 3, process)
     os.kill(ranks(process.pid)[1], signal.SIGSTOP)
-    code, _, err = end(process)
+    code, _, err = wait_for_exit(process)
     assert code == 1
     assert "rank 1 hangs" in err
     assert "no stack was written" in err
@@ -62,23 +62,23 @@ def test_restarts_from_the_last_checkpoint(small: list[str], folder: Path) -> No
     process = start(*task, slow(0.1), "launch.max_restarts=1", f"run_dir={folder}")
     wait_for_rows(folder, 5, process)
     os.kill(ranks(process.pid)[1], signal.SIGKILL)
-    code, out, err = end(process)
+    code, out, err = wait_for_exit(process)
     assert code == 0, err[-3000:]
     assert "rank 1 died" in err
     assert "restarting; 0 restarts left after this one" in err
     assert out.count("done: ") == 1
-    fit(compose(folder.parent / "whole", *small, *PARITY))
-    check_last_checkpoints(folder, folder.parent / "whole")
+    fit(compose(folder.parent / "uninterrupted", *small, *PARITY))
+    check_last_checkpoints(folder, folder.parent / "uninterrupted")
     assert steps(folder) == [*range(20), 20]
 
 
 def test_no_rank_outlives_a_launcher_killed_during_startup(small: list[str], folder: Path) -> None:
-    """Before they can ask the kernel to die with it. (That nothing is left is looked for after every test.)"""
+    """The ranks have not yet asked the kernel to die with it; a fixture checks that none is left."""
     process = start(*small, *PARITY, *TWO, f"run_dir={folder}")
     while len(ranks(process.pid)) < 2 and process.poll() is None:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
-    assert end(process)[0] == -signal.SIGKILL
+    assert wait_for_exit(process)[0] == -signal.SIGKILL
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Disks, ports, data and commands that are not as they should be. (Full disk, damaged archives: tests/launch.)"""
+"""Faults of ports, data and commands. Full disks and corrupt archives are in tests/launch."""
 
 import shutil
 import socket
@@ -9,15 +9,15 @@ import lightning as L
 import pytest
 
 from src.launch.external import config_store_port
-from tests.support.commands import PARITY, TINY, TWO, end, free_port, one_line, run_here, slurm_task, start
+from tests.support.commands import PARITY, TINY, TWO, error_line, free_port, run_here, slurm_task, start, wait_for_exit
 from tests.support.runs import compose, fit
 
 
-@pytest.mark.parametrize("of_process_group", [True, False], ids=["of the process group", "where ranks meet"])
+@pytest.mark.parametrize("of_process_group", [True, False], ids=["process group", "configuration store"])
 def test_error_names_a_port_in_use(
     of_process_group: bool, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two tasks that srun starts, the first."""
+    """This process is the first of two tasks that srun starts."""
     main_port = free_port()
     taken = main_port if of_process_group else config_store_port(main_port)
     for name, value in slurm_task(0, main_port).items():
@@ -26,7 +26,7 @@ def test_error_names_a_port_in_use(
         other.bind(("", taken))
         other.listen()
         _, err = run_here(*small, *PARITY, *TWO, f"run_dir={folder}", code=1)
-    assert f"cannot listen on port {taken} of this host" in one_line(err)
+    assert f"cannot listen on port {taken} of this host" in error_line(err)
     assert "MASTER_PORT" in err
 
 
@@ -35,10 +35,10 @@ def test_error_names_a_rank_with_another_configuration(small: list[str], folder:
     rates = ["optimizer.lr=0.1", "optimizer.lr=0.2"]
     command = [*small, *PARITY, *TWO, f"run_dir={folder}"]
     both = [start(*command, rates[rank], **slurm_task(rank, port)) for rank in (0, 1)]
-    printed = [end(process, 120) for process in both]
+    printed = [wait_for_exit(process, 120) for process in both]
     assert [code for code, _, _ in printed] == [1, 1]
-    assert "process 1 was started with optimizer.lr=0.2, process 0 with optimizer.lr=0.1" in one_line(printed[0][2])
-    assert printed[1][2] == "", "rank zero alone says it"
+    assert "process 1 was started with optimizer.lr=0.2, process 0 with optimizer.lr=0.1" in error_line(printed[0][2])
+    assert printed[1][2] == "", "only rank zero prints the error"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_error_names_a_rank_with_another_configuration(small: list[str], folder:
     [("cut", "data_batch_3 is missing or corrupt"), ("missing", "cannot be downloaded"), ("empty", "data_batch_3")],
 )
 def test_error_names_a_missing_or_corrupt_data_file(damage: str, hint: str, cifar: Path, tmp_path: Path) -> None:
-    """Of six files the third; there is no network to fetch another from."""
+    """The third of six files is at fault, and cannot be downloaded again."""
     root = tmp_path / "data"
     shutil.copytree(cifar, root)
     file = root / "cifar-10-batches-py" / "data_batch_3"
@@ -56,12 +56,12 @@ def test_error_names_a_missing_or_corrupt_data_file(damage: str, hint: str, cifa
         file.write_bytes(file.read_bytes()[: 5000 if damage == "cut" else 0])
     arguments = [*TINY[:3], "trainer.accelerator=cpu", "logger=none", "data.source.urls=[http://127.0.0.1:9]"]
     _, err = run_here(*arguments, f"data.root={root}", f"run_dir={tmp_path}/run", code=1)
-    assert hint in one_line(err)
+    assert hint in error_line(err)
     assert "data.root" in err
 
 
 def test_run_survives_deletion_of_its_data(cifar: Path, tmp_path: Path) -> None:
-    """The images are in memory: training, validation and test do not notice."""
+    """Training, validation and test read the images from memory."""
     root = tmp_path / "data"
     shutil.copytree(cifar, root)
     gone = Remove(root)
@@ -72,7 +72,7 @@ def test_run_survives_deletion_of_its_data(cifar: Path, tmp_path: Path) -> None:
 
 
 class Remove(L.Callback):
-    """Deletes a folder after the first step."""
+    """Delete a folder after the first step."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -1,4 +1,4 @@
-"""A speedrun, with Muon and a whitening layer, stopped and continued under another strategy."""
+"""A run with Muon and a whitening layer stops and resumes under another strategy."""
 
 from pathlib import Path
 
@@ -20,9 +20,9 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_resumes_under_another_strategy_and_back(place: str, pool: Pool, small: list[str], folder: Path) -> None:
-    """The bias of the whitening layer stops being trained on the way."""
+    """The bias of the whitening layer is frozen during the run."""
     task = ["experiment=parity", *SHORT, *EXPERIMENTS["muon"]]
-    reference = fit(compose(folder / "whole", *small, *task, ACCUMULATE))
+    reference = fit(compose(folder / "uninterrupted", *small, *task, ACCUMULATE))
     die(compose(folder, *small, *task, ACCUMULATE), "on_train_batch_end", 3)
     there = [*PLACES[place], "trainer.devices=2", f"ckpt_path={folder}/died.ckpt"]
     pool.run(2, die, compose(folder, *small, *task, *there), "on_train_batch_end", 6)

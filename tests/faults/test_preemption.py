@@ -1,4 +1,4 @@
-"""SIGTERM or SIGUSR1, to whichever process: all ranks save and stop together, and the run goes on as if nothing was."""
+"""After SIGTERM or SIGUSR1 to any process all ranks save and stop together, and the run resumes exactly."""
 
 import os
 import signal
@@ -13,7 +13,6 @@ from tests.support.commands import (
     TORCHRUN,
     TRAIN,
     TWO,
-    end,
     free_port,
     ranks,
     rows,
@@ -22,6 +21,7 @@ from tests.support.commands import (
     slurm_task,
     start,
     steps,
+    wait_for_exit,
     wait_for_rows,
 )
 from tests.support.comparison import check_last_checkpoints
@@ -32,8 +32,8 @@ SPAWN = ["strategy=ddp_spawn", "trainer.devices=2"]
 
 
 @pytest.fixture(scope="module")
-def whole(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
+def uninterrupted(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
     fit(compose(folder, *small, *PARITY))
     return folder
 
@@ -53,7 +53,7 @@ def test_signal_saves_stops_and_resumes(
     to: str,
     program: tuple[str, ...],
     world: list[str],
-    whole: Path,
+    uninterrupted: Path,
     pool: Pool,
     small: list[str],
     folder: Path,
@@ -64,22 +64,22 @@ def test_signal_saves_stops_and_resumes(
         os.killpg(process.pid, number)
     else:
         os.kill(process.pid if to == "the process" else ranks(process.pid)[-1], number)
-    code, out, err = end(process)
-    assert code == (1 if program == TORCHRUN else 128 + number), err[-3000:]  # torchrun has codes of its own
+    code, out, err = wait_for_exit(process)
+    assert code == (1 if program == TORCHRUN else 128 + number), err[-3000:]  # torchrun sets its own exit codes
     assert out.count(f"stopped by {number.name} at step") == 1
     assert "Traceback" not in err or program == TORCHRUN
     saved = torch.load(folder / "checkpoints" / "last.ckpt")["global_step"]
     assert 4 <= saved < 20
-    assert rows(folder) == 1 + saved, "nothing of the last step is missing"
+    assert rows(folder) == 1 + saved, "the row of the last step is there"
     cfg = compose(folder, *small, *PARITY, f"ckpt_path={folder}/checkpoints/last.ckpt", *(TWO if not world else []))
     pool.run(2, fit, cfg) if not world else fit(cfg)
-    check_last_checkpoints(folder, whole)
+    check_last_checkpoints(folder, uninterrupted)
     assert steps(folder) == list(range(20))
 
 
 @pytest.mark.slow
 def test_second_signal_ends_the_run_at_once(small: list[str], folder: Path) -> None:
-    """A rank that sleeps heeds no first one."""
+    """A sleeping rank does not react to the first one."""
     process = start(*small, *PARITY, *TWO, slow(0.0), "+callbacks.slow.at=3", f"run_dir={folder}")
     wait_for_rows(folder, 3, process)
     os.kill(process.pid, signal.SIGTERM)
@@ -87,40 +87,40 @@ def test_second_signal_ends_the_run_at_once(small: list[str], folder: Path) -> N
     assert process.poll() is None
     before = time.monotonic()
     os.kill(process.pid, signal.SIGTERM)
-    code, _, err = end(process)
+    code, _, err = wait_for_exit(process)
     assert code == 128 + signal.SIGTERM
     assert time.monotonic() - before < 10
     assert "stopped by SIGTERM" in err
 
 
 @pytest.mark.slow
-def test_requeued_job_resumes(small: list[str], whole: Path, folder: Path) -> None:
-    """The very same command twice, as SLURM would give it; in the same wandb run."""
+def test_requeued_job_resumes(small: list[str], uninterrupted: Path, folder: Path) -> None:
+    """The same command twice, as SLURM runs it, continues one wandb run."""
     command = [*small, *(word for word in PARITY if word != "logger=none"), "resume=auto", f"run_dir={folder}"]
     process = start(*command, *TWO, slow(0.1), WANDB_MODE="offline")
     wait_for_rows(folder, 4, process)
     os.kill(process.pid, signal.SIGUSR1)
-    assert end(process)[0] == 128 + signal.SIGUSR1
+    assert wait_for_exit(process)[0] == 128 + signal.SIGUSR1
     run(*command, WANDB_MODE="offline")
-    check_last_checkpoints(folder, whole)
+    check_last_checkpoints(folder, uninterrupted)
     runs = {file.name.partition("run-")[2] for file in (folder / "wandb").glob("offline-run-*/*.wandb")}
     assert runs == {f"{folder.name}.wandb"}
 
 
 @pytest.mark.slow
-def test_signals_to_tasks_of_a_slurm_job(small: list[str], whole: Path, folder: Path) -> None:
-    """All are signalled at once; Lightning's own requeueing, which would save in its handler, is not there."""
+def test_signals_to_tasks_of_a_slurm_job(small: list[str], uninterrupted: Path, folder: Path) -> None:
+    """All tasks get the signal at once. Lightning's own requeueing, which saves in its handler, is disabled."""
     port = free_port()
     command = [*small, *PARITY, *TWO, slow(0.1), f"run_dir={folder}", "resume=auto"]
     tasks = [start(*command, **slurm_task(rank, port)) for rank in (0, 1)]
     wait_for_rows(folder, 4, tasks[0])
     for process in tasks:
         os.kill(process.pid, signal.SIGUSR1)
-    ended = [end(process) for process in tasks]
+    ended = [wait_for_exit(process) for process in tasks]
     assert [code for code, _, _ in ended] == [128 + signal.SIGUSR1] * 2, ended
     tasks = [start(*command, **slurm_task(rank, port)) for rank in (0, 1)]
-    assert [end(process)[0] for process in tasks] == [0, 0]
-    check_last_checkpoints(folder, whole)
+    assert [wait_for_exit(process)[0] for process in tasks] == [0, 0]
+    check_last_checkpoints(folder, uninterrupted)
 
 
 def test_restores_signal_handlers(small: list[str], folder: Path) -> None:

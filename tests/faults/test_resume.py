@@ -1,4 +1,4 @@
-"""A run that was stopped at any moment and resumed, also at another world size, is the run that was not."""
+"""A run that is stopped at any moment and resumed equals the uninterrupted one, also at another world size."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from src.utils.errors import UserError
 from tests.support.comparison import check_resumed
 from tests.support.experiments import SHORT, SHORT_EPOCH, SHORT_STEPS
-from tests.support.interruption import Died, SaveAndDie, SaveAndDieAtBatch, SaveOnce, die, in_world
+from tests.support.interruption import Died, SaveAndDie, SaveAndDieAtBatch, SaveOnce, die, run_on_ranks
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
@@ -26,7 +26,7 @@ def task(folder: Path, small: list[str], devices: int, *overrides: str) -> Any:
 
 @pytest.fixture(scope="module")
 def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Record:
-    return fit(task(tmp_path_factory.mktemp("whole"), small, 1))
+    return fit(task(tmp_path_factory.mktemp("uninterrupted"), small, 1))
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_resumes_exactly(
     small: list[str],
     folder: Path,
 ) -> None:
-    in_world(pool, before, die, task(folder, small, before), hook, step)
-    resumed = in_world(pool, after, fit, task(folder, small, after, f"ckpt_path={folder}/died.ckpt"))
+    run_on_ranks(pool, before, die, task(folder, small, before), hook, step)
+    resumed = run_on_ranks(pool, after, fit, task(folder, small, after, f"ckpt_path={folder}/died.ckpt"))
     check_resumed(resumed, reference, step)
     for k, batch in enumerate(reference.indices[step:]):
         assert sorted(index for rank in resumed for index in rank.indices[k]) == sorted(batch)
@@ -60,7 +60,7 @@ def test_resumes_exactly(
 
 def test_metrics_have_one_row_per_step(reference: Record, small: list[str], folder: Path) -> None:
     cfg = task(folder, small, 1)
-    with pytest.raises(Died):  # two steps after it has saved
+    with pytest.raises(Died):  # two steps after the save
         fit(cfg, SaveOnce(SAVED), SaveAndDie("on_train_batch_end", SAVED + 2))
     fit(task(folder, small, 1, f"ckpt_path={folder}/saved.ckpt"))
     rows = (folder / "metrics.csv").read_text().splitlines()[1:]
@@ -68,9 +68,9 @@ def test_metrics_have_one_row_per_step(reference: Record, small: list[str], fold
 
 
 def test_repeats_a_half_accumulated_step(small: list[str], folder: Path) -> None:
-    """Also with another number of micro-batches: without batch normalization that is the same run."""
+    """The number of micro-batches may change: without batch normalization the run is the same."""
     plain = [*TASK, *MLP]
-    reference = fit(compose(folder / "whole", *small, *plain))
+    reference = fit(compose(folder / "uninterrupted", *small, *plain))
     cfg = compose(folder, *small, *plain, "trainer.accumulate_grad_batches=2")
     with pytest.raises(Died):
         fit(cfg, SaveAndDieAtBatch(7))  # the first half of the fourth step
@@ -80,14 +80,14 @@ def test_repeats_a_half_accumulated_step(small: list[str], folder: Path) -> None
 
 def test_dropout_masks_survive_a_restart(small: list[str], folder: Path) -> None:
     dropping = [*TASK, *MLP, "model.dropout=0.5"]
-    reference = fit(compose(folder / "whole", *small, *dropping))
+    reference = fit(compose(folder / "uninterrupted", *small, *dropping))
     die(compose(folder, *small, *dropping), "on_train_batch_end", SAVED)
     check_resumed([fit(compose(folder, *small, *dropping, f"ckpt_path={folder}/died.ckpt"))], reference, done=SAVED)
 
 
 def test_prefetching_workers_do_not_change_resumption(small: list[str], folder: Path) -> None:
     plain = [*TASK, *MLP]
-    reference = fit(compose(folder / "whole", *small, *plain))
+    reference = fit(compose(folder / "uninterrupted", *small, *plain))
     workers = [*plain, "data.num_workers=2"]
     die(compose(folder, *small, *workers), "on_train_batch_end", SAVED)
     check_resumed([fit(compose(folder, *small, *workers, f"ckpt_path={folder}/died.ckpt"))], reference, done=SAVED)
@@ -109,7 +109,7 @@ def test_refuses_another_order_of_the_data(override: str, message: str, small: l
 
 
 def test_refuses_another_training_set_of_the_same_size(small: list[str], folder: Path) -> None:
-    """With another fraction held out, samples to validate become samples to train on."""
+    """With another validation fraction, validation samples become training samples."""
     task = [*small, *TASK, *MLP, "data.train_samples=64"]
     die(compose(folder, *task), "on_train_batch_end", SAVED)
     with pytest.raises(UserError, match=r"training indices \(SHA-256\)"):
@@ -117,7 +117,7 @@ def test_refuses_another_training_set_of_the_same_size(small: list[str], folder:
 
 
 def test_finished_run_reports_its_result_again(small: list[str], folder: Path) -> None:
-    """A run that was interrupted in its test does not train again, but its job in a sweep needs the result."""
+    """A run that was interrupted in its test does not train again, but its sweep needs the result."""
     task = [*TASK, *MLP, f"trainer.max_steps={SHORT_EPOCH}"]
     before = fit(compose(folder, *small, *task)).metrics
     again = fit(compose(folder, *small, *task, f"ckpt_path={folder}/checkpoints/last.ckpt"))
@@ -150,7 +150,7 @@ def test_resumed_run_uses_new_hyper_parameters(small: list[str], folder: Path) -
 
 
 class LearningRates(L.Callback):
-    """Notes the learning rate and the momentum of each step."""
+    """Record the learning rate and the momentum of each step."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, Any]] = []
@@ -162,14 +162,14 @@ class LearningRates(L.Callback):
 
 def test_extended_run_follows_the_longer_schedule(small: list[str], folder: Path) -> None:
     fit(compose(folder, *small, *TASK, f"trainer.max_steps={SHORT_EPOCH}"))
-    longer, whole = LearningRates(), LearningRates()
+    longer, reference_rates = LearningRates(), LearningRates()
     fit(compose(folder, *small, *TASK, f"ckpt_path={folder}/checkpoints/last.ckpt"), longer)
-    fit(compose(folder / "whole", *small, *TASK), whole)
-    assert longer.seen == [(pytest.approx(lr), momentum) for lr, momentum in whole.seen[SHORT_EPOCH:]]
+    fit(compose(folder / "uninterrupted", *small, *TASK), reference_rates)
+    assert longer.seen == [(pytest.approx(lr), momentum) for lr, momentum in reference_rates.seen[SHORT_EPOCH:]]
 
 
 def test_worse_epoch_after_a_restart_keeps_the_best_checkpoint(small: list[str], folder: Path) -> None:
-    """The state of `best` is in `last.ckpt`, also that of the very epoch at whose end it was written."""
+    """`last.ckpt` holds the state of `best`, including the epoch at whose end it was written."""
     fit(compose(folder, *small, *TASK, *MLP, f"trainer.max_steps={SHORT_EPOCH}"))
     best = torch.load(folder / "checkpoints" / "best.ckpt")
     state = next(value for name, value in best["callbacks"].items() if "val/acc" in name)

@@ -1,4 +1,4 @@
-"""How often the latest state is saved."""
+"""Intervals at which the latest state is saved."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.support.runs import compose, fit
 
 
 class Saves(L.Callback):
-    """Notes the steps at which something is saved, and what is known of the validation then."""
+    """Record the steps at which a checkpoint is saved."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -24,7 +24,7 @@ class Saves(L.Callback):
 
 
 class Rows(L.Callback):
-    """Notes at which steps a checkpoint is written before the row of the step."""
+    """Record the steps whose checkpoint is written before their row."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.missing = folder / "metrics.csv", list[int]()
@@ -51,21 +51,21 @@ def test_saves_by_steps_and_at_the_end_of_each_epoch(small: list[str], folder: P
     assert saved_at(compose(folder / "c", *small, *only, f"{every}=5", halves)) == [5, 10, 11, 15, 20, 22]
     rows = Rows(folder / "d")
     fit(compose(folder / "d", *small, *only, f"{every}=1"), rows)
-    assert rows.missing == [], "what comes before a checkpoint is on the disk when it is"
+    assert rows.missing == [], "the row of a step is on disk before its checkpoint"
     assert torch.load(folder / "c" / "checkpoints" / "previous.ckpt")["global_step"] == 20
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_saves_by_time(devices: int, pool: Pool, small: list[str], folder: Path) -> None:
-    """Of two ranks one is slow to notice: they save together all the same."""
+    """Two ranks save together although their clocks differ."""
     task = [*PARITY, "callbacks.best=null", "callbacks.checkpoint.train_time_interval={milliseconds: 500}"]
     cfg = compose(folder, *small, *task, *(TWO if devices == 2 else []))
-    steps = pool.run(2, timed, cfg) if devices == 2 else [timed(cfg)]
+    steps = pool.run(2, saved_at_with_slow_steps, cfg) if devices == 2 else [saved_at_with_slow_steps(cfg)]
     assert all(taken == steps[0] for taken in steps)
     assert 1 <= len([step for step in steps[0] if step not in (11, 20)]) < 15
 
 
-def timed(cfg: Any) -> list[int]:
+def saved_at_with_slow_steps(cfg: Any) -> list[int]:
     from tests.support.callbacks import Slow
 
     saves = Saves()

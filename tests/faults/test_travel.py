@@ -18,7 +18,7 @@ from src.utils.errors import UserError
 from tests.support.commands import run_here
 from tests.support.comparison import check_resumed, relative
 from tests.support.experiments import SHORT, SHORT_STEPS
-from tests.support.interruption import SaveAndDie, die, in_world
+from tests.support.interruption import SaveAndDie, die, run_on_ranks
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import Record, compose, fit, moments, runs_in_single_process
 
@@ -46,14 +46,14 @@ PLACES = {
 }
 SHARDED = [place for place in PLACES if "sharded" in place]
 RING = list(zip(PLACES, [*list(PLACES)[1:], "single"], strict=True))  # from each place to the next
-WAYS = [
+PAIRS = [
     pytest.param(here, there, marks=[] if (here, there) in RING else pytest.mark.slow)
     for here in PLACES
     for there in PLACES
 ]
 
 
-def at(place: str, folder: Path, small: list[str], *overrides: str) -> Any:
+def compose_at(place: str, folder: Path, small: list[str], *overrides: str) -> Any:
     strategy, devices, options = PLACES[place]
     chosen = [f"strategy={strategy}", f"trainer.devices={devices}", *options, *overrides]
     return compose(folder, *small, *TASK, GROUP_NORM, *chosen)
@@ -61,26 +61,26 @@ def at(place: str, folder: Path, small: list[str], *overrides: str) -> Any:
 
 @pytest.fixture(scope="module")
 def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, Path]:
-    folder = tmp_path_factory.mktemp("whole")
-    return fit(at("single", folder, small)), folder / "checkpoints" / "last.ckpt"
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return fit(compose_at("single", folder, small)), folder / "checkpoints" / "last.ckpt"
 
 
 @pytest.fixture(scope="module")
 def saved(pool: Pool, small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The checkpoint, at step five, of a run in the place of that name."""
+    """Return the checkpoint of a run that was interrupted in the place of that name."""
 
     @functools.cache
     def run(place: str) -> Path:
-        folder = tmp_path_factory.mktemp("begun")
-        cfg = at(place, folder, small)
-        in_world(pool, cfg.trainer.devices, die, cfg, "on_train_batch_end", SAVED_AT)
+        folder = tmp_path_factory.mktemp("interrupted")
+        cfg = compose_at(place, folder, small)
+        run_on_ranks(pool, cfg.trainer.devices, die, cfg, "on_train_batch_end", SAVED_AT)
         return folder / "died.ckpt"
 
     return run
 
 
 def content(file: Path) -> dict[str, Tensor]:
-    """Every tensor of weights, average and optimizer by name."""
+    """Return every tensor of weights, average and optimizer by name."""
     checkpoint = AtomicCheckpointIO().load_checkpoint(file)
     weights = {
         f"{part}/{name}": value
@@ -97,7 +97,7 @@ def test_checkpoint_equals_that_of_a_single_process(place: str, saved: Callable[
     assert max(relative(found[name], tensor) for name, tensor in expected.items()) < 1e-9
 
 
-@pytest.mark.parametrize(("here", "there"), WAYS)
+@pytest.mark.parametrize(("here", "there"), PAIRS)
 def test_resumes_under_another_strategy(
     here: str,
     there: str,
@@ -108,8 +108,8 @@ def test_resumes_under_another_strategy(
     folder: Path,
 ) -> None:
     run, last = reference
-    cfg = at(there, folder, small, f"ckpt_path={saved(here)}")
-    for record in in_world(pool, cfg.trainer.devices, fit, cfg):
+    cfg = compose_at(there, folder, small, f"ckpt_path={saved(here)}")
+    for record in run_on_ranks(pool, cfg.trainer.devices, fit, cfg):
         assert record.losses == pytest.approx(run.losses[SAVED_AT:], rel=1e-9)
     expected, found = content(last), content(folder / "checkpoints" / "last.ckpt")
     assert list(found) == list(expected)
@@ -126,13 +126,13 @@ def test_spawned_processes_resume(
     assert runs_in_single_process(cfg)
     with pytest.raises(Exception, match="Died"):
         fit(cfg, SaveAndDie("on_train_batch_end", 6))
-    back = fit(at("single", folder, small, f"ckpt_path={folder}/died.ckpt"))
+    back = fit(compose_at("single", folder, small, f"ckpt_path={folder}/died.ckpt"))
     check_resumed([back], reference[0], done=6)
 
 
 def test_batch_statistics_resume_under_another_strategy(pool: Pool, small: list[str], folder: Path) -> None:
     task = [*TASK, "trainer.accumulate_grad_batches=4"]
-    reference = fit(compose(folder / "whole", *small, *task))
+    reference = fit(compose(folder / "uninterrupted", *small, *task))
     die(compose(folder, *small, *task), "on_train_batch_end", SAVED_AT)
     there = compose(folder, *small, *TASK, "strategy=pipeline", "trainer.devices=2", f"ckpt_path={folder}/died.ckpt")
     pool.run(2, die, there, "on_train_batch_end", 6)
@@ -141,10 +141,17 @@ def test_batch_statistics_resume_under_another_strategy(pool: Pool, small: list[
 
 @pytest.mark.parametrize("place", SHARDED)
 def test_sharded_checkpoint_has_one_folder_per_file(place: str, pool: Pool, small: list[str], folder: Path) -> None:
-    cfg = at(place, folder, small, "trainer.max_steps=10")  # two epochs, so that both files are replaced
+    cfg = compose_at(place, folder, small, "trainer.max_steps=10")  # two epochs, so that both files are replaced
     pool.run(cfg.trainer.devices, fit, cfg)
     names = sorted(path.name.split(".")[0] for path in (folder / "checkpoints").iterdir())
-    assert names == ["best", "best", "last", "last", "last", "previous"]  # whose folder was the last one's
+    assert names == [
+        "best",
+        "best",
+        "last",
+        "last",
+        "last",
+        "previous",
+    ]  # the shards of `previous` stay in the folder of `last`
     file = folder / "checkpoints" / "last.ckpt"
     skeleton = torch.load(file, weights_only=True)
     assert all(tensor.is_meta for tensor in skeleton["state_dict"].values())
@@ -156,13 +163,13 @@ def test_sharded_checkpoint_has_one_folder_per_file(place: str, pool: Pool, smal
     with pytest.raises(UserError, match=r"its folder last.* does not exist"):
         AtomicCheckpointIO().load_checkpoint(file)
     with pytest.raises(RankFailed, match="is not a complete checkpoint"):
-        pool.run(cfg.trainer.devices, fit, at(place, folder, small, f"ckpt_path={file}"))
+        pool.run(cfg.trainer.devices, fit, compose_at(place, folder, small, f"ckpt_path={file}"))
 
 
 def test_corrupt_shard_or_full_disk_is_a_one_line_error(
     saved: Callable[[str], Path], pool: Pool, small: list[str], folder: Path
 ) -> None:
-    """torch's own exceptions of this are no Exceptions."""
+    """torch raises exceptions here that do not derive from Exception."""
     there = "fsdp x2, sharded"
     file = shutil.copytree(saved(there).parent, folder) / "died.ckpt"
     for part in (folder / torch.load(file)["shards"]).glob("*.distcp"):
@@ -170,13 +177,13 @@ def test_corrupt_shard_or_full_disk_is_a_one_line_error(
     with pytest.raises(UserError, match="is not a complete checkpoint"):
         AtomicCheckpointIO().load_checkpoint(file)
     with pytest.raises(RankFailed, match=r"UserError: ckpt_path=.* is not a complete checkpoint"):
-        pool.run(2, fit, at(there, folder, small, f"ckpt_path={file}"))
+        pool.run(2, fit, compose_at(there, folder, small, f"ckpt_path={file}"))
     with pytest.raises(RankFailed, match="UserError: cannot write the checkpoint"):
-        pool.run(2, with_small_files, at(there, folder / "full", small))
+        pool.run(2, fit_with_small_files, compose_at(there, folder / "full", small))
 
 
-def with_small_files(cfg: Any) -> None:
-    """As if the disk were full: no file may grow beyond 20 kB."""
+def fit_with_small_files(cfg: Any) -> None:
+    """Fit while no file may grow beyond 20 kB, which stands for a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
@@ -188,7 +195,7 @@ def with_small_files(cfg: Any) -> None:
 def test_loads_a_checkpoint_written_on_a_gpu(
     saved: Callable[[str], Path], pool: Pool, small: list[str], folder: Path
 ) -> None:
-    """Such a checkpoint's tensors say so, and go on where there is none."""
+    """A checkpoint with CUDA tensors resumes on a machine without a GPU."""
     folder.mkdir()
     with zipfile.ZipFile(saved("single")) as source, zipfile.ZipFile(folder / "gpu.ckpt", "w") as target:
         for name in source.namelist():
@@ -196,7 +203,7 @@ def test_loads_a_checkpoint_written_on_a_gpu(
             if name.endswith("/data.pkl"):
                 content = content.replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:0")
             target.writestr(name, content)
-    cfg = at("fsdp x2", folder, small, f"ckpt_path={folder}/gpu.ckpt")
+    cfg = compose_at("fsdp x2", folder, small, f"ckpt_path={folder}/gpu.ckpt")
     assert all(len(record.losses) == SHORT_STEPS - SAVED_AT for record in pool.run(2, fit, cfg))
 
 
@@ -214,10 +221,10 @@ def test_conversion_round_trip(saved: Callable[[str], Path], folder: Path) -> No
     folder.mkdir()
     run_here(str(saved("single")), str(folder / "sharded.ckpt"), "--sharded", program=CONVERT)
     assert all(tensor.is_meta for tensor in torch.load(folder / "sharded.ckpt")["state_dict"].values())
-    run_here(str(folder / "sharded.ckpt"), str(folder / "whole.ckpt"), program=CONVERT)
-    for file in ("sharded.ckpt", "whole.ckpt"):
+    run_here(str(folder / "sharded.ckpt"), str(folder / "single_file.ckpt"), program=CONVERT)
+    for file in ("sharded.ckpt", "single_file.ckpt"):
         expected, found = content(saved("single")), content(folder / file)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert torch.load(folder / "whole.ckpt")["loops"] == torch.load(saved("single"))["loops"]
+    assert torch.load(folder / "single_file.ckpt")["loops"] == torch.load(saved("single"))["loops"]
     _, err = run_here(str(folder), str(folder / "x.ckpt"), program=CONVERT, code=1)
     assert err.count("\n") == 1

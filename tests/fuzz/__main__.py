@@ -1,7 +1,7 @@
-"""Look for a configuration, and a way to interrupt and move it, that breaks the promise.
+"""Search for a configuration, and stops and strategies on its way, whose result differs from an uninterrupted run.
 
-python -m tests.fuzz --draws 500 --seed 7                                # draw; a failure is shrunk and printed
-python -m tests.fuzz --options '…' --micro-batches 2 --way '…'           # repeat one
+python -m tests.fuzz --draws 500 --seed 7                                # draw; shrink and print a failure
+python -m tests.fuzz --options '…' --micro-batches 2 --way '…'           # repeat a case
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def search(checker: Checker, draws: int, first: int) -> None:
-    """Check that many drawn cases."""
+    """Check `draws` random cases."""
     done = 0
 
     @seed(first)

@@ -1,4 +1,4 @@
-"""A case of the fuzzer: a valid configuration, the places a run goes through, and what stops it in each."""
+"""A case of the fuzzer: a valid configuration, the places of a run, and its stops between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODELS = {
     "resnet9": [],
     "vit": ["model=vit", "model.width=8", "model.depth=2", "model.heads=2", "model.patch=8", "model.drop_path=0.3"],
 }
-CHOICES: list[list[list[str]]] = [  # of each list one; the first is the simplest
+CHOICES: list[list[list[str]]] = [  # one of each list; the first is the simplest
     [[], ["optimizer=adamw", "optimizer.lr=0.01"], ["optimizer=muon", "module.lr_scaling=none"]],
     [[], ["scheduler=cosine"], ["scheduler=one_cycle"], ["scheduler=multi_step"]],
     [[], ["trainer.gradient_clip_val=0.5"]],
@@ -41,12 +41,12 @@ CALLBACKS = {"ema": [], "early_stopping": ["callbacks.early_stopping.patience=1"
 
 @dataclass(frozen=True)
 class Place:
-    """A strategy and its world."""
+    """A strategy with its number of processes."""
 
     devices: int
     options: tuple[str, ...]
     data_parallel: int
-    least_micro_batches: int = 1  # that its schedule can do with
+    least_micro_batches: int = 1  # minimum of its schedule
     pipelined: bool = False
 
 
@@ -135,6 +135,6 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def _fits(place: Place, batch: int, micro_batches: int, mixed: bool) -> bool:
-    """Tell whether the global batch divides in that place, into pairs if they are to be mixed."""
+    """Whether the global batch divides evenly in that place, into pairs if images are mixed."""
     parts: Any = place.data_parallel * micro_batches * (2 if mixed else 1)
     return batch % parts == 0 and micro_batches >= place.least_micro_batches

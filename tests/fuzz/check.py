@@ -1,4 +1,4 @@
-"""Run a case, and compare everything that it leaves with what the run left alone leaves."""
+"""Run a case, and compare all its results with those of the uninterrupted run."""
 
 import csv
 import shutil
@@ -20,7 +20,7 @@ from src.utils import signals
 from tests.fuzz.cases import Case
 from tests.support.comparison import TOLERANCE, check_same_rows, relative
 from tests.support.experiments import SHORT
-from tests.support.interruption import Died, SaveAndDie, in_world
+from tests.support.interruption import Died, SaveAndDie, run_on_ranks
 from tests.support.pool import Pool
 from tests.support.runs import compose, moments
 
@@ -28,7 +28,7 @@ BASE = ["experiment=parity", *SHORT, "trainer.max_steps=-1"]
 
 
 class Stop(SaveAndDie):
-    """End the run in one of Lightning's hooks without a save, or by a signal to the last rank, from a step on."""
+    """End the run without a save in one of Lightning's hooks, or by a signal to the last rank, from a step on."""
 
     def _fire(self, hook: str, trainer: L.Trainer) -> None:
         if trainer.global_step < self.step or trainer.sanity_checking or trainer.testing:
@@ -40,7 +40,7 @@ class Stop(SaveAndDie):
 
 
 class Checker:
-    """Check cases; a reference run is made once for all cases that share it."""
+    """Checks cases, with the images that all of them predict."""
 
     def __init__(self, pool: Pool, small: list[str], folder: Path) -> None:
         self.pool, self.small, self.folder = pool, small, folder
@@ -50,7 +50,11 @@ class Checker:
             Image.fromarray(image).save(self.images / f"{number}.png")
 
     def check(self, case: Case) -> None:
-        """Raise AssertionError if the case's run differs from the run left alone."""
+        """Check one case.
+
+        Raises:
+            AssertionError: if the case's run differs from the uninterrupted one.
+        """
         alone, moved = self.folder / "alone", self.folder / "moved"
         for folder in (alone, moved):
             shutil.rmtree(folder, ignore_errors=True)
@@ -68,7 +72,7 @@ class Checker:
         if newest := newest_checkpoint(folder):
             overrides.append(f"ckpt_path='{newest}'")
         cfg = compose(folder, *overrides)
-        in_world(self.pool, cfg.trainer.devices, _run_until_stopped, cfg)
+        run_on_ranks(self.pool, cfg.trainer.devices, _run_until_stopped, cfg)
 
 
 def _run_until_stopped(cfg: Any) -> None:
@@ -100,7 +104,7 @@ def _check_same_checkpoints(folder: Path, other: Path) -> None:
 
 
 def _comparable(file: Path) -> dict[str, Any]:
-    """Return what two checkpoints of the same moment have in common, whatever ran them."""
+    """Return the parts of a checkpoint that do not depend on strategy and stops."""
     checkpoint = read_checkpoint(file)
     kept = ("epoch", "global_step", "state_dict", "training_state_dict", "position")
     metrics = {name: value for name, value in checkpoint["metrics"].items() if not name.startswith("throughput/")}
@@ -113,7 +117,7 @@ def _comparable(file: Path) -> dict[str, Any]:
 
 
 def _check_same(ours: Any, theirs: Any, where: str) -> None:
-    """Compare two nested values: tensors and floats to the tolerance, paths by their names, the rest exactly."""
+    """Compare two nested values: tensors and floats to the tolerance, paths by name, the rest exactly."""
     if isinstance(theirs, dict):
         ours, theirs = ({_short(key): value for key, value in each.items()} for each in (ours, theirs))
         assert ours.keys() == theirs.keys(), where
@@ -134,5 +138,5 @@ def _check_same(ours: Any, theirs: Any, where: str) -> None:
 
 
 def _short(value: Any) -> Any:
-    """Return a path's name."""
+    """Return the name of a path, and any other value as it is."""
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value

@@ -1,4 +1,4 @@
-"""How Hypothesis draws: training runs take seconds, and every run of the suite draws the same cases."""
+"""Settings of Hypothesis for tests that take seconds per case."""
 
 from hypothesis import HealthCheck, settings
 

@@ -1,6 +1,6 @@
-"""Drawn configurations, stopped and moved at drawn moments, against the run left alone.
+"""Random configurations, stopped and moved at random moments, equal the uninterrupted run.
 
-`python -m tests.fuzz --draws 500 --seed 7` draws others, as many as you like.
+`python -m tests.fuzz --draws 500 --seed 7` draws others.
 """
 
 from pathlib import Path

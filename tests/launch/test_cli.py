@@ -6,7 +6,7 @@ import pytest
 
 from src.cli.main import _multirun_first
 from src.run.folder import CONFIG, remove_if_unused
-from tests.support.commands import TINY, one_line, run_here
+from tests.support.commands import TINY, error_line, run_here
 
 
 def test_multirun_flag_may_stand_anywhere() -> None:
@@ -23,7 +23,7 @@ def test_multirun_flag_may_stand_anywhere() -> None:
 )
 def test_refuses_choices_without_a_target(word: str, hint: str, small: list[str], tmp_path: Path) -> None:
     _, err = run_here(*small, word, "trainer.accelerator=cpu", f"run_dir={tmp_path / 'run'}", code=1)
-    assert hint in one_line(err)
+    assert hint in error_line(err)
 
 
 def test_null_chooses_nothing(small: list[str], tmp_path: Path) -> None:

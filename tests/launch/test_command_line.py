@@ -24,10 +24,9 @@ from tests.support.commands import (
     TORCHRUN,
     TWO,
     callback,
-    end,
+    error_line,
     free_port,
     kill_group,
-    one_line,
     ranks,
     rows,
     run,
@@ -35,6 +34,7 @@ from tests.support.commands import (
     slurm_task,
     start,
     steps,
+    wait_for_exit,
     wait_for_rows,
 )
 from tests.support.comparison import check_last_checkpoints
@@ -75,7 +75,7 @@ def test_user_errors_found_by_the_launcher(arguments: list[str], hints: list[str
     if "trainer.accelerator=gpu" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     _, err = run_here(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
-    message = one_line(err)
+    message = error_line(err)
     assert all(hint in message for hint in hints), message
     assert not (tmp_path / "run").exists()
 
@@ -94,7 +94,7 @@ def test_user_errors_found_by_a_single_rank(
 ) -> None:
     tiny = [name for name in (*small, *TINY) if not (arguments[0] == "data=cifar10" and name.startswith("data"))]
     _, err = run_here(*tiny, "logger=none", f"hydra.run.dir={tmp_path}/run", *arguments, code=1)
-    message = one_line(err)
+    message = error_line(err)
     assert all(hint in message for hint in hints), message
 
 
@@ -112,11 +112,11 @@ def test_user_errors_found_by_several_ranks(
 ) -> None:
     """One line, by rank zero alone."""
     _, err = run(*small, *TINY, "logger=none", f"hydra.run.dir={tmp_path}/run", *arguments, code=1)
-    message = one_line(err)
+    message = error_line(err)
     assert all(hint in message for hint in hints), message
 
 
-class Poison:
+class Exploit:
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.system, ("touch poisoned",)
 
@@ -129,11 +129,11 @@ def test_refuses_unusable_data(damage: str, cifar: Path, tmp_path: Path) -> None
         (root / "cifar-10-python.tar.gz").write_bytes(b"\x1f\x8b but not much of it")
     if damage == "poisoned pickle":
         shutil.copytree(cifar, root)
-        (root / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps({b"data": Poison()}, protocol=4))
+        (root / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps({b"data": Exploit()}, protocol=4))
     arguments = ["trainer.accelerator=cpu", "trainer.devices=1", "data.source.urls=[http://127.0.0.1:9]"]
     _, err = run_here(*arguments, f"data.root={root}", "logger=none", f"hydra.run.dir={tmp_path}/run", code=1)
     hints = {"truncated archive": "is corrupt", "poisoned pickle": "would run posix.system", "no data": "be downloaded"}
-    assert hints[damage] in one_line(err)
+    assert hints[damage] in error_line(err)
     assert "data.root" in err
     assert not (ROOT / "poisoned").exists()
 
@@ -144,13 +144,13 @@ def test_refuses_more_devices_than_gpus(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
     _, err = run_here("trainer.devices=4", f"hydra.run.dir={tmp_path}/run", code=1)
-    assert "trainer.devices=4, but this machine has 1 GPU: set trainer.devices=1" in one_line(err)
+    assert "trainer.devices=4, but this machine has 1 GPU: set trainer.devices=1" in error_line(err)
 
 
 def test_refuses_torch_without_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     _, err = run_here("trainer.devices=2", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}/run", code=1)
-    assert "needs torch.distributed" in one_line(err)
+    assert "needs torch.distributed" in error_line(err)
 
 
 def test_full_disk_is_a_one_line_error(small: list[str], tmp_path: Path) -> None:
@@ -161,8 +161,8 @@ def test_full_disk_is_a_one_line_error(small: list[str], tmp_path: Path) -> None
         _, err = run_here(*small, *TINY, "logger=none", f"hydra.run.dir={tmp_path}/run", code=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "cannot write the checkpoint" in one_line(err)
-    assert f"ckpt_path={tmp_path}/run" in one_line(err)
+    assert "cannot write the checkpoint" in error_line(err)
+    assert f"ckpt_path={tmp_path}/run" in error_line(err)
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
@@ -217,7 +217,7 @@ def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     assert (tmp_path / "evaluation" / "metrics.csv").exists()
 
     _, err = run_here(f"ckpt_path='{folder}'", "data.batch_size=64", *alone, code=1)
-    assert "had data.batch_size=32, this one has 64" in one_line(err)
+    assert "had data.batch_size=32, this one has 64" in error_line(err)
     rows = (folder / "metrics.csv").read_text().splitlines()
     continued, err = run_here(f"ckpt_path='{folder}'", "trainer.max_epochs=3", *alone)
     assert "conf/ has changed" not in err
@@ -228,11 +228,11 @@ def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     assert OmegaConf.load(folder / "config.yaml").runtime.run_id == folder.name
 
     _, err = run_here(f"ckpt_path='{folder}'", "model=resnet9", *alone, code=1)
-    assert "another network than this run's `model`" in one_line(err)
-    whole = (folder / "checkpoints" / "last.ckpt").read_bytes()
-    (folder / "checkpoints" / "last.ckpt").write_bytes(whole[:-2000])
+    assert "another network than this run's `model`" in error_line(err)
+    content = (folder / "checkpoints" / "last.ckpt").read_bytes()
+    (folder / "checkpoints" / "last.ckpt").write_bytes(content[:-2000])
     _, err = run_here(f"ckpt_path='{folder}/checkpoints/last.ckpt'", code=1)
-    assert "is not a complete checkpoint" in one_line(err)
+    assert "is not a complete checkpoint" in error_line(err)
 
 
 def test_rank_zero_configures_all_ranks_under_torchrun(small: list[str], tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_rank_zero_configures_all_ranks_under_slurm(small: list[str], tmp_path: 
     runs = "hydra.run.dir=${run_folder:" + f"{tmp_path}" + ",new}"
     arguments = [*small, *TINY, "logger=none", *TWO, runs]
     tasks = [start(*arguments, **slurm_task(rank, port)) for rank in range(2)]
-    printed = [end(task, 200) for task in tasks]
+    printed = [wait_for_exit(task, 200) for task in tasks]
     assert [code for code, _, _ in printed] == [0, 0], printed
     assert "done: " in printed[0][1]
     assert "done: " not in printed[1][1]
@@ -280,7 +280,7 @@ def test_sweep_gives_each_job_its_own_folder(small: list[str], tmp_path: Path) -
 def test_killed_run_resumes_exactly(victim: str, small: list[str], tmp_path: Path) -> None:
     """SIGKILL after some checkpoint of two ranks; resumed on one; float64 weights as of the run left alone."""
     task = [*small, *PARITY, "callbacks.checkpoint.every_n_train_steps=1"]
-    run_here(*task, "test=false", f"hydra.run.dir={tmp_path}/whole")
+    run_here(*task, "test=false", f"hydra.run.dir={tmp_path}/uninterrupted")
     folder = tmp_path / "killed"
     process = start(*task, *TWO, f"hydra.run.dir={folder}")
     try:
@@ -292,5 +292,5 @@ def test_killed_run_resumes_exactly(victim: str, small: list[str], tmp_path: Pat
     assert not left, "processes left running"
     assert 0 < rows(folder) < 22
     run_here(f"ckpt_path={folder}", "strategy=auto", "trainer.devices=1")
-    check_last_checkpoints(folder, tmp_path / "whole")
+    check_last_checkpoints(folder, tmp_path / "uninterrupted")
     assert steps(folder) == [*range(20), 20]

@@ -48,12 +48,12 @@ def test_names_hung_ranks(innermost: list[str | None], raised: bool, named: list
     if raised:
         report = tmp_path / "errors" / "0" / "error.json"
         report.parent.mkdir(parents=True)
-        told = {"message": "RuntimeError: connection closed by peer", "extraInfo": {"py_callstack": ""}}
-        report.write_text(json.dumps({"message": told}))
+        message = {"message": "RuntimeError: connection closed by peer", "extraInfo": {"py_callstack": ""}}
+        report.write_text(json.dumps({"message": message}))
     for rank, place in enumerate(innermost):
         log = log_file(tmp_path, rank)
         log.parent.mkdir(exist_ok=True)
         dump = f'Timeout (0:00:08)!\nThread 0x1 (most recent call first):\n  File "/{place}", line 1 in step\n'
         log.write_text(dump if place else "it begins\n")
-    said = str(first_error(Failed(tmp_path / "errors"), str(tmp_path), {}))
-    assert [rank for rank in range(2) if f"rank {rank} hangs" in said] == named
+    error = str(first_error(Failed(tmp_path / "errors"), str(tmp_path), {}))
+    assert [rank for rank in range(2) if f"rank {rank} hangs" in error] == named

@@ -12,9 +12,9 @@ import torch
 from tests.support.commands import ROOT, run_here, slow
 from tests.support.comparison import TOLERANCE, relative
 from tests.support.runs import compose, fit
-from tests.support.slurm import Slurm, why_not
+from tests.support.slurm import Slurm, skip_reason
 
-REASON = why_not()
+REASON = skip_reason()
 needs_slurm = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 TASK = ["experiment=parity", "trainer.accelerator=cpu", "trainer.num_nodes=2", "trainer.devices=1"]
 QUIET = ["logger=none", "trainer.enable_progress_bar=false", "test=false"]
@@ -25,10 +25,10 @@ SLOW = slow(0.5)
 def slurm(tmp_path: Path) -> Iterator[Slurm]:
     cluster = Slurm(tmp_path)
     try:
-        cluster.up()
+        cluster.set_up()
         yield cluster
     finally:
-        cluster.down()
+        cluster.tear_down()
 
 
 def submit(slurm: Slurm, *words: str) -> tuple[str, Path]:
@@ -53,12 +53,12 @@ def test_job_on_two_nodes_stops_and_resumes(slurm: Slurm, small: list[str], tmp_
     reference = fit(compose(tmp_path / "single", *small, "experiment=parity"))
     job, folder = submit(slurm, *TASK, *QUIET, *small, "strategy=ddp", SLOW)
     try:
-        slurm.until(lambda: len(rows(folder)) >= 5, 90, "fifth step")
-        slurm.ask("scancel", "--signal=USR1", job)
-        slurm.until(lambda: slurm.state(job) != "RUNNING", 60, "end of the first stretch")
+        slurm.wait_until(lambda: len(rows(folder)) >= 5, 90, "fifth step")
+        slurm.run("scancel", "--signal=USR1", job)
+        slurm.wait_until(lambda: slurm.job_state(job) != "RUNNING", 60, "end of the first stretch")
         assert len(rows(folder)) < 20
-        slurm.until(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), 120, "end of the job")
-        assert slurm.state(job) == "COMPLETED", (folder / "slurm.out").read_text()
+        slurm.wait_until(lambda: slurm.job_state(job) in ("COMPLETED", "FAILED"), 120, "end of the job")
+        assert slurm.job_state(job) == "COMPLETED", (folder / "slurm.out").read_text()
         assert rows(folder) == list(range(20))
         found = torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"]
         assert max(relative(found[name], tensor) for name, tensor in reference.final.items()) < TOLERANCE

@@ -17,7 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
-from tests.support.commands import ROOT, TINY, TORCHRUN, TWO, callback, one_line, run, run_here, slow, start
+from tests.support.commands import ROOT, TINY, TORCHRUN, TWO, callback, error_line, run, run_here, slow, start
 
 MLP = [*TINY, "trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
 JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
@@ -54,11 +54,18 @@ def wandb_runs(folder: Path) -> list[dict[str, Any]]:
 def test_sweep_continues_after_a_failed_job(fate: str, error: str, small: list[str], tmp_path: Path) -> None:
     """Two ranks each; in the first job the last one is killed, or asks for too much memory. Each has a wandb run."""
     folder, fates = tmp_path / "sweep", [fate, "nothing"]
-    arguments = ["-m", *small, *MLP, *TWO, callback("Fate", what="''"), f"callbacks.fate.what={','.join(fates)}"]
+    arguments = [
+        "-m",
+        *small,
+        *MLP,
+        *TWO,
+        callback("FailOnLastRank", what="''"),
+        f"callbacks.failonlastrank.what={','.join(fates)}",
+    ]
     out, err = run(*arguments, REPORT, f"hydra.sweep.dir={folder}", code=1, WANDB_MODE="offline")
     table = rows(folder / "sweep.csv")
     assert [row["status"] for row in table] == ["failed", "finished"]
-    assert [row["overrides"] for row in table] == [f"callbacks.fate.what={what}" for what in fates]
+    assert [row["overrides"] for row in table] == [f"callbacks.failonlastrank.what={what}" for what in fates]
     assert error in table[0]["error"]
     assert float(table[1]["result"]) == float(table[1]["val/acc"])
     assert "failed: " in out
@@ -205,7 +212,7 @@ def test_wandb_agent_starts_jobs(small: list[str], tmp_path: Path) -> None:
 
 def test_refuses_a_folder_without_a_sweep(tmp_path: Path) -> None:
     _, err = run_here(f"sweep={tmp_path}", code=1)
-    assert f"sweep={tmp_path}: there is no sweep in that folder" in one_line(err)
+    assert f"sweep={tmp_path}: there is no sweep in that folder" in error_line(err)
 
 
 @pytest.mark.slow

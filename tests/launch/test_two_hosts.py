@@ -14,10 +14,10 @@ import torch
 
 from tests.support.commands import ROOT, ranks, slow, wait_until
 from tests.support.comparison import TOLERANCE, relative
-from tests.support.hosts import Hosts, why_not
+from tests.support.hosts import Hosts, skip_reason
 from tests.support.runs import compose, fit
 
-REASON = why_not()
+REASON = skip_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 TRAIN = [str(ROOT / "train.py"), "experiment=parity", "logger=none", "trainer.enable_progress_bar=false", "test=false"]
 ON_TWO = ["trainer.accelerator=cpu", "trainer.num_nodes=2"]
@@ -28,10 +28,10 @@ PORT = 29400
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
     pair = Hosts(tmp_path)
     try:
-        pair.up()
+        pair.set_up()
         yield pair
     finally:
-        pair.down()
+        pair.tear_down()
 
 
 def torchrun(address: str, processes: int) -> list[str]:
@@ -46,7 +46,7 @@ def check(folder: Path, expected: dict[str, torch.Tensor]) -> None:
     assert max(relative(found[name], tensor) for name, tensor in expected.items()) < TOLERANCE
 
 
-def finish(processes: list[Any], logs: list[Path], seconds: float = 240) -> list[int]:
+def wait_for_all(processes: list[Any], logs: list[Path], seconds: float = 240) -> list[int]:
     try:
         codes = [process.wait(seconds) for process in processes]
     except subprocess.TimeoutExpired:
@@ -85,7 +85,7 @@ def test_agrees_with_single_process_under_torchrun(
     logs = [tmp_path / f"{host}.log" for host in (0, 1)]
     command = [*torchrun(hosts.addresses[0], processes), *words]
     started = [hosts.start(host, command, logs[host], tmp_path) for host in (0, 1)]
-    assert finish(started, logs) == [0, 0], logs[0].read_text() + logs[1].read_text()
+    assert wait_for_all(started, logs) == [0, 0], logs[0].read_text() + logs[1].read_text()
     check(tmp_path, expected)
 
 
@@ -99,10 +99,10 @@ class Pair:
         self.command = [sys.executable, *TRAIN, *ON_TWO, meeting, *words]
         self.started = [hosts.start(host, self.command, self.logs[host], folder) for host in (0, 1)]
 
-    def ends(self) -> list[int]:
-        return finish(self.started, self.logs)
+    def exit_codes(self) -> list[int]:
+        return wait_for_all(self.started, self.logs)
 
-    def reaches(self, step: int) -> Path:
+    def wait_for_step(self, step: int) -> Path:
         """Wait until it has logged so many steps; its run folder."""
         files = self.folder.glob
         reached = wait_until(
@@ -118,7 +118,7 @@ def test_same_command_on_each_host(
     strategy: str, devices: int, hosts: Hosts, weights: Any, small: list[str], tmp_path: Path
 ) -> None:
     pair = Pair(hosts, tmp_path, *small, f"strategy={strategy}", f"trainer.devices={devices}")
-    assert pair.ends() == [0, 0], pair.logs[0].read_text() + pair.logs[1].read_text()
+    assert pair.exit_codes() == [0, 0], pair.logs[0].read_text() + pair.logs[1].read_text()
     check(tmp_path, weights(4 if strategy == "hybrid" else 1))
 
 
@@ -126,7 +126,7 @@ def test_missing_host_is_a_one_line_error(hosts: Hosts, tmp_path: Path) -> None:
     words = [*ON_TWO, "launch.endpoint=10.77.0.1:29400", "launch.rendezvous_timeout=1", "trainer.devices=1"]
     log = tmp_path / "0.log"
     started = hosts.start(0, [sys.executable, *TRAIN, *words], log, tmp_path)
-    assert finish([started], [log]) == [1]
+    assert wait_for_all([started], [log]) == [1]
     assert "not all of trainer.num_nodes=2 hosts connected within 1 seconds" in log.read_text().splitlines()[-1]
     assert "Traceback" not in log.read_text()
     assert not list((tmp_path / "runs").iterdir())
@@ -136,10 +136,10 @@ def test_missing_host_is_a_one_line_error(hosts: Hosts, tmp_path: Path) -> None:
 def test_dead_rank_on_one_host(hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
     often = ["callbacks.checkpoint.every_n_train_steps=1", "launch.max_restarts=1", slow(0.3)]
     pair = Pair(hosts, tmp_path, *small, "strategy=ddp", "trainer.devices=1", *often)
-    pair.reaches(5)
+    pair.wait_for_step(5)
     (victim,) = ranks(pair.started[1].pid)
     os.kill(victim, signal.SIGKILL)
-    assert pair.ends() == [0, 0], pair.logs[0].read_text() + pair.logs[1].read_text()
+    assert pair.exit_codes() == [0, 0], pair.logs[0].read_text() + pair.logs[1].read_text()
     assert "starting again" in pair.logs[1].read_text()
     check(tmp_path, weights(1))
 
@@ -147,11 +147,11 @@ def test_dead_rank_on_one_host(hosts: Hosts, weights: Any, small: list[str], tmp
 @pytest.mark.slow
 def test_link_cut_temporarily(hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
     pair = Pair(hosts, tmp_path, *small, "strategy=ddp", "trainer.devices=1", slow(0.2))
-    pair.reaches(5)
+    pair.wait_for_step(5)
     hosts.link("down")
     time.sleep(5)
     hosts.link("up")
-    assert pair.ends() == [0, 0], pair.logs[0].read_text() + pair.logs[1].read_text()
+    assert pair.exit_codes() == [0, 0], pair.logs[0].read_text() + pair.logs[1].read_text()
     check(tmp_path, weights(1))
 
 
@@ -160,10 +160,10 @@ def test_link_cut_permanently(hosts: Hosts, weights: Any, small: list[str], tmp_
     """Both ends say so within the time given, and the run goes on elsewhere from what it had saved."""
     often = ["callbacks.checkpoint.every_n_train_steps=1", "launch.timeout=10", slow(0.2)]
     pair = Pair(hosts, tmp_path, *small, "strategy=ddp", "trainer.devices=1", *often)
-    run = pair.reaches(5)
+    run = pair.wait_for_step(5)
     hosts.link("down")
     began = time.monotonic()
-    assert pair.ends() == [1, 1]
+    assert pair.exit_codes() == [1, 1]
     assert time.monotonic() - began < 60
     assert all("launch.timeout" in log.read_text() for log in pair.logs)
     command = [sys.executable, *TRAIN[:1], f"ckpt_path={run}", "trainer.num_nodes=1", "trainer.devices=2"]

@@ -12,7 +12,7 @@ from src.loggers.async_logger import AsyncLogger
 from tests.support.commands import wait_until
 
 
-class Gate:
+class GatedLogger:
     """A logger that writes a row once it is let through, and cannot write a negative loss."""
 
     def __init__(self, rows: list[Any], open_: threading.Event | None = None) -> None:
@@ -36,7 +36,7 @@ def wait_for(rows: list[Any], count: int) -> None:
 def test_only_the_end_of_the_run_waits_for_rows() -> None:
     rows: list[Any] = []
     may_write = threading.Event()
-    logger = AsyncLogger(partial(Gate, rows, may_write), version="1")
+    logger = AsyncLogger(partial(GatedLogger, rows, may_write), version="1")
     for step in range(20):
         logger.log_metrics({"loss": 1.0}, step)
     assert not [row for row in rows if row is not False], "all were taken, and none is written yet"
@@ -50,14 +50,14 @@ def test_only_the_end_of_the_run_waits_for_rows() -> None:
 
 def test_logger_without_messages_is_never_built() -> None:
     rows: list[Any] = []
-    AsyncLogger(partial(Gate, rows), version="1").finalize("success")
+    AsyncLogger(partial(GatedLogger, rows), version="1").finalize("success")
     assert rows == []
 
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_hyperparameters_wait_for_the_first_metrics_or_the_end(ends: bool) -> None:
     rows: list[Any] = []
-    logger = AsyncLogger(partial(Gate, rows), version="1")
+    logger = AsyncLogger(partial(GatedLogger, rows), version="1")
     logger.log_hyperparams({"width": 3})
     assert not wait_until(lambda: bool(rows), 0.2)
     if not ends:
@@ -69,7 +69,7 @@ def test_hyperparameters_wait_for_the_first_metrics_or_the_end(ends: bool) -> No
 def test_hyperparameters_are_sent_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("src.loggers.async_logger._HEAD_START", 0.1)
     rows: list[Any] = []
-    logger = AsyncLogger(partial(Gate, rows), version="1")
+    logger = AsyncLogger(partial(GatedLogger, rows), version="1")
     logger.log_hyperparams({"width": 3})
     wait_for(rows, 2)
     assert rows == [False, {"width": 3}]
@@ -78,7 +78,7 @@ def test_hyperparameters_are_sent_after_a_timeout(monkeypatch: pytest.MonkeyPatc
 
 def test_error_is_raised_by_the_next_call() -> None:
     rows: list[Any] = []
-    logger = AsyncLogger(partial(Gate, rows), version="1")
+    logger = AsyncLogger(partial(GatedLogger, rows), version="1")
     logger.log_metrics({"loss": -1.0}, 0)
     assert logger._last_call is not None
     wait([logger._last_call], timeout=60)
@@ -91,4 +91,4 @@ def test_error_is_raised_by_the_next_call() -> None:
 
 
 def test_can_be_pickled_to_a_spawned_process() -> None:
-    assert pickle.loads(pickle.dumps(AsyncLogger(partial(Gate, []), version="1"))).version == "1"
+    assert pickle.loads(pickle.dumps(AsyncLogger(partial(GatedLogger, []), version="1"))).version == "1"

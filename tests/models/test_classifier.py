@@ -24,10 +24,10 @@ def batch(count: int, weight: float) -> Batch:
 
 def test_loss_is_a_weighted_sum_so_that_micro_batches_add_up(small: list[str], folder: Path) -> None:
     _, module, _ = assemble(compose(folder, *small, *MLP, "module.label_smoothing=0.1"))
-    logits, whole = torch.randn(8, 10), batch(8, 1 / 8)
-    loss = module.loss(logits, whole)  # type: ignore[operator]
-    assert loss == pytest.approx(float(F.cross_entropy(logits, whole.target, label_smoothing=0.1)), rel=1e-6)
-    parts = [module.loss(logits[at], Batch(*(field[at] for field in whole))) for at in (slice(0, 4), slice(4, 8))]  # type: ignore[operator]
+    logits, full = torch.randn(8, 10), batch(8, 1 / 8)
+    loss = module.loss(logits, full)  # type: ignore[operator]
+    assert loss == pytest.approx(float(F.cross_entropy(logits, full.target, label_smoothing=0.1)), rel=1e-6)
+    parts = [module.loss(logits[at], Batch(*(field[at] for field in full))) for at in (slice(0, 4), slice(4, 8))]  # type: ignore[operator]
     assert sum(parts) == pytest.approx(float(loss), rel=1e-6)
 
 

@@ -45,10 +45,10 @@ def test_keeps_the_mean_and_does_not_depend_on_the_batch() -> None:
     layer = SampleDropout(RATE)
     keys, image = hash_ints(0, 0, torch.arange(SAMPLES)), torch.rand(SAMPLES, 4, 5, 6)
     set_keys([layer], keys)
-    whole = layer(image)
-    assert float(whole.mean()) == pytest.approx(float(image.mean()), rel=0.02)
+    expected = layer(image)
+    assert float(expected.mean()) == pytest.approx(float(image.mean()), rel=0.02)
     set_keys([layer], keys[7:9])
-    assert torch.equal(layer(image[7:9]), whole[7:9])
+    assert torch.equal(layer(image[7:9]), expected[7:9])
     assert torch.equal(layer.eval()(image), image)
 
 

@@ -18,7 +18,7 @@ from src.strategies.compatibility import check_can_train
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.experiments import SHORT, SHORT_STEPS
-from tests.support.interruption import die, in_world
+from tests.support.interruption import die, run_on_ranks
 from tests.support.pool import Pool
 from tests.support.runs import STRATEGIES, Record, compose, fit, fit_ranks
 
@@ -94,8 +94,8 @@ def test_resumes_exactly(
         strategy = "ddp" if devices > 1 else "auto"
         return compose(folder, *TASK, *small, *SHORT, f"strategy={strategy}", f"trainer.devices={devices}", *more)
 
-    in_world(pool, before, die, task(before), "on_train_batch_end", 3)
-    resumed = in_world(pool, after, fit, task(after, f"ckpt_path={folder}/died.ckpt"))
+    run_on_ranks(pool, before, die, task(before), "on_train_batch_end", 3)
+    resumed = run_on_ranks(pool, after, fit, task(after, f"ckpt_path={folder}/died.ckpt"))
     check_resumed(resumed, reference, done=3)
 
 

@@ -12,7 +12,7 @@ def test_counts_beyond_the_range_of_half_precision(dtype: torch.dtype) -> None:
     metric = WeightedMean().to(dtype)
     metric.reset()
     for _ in range(625):
-        hits = (torch.arange(16) % 5 > 0).float()
-        metric.update(hits, torch.ones(16, dtype=dtype))
+        correct = (torch.arange(16) % 5 > 0).float()
+        metric.update(correct, torch.ones(16, dtype=dtype))
     assert metric.weight == 10_000
     assert metric.compute() == pytest.approx(float((torch.arange(16) % 5 > 0).float().mean()), rel=1e-6)

@@ -20,7 +20,7 @@ def build(net: nn.Module, **options: Any) -> Optimizer:
     return build_optimizer(net, partial(muon, **({"lr": 0.1} | options)), 1.0, "net.")
 
 
-def stepped(net: nn.Module, optimizer: Optimizer, steps: int = 3) -> dict[str, Tensor]:
+def take_steps(net: nn.Module, optimizer: Optimizer, steps: int = 3) -> dict[str, Tensor]:
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         for parameter in net.parameters():
@@ -67,22 +67,22 @@ def test_other_parameters_are_stepped_by_sgd() -> None:
         return nn.Sequential(nn.BatchNorm1d(4))
 
     ours, theirs = net(), net()
-    found = stepped(ours, build(ours, vector_scale=2.0, vector_momentum=0.8, weight_decay=0.02))
+    found = take_steps(ours, build(ours, vector_scale=2.0, vector_momentum=0.8, weight_decay=0.02))
     sgd = torch.optim.SGD(theirs.parameters(), lr=0.2, momentum=0.8, nesterov=True, weight_decay=0.1)
-    expected = stepped(theirs, sgd)
+    expected = take_steps(theirs, sgd)
     assert all(torch.allclose(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_unit_filters_have_a_norm_of_one_before_the_step() -> None:
     net = nn.Conv2d(3, 16, 3, bias=False)
-    stepped(net, build(net, lr=1e-9, unit_filters=True), 1)
+    take_steps(net, build(net, lr=1e-9, unit_filters=True), 1)
     assert float(net.weight.detach().norm()) == pytest.approx(4.0, rel=1e-5)
 
 
 def test_step_length_follows_the_rate_not_the_gradient() -> None:
     net = nn.Conv2d(16, 16, 3, bias=False)
     before = net.weight.detach().clone()
-    stepped(net, build(net, lr=0.1, iterations=8), 1)
+    take_steps(net, build(net, lr=0.1, iterations=8), 1)
     values = torch.linalg.svdvals((net.weight.detach() - before).flatten(1)) / 0.1
     assert 0.6 < values.min() <= values.max() < 1.3
 
@@ -93,9 +93,9 @@ def test_state_is_keyed_by_name_and_round_trips() -> None:
     two = airbench(10, (8, 16, 16))
     two.load_state_dict(one.state_dict())
     first, second = build(one, unit_filters=True), build(two, unit_filters=True)
-    stepped(one, first)
+    take_steps(one, first)
     two.load_state_dict(one.state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert len(first.state_dict()["state"]) == 14, "frozen parameters have none"
-    found, expected = stepped(two, second), stepped(one, first)
+    found, expected = take_steps(two, second), take_steps(one, first)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

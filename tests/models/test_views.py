@@ -41,14 +41,14 @@ def test_shifted_views_have_half_of_the_weight() -> None:
 def test_is_logged_beside_the_plain_accuracy(small: list[str], folder: Path) -> None:
     trainer, module, data = assemble(compose(folder, *small, "model=mlp", "module.tta=shift"))
     found = trainer.test(module, datamodule=data, verbose=False)[0]
-    held = data.splits["test"].dataset
-    image = normalize(held.images, data.mean, data.std, torch.float32)
+    dataset = data.splits["test"].dataset
+    image = normalize(dataset.images, data.mean, data.std, torch.float32)
     with torch.no_grad():
         plain = module.eval()(image)
         averaged = average_over_views(module, image, plain, "shift")
-    shares = [float((logits.argmax(1) == held.labels).float().mean()) for logits in (plain, averaged)]
-    assert [found["test/acc"], found["test/acc_tta"]] == pytest.approx(shares)
-    assert shares[0] != shares[1]
+    accuracies = [float((logits.argmax(1) == dataset.labels).float().mean()) for logits in (plain, averaged)]
+    assert [found["test/acc"], found["test/acc_tta"]] == pytest.approx(accuracies)
+    assert accuracies[0] != accuracies[1]
 
 
 def test_is_off_by_default(small: list[str], folder: Path) -> None:
@@ -60,11 +60,11 @@ def test_is_exact_on_two_processes(strategy: str, pool: Pool, small: list[str], 
     task = [*NET, "module.tta=shift", "optimizer.lr=0", "trainer.precision=64-true", "model.norm=group"]
     alone = fit(compose(folder / "alone", *small, *task), test=True)
     cfg = compose(folder, *small, *task, f"strategy={strategy}", "trainer.devices=2")
-    for record in pool.run(2, _tested, cfg):
+    for record in pool.run(2, _fit_and_test, cfg):
         assert record.metrics["test/acc_tta"] == pytest.approx(alone.metrics["test/acc_tta"], abs=1e-12)
 
 
-def _tested(cfg: object) -> Record:
+def _fit_and_test(cfg: object) -> Record:
     return fit(cfg, test=True)  # type: ignore[arg-type]
 
 

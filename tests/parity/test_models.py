@@ -19,7 +19,7 @@ from torch import Tensor
 from src.run.experiment import assemble
 from tests.support.comparison import TOLERANCE
 from tests.support.pool import Pool
-from tests.support.runs import CONF, STRATEGIES, compose, runs_in_single_process, whole
+from tests.support.runs import CONF, STRATEGIES, compose, runs_in_single_process, to_full_tensors
 
 TASK = [
     "data.batch_size=4",
@@ -50,7 +50,7 @@ STRATEGIES_OF_SMALL = [name for name in STRATEGIES if name in ("ddp", "fsdp", "p
 OTHERS = [name for name in STRATEGIES if name not in (*STRATEGIES_OF_SMALL, "auto")]
 
 
-class Sketch(L.Callback):
+class Fingerprint(L.Callback):
     """Keep each step's loss, and of each tensor at the end one number that any difference would change."""
 
     def __init__(self) -> None:
@@ -61,9 +61,11 @@ class Sketch(L.Callback):
             self.losses.append(float(trainer.callback_metrics["train/loss"]))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        numbers = {name: _projection(tensor.double()) for name, tensor in whole(pl_module.state_dict()).items()}
+        numbers = {
+            name: _projection(tensor.double()) for name, tensor in to_full_tensors(pl_module.state_dict()).items()
+        }
         Path(trainer.default_root_dir).mkdir(exist_ok=True)
-        torch.save({"losses": self.losses} | numbers, f"{trainer.default_root_dir}/sketch.{trainer.global_rank}")
+        torch.save({"losses": self.losses} | numbers, f"{trainer.default_root_dir}/fingerprint.{trainer.global_rank}")
 
 
 def _projection(tensor: Tensor) -> float:
@@ -72,10 +74,10 @@ def _projection(tensor: Tensor) -> float:
     return float((tensor * direction).sum() / tensor.norm().clamp_min(1e-300))
 
 
-def sketch(cfg: DictConfig) -> None:
+def fit_and_fingerprint(cfg: DictConfig) -> None:
     """Fit as configured, and write a sketch of the run."""
     trainer, module, data = assemble(cfg)
-    trainer.callbacks.append(Sketch())
+    trainer.callbacks.append(Fingerprint())
     trainer.fit(module, datamodule=data)
 
 
@@ -87,8 +89,8 @@ def single_process(small: list[str], tmp_path_factory: pytest.TempPathFactory) -
     def run(model: str, micro_batches: int, *size: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("single")
         accumulate = f"trainer.accumulate_grad_batches={micro_batches}"
-        sketch(compose(folder, *small, *TASK, f"model={model}", *size, accumulate))
-        found = torch.load(folder / "sketch.0")
+        fit_and_fingerprint(compose(folder, *small, *TASK, f"model={model}", *size, accumulate))
+        found = torch.load(folder / "fingerprint.0")
         shutil.rmtree(folder)  # checkpoints of all models would be gigabytes
         return found
 
@@ -111,11 +113,11 @@ def test_agrees_with_single_process(
     chosen = [f"model={model}", *size, f"strategy={strategy}", "trainer.devices=2"]
     cfg = compose(folder, *small, *TASK, *chosen)
     if runs_in_single_process(cfg):
-        sketch(cfg)
+        fit_and_fingerprint(cfg)
     else:
-        pool.run(2, sketch, cfg)
+        pool.run(2, fit_and_fingerprint, cfg)
     expected = single_process(model, cfg.strategy.get("microbatches", 1), *size)
-    ranks = [torch.load(folder / f"sketch.{rank}") for rank in range(2)]
+    ranks = [torch.load(folder / f"fingerprint.{rank}") for rank in range(2)]
     assert {name for rank in ranks for name in rank} == set(expected)
     for found in ranks:
         losses = found.pop("losses")

@@ -42,7 +42,7 @@ def test_agrees_with_single_process(option: str, reference: Record, pool: Pool, 
     assert max(distances(records[0], reference)) < TOLERANCE
 
 
-class Counted(L.Callback):
+class CollectiveCounter(L.Callback):
     """Counts the collectives of steps 3 to 5."""
 
     def __init__(self) -> None:
@@ -57,8 +57,8 @@ class Counted(L.Callback):
             self.profiler.stop()
 
 
-def counted(cfg: Any) -> Counter[str]:
-    watch = Counted()
+def count_collectives(cfg: Any) -> Counter[str]:
+    watch = CollectiveCounter()
     fit(cfg, watch)
     return Counter(event.name for event in watch.profiler.events() if event.name.startswith("gloo:"))
 
@@ -72,7 +72,7 @@ def test_broadcasts_buffers_only_where_they_differ(synced: bool, pool: Pool, sma
         "callbacks.best=null",
     ]
     cfg = compose(folder, *small, *PARITY, *TWO, *quiet, f"trainer.sync_batchnorm={str(synced).lower()}")
-    for found in pool.run(2, counted, cfg):
+    for found in pool.run(2, count_collectives, cfg):
         assert (found["gloo:broadcast"] > 0) is not synced
         assert found["gloo:all_reduce"] >= 3
 
@@ -95,7 +95,7 @@ def test_lossy_communication_stays_within_tolerance(
     assert 1e-8 < losses < bound
 
 
-class Spread(L.Callback):
+class ReplicaCheck(L.Callback):
     """Notes after each step, and when validation begins, whether all ranks have the same weights."""
 
     def __init__(self) -> None:
@@ -103,28 +103,28 @@ class Spread(L.Callback):
         self.validated: list[bool] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self.alike.append(alike(pl_module))
+        self.alike.append(has_same_weights_on_all_ranks(pl_module))
 
     def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self.validated.append(alike(pl_module))
+        self.validated.append(has_same_weights_on_all_ranks(pl_module))
 
 
-def alike(module: L.LightningModule) -> bool:
+def has_same_weights_on_all_ranks(module: L.LightningModule) -> bool:
     own = torch.cat([weight.detach().flatten() for weight in module.parameters()])
     ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, own)
     return all(torch.equal(rank, own) for rank in ranks)
 
 
-def spread(cfg: Any) -> Spread:
-    watch = Spread()
+def fit_with_replica_check(cfg: Any) -> ReplicaCheck:
+    watch = ReplicaCheck()
     fit(cfg, watch)
     return watch
 
 
 def test_local_sgd_averages_periodically_and_before_validation(pool: Pool, small: list[str], folder: Path) -> None:
     quiet = ["callbacks.best=null", "callbacks.checkpoint=null", "data.source.train_size=200", "trainer.max_steps=11"]
-    for watch in pool.run(2, spread, compose(folder, *small, *PARITY, *TWO, *LOCAL, *quiet)):
+    for watch in pool.run(2, fit_with_replica_check, compose(folder, *small, *PARITY, *TWO, *LOCAL, *quiet)):
         assert watch.alike == [step in (0, 1, 2, 3, 7) for step in range(11)]
         assert watch.validated
         assert all(watch.validated)
@@ -136,7 +136,7 @@ def test_local_sgd_averages_periodically_and_before_validation(pool: Pool, small
 def test_resumes_exactly(options: list[str], pool: Pool, small: list[str], folder: Path) -> None:
     """Post-local SGD is compared with a run that saved, and so averaged, at the same step."""
     task = [*PARITY, *TWO, *options]
-    reference = pool.run(2, fit, compose(folder / "whole", *small, *task), SaveOnce(6))
+    reference = pool.run(2, fit, compose(folder / "uninterrupted", *small, *task), SaveOnce(6))
     pool.run(2, die, compose(folder, *small, *task), "on_train_batch_end", 6)
     resumed = pool.run(2, fit, compose(folder, *small, *task, f"ckpt_path={folder}/died.ckpt"))
     for rank, record in enumerate(resumed):
@@ -152,7 +152,7 @@ def test_sharded_optimizer_resumes_under_another_world_size(pool: Pool, small: l
     check_resumed([fit(compose(folder, *small, *task, f"ckpt_path={folder}/died.ckpt"))], reference, done=6)
 
 
-def held(cfg: Any) -> tuple[int, int]:
+def optimizer_bytes(cfg: Any) -> tuple[int, int]:
     """Bytes of the moments that this rank holds, and of all weights."""
     trainer, module, data = assemble(cfg)
     trainer.fit(module, datamodule=data)
@@ -168,7 +168,7 @@ def test_each_rank_holds_its_shard_of_the_optimizer(pool: Pool, small: list[str]
         "callbacks.checkpoint=null",
     ]
     cfg = compose(folder, *small, *PARITY, *TWO, *one_step, "strategy.shard_optimizer=true")
-    ranks = pool.run(2, held, cfg)
+    ranks = pool.run(2, optimizer_bytes, cfg)
     assert sum(moments for moments, _ in ranks) == ranks[0][1]  # SGD has one moment per weight
     assert all(0.3 * weights < moments < 0.7 * weights for moments, weights in ranks)
 
@@ -176,7 +176,7 @@ def test_each_rank_holds_its_shard_of_the_optimizer(pool: Pool, small: list[str]
 def test_powersgd_does_not_depend_on_the_world_size(pool: Pool, small: list[str], folder: Path) -> None:
     """It is linear in the gradients; so what two ranks had left to send, four can."""
     task = [*PARITY, *POWERSGD, "strategy=ddp"]
-    reference = pool.run(2, fit, compose(folder / "whole", *small, *task, "trainer.devices=2"))
+    reference = pool.run(2, fit, compose(folder / "uninterrupted", *small, *task, "trainer.devices=2"))
     pool.run(2, die, compose(folder, *small, *task, "trainer.devices=2"), "on_train_batch_end", 6)
     resumed = compose(folder, *small, *task, "trainer.devices=4", f"ckpt_path={folder}/died.ckpt")
     for record in pool.run(4, fit, resumed):

@@ -19,15 +19,19 @@ PARITY = ["experiment=parity", *SHORT]
 FSDP = ["strategy=fsdp", "trainer.devices=2"]
 
 
-def shares(cfg: Any) -> tuple[int, int, int]:
+def shard_bytes(cfg: Any) -> tuple[int, int, int]:
     """Bytes that this rank holds: of the weights, of the optimizer's moments; and those of the whole (stage)."""
     trainer, module, data = assemble(cfg)
     trainer.fit(module, datamodule=data)
     weights = [weight for weight in module.parameters() if isinstance(weight, DTensor)]
     assert len(weights) == len(list(module.parameters()))
     moments = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
-    held = sum(moment.to_local().nbytes for moment in moments if isinstance(moment, DTensor))
-    return sum(weight.to_local().nbytes for weight in weights), held, sum(4 * weight.numel() for weight in weights)
+    moment_bytes = sum(moment.to_local().nbytes for moment in moments if isinstance(moment, DTensor))
+    return (
+        sum(weight.to_local().nbytes for weight in weights),
+        moment_bytes,
+        sum(4 * weight.numel() for weight in weights),
+    )
 
 
 @pytest.mark.parametrize(("strategy", "devices", "shards"), [("fsdp", 4, 4), ("hsdp", 4, 2), ("hybrid", 4, 2)])
@@ -38,9 +42,9 @@ def test_each_rank_holds_its_shard(
     plain = ["callbacks.best=null", "callbacks.checkpoint=null"]
     sharded = ["strategy.data_parallel=fsdp"] if strategy == "hybrid" else []
     cfg = compose(folder, *small, *task, *plain, f"strategy={strategy}", f"trainer.devices={devices}", *sharded)
-    for weights, moments, whole in pool.run(devices, shares, cfg):
+    for weights, moments, total in pool.run(devices, shard_bytes, cfg):
         assert weights == moments
-        assert weights == pytest.approx(whole / shards, rel=0.1)
+        assert weights == pytest.approx(total / shards, rel=0.1)
 
 
 @pytest.mark.parametrize(

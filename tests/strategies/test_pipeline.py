@@ -24,7 +24,7 @@ from tests.support.runs import compose, fit
 
 PARITY = ["experiment=parity", *SHORT]
 PIPELINE = ["strategy=pipeline", "trainer.devices=2"]
-IN_FOUR = "trainer.accumulate_grad_batches=4"  # what four micro-batches are to a single process
+FOUR_MICROBATCHES = "trainer.accumulate_grad_batches=4"  # what four micro-batches are to a single process
 
 
 def test_ranks_hold_different_stages(pool: Pool, small: list[str], folder: Path) -> None:
@@ -65,42 +65,42 @@ def trace(cfg: Any) -> tuple[list[Action], list[Action]]:
     done: list[Action] = []
     with pytest.MonkeyPatch.context() as patch:
         for method, kind in PASSES.items():
-            patch.setattr(PipelineStage, method, _noted(getattr(PipelineStage, method), kind, done))
+            patch.setattr(PipelineStage, method, _recording(getattr(PipelineStage, method), kind, done))
         trainer, module, data = assemble(cfg)
         trainer.fit(module, datamodule=data)
     strategy: Any = trainer.strategy
     rank = strategy._pipeline_rank
     if strategy.spec.stages_per_rank == 1:
-        return done, _table(rank, IN_EIGHT if strategy.schedule == "gpipe" else 2 - rank)
+        return done, _table(rank, NUM_MICROBATCHES if strategy.schedule == "gpipe" else 2 - rank)
     table = [action for action in strategy._torch_schedule.pipeline_order[rank] if action]
     return done, [(stage, kind.value, part) for stage, kind, part, *_ in table if kind.value in ("F", "B", "I", "W")]
 
 
 def _table(stage: int, ahead: int) -> list[Action]:
     """A stage that goes `ahead` so many micro-batches: all of them in GPipe, as many as ranks follow in 1F1B."""
-    rounds = [[(stage, "B", k), (stage, "F", k + ahead)] for k in range(IN_EIGHT)]
+    rounds = [[(stage, "B", k), (stage, "F", k + ahead)] for k in range(NUM_MICROBATCHES)]
     return [(stage, "F", k) for k in range(ahead)] + [
-        action for both in rounds for action in both if action[2] < IN_EIGHT
+        action for both in rounds for action in both if action[2] < NUM_MICROBATCHES
     ]
 
 
-def _noted(method: Any, kind: str, done: list[Action]) -> Any:
-    def noted(self: PipelineStage, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+def _recording(method: Any, kind: str, done: list[Action]) -> Any:
+    def recorded(self: PipelineStage, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
         done.append((self.stage_index, "I" if kwargs.get("full_backward") is False else kind, micro_batch))
         return method(self, micro_batch, *args, **kwargs)
 
-    return noted
+    return recorded
 
 
-def alive(actions: list[Action]) -> int:
+def max_live_microbatches(actions: list[Action]) -> int:
     """The most micro-batches whose activations a rank's stages hold at once."""
     counts = itertools.accumulate({"F": 1, "B": -1, "I": 0, "W": -1}[kind] for _, kind, _ in actions)
     return max(counts)
 
 
-IN_EIGHT = 8
+NUM_MICROBATCHES = 8
 BOUNDS: dict[str, Callable[[int], int]] = {  # of two ranks, by rank, from the schedules' papers
-    "gpipe": lambda rank: IN_EIGHT,
+    "gpipe": lambda rank: NUM_MICROBATCHES,
     "1f1b": lambda rank: 2 - rank,
     "interleaved_1f1b": lambda rank: 2 * (1 - rank) + 2 + 1,
     "interleaved_zero_bubble": lambda rank: 2 * 2,
@@ -112,30 +112,30 @@ BOUNDS: dict[str, Callable[[int], int]] = {  # of two ranks, by rank, from the s
 def test_passes_follow_the_schedule(schedule: str, pool: Pool, small: list[str], folder: Path) -> None:
     """GPipe holds the activations of all micro-batches at once, the others of few."""
     one_step = ["trainer.max_steps=1", "trainer.limit_val_batches=0", "callbacks.best=null"]
-    chosen = [f"strategy.schedule={schedule}", f"strategy.microbatches={IN_EIGHT}"]
+    chosen = [f"strategy.schedule={schedule}", f"strategy.microbatches={NUM_MICROBATCHES}"]
     cfg = compose(folder, *small, *PARITY, *PIPELINE, *one_step, *chosen)
     for rank, (done, table) in enumerate(pool.run(2, trace, cfg)):
         assert done == table
-        assert alive(done) <= BOUNDS[schedule](rank)
+        assert max_live_microbatches(done) <= BOUNDS[schedule](rank)
 
 
-def holdings(cfg: Any) -> tuple[int, int, int]:
+def stage_bytes(cfg: Any) -> tuple[int, int, int]:
     """Bytes: this rank's weights, its moments, and the whole network's weights."""
     trainer, module, data = assemble(cfg)
-    whole = sum(weight.nbytes for weight in module.parameters())
+    total = sum(weight.nbytes for weight in module.parameters())
     trainer.fit(module, datamodule=data)
     moments = sum(value.nbytes for state in trainer.optimizers[0].state.values() for value in state.values())
-    return sum(weight.nbytes for weight in module.parameters()), moments, whole
+    return sum(weight.nbytes for weight in module.parameters()), moments, total
 
 
 def test_each_rank_holds_only_its_stages(pool: Pool, small: list[str], folder: Path) -> None:
     cfg = compose(folder, *small, *PARITY, "strategy=pipeline", "trainer.devices=4", "trainer.max_steps=2")
-    ranks = pool.run(4, holdings, cfg)
+    ranks = pool.run(4, stage_bytes, cfg)
     assert sum(weights for weights, _, _ in ranks) == ranks[0][2]
     assert all(weights == moments for weights, moments, _ in ranks)
 
 
-class Draw(L.Callback):
+class RandomNumbers(L.Callback):
     """Keep what a layer with dropout would draw first in each step."""
 
     def __init__(self) -> None:
@@ -145,27 +145,27 @@ class Draw(L.Callback):
         self.drawn.append(float(torch.rand((), generator=torch.default_generator.clone_state())))
 
 
-def drawn(cfg: Any) -> list[float]:
-    draw = Draw()
+def first_random_numbers(cfg: Any) -> list[float]:
+    numbers = RandomNumbers()
     trainer, module, data = assemble(cfg)
-    trainer.callbacks.append(draw)  # behind the callback that seeds
+    trainer.callbacks.append(numbers)  # behind the callback that seeds
     trainer.fit(module, datamodule=data)
-    return draw.drawn
+    return numbers.drawn
 
 
 def test_stages_draw_different_random_numbers(pool: Pool, small: list[str], folder: Path) -> None:
-    first, second = pool.run(2, drawn, compose(folder, *small, *PARITY, *PIPELINE))
+    first, second = pool.run(2, first_random_numbers, compose(folder, *small, *PARITY, *PIPELINE))
     assert len(first) == len(second) == SHORT_STEPS
     assert not set(first) & set(second)
 
 
 def test_evaluates_and_predicts_and_trains_in_half_precision(pool: Pool, small: list[str], folder: Path) -> None:
-    metrics = run(compose(folder / "single", *small, *PARITY, IN_FOUR))
+    metrics = run(compose(folder / "single", *small, *PARITY, FOUR_MICROBATCHES))
     weights = f"ckpt_path={folder}/single/checkpoints/last.ckpt"
     for results in pool.run(2, run, compose(folder, *small, *PARITY, *PIPELINE, "fit=false", weights)):
         assert results["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
     half = ["trainer.precision=bf16-mixed", "trainer.max_steps=8"]
-    single = fit(compose(folder / "half", *small, *PARITY, IN_FOUR, *half)).losses
+    single = fit(compose(folder / "half", *small, *PARITY, FOUR_MICROBATCHES, *half)).losses
     for record in pool.run(2, fit, compose(folder, *small, *PARITY, *PIPELINE, *half)):
         assert record.losses == pytest.approx(single, rel=0.05)
 

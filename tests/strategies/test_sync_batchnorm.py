@@ -35,7 +35,7 @@ def step(norm: nn.Module, x: Tensor, weights: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "x": x.grad} | {name: grad for name, grad in parameters.items() if grad is not None}
 
 
-def on_a_rank(shape: tuple[int, ...], options: dict[str, object], x: Tensor, weights: Tensor) -> dict[str, Tensor]:
+def step_on_rank(shape: tuple[int, ...], options: dict[str, object], x: Tensor, weights: Tensor) -> dict[str, Tensor]:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     norm = GlobalBatchNorm().apply(nn.Sequential(layer(shape, **options)))
@@ -53,7 +53,7 @@ def test_agrees_with_single_process(shape: tuple[int, ...], options: dict[str, o
     weights = torch.randn(shape, dtype=torch.float64, generator=generator)
     norm = layer(shape, **options)
     alone = step(norm, x, weights) | dict(norm.named_buffers())
-    ranks = pool.run(2, on_a_rank, shape, options, x, weights)
+    ranks = pool.run(2, step_on_rank, shape, options, x, weights)
     for name, expected in alone.items():
         parts = [rank[name] for rank in ranks]
         if name in ("y", "x"):

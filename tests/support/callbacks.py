@@ -36,7 +36,7 @@ class RaiseOnRankOne(L.Callback):
             raise RuntimeError("only here")
 
 
-class Fate(L.Callback):
+class FailOnLastRank(L.Callback):
     """In the third step, on the last rank only: nothing, SIGKILL, or too much memory.
 
     W&B knows of the run by then.
@@ -71,7 +71,7 @@ class Report(L.Callback):
         torch.save(report, self.folder / f"report.{trainer.global_rank}")
 
 
-class Phases(L.Callback):
+class PhaseReport(L.Callback):
     """Write what the run is doing, and the samples of each step, for a test that kills it.
 
     Validation and checkpoints last long enough to be hit: a checkpoint by the megabytes that it writes.

@@ -100,7 +100,7 @@ def _restored() -> Iterator[None]:
             root.handlers[:], lightning.handlers[:] = handlers
 
 
-def end(process: "subprocess.Popen[str]", timeout: float = 90.0) -> tuple[int, str, str]:
+def wait_for_exit(process: "subprocess.Popen[str]", timeout: float = 90.0) -> tuple[int, str, str]:
     """Return the exit code and what was printed; kill all processes of a command that does not end in time."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -126,7 +126,7 @@ def wait_until(reached: Callable[[], bool], seconds: float) -> bool:
     return holds
 
 
-def one_line(err: str) -> str:
+def error_line(err: str) -> str:
     """Return the error message, which must be the only line but for warnings."""
     assert "Traceback" not in err
     lines = [line for line in err.splitlines() if line.startswith("error: ")]

@@ -20,7 +20,7 @@ class Hosts:
         lines = [f"{address} {name}" for address, name in zip(self.addresses, self.names, strict=True)]
         self._file.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
 
-    def up(self) -> None:
+    def set_up(self) -> None:
         for name in self.names:
             _ip("netns", "add", name)
         ends = [f"v{name}" for name in self.names]
@@ -31,7 +31,7 @@ class Hosts:
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
 
-    def down(self) -> None:
+    def tear_down(self) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
@@ -49,7 +49,7 @@ class Hosts:
             return subprocess.Popen([*enter, *inside], stdout=stream, stderr=stream, cwd=cwd, env=variables)
 
 
-def why_not() -> str | None:
+def skip_reason() -> str | None:
     """The reason for which this machine cannot have them, if there is one."""
     if missing := [tool for tool in ("ip", "nsenter", "unshare") if not shutil.which(tool)]:
         return f"there is no {missing[0]} to make network namespaces with"

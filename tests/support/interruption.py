@@ -67,6 +67,6 @@ def die(cfg: Any, hook: str, step: int) -> None:
         fit(cfg, SaveAndDie(hook, step))
 
 
-def in_world(pool: Pool, devices: int, job: Any, *args: Any) -> list[Any]:
+def run_on_ranks(pool: Pool, devices: int, job: Any, *args: Any) -> list[Any]:
     """Return what each rank returns: of the pool, or of this process if one device is enough."""
     return pool.run(devices, job, *args) if devices > 1 else [job(*args)]

@@ -7,7 +7,7 @@ import sys
 import src.run.experiment
 
 
-def keep_none() -> None:
+def disable_malloc_tuning() -> None:
     """Let no run of this process keep memory: that is for good, and one large model would have it for all others.
 
     What is imported by now stays out of each later collection, which would take a quarter of a second otherwise.
@@ -16,7 +16,7 @@ def keep_none() -> None:
     gc.freeze()
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Return free memory to the kernel."""
     gc.collect()
     if sys.platform.startswith("linux"):

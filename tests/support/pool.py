@@ -82,9 +82,9 @@ def _serve(connection: Connection) -> None:
     import torch
 
     from src.utils.process_group import close_process_group
-    from tests.support.memory import give_back, keep_none
+    from tests.support.memory import disable_malloc_tuning, release_memory
 
-    keep_none()
+    disable_malloc_tuning()
     torch.set_num_threads(1)
     logging.getLogger("lightning").setLevel(logging.WARNING)
     while True:
@@ -98,7 +98,7 @@ def _serve(connection: Connection) -> None:
             close_process_group()
             for name in variables:
                 os.environ.pop(name, None)
-            give_back()
+            release_memory()
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:

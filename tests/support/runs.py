@@ -99,15 +99,15 @@ def moments(state: dict[str, Any]) -> dict[str, Tensor]:
     return {
         f"{names[number]}/{key}": value.detach().clone()
         for number, tensors in state.get("state", {}).items()
-        for key, value in whole(tensors).items()
+        for key, value in to_full_tensors(tensors).items()
         if isinstance(value, Tensor)
     }
 
 
 def _copy(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in whole(state).items()}
+    return {name: tensor.detach().clone() for name, tensor in to_full_tensors(state).items()}
 
 
-def whole(state: dict[str, Any]) -> dict[str, Any]:
+def to_full_tensors(state: dict[str, Any]) -> dict[str, Any]:
     """Shards put together, by all ranks in the same order."""
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}

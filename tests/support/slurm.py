@@ -62,27 +62,27 @@ class Slurm:
         local = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "SLURM_CONF": str(self.file), "PATH": _PATH}
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | local
 
-    def up(self) -> None:
+    def set_up(self) -> None:
         for daemon in (["slurmctld", "-c"], ["slurmd", "-N", "node1"], ["slurmd", "-N", "node2"]):
-            self.ask(daemon[0], *daemon[1:])
-        self.until(lambda: self.ask("sinfo", "-h", "-o", "%t").split() == ["idle"], 60, "nodes that are idle")
+            self.run(daemon[0], *daemon[1:])
+        self.wait_until(lambda: self.run("sinfo", "-h", "-o", "%t").split() == ["idle"], 60, "nodes that are idle")
 
-    def down(self) -> None:
-        self.ask("scancel", "--user", getpass.getuser())
+    def tear_down(self) -> None:
+        self.run("scancel", "--user", getpass.getuser())
         for file in self.file.parent.glob("slurm*.pid"):  # `scontrol shutdown` misses a slurmd that has just started
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(file.read_text()), signal.SIGTERM)
 
-    def ask(self, *command: str) -> str:
+    def run(self, *command: str) -> str:
         """What a command of SLURM's prints."""
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout
 
-    def state(self, job: str) -> str:
+    def job_state(self, job: str) -> str:
         """Such as RUNNING, PENDING or COMPLETED."""
-        shown = self.ask("scontrol", "show", "job", job)
+        shown = self.run("scontrol", "show", "job", job)
         return shown.partition("JobState=")[2].split()[0]
 
-    def until(self, reached: Callable[[], bool], seconds: float, what: str) -> None:
+    def wait_until(self, reached: Callable[[], bool], seconds: float, what: str) -> None:
         """Wait for a condition.
 
         Raises:
@@ -95,7 +95,7 @@ class Slurm:
             time.sleep(0.3)
 
 
-def why_not() -> str | None:
+def skip_reason() -> str | None:
     """The reason for which this machine cannot have it, if there is one."""
     missing = [name for name in ("slurmctld", "slurmd", "srun") if not shutil.which(name, path=_PATH)]
     return f"SLURM is not installed: there is no {missing[0]}" if missing else None

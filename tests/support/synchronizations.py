@@ -78,7 +78,7 @@ def _masks(name: str, args: Any) -> bool:
     return masked and (name == "index" or args[2].numel() > 1)
 
 
-class Watch:
+class SynchronizationWatcher:
     """Notes each wait while it is `on`, with the lines of code that led to it. To be entered around the whole run."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Watch:
             lines = [frame for frame in traceback.extract_stack()[:-2] if "/torch/" not in frame.filename]
             self.waits.append(f"{what} in " + " < ".join(f"{f.filename}:{f.lineno}" for f in reversed(lines[-4:])))
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "SynchronizationWatcher":
         self._modes.enter_context(_Calls(self._note))
         self._modes.enter_context(_Operations(self._note))
         self._modes.enter_context(patch.object(TrainingBatches, "table", self._unseen(TrainingBatches.table)))
