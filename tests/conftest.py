@@ -1,4 +1,4 @@
-"""Fixtures that every test may use: the ranks, and data small enough to train on in seconds."""
+"""Fixtures of all tests: the ranks, and data small enough to train on in seconds."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """End what a run of one rank leaves: its process group, its port in the environment, and its memory."""
+    """Remove what a run leaves in this process: its process group, its variables and its memory."""
     yield
     if "folder" in request.fixturenames:
         release_memory()
@@ -49,7 +49,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides that train on a few hundred synthetic shapes."""
+    """Return overrides that train on a few hundred synthetic shapes."""
     root = tmp_path_factory.mktemp("data")
     Shapes(**SIZES).prepare(root)
     return ["data=shapes", f"data.root={root}", *(f"data.source.{name}={size}" for name, size in SIZES.items())]
@@ -57,7 +57,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A few random images in the official layout of both data sets."""
+    """Return a folder with a few random images in the official layout of both data sets."""
     root, rng = tmp_path_factory.mktemp("cifar"), np.random.default_rng(0)
     for kind, classes in ((CIFAR10, 10), (CIFAR100, 100)):
         for names in kind.members.values():
@@ -71,5 +71,5 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An empty run folder."""
+    """Return the path of a run folder that does not exist yet."""
     return tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Properties of the source that every contribution keeps."""
+"""Rules of the source code that every contribution keeps."""
 
 import ast
 import re
@@ -12,9 +12,9 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
 LAYERS = [  # from the top down: a folder of src/ imports from those below it, and from itself
-    "cli",  # what the user types and reads
+    "cli",  # the command line and its output
     "sweeps",  # jobs of a multirun
-    "launch",  # who starts the ranks
+    "launch",  # starts the ranks
     "run",  # one run on one rank
     "callbacks",
     "strategies",
@@ -62,7 +62,7 @@ def test_imports_form_no_cycle() -> None:
     try:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:
-        pytest.fail(f"import circle: {' -> '.join(error.args[1])}")
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""The benchmark: its programs do the same work as this template, and its numbers are what they are said to be."""
+"""The benchmark's programs do the same work as this template, and its numbers are correct."""
 
 import csv
 import importlib
@@ -36,7 +36,7 @@ SAME = [
 
 
 def run_peer(script: str, clock: Path, *options: object) -> None:
-    """A rank of a hand-written program; it leaves the process's threads as they were."""
+    """Run one rank of a hand-written program, and restore the process's number of threads."""
     threads, arguments = torch.get_num_threads(), sys.argv
     sys.argv = [script, "--clock", str(clock), "--steps", str(STEPS), "--log-every", "2", "--batch", str(BATCH)]
     sys.argv += map(str, options)
@@ -163,7 +163,7 @@ def test_refuses_unknown_measurements() -> None:
 
 
 def test_case_keeps_selected_programs() -> None:
-    case = Case("a case", "step ms", [Program(name, []) for name in ("by hand", "ours", "beside", "a habit")])
-    case.programs[1].ideal = ("beside", 0.5)
+    case = Case("a case", "step ms", [Program(name, []) for name in ("hand-written", "ours", "ideal", "a habit")])
+    case.programs[1].ideal = ("ideal", 0.5)
     case.keep("ours|nothing")
-    assert [program.name for program in case.programs] == ["by hand", "ours", "beside"]
+    assert [program.name for program in case.programs] == ["hand-written", "ours", "ideal"]

@@ -1,4 +1,4 @@
-"""What this project relies on in other libraries without their promise: a test that says what broke."""
+"""Private behavior of other libraries that this project relies on; a failure names what broke."""
 
 import inspect
 import signal
@@ -34,7 +34,7 @@ SIGNATURES: list[tuple[Callable[..., Any], list[str], str]] = [
 
 
 def train(*callbacks: L.Callback, module: L.LightningModule | None = None, steps: int = 1, **options: Any) -> L.Trainer:
-    """Train Lightning's own demonstration module, by a Trainer that is as Lightning made it."""
+    """Train Lightning's own demonstration module with an unpatched Trainer."""
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     quiet["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     counts: dict[str, Any] = {"limit_train_batches": steps, "limit_val_batches": 1, "max_epochs": 1}
@@ -67,14 +67,14 @@ def test_torch_still_refuses_sync_batchnorm_on_a_cpu() -> None:
 
 
 class Worsening(BoringModel):
-    """Logs a score that gets worse in each epoch."""
+    """Log a score that gets worse in each epoch."""
 
     def on_validation_epoch_end(self) -> None:
         self.log("score", torch.tensor(float(self.current_epoch)))
 
 
 def test_lightning_still_saves_last_only_with_the_best(tmp_path: Path) -> None:
-    """If it no longer does, conf/callbacks/checkpoint.yaml and best.yaml can be one."""
+    """If not, conf/callbacks/checkpoint.yaml and best.yaml can be one."""
     saves = ModelCheckpoint(tmp_path, monitor="score", mode="min", save_last=True, save_top_k=1)
     train(saves, module=Worsening(), max_epochs=3, num_sanity_val_steps=0)
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["epoch"] == 0
@@ -88,7 +88,7 @@ def test_elastic_reports_failures_as_we_read_them() -> None:
 
 
 class Order(BoringModel):
-    """Keeps the order in which the parts of a step are called."""
+    """Record the order of the parts of a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,14 +108,14 @@ class Order(BoringModel):
 
 
 def test_lightning_clears_gradients_between_the_training_step_and_the_backward_pass() -> None:
-    """Which is why src/strategies/pipeline/pipeline.py holds those of its schedule until `backward`."""
+    """Therefore src/strategies/pipeline/pipeline.py keeps the gradients of its schedule until `backward`."""
     module = Order()
     train(module=module)
     assert module.calls == ["training_step", "zero_grad", "backward"]
 
 
 class SetUp(SingleDeviceStrategy):
-    """Keeps the order of the parts of the set-up that it shares with all strategies."""
+    """Record the order of the parts of a strategy's set-up."""
 
     def __init__(self) -> None:
         super().__init__(device="cpu")
@@ -135,7 +135,7 @@ class SetUp(SingleDeviceStrategy):
 
 
 def test_lightning_lets_a_strategy_split_the_model() -> None:
-    """ShardedStateStrategy calls Strategy.setup, which calls `_setup_model` before it makes the optimizers."""
+    """ShardedStateStrategy calls Strategy.setup, which calls `_setup_model` before it builds the optimizers."""
     strategy = SetUp()
     train(strategy=strategy)
     order = [strategy.calls.index(name) for name in ("model_to_device", "_setup_model", "setup_optimizers")]
@@ -143,21 +143,21 @@ def test_lightning_lets_a_strategy_split_the_model() -> None:
 
 
 def test_autocast_caches_no_weights() -> None:
-    """Micro-batches of a schedule have a graph each; a cached cast would be in the first one's alone."""
+    """Each micro-batch of a schedule has its own graph; a cached cast would be only in the first one's."""
     assert torch.is_autocast_cache_enabled()
     with MixedPrecision("bf16-mixed", "cpu").autocast_context_manager():
         assert not torch.is_autocast_cache_enabled()
 
 
 def test_stage_with_given_shapes_infers_none() -> None:
-    """Finding them out would run batch normalization once more (src/strategies/pipeline/pipeline.py)."""
+    """Inference would run batch normalization once more (src/strategies/pipeline/pipeline.py)."""
     shapes = torch.empty(2, 3, device="meta")
     meta = _StageMeta(inputs=extract_tensor_metas((shapes,)), outputs=extract_tensor_metas((shapes,)))
     assert not InferenceMode.needs_dynamic(meta, stage_has_backward=True)
 
 
 def test_lightning_installs_signal_handlers_unless_disabled() -> None:
-    """If it no longer does, src/run/trainer_patches.py need not keep it from that. Its handler runs a collective."""
+    """If not, src/run/trainer_patches.py need not disable them. Lightning's handler runs a collective."""
     handlers = []
 
     class Look(L.Callback):
@@ -170,13 +170,13 @@ def test_lightning_installs_signal_handlers_unless_disabled() -> None:
 
 
 def test_torch_writes_checksums() -> None:
-    """src/checkpoint/io.py tells a corrupt checkpoint by them."""
+    """src/checkpoint/io.py detects a corrupt checkpoint by them."""
     assert torch.serialization.get_crc32_options()
 
 
 @pytest.mark.parametrize("listed", ["SIGINT", "SIGINT,SIGTERM"])
 def test_elastic_handles_only_listed_signals(listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """src/launch/workers.py keeps SIGTERM from it."""
+    """src/launch/workers.py does not list SIGTERM."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", listed)
     context: Any = SimpleNamespace(_start=lambda: None, _tail_logs=[])
@@ -189,7 +189,7 @@ def test_elastic_handles_only_listed_signals(listed: str, monkeypatch: pytest.Mo
 
 
 def test_lightning_still_has_the_work_that_we_patch_out() -> None:
-    """If it no longer does, src/run/trainer_patches.py can be shorter."""
+    """If not, src/run/trainer_patches.py can be shorter."""
     with (
         patch.object(ModelCheckpoint, "on_train_batch_end", autospec=True) as look,
         patch.object(_ResultCollection, "metrics", autospec=True, side_effect=_ResultCollection.metrics) as gather,
@@ -201,7 +201,7 @@ def test_lightning_still_has_the_work_that_we_patch_out() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_torch_still_records_a_stack_trace_to_seed_an_unused_device() -> None:
-    """If it no longer does, src/callbacks/seed.py can call torch.manual_seed."""
+    """If not, src/callbacks/seed.py can call torch.manual_seed."""
     torch.cuda.manual_seed_all(0)
     _, trace = torch.cuda._lazy_seed_tracker.manual_seed_all_cb
     assert "test_canaries.py" in "".join(trace)

@@ -1,4 +1,4 @@
-"""Weights that start another run."""
+"""Weights of another run as a start."""
 
 import logging
 from pathlib import Path
@@ -58,9 +58,9 @@ def test_refuses_inner_layers_of_another_width(small: list[str], folder: Path) -
 def test_checkpoint_builds_nothing_but_models(target: str, trained: Path, tmp_path: Path) -> None:
     checkpoint = torch.load(trained)
     checkpoint["config"] = f"module: {{net: {{_target_: {target}, self: {tmp_path}/made}}}}"
-    torch.save(checkpoint, tmp_path / "poisoned.ckpt")
+    torch.save(checkpoint, tmp_path / "malicious.ckpt")
     with pytest.raises(UserError, match=f"would run {target}"):
-        load_network(f"{tmp_path}/poisoned.ckpt", "feature_checkpoint")
+        load_network(f"{tmp_path}/malicious.ckpt", "feature_checkpoint")
     torch.save(torch.zeros(1), tmp_path / "bare.ckpt")
     with pytest.raises(UserError, match="is not a checkpoint of a training run"):
         load_network(f"{tmp_path}/bare.ckpt", "feature_checkpoint")

@@ -1,7 +1,7 @@
-"""Every YAML under conf/ is composed and built, and every choice of every group is trained with: all by globbing.
+"""Every YAML in conf/ is composed and built, and every choice of every group is trained; all are found by globbing.
 
-An experiment makes a row with all that it chooses. The choices that no experiment makes share rows of the smallest
-network. `make test-all` trains with each choice by itself.
+Each experiment is one run. The choices that no experiment makes are combined into runs of the smallest network. `make
+test-all` trains each choice separately.
 """
 
 from itertools import zip_longest
@@ -24,7 +24,7 @@ ALL: list[Choice] = [
     if (group, file.stem) not in [("strategy", name) for name in NEED_GPUS]
 ]
 EXPERIMENTS = [name for group, name in ALL if group == "experiment"]
-# As small as a run can be, on data that needs no network; what the row is about stays as it is.
+# As small as a run can be, on local data.
 TINY = [
     "data.batch_size=8",
     "trainer.max_epochs=1",
@@ -41,8 +41,8 @@ def chosen_by(experiment: str) -> set[Choice]:
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = hydra.compose("train", [f"experiment={experiment}"], return_hydra_config=True)
     choices = {(group, name) for group, name in cfg.hydra.runtime.choices.items() if group in GROUPS and name}
-    choices |= {("callbacks", name) for name in ("default", *cfg.callbacks)}  # a list of choices is not among those
-    return choices - {("logger", cfg.hydra.runtime.choices.logger)}  # a row chooses its own
+    choices |= {("callbacks", name) for name in ("default", *cfg.callbacks)}  # Hydra does not record lists of choices
+    return choices - {("logger", cfg.hydra.runtime.choices.logger)}  # each run chooses its own
 
 
 CHOSEN_BY = {name: chosen_by(name) for name in EXPERIMENTS}
@@ -50,9 +50,9 @@ REST = [choice for choice in ALL if choice not in set().union(*CHOSEN_BY.values(
 
 
 def shared_rows() -> list[tuple[Choice, ...]]:
-    """Return rows in which each of the remaining choices appears once, with one of each group but for `debug`.
+    """Return rows that contain each remaining choice once, at most one of each group per row.
 
-    What is for debugging changes so much that it has rows of its own.
+    Choices of `debug` and `preset` change so much that each has its own row.
     """
     apart = [(choice,) for choice in REST if choice[0] in ("debug", "preset")]
     groups = [[choice for choice in REST if choice[0] == group] for group in GROUPS if group not in ("debug", "preset")]
@@ -73,13 +73,13 @@ def words(*choices: Choice) -> list[str]:
 
 
 def data_words(choices: set[Choice], small: list[str], cifar: Path) -> list[str]:
-    """Return the overrides for data that is there: small shapes, unless the row is about a data set."""
+    """Return the overrides for local data: small shapes, unless the row chooses a data set."""
     dataset = next((name for group, name in choices if group == "data"), "shapes")
     return small if dataset == "shapes" else [f"data={dataset}", f"data.root={cifar}"]
 
 
 def words_for_choice(group: str, name: str) -> list[str]:
-    """Return the overrides of a row about one choice: in its experiment, if one makes it, else by itself."""
+    """Return the overrides of a run with one choice, and with its experiment if one makes that choice."""
     if group in ("module", "callbacks") and name != "default":
         for experiment, choices in CHOSEN_BY.items():
             if (group, name) in choices and (group, name) not in CHOSEN_BY["quickstart"]:
@@ -105,7 +105,7 @@ def row_id(choices: tuple[Choice, ...]) -> str:
     "choice", [choice for choice in ALL if choice[0] != "experiment"], ids=lambda choice: "=".join(choice)
 )
 def test_builds(choice: Choice, small: list[str], cifar: Path, folder: Path) -> None:
-    """A misspelled option, a wrong type and an option that nothing takes all fail here. Experiments are trained."""
+    """Misspelled options, wrong types and unused options fail here. Experiments are trained instead."""
     trainer, module, data = assemble(
         compose(folder, *data_words({choice}, small, cifar), *words_for_choice(*choice), quiet=False)
     )

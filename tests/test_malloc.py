@@ -1,4 +1,4 @@
-"""What a process has had from the kernel it does not ask for again."""
+"""A process reuses large freed blocks instead of asking the kernel for new ones."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc is told to keep memory")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's malloc is tuned")
 def test_freed_blocks_are_reused() -> None:
     def faults(how: str) -> tuple[str, int]:
         output = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True).stdout

@@ -1,7 +1,7 @@
-"""Every `python train.py` line of the README and the docs does what it says, on little data; what they name exists.
+"""Every `python train.py` line of the README and the docs works on little data, and links and targets exist.
 
-Each line is composed and built here, and those of the README are trained with; `make test-all` trains with all of
-them. The real command line, sweeps, torchrun and run folders have tests in tests/launch.
+Each line is composed and built, and those of the README are trained; `make test-all` trains all of them. The real
+command line, sweeps, torchrun and run folders have tests in tests/launch.
 """
 
 import re
@@ -48,26 +48,26 @@ TRAINED = [
 
 @pytest.fixture(scope="session")
 def finished_run(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of one epoch of two steps."""
+    """Return the folder of a run with one epoch of two steps."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     fit(compose(folder, *small, "data.batch_size=16", *TINY, "trainer.max_epochs=1"))
     return folder
 
 
 def first_job(words: tuple[str, ...]) -> list[str]:
-    """Return the overrides of a sweep's first job: each option's first value. Sweeps are tested in tests/launch."""
+    """Return the overrides of a sweep's first job. Sweeps themselves are tested in tests/launch."""
     kept = [re.sub(r"=.*interval\(([^,]+),.*", r"=\1", word) for word in words if not word.startswith(("-m", "hydra"))]
     return [word if "[" in word else word.split(",")[0] for word in kept]
 
 
 def fill_placeholders(words: list[str], finished_run: Path, folder: Path) -> list[str]:
-    """Return the words with a copy of a finished run in place of RUN_DIR, and two images in place of FOLDER."""
+    """Replace RUN_DIR by a copy of a finished run, and FOLDER by a folder with two images."""
     if any("RUN_DIR" in word for word in words):
         shutil.copytree(finished_run, folder / "run")
     (folder / "images").mkdir(parents=True)
     for color in ("red", "blue"):
         Image.new("RGB", (40, 30), color).save(folder / "images" / f"{color}.png")
-    resolved = ("ckpt_path=", "init_from=")  # by the launcher, which has tests of its own
+    resolved = ("ckpt_path=", "init_from=")  # resolved by the launcher, which has its own tests
     run_of = {True: f"{folder}/run/checkpoints/last.ckpt", False: f"{folder}/run"}
     words = [word.replace("RUN_DIR/", f"{folder}/run/") for word in words]
     words = [word.replace("RUN_DIR", run_of[word.startswith(resolved)]) for word in words]
@@ -76,7 +76,7 @@ def fill_placeholders(words: list[str], finished_run: Path, folder: Path) -> lis
 
 @pytest.fixture
 def overrides(words: tuple[str, ...], finished_run: Path, small: list[str], cifar: Path, folder: Path) -> list[str]:
-    """The documented words, on little data."""
+    """Return the documented overrides, changed to little data."""
     data = [f"data.root={cifar}"] if "data=cifar100" in words else small
     batch = [] if any(word.startswith("data.batch_size") for word in words) else ["data.batch_size=16"]
     kept = [word for word in first_job(words) if "trainer.max_epochs" not in word and "num_nodes" not in word]
@@ -103,7 +103,7 @@ def test_trains(overrides: list[str], pool: Pool, folder: Path) -> None:
 
 
 def test_checkpoint_loads_without_the_training_code(small: list[str], folder: Path) -> None:
-    """As docs/runs.md says, in a process that has neither Lightning nor Hydra."""
+    """Run the code of docs/runs.md in a process without Lightning and Hydra."""
     record = fit(compose(folder, *small, *TINY, "data.batch_size=16", "trainer.max_epochs=1"))
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "runs.md").read_text(), re.DOTALL)
     code = "import sys\nsys.modules |= dict.fromkeys(['lightning', 'hydra', 'omegaconf', 'wandb'])\n" + code
@@ -126,7 +126,7 @@ def test_recipe_table_has_the_right_sizes() -> None:
 
 @pytest.mark.slow
 def test_documented_strategy_joins_the_parity_table(tmp_path: Path) -> None:
-    """One file and one YAML, as docs/strategies.md has them, in a copy of the project."""
+    """Add the file and the YAML of docs/strategies.md to a copy of the project."""
     guide = (ROOT / "docs" / "strategies.md").read_text()
     for folder in ("src", "conf", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -135,9 +135,9 @@ def test_documented_strategy_joins_the_parity_table(tmp_path: Path) -> None:
         re.findall(r"```python\n(.*?)```", guide, re.DOTALL),
         re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL),
     )
-    (tmp_path / "src" / "strategies" / "by_hand.py").write_text(code)
-    (tmp_path / "conf" / "strategy" / "by_hand.yaml").write_text(config)
-    command = [sys.executable, "-m", "pytest", "tests/parity/test_parity.py", "-k", "sgd and by_hand", "-m", ""]
+    (tmp_path / "src" / "strategies" / "manual_ddp.py").write_text(code)
+    (tmp_path / "conf" / "strategy" / "manual_ddp.yaml").write_text(config)
+    command = [sys.executable, "-m", "pytest", "tests/parity/test_parity.py", "-k", "sgd and manual_ddp", "-m", ""]
     result = subprocess.run([*command, "--rootdir", "."], cwd=tmp_path, capture_output=True, text=True)
     assert "3 passed, " in result.stdout, result.stdout[-2000:]
 

@@ -1,4 +1,4 @@
-"""Between log points nothing makes the host wait for the device: neither ours, nor Lightning's, nor torchmetrics'."""
+"""There is no host-device synchronization between log points, neither in our code nor in libraries."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from tests.support.pool import Pool
 from tests.support.runs import compose
 from tests.support.synchronizations import BetweenLogPoints, SynchronizationWatcher
 
-# Everything on that a run has by default: progress bar, metrics.csv, wandb, checkpoints; and in the midst of an epoch.
+# The defaults of a run: progress bar, metrics.csv, wandb and checkpoints; also a checkpoint by time within an epoch.
 DEFAULT = ["trainer.accelerator=cpu", "model.width=4", "data.batch_size=32", "trainer.log_every_n_steps=4"]
 SHORT = [*DEFAULT, "trainer.max_epochs=2", "callbacks.checkpoint.train_time_interval={seconds: 1000}"]
 TRICKS = [
@@ -30,7 +30,7 @@ TRICKS = [
 
 
 def find_synchronizations(cfg: DictConfig, *extra: L.Callback) -> list[str]:
-    """The waits of a run between its log points."""
+    """Return the synchronizations of a run between its log points."""
     trainer, module, data = assemble(cfg)
     with SynchronizationWatcher() as watch:
         between = BetweenLogPoints(watch.on)
@@ -47,7 +47,7 @@ def test_no_synchronization_between_log_points(options: list[str], small: list[s
 
 
 def test_no_synchronization_on_two_processes(pool: Pool, small: list[str], folder: Path) -> None:
-    """But for their agreement, once a second, on whether to go on."""
+    """The only exception is the consensus, once a second, on whether to continue."""
     two = ["logger=none", "strategy=ddp", "trainer.devices=2", "trainer.max_epochs=1", "model.width=2"]
     cfg = compose(folder, *small, *SHORT, *two, quiet=False)
     for waits in pool.run(2, find_synchronizations, cfg):
@@ -89,7 +89,7 @@ def test_detects_a_synchronization(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("resident", ["true", "false"])
 def test_no_synchronization_on_a_gpu(resident: str, small: list[str], folder: Path) -> None:
-    """torch's own check, which raises where the host would wait."""
+    """torch's own check raises at each synchronization."""
     options = ["trainer.accelerator=gpu", "trainer.devices=1", "logger=none", f"data.device_resident={resident}"]
     trainer, module, data = assemble(compose(folder, *small, *SHORT, *options, quiet=False))
     between = BetweenLogPoints(_no_sync)

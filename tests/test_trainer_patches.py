@@ -1,4 +1,4 @@
-"""What src/run/trainer_patches.py takes out of Lightning's loop, and what it leaves in."""
+"""src/run/trainer_patches.py removes work from Lightning's loop, and keeps its behavior."""
 
 from collections import Counter
 from datetime import timedelta
@@ -22,7 +22,7 @@ STEPS = ["data.batch_size=8", "model=mlp", "trainer.max_steps=40", "trainer.log_
 
 
 class Ends(L.Callback):
-    """Counts the ends of steps, and cares for no other hook."""
+    """Count the ends of steps, and implement no other hook."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -54,7 +54,7 @@ def test_profiler_is_used_if_configured(profiler: str | None, small: list[str], 
 
 
 def test_ranks_exchange_only_gradients_between_log_points(pool: Pool, small: list[str], folder: Path) -> None:
-    """DDP reduces these itself; Lightning alone broadcasts once a step, whether a rank was sent SIGTERM."""
+    """DDP itself reduces gradients. Unpatched, Lightning also broadcasts at each step whether a rank got SIGTERM."""
     cfg = compose(folder, *small, *STEPS, "trainer.devices=2", "trainer.limit_val_batches=0")
     for calls in pool.run(2, _collectives, cfg):
         assert calls["all_reduce"] == 1, calls  # whether a rank received a signal, before step 31
@@ -62,7 +62,7 @@ def test_ranks_exchange_only_gradients_between_log_points(pool: Pool, small: lis
 
 
 def _collectives(cfg: Any) -> Counter[str]:
-    """How often Python asks for which collective between steps 16 and 39."""
+    """Return how often Python calls each collective between steps 16 and 39."""
     counted: Counter[str] = Counter()
     names = ("all_reduce", "broadcast", "all_gather", "barrier", "all_gather_into_tensor")
     originals = {name: getattr(dist, name) for name in names}

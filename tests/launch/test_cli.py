@@ -1,4 +1,4 @@
-"""Small things about the command line, without starting it."""
+"""Details of the command line, tested without starting a process."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""The real command line: what it prints, where things land, and how it fails.
+"""The real command line: its output, its files and its errors.
 
-Each start of processes costs seconds: few tests start any, and those look at much. What one process finds wrong is
-tried inside the test process.
+Starting processes costs seconds, so few tests do, and those check much. Errors that one process finds are tested inside
+the test process.
 """
 
 import os
@@ -41,7 +41,7 @@ from tests.support.comparison import check_last_checkpoints
 
 
 def test_help_is_complete_and_imports_nothing_heavy() -> None:
-    """It takes half a second; what could make it slow is an import."""
+    """It takes half a second, and only an import could make it slow."""
     watched = (
         "import atexit, runpy, sys; sys.argv[0] = 'train.py'; sys.path.insert(0, '');"
         "atexit.register(lambda: print('heavy:', {'torch', 'lightning', 'wandb', 'numpy'} & set(sys.modules)));"
@@ -110,7 +110,7 @@ def test_user_errors_found_by_a_single_rank(
 def test_user_errors_found_by_several_ranks(
     arguments: list[str], hints: list[str], small: list[str], tmp_path: Path
 ) -> None:
-    """One line, by rank zero alone."""
+    """Only rank zero prints the error, in one line."""
     _, err = run(*small, *TINY, "logger=none", f"hydra.run.dir={tmp_path}/run", *arguments, code=1)
     message = error_line(err)
     assert all(hint in message for hint in hints), message
@@ -118,28 +118,32 @@ def test_user_errors_found_by_several_ranks(
 
 class Exploit:
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.system, ("touch poisoned",)
+        return os.system, ("touch exploited",)
 
 
-@pytest.mark.parametrize("damage", ["truncated archive", "poisoned pickle", "no data"])
+@pytest.mark.parametrize("damage", ["truncated archive", "malicious pickle", "no data"])
 def test_refuses_unusable_data(damage: str, cifar: Path, tmp_path: Path) -> None:
     root = tmp_path / "data"
     if damage == "truncated archive":
         root.mkdir()
         (root / "cifar-10-python.tar.gz").write_bytes(b"\x1f\x8b but not much of it")
-    if damage == "poisoned pickle":
+    if damage == "malicious pickle":
         shutil.copytree(cifar, root)
         (root / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps({b"data": Exploit()}, protocol=4))
     arguments = ["trainer.accelerator=cpu", "trainer.devices=1", "data.source.urls=[http://127.0.0.1:9]"]
     _, err = run_here(*arguments, f"data.root={root}", "logger=none", f"hydra.run.dir={tmp_path}/run", code=1)
-    hints = {"truncated archive": "is corrupt", "poisoned pickle": "would run posix.system", "no data": "be downloaded"}
+    hints = {
+        "truncated archive": "is corrupt",
+        "malicious pickle": "would run posix.system",
+        "no data": "be downloaded",
+    }
     assert hints[damage] in error_line(err)
     assert "data.root" in err
-    assert not (ROOT / "poisoned").exists()
+    assert not (ROOT / "exploited").exists()
 
 
 def test_refuses_more_devices_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that seems to have one GPU: the parent only counts them."""
+    """The launcher only counts GPUs, so one can be simulated."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
@@ -154,7 +158,7 @@ def test_refuses_torch_without_distributed(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_full_disk_is_a_one_line_error(small: list[str], tmp_path: Path) -> None:
-    """The limit on a file's size is how a test can fill a disk: writing fails in the same place."""
+    """A limit on the size of files stands for a full disk: writing fails in the same place."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
     try:
@@ -176,7 +180,7 @@ def test_bug_keeps_its_traceback(small: list[str], tmp_path: Path) -> None:
 
 
 def test_shows_the_error_of_the_rank_that_failed_first(small: list[str], tmp_path: Path) -> None:
-    """Only rank one raises, and its traceback is shown; rank zero loses its connection, which is no news."""
+    """Rank one raises, and its traceback is shown; the lost connection of rank zero is not."""
     arguments = [*small, *TINY, "logger=none", *TWO, callback("RaiseOnRankOne")]
     _, err = run(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
     assert "rank 1 failed" in err
@@ -187,7 +191,7 @@ def test_shows_the_error_of_the_rank_that_failed_first(small: list[str], tmp_pat
 
 
 def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
-    """Two ranks with wandb; what lands in the folder; evaluating and continuing it; another network refused."""
+    """Train two ranks with wandb, check the run folder, evaluate and continue it, and try another network."""
     folder = tmp_path / "run with space"
     out, err = run(*small, *TINY, *TWO, f"hydra.run.dir='{folder}'", WANDB_MODE="offline")
     assert "Traceback" not in err
@@ -252,7 +256,7 @@ def test_refuses_another_number_of_processes_under_torchrun(small: list[str], tm
 
 @pytest.mark.slow
 def test_rank_zero_configures_all_ranks_under_slurm(small: list[str], tmp_path: Path) -> None:
-    """Two tasks as srun would start them: its variables alone tell each its rank."""
+    """Two tasks are started as srun does, which passes their ranks in variables."""
     port = free_port()
     runs = "hydra.run.dir=${run_folder:" + f"{tmp_path}" + ",new}"
     arguments = [*small, *TINY, "logger=none", *TWO, runs]
@@ -278,7 +282,7 @@ def test_sweep_gives_each_job_its_own_folder(small: list[str], tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_killed_run_resumes_exactly(victim: str, small: list[str], tmp_path: Path) -> None:
-    """SIGKILL after some checkpoint of two ranks; resumed on one; float64 weights as of the run left alone."""
+    """Two ranks are killed after a checkpoint and resumed on one; the weights equal those of an uninterrupted run."""
     task = [*small, *PARITY, "callbacks.checkpoint.every_n_train_steps=1"]
     run_here(*task, "test=false", f"hydra.run.dir={tmp_path}/uninterrupted")
     folder = tmp_path / "killed"

@@ -1,4 +1,4 @@
-"""Which ranks are said to hang, from the stacks that their watchdogs left in their logs."""
+"""Hung ranks are identified by the stacks that watchdogs leave in their logs."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ WAITING, BUSY = "torch/distributed/c10d.py", "src/models/slow.py"
 
 
 class Failed:
-    """What elastic raises, of a rank that left no report."""
+    """A stand-in for elastic's error about a rank that left no report."""
 
     exitcode, message, local_rank = 1, "exit code 1", 1
 
@@ -25,7 +25,7 @@ class Failed:
 
 
 def test_names_the_global_rank(tmp_path: Path) -> None:
-    """Elastic keeps the errors of a host's ranks in folders by their local numbers."""
+    """Elastic keeps the errors of a host's ranks in folders named by local rank."""
     report = tmp_path / "1" / "error.json"
     report.parent.mkdir()
     report.write_text(json.dumps({"message": {"message": "RuntimeError: no", "extraInfo": {"py_callstack": ""}}}))
@@ -37,8 +37,8 @@ def test_names_the_global_rank(tmp_path: Path) -> None:
     ("innermost", "raised", "named"),
     [
         ([WAITING, BUSY], False, [1]),
-        ([None, BUSY], True, [1]),  # lost the other before its own time was up
-        ([None, BUSY], False, [0, 1]),  # stopped, or stuck in the kernel; the other one may wait for it on a GPU
+        ([None, BUSY], True, [1]),  # lost its peer before its own timeout
+        ([None, BUSY], False, [0, 1]),  # rank 0 is stopped or stuck in the kernel; rank 1 may wait for it on a GPU
         ([None, WAITING], False, [0]),
         ([WAITING, WAITING], False, [0, 1]),
         ([BUSY, BUSY], False, [0, 1]),

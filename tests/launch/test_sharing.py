@@ -1,4 +1,4 @@
-"""How processes of one machine share its devices, with processes that hold them, and folders, with jobs that claim."""
+"""Processes of one machine divide its devices and job folders by locks."""
 
 import multiprocessing as mp
 import os
@@ -26,7 +26,7 @@ def hold_gpus(count: int, seconds: float, found: Any) -> None:
 
 
 def test_parallel_jobs_see_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four jobs of one or two devices on four that only have names; what a job sees is what it alone holds."""
+    """Four jobs of one or two devices on four fictitious GPUs: no two jobs hold the same one at a time."""
     names = [f"{os.getpid()}-{letter}" for letter in "abcd"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
     found = SPAWN.Queue()
@@ -68,7 +68,7 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def test_job_is_identified_by_its_overrides(tmp_path: Path) -> None:
-    """In another order, or under another number; what is an interpolation counts as it was typed."""
+    """Order and job number do not matter, and interpolations compare as typed."""
     typed = ["seed=0", "note=${now:%f}"]
     assert job_folder(str(tmp_path), 0, _root_=composed(*typed)) == "0"
     assert job_folder(str(tmp_path), 5, _root_=composed(*reversed(typed))) == "0"

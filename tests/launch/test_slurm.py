@@ -1,4 +1,4 @@
-"""Jobs of a real SLURM: over two nodes, and stopped, queued again and finished as if nothing had been."""
+"""Jobs of a real SLURM on two nodes stop, are queued again, and finish like uninterrupted ones."""
 
 import csv
 import subprocess
@@ -32,7 +32,7 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 
 def submit(slurm: Slurm, *words: str) -> tuple[str, Path]:
-    """The job's number, and its run folder."""
+    """Submit a job; return its number and its run folder."""
     command = [sys.executable, "-m", "scripts.submit", "--time=10", *words]
     result = subprocess.run(command, cwd=ROOT, env=slurm.environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -41,7 +41,7 @@ def submit(slurm: Slurm, *words: str) -> tuple[str, Path]:
 
 
 def rows(folder: Path) -> list[int]:
-    """The steps in metrics.csv so far."""
+    """Return the steps in metrics.csv so far."""
     file = folder / "metrics.csv"
     lines = file.read_text().splitlines()[1:] if file.is_file() else []
     return [int(line.split(",")[0]) for line in lines]
@@ -55,7 +55,7 @@ def test_job_on_two_nodes_stops_and_resumes(slurm: Slurm, small: list[str], tmp_
     try:
         slurm.wait_until(lambda: len(rows(folder)) >= 5, 90, "fifth step")
         slurm.run("scancel", "--signal=USR1", job)
-        slurm.wait_until(lambda: slurm.job_state(job) != "RUNNING", 60, "end of the first stretch")
+        slurm.wait_until(lambda: slurm.job_state(job) != "RUNNING", 60, "end of the first part")
         assert len(rows(folder)) < 20
         slurm.wait_until(lambda: slurm.job_state(job) in ("COMPLETED", "FAILED"), 120, "end of the job")
         assert slurm.job_state(job) == "COMPLETED", (folder / "slurm.out").read_text()
@@ -88,7 +88,7 @@ def test_batch_script_follows_the_configuration() -> None:
 @needs_slurm
 @pytest.mark.slow
 def test_sweep_of_jobs_on_two_nodes(slurm: Slurm, small: list[str], tmp_path: Path) -> None:
-    """Hydra's launcher submits each job, whose ranks srun starts."""
+    """Hydra's launcher submits each job, and srun starts its ranks."""
     launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=1"]
     limits = ["hydra.launcher.timeout_min=10", "hydra.launcher.cpus_per_task=1", f"hydra.sweep.dir={tmp_path}/sweep"]
     words = [*TASK, *QUIET, *small, "strategy=ddp", "optimizer.lr=0.05,0.1"]

@@ -1,4 +1,4 @@
-"""Real sweeps: jobs that fail, sweeps that are stopped, jobs side by side, and those that propose the values."""
+"""Real sweeps: failed jobs, stopped sweeps, parallel jobs, Optuna and W&B's agent."""
 
 import csv
 import json
@@ -30,14 +30,14 @@ def rows(file: Path) -> list[dict[str, str]]:
 
 
 def reports_of(job: Path) -> list[dict[str, Any]]:
-    """Return what the ranks of a job reported; no value may differ between them."""
+    """Return the reports of a job's ranks, whose values must agree."""
     ranks = [torch.load(file, weights_only=False) for file in sorted(job.glob("report.*"))]
     assert all(rank["values"] == ranks[0]["values"] for rank in ranks)
     return ranks
 
 
 def wandb_runs(folder: Path) -> list[dict[str, Any]]:
-    """The runs that wandb recorded below a folder, as its own reader gives them."""
+    """Return the runs that wandb recorded below a folder, read by its own reader."""
     runs = []
     for file in sorted(folder.glob("**/offline-run-*/*.wandb")):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
@@ -52,7 +52,7 @@ def wandb_runs(folder: Path) -> list[dict[str, Any]]:
     ("fate", "error"), [("kill", "rank 1 died"), pytest.param("memory", "allocate", marks=pytest.mark.slow)]
 )
 def test_sweep_continues_after_a_failed_job(fate: str, error: str, small: list[str], tmp_path: Path) -> None:
-    """Two ranks each; in the first job the last one is killed, or asks for too much memory. Each has a wandb run."""
+    """Each job has two ranks and a wandb run; in the first job the last rank fails."""
     folder, fates = tmp_path / "sweep", [fate, "nothing"]
     arguments = [
         "-m",
@@ -139,14 +139,14 @@ def test_joblib_processes_end_with_the_sweep(number: signal.Signals, small: list
     while not list(tmp_path.glob("sweep/*/metrics.csv")) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(number)
-    process.communicate(timeout=30)  # the pipes close with the last of them
+    process.communicate(timeout=30)  # the pipes close with the last process
     assert process.returncode == -number
     assert list(tmp_path.glob("sweep/*/metrics.csv"))
 
 
 @pytest.mark.slow
 def test_stopped_optuna_sweep_resumes(small: list[str], tmp_path: Path) -> None:
-    """The trial that ran then goes on with its values; a sampler with a seed proposes no point twice."""
+    """The interrupted trial resumes with its values; a seeded sampler proposes no point twice."""
     folder, lr = tmp_path / "study", "optimizer.lr=tag(log, interval(0.001,0.1))"
     slowly = [slow(0.05), "trainer.max_epochs=2"]
     optuna = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "+hydra.sweeper.sampler.seed=0"]
@@ -171,7 +171,7 @@ def test_stopped_optuna_sweep_resumes(small: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pruned_trial_stops_on_all_ranks(small: list[str], tmp_path: Path) -> None:
-    """A pruner that no accuracy satisfies; both ranks had the same value, and neither is left."""
+    """The pruner rejects every accuracy; both ranks have the same value, and both stop."""
     folder = tmp_path / "study"
     optuna = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "optimizer.lr=interval(0.01,1)", *TWO]
     pruner = "callbacks.pruning.pruner"

@@ -1,4 +1,4 @@
-"""Several hosts: every strategy over torchrun, and over the same command typed on each of them."""
+"""Several hosts: every strategy under torchrun, and by the same command on each host."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def torchrun(address: str, processes: int) -> list[str]:
 
 
 def check(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    """There is one run, which ended with these weights."""
+    """Check that there is one run, with these final weights."""
     (run,) = (folder / "runs").iterdir()
     found = torch.load(run / "checkpoints" / "last.ckpt")["state_dict"]
     assert max(relative(found[name], tensor) for name, tensor in expected.items()) < TOLERANCE
@@ -58,7 +58,7 @@ def wait_for_all(processes: list[Any], logs: list[Path], seconds: float = 240) -
 
 @pytest.fixture(scope="module")
 def weights(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of the single process's run, with as many micro-batches."""
+    """Return a function that trains a single process with a number of micro-batches and returns its weights."""
 
     def run(micro_batches: int) -> dict[str, torch.Tensor]:
         accumulate = f"trainer.accumulate_grad_batches={micro_batches}"
@@ -90,7 +90,7 @@ def test_agrees_with_single_process_under_torchrun(
 
 
 class Pair:
-    """The same command, started on both hosts."""
+    """The same command on both hosts."""
 
     def __init__(self, hosts: Hosts, folder: Path, *words: str) -> None:
         self.hosts, self.folder = hosts, folder
@@ -103,7 +103,7 @@ class Pair:
         return wait_for_all(self.started, self.logs)
 
     def wait_for_step(self, step: int) -> Path:
-        """Wait until it has logged so many steps; its run folder."""
+        """Wait until the run has logged `step` steps; return its folder."""
         files = self.folder.glob
         reached = wait_until(
             lambda: any(file.read_text().count("\n") > step for file in files("runs/*/metrics.csv")), 120
@@ -157,7 +157,7 @@ def test_link_cut_temporarily(hosts: Hosts, weights: Any, small: list[str], tmp_
 
 @pytest.mark.slow
 def test_link_cut_permanently(hosts: Hosts, weights: Any, small: list[str], tmp_path: Path) -> None:
-    """Both ends say so within the time given, and the run goes on elsewhere from what it had saved."""
+    """Both hosts report it within the timeout, and the run resumes elsewhere from its checkpoint."""
     often = ["callbacks.checkpoint.every_n_train_steps=1", "launch.timeout=10", slow(0.2)]
     pair = Pair(hosts, tmp_path, *small, "strategy=ddp", "trainer.devices=1", *often)
     run = pair.wait_for_step(5)

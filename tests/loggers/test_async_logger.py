@@ -1,4 +1,4 @@
-"""A logger on a thread of its own: told in order, waited for at the end, and its errors are heard."""
+"""A logger on its own thread gets messages in order, is awaited at the end, and its errors are raised."""
 
 import pickle
 import threading
@@ -13,7 +13,7 @@ from tests.support.commands import wait_until
 
 
 class GatedLogger:
-    """A logger that writes a row once it is let through, and cannot write a negative loss."""
+    """A logger that waits for an event before it writes a row, and raises for a negative loss."""
 
     def __init__(self, rows: list[Any], open_: threading.Event | None = None) -> None:
         self.rows, self.open = rows, open_
@@ -39,7 +39,7 @@ def test_only_the_end_of_the_run_waits_for_rows() -> None:
     logger = AsyncLogger(partial(GatedLogger, rows, may_write), version="1")
     for step in range(20):
         logger.log_metrics({"loss": 1.0}, step)
-    assert not [row for row in rows if row is not False], "all were taken, and none is written yet"
+    assert not [row for row in rows if row is not False], "all messages were accepted, and none is written yet"
     may_write.set()
     logger.finalize("success")
     assert rows == [False, *range(20)]

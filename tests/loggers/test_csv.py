@@ -1,4 +1,4 @@
-"""metrics.csv: one row a step, whole at every moment, continued and cut."""
+"""metrics.csv has one row per step, is complete at every moment, and is cut and continued on resumption."""
 
 import csv
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_resumes_after_a_kill(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("left", "steps"), [("10,0,1.0\n20,0,1.", [10, 30]), ("10", [30]), ("", [30])])
 def test_drops_a_partial_line_of_a_killed_process(left: str, steps: list[int], tmp_path: Path) -> None:
-    """A line without its end may hold a number without its last digits."""
+    """A number at the end of a partial line may lack its last digits."""
     (tmp_path / "metrics.csv").write_text(f"step,epoch,train/loss\n{left}")
     logger = CSVLogger(tmp_path)
     logger.cut(20)

@@ -1,4 +1,4 @@
-"""Online where a key is configured, otherwise offline; and no prompt."""
+"""W&B runs online if a key is configured and offline otherwise, without a prompt."""
 
 import json
 import subprocess
@@ -11,8 +11,8 @@ from src.run.experiment import run
 from tests.support.experiments import SHORT
 from tests.support.runs import compose
 
-# Each case has a process of its own, which need not import wandb again. It ends at once: the orderly end of wandb
-# waits for its service, once seen to do so for ever.
+# Each case runs in a fork, which need not import wandb again. It exits at once, since wandb's shutdown waits for its
+# service, and once did so forever.
 SCRIPT = """
 import json, os, sys, wandb
 from src.loggers.wandb import online_or_offline
@@ -26,7 +26,7 @@ for variables in json.loads(sys.argv[1]):
 KEY = "0123456789" * 4
 Cases = list[tuple[dict[str, str], str]]
 QUICK: Cases = [({}, "offline"), ({"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, "disabled")]
-WITH_KEY: Cases = [({"WANDB_API_KEY": KEY}, "online")]  # wandb takes seconds to find that there is no network
+WITH_KEY: Cases = [({"WANDB_API_KEY": KEY}, "online")]  # wandb takes seconds to notice that there is no network
 
 
 @pytest.mark.parametrize("cases", [QUICK, pytest.param(WITH_KEY, marks=pytest.mark.slow)], ids=["without", "with key"])
@@ -39,7 +39,7 @@ def test_mode_follows_the_credentials(cases: Cases, tmp_path: Path) -> None:
 
 def test_works_with_tensorboard(small: list[str], folder: Path) -> None:
     loggers = ["logger=[wandb,tensorboard]", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
-    folder /= "two_loggers"  # the run's id, which no other run of this process has
+    folder /= "two_loggers"  # the run's id must be unique in this process
     run(compose(folder, *small, *SHORT, "model=mlp", "model.hidden=[16]", *loggers, "test=false", quiet=False))
     assert list(folder.glob("wandb/*/*.wandb"))
     assert list(folder.glob("tensorboard/events.*"))

@@ -52,7 +52,7 @@ def test_checkpoint_is_plain_and_loads_into_the_bare_network(small: list[str], f
 def test_trains_in_each_precision(
     precision: str, weights: torch.dtype, bounds: tuple[float, float], small: list[str], folder: Path
 ) -> None:
-    """The losses are as far from those in double precision as the type rounds."""
+    """Losses differ from those in float64 by the rounding of the type."""
     task = [*small, *MLP[2:], "model.width=4", "trainer.limit_train_batches=3"]
     exact = fit(compose(folder / "exact", *task, "trainer.precision=64-true"))
     record = fit(compose(folder, *task, f"trainer.precision={precision}"))
@@ -115,7 +115,7 @@ def test_weights_that_are_not_finite_are_not_saved(small: list[str], folder: Pat
 
 
 class _Explode(L.Callback):
-    """Spoils the weights after some step, as too high a learning rate does."""
+    """Set the weights to NaN at a step, as too high a learning rate does."""
 
     def __init__(self, after: int) -> None:
         self.after = after

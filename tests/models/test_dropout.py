@@ -1,4 +1,4 @@
-"""Dropout by samples: the same masks on any hardware, and masks that have nothing to do with each other."""
+"""Dropout by samples has the same masks on any hardware, and its masks are uncorrelated."""
 
 from pathlib import Path
 
@@ -19,13 +19,13 @@ TASK += ["model.dropout=0.2", "model.drop_path=0.3"]
 
 
 def masks(layer: SampleDropout, epoch: int = 0) -> Tensor:
-    """Return which elements a layer keeps, (samples, elements)."""
+    """Return the mask of kept elements, (samples, elements)."""
     set_keys([layer], hash_ints(0, epoch, torch.arange(SAMPLES)))
     return layer(torch.ones(SAMPLES, ELEMENTS, dtype=torch.float64)) > 0
 
 
 def test_masks_look_like_independent_draws() -> None:
-    """Between samples, elements, layers and epochs, the correlation of masks is that of chance."""
+    """Masks of different samples, elements, layers and epochs correlate only by chance."""
     net = nn.ModuleDict({"one": nn.Dropout(RATE), "two": nn.Dropout(RATE)})
     use_sample_dropout(net)
     one, two = (part for part in net.values() if isinstance(part, SampleDropout))

@@ -1,4 +1,4 @@
-"""The GAN: the same under every strategy that can train it, resumed where it was, and judged by a classifier."""
+"""The GAN is the same under every strategy that can train it, resumes, and is evaluated by a classifier."""
 
 import csv
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_refuses_other_strategies(strategy: str, small: list[str], folder: Path)
 
 
 def test_rank_without_test_images_counts_none(pool: Pool, small: list[str], folder: Path) -> None:
-    """Four ranks and three images."""
+    """Three test images on four ranks leave one rank without any."""
     few = [*TASK, *small, *SHORT, "trainer.max_steps=1", "trainer.limit_val_batches=0", "data.source.test_size=3"]
     few += ["callbacks.best=null"]
     alone = fit(compose(folder / "alone", *few), test=True).metrics["test/frechet"]
@@ -100,7 +100,7 @@ def test_resumes_exactly(
 
 
 def test_each_loss_has_gradients_of_its_own_network_only(small: list[str], folder: Path) -> None:
-    """One backward pass for both losses gives what two passes, with the other network left alone, would give."""
+    """One backward pass for both losses gives the gradients of two separate passes."""
     trainer, module, data = assemble(compose(folder, *TASK, *small, *SHORT))
     trainer.callbacks.append(checker := _TwoPasses())
     trainer.fit(module, datamodule=data)
@@ -156,7 +156,7 @@ def test_samples_are_logged_as_images(small: list[str], folder: Path) -> None:
 
 
 def test_real_images_are_nearer_to_real_ones_than_noise(small: list[str], folder: Path) -> None:
-    """Judged by a classifier that was trained here, and by a network with random weights."""
+    """Features come from a classifier trained in the test, and from a network with random weights."""
     fit(compose(folder, *small, "model.width=4", "data.batch_size=16", "trainer.max_epochs=2"))
     data = build(compose(folder, *small).data)
     pixels = data.source.load(data.root, "train")[0].float() / 255

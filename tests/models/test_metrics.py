@@ -1,4 +1,4 @@
-"""Means are exact whatever precision the module has."""
+"""Means are exact in any precision of the module."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from src.models.metrics import WeightedMean
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_counts_beyond_the_range_of_half_precision(dtype: torch.dtype) -> None:
-    """Moved to the module's type, as Lightning does with it; ten thousand samples, four of five hit."""
+    """The metric has the module's type, as under Lightning; four of five of 10,000 samples are correct."""
     metric = WeightedMean().to(dtype)
     metric.reset()
     for _ in range(625):

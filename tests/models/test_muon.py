@@ -1,4 +1,4 @@
-"""Muon: orthogonal steps for filters, plain SGD for the rest, in groups that have names."""
+"""Muon takes orthogonal steps for filters and SGD steps for the rest, in named groups."""
 
 import copy
 from functools import partial
@@ -45,7 +45,7 @@ def test_groups_parameters_by_role() -> None:
         airbench(10, (8, 16, 16)), head_scale=3.0, vector_scale=2.0, weight_decay=0.01, whitening_fraction=0.5
     )
     groups = {group["name"]: group for group in optimizer.param_groups}
-    assert list(groups) == sorted(groups), "as states are put together in order of the names"
+    assert list(groups) == sorted(groups), "states are merged in order of the names"
     assert groups["whitening"]["param_names"] == ["net.layer1.whitening.bias"]
     assert groups["head"]["param_names"] == ["net.head.2.weight"]
     assert len(groups["filters"]["params"]) == len(groups["vectors"]["params"]) == 6

@@ -1,4 +1,4 @@
-"""Networks are plain, ordered blocks, of the published size, and nothing that a strategy would stumble over."""
+"""Networks are ordered blocks of the published size, and work under every strategy."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from tests.support.runs import CONF, compose
 
 MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
 AIRBENCH_FILTERS = [(24, 64), (64, 64), (64, 256), (256, 256), (256, 256), (256, 256)]  # 3 x 3, inputs and outputs
-SIZES = {  # parameters for ten classes, as published, or counted by hand from the published layers
+SIZES = {  # parameters for ten classes, as published, or computed from the published layers
     "resnet18": 11_173_962,
     "resnet34": 21_282_122,
     "resnet50": 23_520_842,
-    "preact_resnet18": 11_171_146 + 2 * 512,  # and the normalization before the head
+    "preact_resnet18": 11_171_146 + 2 * 512,  # plus the normalization before the head
     "wide_resnet": 36_479_194,
     "vgg16": 14_728_266,
     "mlp": (3072 + 1) * 256 + (256 + 1) * 128 + (128 + 1) * 10,

@@ -1,4 +1,4 @@
-"""Groups without decay, learning-rate scaling, and schedules."""
+"""Parameter groups, learning-rate scaling and schedules."""
 
 from functools import partial
 

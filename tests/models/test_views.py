@@ -1,4 +1,4 @@
-"""Test-time augmentation: the right average, in the test only, and beside the plain accuracy."""
+"""Test-time augmentation averages the views correctly, in the test only, beside the plain accuracy."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def pixels(image: Tensor) -> Tensor:
-    """A network whose logits are the image."""
+    """Return the image as logits."""
     return image.flatten(1)
 
 

@@ -1,4 +1,4 @@
-"""The whitening layer: what its filters do to images, and its bias once it has had its time."""
+"""The whitening layer: its filters, and its bias once it is frozen."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_frozen_bias_has_no_gradient() -> None:
         net.zero_grad()
         net(IMAGES[:8]).square().sum().backward()
         gradients[trains] = {name: weight.grad for name, weight in net.named_parameters() if weight.requires_grad}
-    assert seen == [True, False], "no gradient need be computed for the layer's output"
+    assert seen == [True, False], "the frozen layer's output needs no gradient"
     bias = gradients[True].pop("layer1.whitening.bias")
     assert bias.abs().max() > 0
     assert torch.equal(gradients[False].pop("layer1.whitening.bias"), torch.zeros_like(bias))

@@ -1,7 +1,7 @@
-"""Every model under every strategy agrees with one process, in float64; both are found by globbing.
+"""Every model under every strategy agrees with one process in float64; both are found by globbing.
 
-Four small networks, one of each architecture, are trained here; `make test-all` trains all of them at their published
-sizes, but for one.
+`make test` trains four small networks, one of each architecture. `make test-all` trains all of them at their published
+sizes, except one.
 """
 
 import functools
@@ -51,7 +51,7 @@ OTHERS = [name for name in STRATEGIES if name not in (*STRATEGIES_OF_SMALL, "aut
 
 
 class Fingerprint(L.Callback):
-    """Keep each step's loss, and of each tensor at the end one number that any difference would change."""
+    """Record each step's loss, and for each final tensor a number that any difference would change."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -69,13 +69,13 @@ class Fingerprint(L.Callback):
 
 
 def _projection(tensor: Tensor) -> float:
-    """Return the product with a fixed direction, relative to the tensor's size: a large network is not copied."""
+    """Return the product with a fixed direction, relative to the tensor's norm, so that no tensor is copied."""
     direction = torch.cos(torch.arange(tensor.numel(), dtype=torch.float64)).view_as(tensor)
     return float((tensor * direction).sum() / tensor.norm().clamp_min(1e-300))
 
 
 def fit_and_fingerprint(cfg: DictConfig) -> None:
-    """Fit as configured, and write a sketch of the run."""
+    """Fit as configured, and write the run's fingerprint."""
     trainer, module, data = assemble(cfg)
     trainer.callbacks.append(Fingerprint())
     trainer.fit(module, datamodule=data)
@@ -83,7 +83,7 @@ def fit_and_fingerprint(cfg: DictConfig) -> None:
 
 @pytest.fixture(scope="session")
 def single_process(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """The single process's run, which accumulates the micro-batches that a pipeline makes."""
+    """Return a function that trains a single process, which accumulates a pipeline's micro-batches."""
 
     @functools.cache
     def run(model: str, micro_batches: int, *size: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The promise: the same run under every strategy and world size is the same run, in float64 to 1e-9.
+"""A run is the same under every strategy and world size, to 1e-9 in float64.
 
-Each strategy under conf/strategy makes a short run here. `make test-all` adds all worlds, with the 20 steps that the
-experiment ships with.
+Each strategy in conf/strategy makes a short run. `make test-all` adds all world sizes, with the 20 steps of the shipped
+experiment.
 """
 
 import functools
@@ -23,7 +23,7 @@ from tests.support.pool import Pool
 from tests.support.runs import STRATEGIES, Record, compose, fit, fit_ranks
 
 World = tuple[str, int, list[str]]  # strategy, processes, options
-ON_FOUR = ("hsdp", "hybrid")  # on two processes they are fsdp and pipeline
+ON_FOUR = ("hsdp", "hybrid")  # on two processes they equal fsdp and pipeline
 WORLDS: dict[str, World] = {
     f"{strategy} x{devices}": (strategy, devices, []) for strategy in STRATEGIES for devices in (2, 4)
 }
@@ -42,7 +42,7 @@ SCHEDULED: dict[str, World] = {
 }
 MUON_OPTIONS = ("ddp x2, ZeRO-1", "hybrid x4 of fsdp", "pipeline x2, 1f1b", "pipeline x2, zbv_zero_bubble")
 FROZEN = ("net.layer1.whitening.weight",)
-FEW_BLOCKS = 4  # stages that the default model's blocks make
+FEW_BLOCKS = 4  # the most stages for the default model's blocks
 
 
 def _experiment(schedule: str, devices: int) -> str:
@@ -63,7 +63,7 @@ ALL = [
     *[("muon", world) for world in ("ddp x2", "fsdp x2", "hsdp x4", *MUON_OPTIONS)],
     *[(_experiment(world.partition(", ")[2], devices), world) for world, (_, devices, _) in SCHEDULED.items()],
 ]
-SHIPPED: list[str] = []  # no change to the shipped experiment, which takes 20 steps
+SHIPPED: list[str] = []  # the shipped experiment of 20 steps, unchanged
 ROWS = [
     *[pytest.param(*row, SHORT, id=f"{row[0]}, {row[1]}") for row in dict.fromkeys(QUICK)],
     *[pytest.param(*row, SHIPPED, id=f"20 steps of {row[0]}, {row[1]}", marks=pytest.mark.slow) for row in ALL],
@@ -74,7 +74,7 @@ ROWS = [
 def single_process(
     small: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, int, list[str]], Record]:
-    """The single process's run, which accumulates the micro-batches that a pipeline makes of each batch."""
+    """Return a function that trains a single process, which accumulates a pipeline's micro-batches."""
 
     @functools.cache
     def run(experiment: str, micro_batches: int, length: tuple[str, ...]) -> Record:
@@ -102,12 +102,12 @@ def test_reference_run_changes_its_weights(
     steps: int,
     single_process: Callable[[str, int, list[str]], Record],
 ) -> None:
-    """It crosses an epoch's end, repeats no batch, is in float64, and moves each weight by more than 1 %."""
+    """The run crosses an epoch boundary, repeats no batch, is in float64, and moves each weight by more than 1 %."""
     reference = single_process(experiment, micro_batches, length)
     assert len(reference.losses) == steps
     assert len({tuple(sorted(batch)) for batch in reference.indices}) == len(reference.indices)
     first_epoch = {index for batch in reference.indices for index in batch}
-    assert sum(map(len, reference.indices)) > len(first_epoch), "some sample is trained on in a second epoch"
+    assert sum(map(len, reference.indices)) > len(first_epoch), "some samples occur in a second epoch"
     matrices = {name: tensor for name, tensor in reference.initial.items() if tensor.ndim > 1 and name not in FROZEN}
     moved = [float((reference.final[name] - tensor).norm() / tensor.norm()) for name, tensor in matrices.items()]
     assert min(moved) > 0.01
@@ -142,7 +142,7 @@ def test_agrees_with_single_process(
 
 @pytest.mark.parametrize("length", [SHORT, pytest.param(SHIPPED, marks=pytest.mark.slow)], ids=["short", "20 steps"])
 def test_three_processes_agree(length: list[str], pool: Pool, small: list[str], folder: Path) -> None:
-    """A third of the batch is no power of two, so rounding does not help."""
+    """A third of the batch is no power of two, so the ranks round differently."""
     task = [*small, "experiment=parity", *length, "data.batch_size=33"]
     reference = fit(compose(folder / "single", *task))
     for record in pool.run(3, fit, compose(folder, *task, "strategy=ddp", "trainer.devices=3")):

@@ -1,4 +1,4 @@
-"""The default strategy: none on one device, DDP on several, however they are given."""
+"""The default strategy is Lightning's on one device, and DDP on several."""
 
 import pytest
 from lightning.pytorch.strategies import DDPStrategy

@@ -1,4 +1,4 @@
-"""DDP's options: the exact ones change nothing, the others little; all ranks end alike, and so does a resumed run."""
+"""DDP's options: some are exact and others close; all ranks end with the same weights, also after resuming."""
 
 from collections import Counter
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_agrees_with_single_process(option: str, reference: Record, pool: Pool, 
 
 
 class CollectiveCounter(L.Callback):
-    """Counts the collectives of steps 3 to 5."""
+    """Profile the collectives of steps 3 to 5."""
 
     def __init__(self) -> None:
         self.profiler = profile(activities=[ProfilerActivity.CPU])
@@ -86,7 +86,7 @@ def test_broadcasts_buffers_only_where_they_differ(synced: bool, pool: Pool, sma
 def test_lossy_communication_stays_within_tolerance(
     hook: list[str], bound: float, devices: int, pool: Pool, small: list[str], folder: Path
 ) -> None:
-    gentle = [*PARITY, "optimizer.lr=0.001", "model.norm=group"]  # or any difference would grow in 20 steps
+    gentle = [*PARITY, "optimizer.lr=0.001", "model.norm=group"]  # so that differences do not grow within 20 steps
     reference = fit(compose(folder / "single", *small, *gentle))
     cfg = compose(folder, *small, *gentle, *hook, "strategy=ddp", f"trainer.devices={devices}")
     records = pool.run(devices, fit, cfg)
@@ -96,7 +96,7 @@ def test_lossy_communication_stays_within_tolerance(
 
 
 class ReplicaCheck(L.Callback):
-    """Notes after each step, and when validation begins, whether all ranks have the same weights."""
+    """Record after each step and at each validation whether all ranks have the same weights."""
 
     def __init__(self) -> None:
         self.alike: list[bool] = []
@@ -134,7 +134,7 @@ def test_local_sgd_averages_periodically_and_before_validation(pool: Pool, small
     "options", [POWERSGD, LOCAL, [*ADAMW, "strategy.shard_optimizer=true"]], ids=["powersgd", "local", "zero"]
 )
 def test_resumes_exactly(options: list[str], pool: Pool, small: list[str], folder: Path) -> None:
-    """Post-local SGD is compared with a run that saved, and so averaged, at the same step."""
+    """The reference saves at the same step, since post-local SGD averages weights at each save."""
     task = [*PARITY, *TWO, *options]
     reference = pool.run(2, fit, compose(folder / "uninterrupted", *small, *task), SaveOnce(6))
     pool.run(2, die, compose(folder, *small, *task), "on_train_batch_end", 6)
@@ -153,7 +153,7 @@ def test_sharded_optimizer_resumes_under_another_world_size(pool: Pool, small: l
 
 
 def optimizer_bytes(cfg: Any) -> tuple[int, int]:
-    """Bytes of the moments that this rank holds, and of all weights."""
+    """Return the bytes of this rank's moments, and of all weights."""
     trainer, module, data = assemble(cfg)
     trainer.fit(module, datamodule=data)
     moments = [value for state in trainer.optimizers[0].optim.state.values() for value in state.values()]
@@ -174,7 +174,7 @@ def test_each_rank_holds_its_shard_of_the_optimizer(pool: Pool, small: list[str]
 
 
 def test_powersgd_does_not_depend_on_the_world_size(pool: Pool, small: list[str], folder: Path) -> None:
-    """It is linear in the gradients; so what two ranks had left to send, four can."""
+    """PowerSGD is linear in the gradients, so four ranks can send the error that two ranks left."""
     task = [*PARITY, *POWERSGD, "strategy=ddp"]
     reference = pool.run(2, fit, compose(folder / "uninterrupted", *small, *task, "trainer.devices=2"))
     pool.run(2, die, compose(folder, *small, *task, "trainer.devices=2"), "on_train_batch_end", 6)

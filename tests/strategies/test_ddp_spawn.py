@@ -1,4 +1,4 @@
-"""What a process that Lightning has spawned does before it ends."""
+"""Shutdown of a process that Lightning has spawned."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ class Logger:
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), Stopped(15), KeyboardInterrupt()])
 def test_loggers_of_a_failed_run_are_marked_failed(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning does so in the process that spawns, whose loggers have no run."""
+    """Lightning itself finalizes only the loggers of the parent process, which have no run."""
 
     def fail(*_: Any) -> None:
         raise error

@@ -1,4 +1,4 @@
-"""DataParallel, as far as one can see it without GPUs: it is refused, and around torch's own part all is in place."""
+"""DataParallel without GPUs: it is refused, and everything but torch's own part works."""
 
 import logging
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_refuses_to_run_without_gpus(small: list[str], folder: Path) -> None:
 def test_agrees_with_single_process_on_a_cpu(
     small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a CPU torch's DataParallel passes the batch on whole, which makes the run a single process's."""
+    """On a CPU torch's DataParallel does not split the batch, so the run is that of one process."""
     monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
     reference = fit(compose(folder / "single", *small, "experiment=parity", *SHORT), test=True)
     with caplog.at_level(logging.INFO, "src"):

@@ -1,4 +1,4 @@
-"""Sharded: each rank holds its share, clips by the norm of the whole, and is refused what cannot be."""
+"""FSDP: each rank holds its shard, clips by the full norm, and refuses invalid options."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ FSDP = ["strategy=fsdp", "trainer.devices=2"]
 
 
 def shard_bytes(cfg: Any) -> tuple[int, int, int]:
-    """Bytes that this rank holds: of the weights, of the optimizer's moments; and those of the whole (stage)."""
+    """Return bytes: this rank's weights, its moments, and the weights of the full network or stage."""
     trainer, module, data = assemble(cfg)
     trainer.fit(module, datamodule=data)
     weights = [weight for weight in module.parameters() if isinstance(weight, DTensor)]
@@ -42,9 +42,9 @@ def test_each_rank_holds_its_shard(
     plain = ["callbacks.best=null", "callbacks.checkpoint=null"]
     sharded = ["strategy.data_parallel=fsdp"] if strategy == "hybrid" else []
     cfg = compose(folder, *small, *task, *plain, f"strategy={strategy}", f"trainer.devices={devices}", *sharded)
-    for weights, moments, total in pool.run(devices, shard_bytes, cfg):
+    for weights, moments, full in pool.run(devices, shard_bytes, cfg):
         assert weights == moments
-        assert weights == pytest.approx(total / shards, rel=0.1)
+        assert weights == pytest.approx(full / shards, rel=0.1)
 
 
 @pytest.mark.parametrize(

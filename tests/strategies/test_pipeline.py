@@ -1,4 +1,4 @@
-"""The pipeline: schedules give one process's run, each rank holds its stages, cuts lie where they should."""
+"""The pipeline: schedules agree with one process, ranks hold their stages, splits are balanced."""
 
 import itertools
 import logging
@@ -24,7 +24,7 @@ from tests.support.runs import compose, fit
 
 PARITY = ["experiment=parity", *SHORT]
 PIPELINE = ["strategy=pipeline", "trainer.devices=2"]
-FOUR_MICROBATCHES = "trainer.accumulate_grad_batches=4"  # what four micro-batches are to a single process
+FOUR_MICROBATCHES = "trainer.accumulate_grad_batches=4"  # what a single process does for four micro-batches
 
 
 def test_ranks_hold_different_stages(pool: Pool, small: list[str], folder: Path) -> None:
@@ -61,7 +61,7 @@ PASSES = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_
 
 
 def trace(cfg: Any) -> tuple[list[Action], list[Action]]:
-    """The passes of one step in the order in which this rank did them, and as the schedule's table says."""
+    """Return the passes of one step in the order of execution, and in that of the schedule's table."""
     done: list[Action] = []
     with pytest.MonkeyPatch.context() as patch:
         for method, kind in PASSES.items():
@@ -77,7 +77,10 @@ def trace(cfg: Any) -> tuple[list[Action], list[Action]]:
 
 
 def _table(stage: int, ahead: int) -> list[Action]:
-    """A stage that goes `ahead` so many micro-batches: all of them in GPipe, as many as ranks follow in 1F1B."""
+    """Return the passes of a stage whose forward passes run `ahead` of its backward passes.
+
+    In GPipe it runs ahead by all micro-batches, in 1F1B by the number of ranks from here on.
+    """
     rounds = [[(stage, "B", k), (stage, "F", k + ahead)] for k in range(NUM_MICROBATCHES)]
     return [(stage, "F", k) for k in range(ahead)] + [
         action for both in rounds for action in both if action[2] < NUM_MICROBATCHES
@@ -93,13 +96,13 @@ def _recording(method: Any, kind: str, done: list[Action]) -> Any:
 
 
 def max_live_microbatches(actions: list[Action]) -> int:
-    """The most micro-batches whose activations a rank's stages hold at once."""
+    """Return the maximum number of micro-batches whose activations a rank's stages hold at once."""
     counts = itertools.accumulate({"F": 1, "B": -1, "I": 0, "W": -1}[kind] for _, kind, _ in actions)
     return max(counts)
 
 
 NUM_MICROBATCHES = 8
-BOUNDS: dict[str, Callable[[int], int]] = {  # of two ranks, by rank, from the schedules' papers
+BOUNDS: dict[str, Callable[[int], int]] = {  # for two ranks, by rank, from the schedules' papers
     "gpipe": lambda rank: NUM_MICROBATCHES,
     "1f1b": lambda rank: 2 - rank,
     "interleaved_1f1b": lambda rank: 2 * (1 - rank) + 2 + 1,
@@ -110,7 +113,7 @@ BOUNDS: dict[str, Callable[[int], int]] = {  # of two ranks, by rank, from the s
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_passes_follow_the_schedule(schedule: str, pool: Pool, small: list[str], folder: Path) -> None:
-    """GPipe holds the activations of all micro-batches at once, the others of few."""
+    """GPipe holds the activations of all micro-batches at once, the other schedules fewer."""
     one_step = ["trainer.max_steps=1", "trainer.limit_val_batches=0", "callbacks.best=null"]
     chosen = [f"strategy.schedule={schedule}", f"strategy.microbatches={NUM_MICROBATCHES}"]
     cfg = compose(folder, *small, *PARITY, *PIPELINE, *one_step, *chosen)
@@ -120,7 +123,7 @@ def test_passes_follow_the_schedule(schedule: str, pool: Pool, small: list[str],
 
 
 def stage_bytes(cfg: Any) -> tuple[int, int, int]:
-    """Bytes: this rank's weights, its moments, and the whole network's weights."""
+    """Return bytes: this rank's weights, its moments, and the full network's weights."""
     trainer, module, data = assemble(cfg)
     total = sum(weight.nbytes for weight in module.parameters())
     trainer.fit(module, datamodule=data)
@@ -136,7 +139,7 @@ def test_each_rank_holds_only_its_stages(pool: Pool, small: list[str], folder: P
 
 
 class RandomNumbers(L.Callback):
-    """Keep what a layer with dropout would draw first in each step."""
+    """Record the first random number of torch's generator in each step."""
 
     def __init__(self) -> None:
         self.drawn: list[float] = []
@@ -148,7 +151,7 @@ class RandomNumbers(L.Callback):
 def first_random_numbers(cfg: Any) -> list[float]:
     numbers = RandomNumbers()
     trainer, module, data = assemble(cfg)
-    trainer.callbacks.append(numbers)  # behind the callback that seeds
+    trainer.callbacks.append(numbers)  # after the callback that seeds
     trainer.fit(module, datamodule=data)
     return numbers.drawn
 
@@ -216,7 +219,7 @@ def blocks(costs: list[int], sent: list[int]) -> list[Block]:
         ([1, 1, 1, 1], [0, 0, 0, 0], 2, [2, 2]),
         ([10, 1, 1, 1], [0, 0, 0, 0], 2, [1, 3]),
         ([1, 1, 1, 9, 1], [0, 0, 0, 0, 0], 3, [3, 1, 1]),
-        ([100, 100, 100, 100], [0, 400, 0, 0], 2, [1, 3]),  # the even cut would send the most
+        ([100, 100, 100, 100], [0, 400, 0, 0], 2, [1, 3]),  # the even split would send the most
     ],
 )
 def test_split_minimizes_the_most_expensive_stage(
@@ -226,7 +229,7 @@ def test_split_minimizes_the_most_expensive_stage(
 
 
 def test_no_stage_is_without_parameters() -> None:
-    """Though it would be the even cut: flattening costs nothing, but sends a whole image on."""
+    """Flattening costs nothing but sends a full image on, so the even split would give it a stage."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(3072, 16), nn.Linear(16, 10))
     stages = cut(ordered_blocks(net, torch.zeros(2, 3, 32, 32)), 2, "auto")
     assert [len(stage) for stage in stages] == [2, 1]

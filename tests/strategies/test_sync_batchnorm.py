@@ -1,4 +1,4 @@
-"""Batch normalization over all ranks is that of one process over the whole batch, gradients and buffers included."""
+"""Batch normalization over all ranks equals that of one process on the full batch, with gradients and buffers."""
 
 from pathlib import Path
 

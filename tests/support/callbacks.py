@@ -1,4 +1,4 @@
-"""Callbacks for runs that the real command line starts: they delay, hang, raise, kill or report."""
+"""Callbacks for runs that the command line starts: they delay, hang, raise, kill or report."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import torch
 
 
 class Slow(L.Callback):
-    """Make each step last `seconds`, and the step with number `at` a minute."""
+    """Sleep `seconds` in each step, and a minute in step `at`."""
 
     def __init__(self, seconds: float, at: int | None = None) -> None:
         self.seconds, self.at = seconds, at
@@ -37,9 +37,9 @@ class RaiseOnRankOne(L.Callback):
 
 
 class FailOnLastRank(L.Callback):
-    """In the third step, on the last rank only: nothing, SIGKILL, or too much memory.
+    """Do nothing, kill the process or exhaust memory, in the third step on the last rank.
 
-    W&B knows of the run by then.
+    It waits until W&B has recorded the run.
     """
 
     def __init__(self, what: str) -> None:
@@ -58,7 +58,7 @@ class FailOnLastRank(L.Callback):
 
 
 class Report(L.Callback):
-    """Each rank writes the values it was given, the cores it may use, and when training began and ended."""
+    """Write from each rank its given values, its cores, and the start and end of training."""
 
     def __init__(self, folder: str, **values: Any) -> None:
         self.folder, self.values = Path(folder), values
@@ -72,9 +72,9 @@ class Report(L.Callback):
 
 
 class PhaseReport(L.Callback):
-    """Write what the run is doing, and the samples of each step, for a test that kills it.
+    """Write the run's current phase and the samples of each step, for tests that kill it.
 
-    Validation and checkpoints last long enough to be hit: a checkpoint by the megabytes that it writes.
+    Validation sleeps, and checkpoints hold extra megabytes, so that kills can hit them.
     """
 
     def __init__(self, folder: str, step: float = 0.2, validation: float = 0.7) -> None:

@@ -1,4 +1,4 @@
-"""The real command line: start it, disturb it, wait for what it writes, and look for processes it leaves."""
+"""Start the real command line, wait for its output, and check that it leaves no process."""
 
 import contextlib
 import io
@@ -46,7 +46,7 @@ def start(*arguments: str, program: Sequence[str] = TRAIN, **variables: str) -> 
 
 
 def run(*arguments: str, code: int = 0, program: Sequence[str] = TRAIN, **variables: str) -> tuple[str, str]:
-    """Run a command to its end, and return what it printed; nothing of its process group may be left."""
+    """Run a command to its end, and return its output. No process of its group may be left."""
     process = start(*arguments, program=program, **variables)
     try:
         out, err = process.communicate(timeout=200)
@@ -58,9 +58,9 @@ def run(*arguments: str, code: int = 0, program: Sequence[str] = TRAIN, **variab
 
 
 def run_here(*arguments: str, code: int = 0, program: str = "train.py") -> tuple[str, str]:
-    """Run train.py or a module of scripts/ inside this process, and return what it printed.
+    """Run train.py or a module of scripts/ inside this process, and return its output.
 
-    A new process takes seconds to import torch. Only for commands that start no other process.
+    A new process takes seconds to import torch. The command must not start other processes.
     """
     out, err = io.StringIO(), io.StringIO()
     with _restored(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -84,7 +84,7 @@ def run_here(*arguments: str, code: int = 0, program: str = "train.py") -> tuple
 
 @contextlib.contextmanager
 def _restored() -> Iterator[None]:
-    """Undo what a command changes in its process: arguments, folder, logging and warnings."""
+    """Restore arguments, working directory, logging and warnings afterwards."""
     root, lightning = logging.getLogger(), logging.getLogger("lightning.pytorch")
     folder, argv, level, handlers = Path.cwd(), sys.argv, root.level, (root.handlers[:], lightning.handlers[:])
     with warnings.catch_warnings():
@@ -101,7 +101,7 @@ def _restored() -> Iterator[None]:
 
 
 def wait_for_exit(process: "subprocess.Popen[str]", timeout: float = 90.0) -> tuple[int, str, str]:
-    """Return the exit code and what was printed; kill all processes of a command that does not end in time."""
+    """Return exit code and output; kill the process group of a command that does not end in time."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -111,7 +111,11 @@ def wait_for_exit(process: "subprocess.Popen[str]", timeout: float = 90.0) -> tu
 
 
 def kill_group(group: int) -> bool:
-    """Return whether a process of the group outlives its leader for 5 seconds: Python's resource tracker takes one."""
+    """Kill a process group that outlives its leader for 5 seconds, of which Python's resource tracker takes one.
+
+    Returns:
+        Whether a process was left.
+    """
     if wait_until(lambda: not subprocess.run(["pgrep", "-g", str(group)], capture_output=True).stdout, 5):
         return False
     os.killpg(group, signal.SIGKILL)
@@ -127,7 +131,7 @@ def wait_until(reached: Callable[[], bool], seconds: float) -> bool:
 
 
 def error_line(err: str) -> str:
-    """Return the error message, which must be the only line but for warnings."""
+    """Return the error message, which must be a single line besides warnings."""
     assert "Traceback" not in err
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, err
@@ -135,7 +139,7 @@ def error_line(err: str) -> str:
 
 
 def rows(folder: Path) -> int:
-    """Return the number of lines of metrics.csv, the header included."""
+    """Return the number of lines of metrics.csv, header included."""
     file = folder / "metrics.csv"
     return file.read_text().count("\n") if file.exists() else 0
 
@@ -152,7 +156,7 @@ def wait_for_rows(folder: Path, number: int, process: "subprocess.Popen[str]") -
 
 
 def ranks(launcher: int) -> list[int]:
-    """Return the processes of the ranks in their order: the resource tracker is a child of the launcher too."""
+    """Return the process ids of the ranks in order, without the launcher's resource tracker."""
     children = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split()
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children if Path(f"/proc/{pid}").exists()}
     return [int(pid) for pid, command in commands.items() if "spawn_main" in command or "train.py" in command]
@@ -165,17 +169,17 @@ def callback(name: str, **options: object) -> str:
 
 
 def slow(seconds: float) -> str:
-    """Return the override that makes each step last so long."""
+    """Return the override that delays each step by `seconds`."""
     return callback("Slow", seconds=seconds)
 
 
 def free_port() -> int:
-    """Return a port that no process has at the moment, for a command that binds it itself."""
+    """Return a free port for a command that binds it itself."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 def slurm_task(rank: int, port: int) -> dict[str, str]:
-    """Return the variables by which srun tells one of two tasks its rank."""
+    """Return the variables that srun sets for one of two tasks."""
     return _SLURM | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "MASTER_PORT": str(port)}

@@ -1,4 +1,4 @@
-"""How two runs are compared: losses, weights, buffers and the optimizer's moments."""
+"""Comparison of two runs: losses, weights, buffers and the optimizer's moments."""
 
 import csv
 from pathlib import Path
@@ -21,12 +21,14 @@ def relative(a: Tensor, b: Tensor) -> float:
 def distances(run: Record, reference: Record) -> tuple[float, float]:
     """Return the largest relative difference of any step's loss, and of any final weight or buffer."""
     losses = max(abs(a - b) / abs(b) for a, b in zip(run.losses, reference.losses, strict=True))
-    weights = max(relative(tensor, reference.final[name]) for name, tensor in run.final.items())  # a stage's, or all
+    weights = max(
+        relative(tensor, reference.final[name]) for name, tensor in run.final.items()
+    )  # of a stage, or of the network
     return losses, weights
 
 
 def check_resumed(records: list[Record], reference: Record, done: int) -> None:
-    """Check that ranks resumed after `done` steps took the remaining steps of the reference, and ended where it did."""
+    """Check that ranks resumed after `done` steps have the reference's remaining losses and its final state."""
     for resumed in records:
         for a, b in zip(resumed.losses, reference.losses[done:], strict=True):
             assert a == pytest.approx(b, rel=TOLERANCE)
@@ -37,7 +39,7 @@ def check_resumed(records: list[Record], reference: Record, done: int) -> None:
 
 
 def check_replicas(records: list[Record]) -> None:
-    """Check that any two ranks hold the same bits of each tensor that both of them hold."""
+    """Check that tensors on several ranks are bit-identical."""
     for record in records:
         for other in records:
             shared = record.final.keys() & other.final.keys()
@@ -53,13 +55,13 @@ def check_last_checkpoints(folder: Path, other: Path) -> None:
 
 
 def read_rows(folder: Path) -> list[dict[str, str]]:
-    """Return the rows of metrics.csv by the names of its columns."""
+    """Return the rows of metrics.csv, keyed by column."""
     with (folder / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def check_same_rows(folder: Path, other: Path) -> None:
-    """Check that two runs logged the same metrics at the same steps; throughput apart."""
+    """Check that two runs logged the same metrics at the same steps, except throughput."""
     ours, theirs = read_rows(folder), read_rows(other)
     for row, reference in zip(ours, theirs, strict=True):
         names = [name for name in row.keys() | reference.keys() if not name.startswith("throughput/")]

@@ -1,11 +1,11 @@
-"""The runs by which tests compare strategies: the shipped experiment `parity`, shorter, with variations.
+"""Overrides of the runs by which tests compare strategies: a shorter experiment `parity` and its variations.
 
-Shorter is as strong in float64: 5 steps an epoch and 8 in all cross an epoch's end, drop a remainder, validate, and
-move each weight by more than 1 %. `make test-all` also makes the 20 steps that the experiment ships with.
+The short run is as strong a test in float64: its 8 steps, 5 per epoch, cross an epoch boundary, drop a remainder,
+validate, and move each weight by more than 1 %. `make test-all` also runs the 20 steps of the shipped experiment.
 """
 
-SIZES = {"train_size": 400, "test_size": 90}  # of the fixture `small`: 360 to train on, no multiple of 32
-SHORT = [  # 90 samples to train on and 10 to validate
+SIZES = {"train_size": 400, "test_size": 90}  # of the fixture `small`; 360 training images, not a multiple of 32
+SHORT = [  # 90 training and 10 validation samples
     "data.source.train_size=100",
     "data.source.test_size=25",
     "data.batch_size=16",

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a veth pair, each with a name and an address of its own."""
+"""Two hosts on one machine: network namespaces joined by a veth pair, each with its own name and address."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ _ENTER = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
 
 
 class Hosts:
-    """Makes them, runs commands on them, cuts the link, and removes them."""
+    """A pair of hosts and the link between them."""
 
     def __init__(self, folder: Path) -> None:
         tag = f"{os.getpid() % 100_000}"
@@ -40,7 +40,7 @@ class Hosts:
         _ip("-n", self.names[0], "link", "set", "eth0", state)
 
     def start(self, host: int, command: Sequence[str], log: Path, cwd: Path) -> subprocess.Popen[bytes]:
-        """Run a command on one of them, its output in `log`."""
+        """Start a command on one host, with its output in `log`."""
         name = self.names[host]
         enter = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "--mount"]
         inside = ["bash", "-c", _ENTER, "_", name, str(self._file), *command]
@@ -50,7 +50,7 @@ class Hosts:
 
 
 def skip_reason() -> str | None:
-    """The reason for which this machine cannot have them, if there is one."""
+    """Return why this machine cannot create network namespaces, or None if it can."""
     if missing := [tool for tool in ("ip", "nsenter", "unshare") if not shutil.which(tool)]:
         return f"there is no {missing[0]} to make network namespaces with"
     probe = f"probe{os.getpid() % 100_000}"

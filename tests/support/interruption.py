@@ -11,7 +11,7 @@ from tests.support.runs import fit
 
 
 class Died(Exception):
-    """Ends a run in the middle."""
+    """Ends a run before its last step."""
 
 
 class SaveAndDie(L.Callback):
@@ -39,7 +39,7 @@ class SaveAndDie(L.Callback):
 
 
 class SaveAndDieAtBatch(L.Callback):
-    """Save a checkpoint after the micro-batch with that number, then raise."""
+    """Save a checkpoint after micro-batch `number`, counted from one, then raise."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -62,11 +62,11 @@ class SaveOnce(L.Callback):
 
 
 def die(cfg: Any, hook: str, step: int) -> None:
-    """Train until `hook` of the step, and leave the checkpoint `died.ckpt` in the run folder."""
+    """Train until `hook` of a step, save `died.ckpt` in the run folder, and stop."""
     with pytest.raises(Died):
         fit(cfg, SaveAndDie(hook, step))
 
 
 def run_on_ranks(pool: Pool, devices: int, job: Any, *args: Any) -> list[Any]:
-    """Return what each rank returns: of the pool, or of this process if one device is enough."""
+    """Return the results of all ranks, which are those of the pool, or this process for one device."""
     return pool.run(devices, job, *args) if devices > 1 else [job(*args)]

@@ -1,4 +1,4 @@
-"""The memory of processes that run many tests: unlike one that trains, they give it back after each."""
+"""Memory of processes that run many tests and release it after each, unlike a training process."""
 
 import ctypes
 import gc
@@ -8,9 +8,9 @@ import src.run.experiment
 
 
 def disable_malloc_tuning() -> None:
-    """Let no run of this process keep memory: that is for good, and one large model would have it for all others.
+    """Disable malloc tuning, which is permanent: one large model would keep its memory in all later tests.
 
-    What is imported by now stays out of each later collection, which would take a quarter of a second otherwise.
+    Objects that exist by now are excluded from garbage collection, which otherwise takes a quarter of a second.
     """
     src.run.experiment.tune_malloc = lambda: False
     gc.freeze()

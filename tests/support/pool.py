@@ -1,7 +1,7 @@
-"""Worker processes that live through the whole test session, since each takes seconds to start.
+"""Worker processes that live through the test session, since each takes seconds to start.
 
-A job gets as many of them as its world has ranks, with the variables that a launcher would set, and leaves neither a
-process group nor a variable behind.
+A job runs on as many workers as its world has ranks, with the variables of a launcher. Process group and variables are
+removed after it.
 """
 
 import logging
@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-_TIMEOUT = 240.0  # seconds for one job; a rank that hangs is killed with the others
-_GRACE = 20.0  # seconds that the other ranks have once one has failed
+_TIMEOUT = 240.0  # seconds for one job; then all ranks are killed
+_GRACE = 20.0  # seconds for the other ranks once one has failed
 
 
 class RankFailed(Exception):
@@ -36,7 +36,7 @@ class Pool:
             RankFailed: if any rank raised, or did not answer in time.
         """
         self._start(world_size)
-        # This process binds the port and holds it, as the agent of torchrun does, so no other program can take it.
+        # This process keeps the port bound, as the agent of torchrun does, so that no other program takes it.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
             self._ranks[rank][1].send((job, args, _environment(rank, world_size, store.port)))

@@ -1,4 +1,4 @@
-"""What a test session says at its end: its wall time per folder, and which skips nobody expected."""
+"""Report at the end of a test session: wall time per folder, and unexpected skips."""
 
 import time
 from collections import defaultdict
@@ -17,7 +17,7 @@ ALLOWED_SKIPS = {
 
 
 class Report:
-    """Counts the seconds of each folder, and the skips that are not on the committed list."""
+    """A pytest plugin that sums the seconds of each folder, and collects skips that are not on the list."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()

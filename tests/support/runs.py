@@ -1,4 +1,4 @@
-"""Training runs inside the test process or the ranks of the pool, with a record of what they did."""
+"""Training runs inside the test process or the ranks of the pool, with a record of each."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,7 +22,7 @@ QUIET = ["logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=
 
 
 def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
-    """The resolved configuration of a run in `folder`, as the launcher hands it to the ranks."""
+    """Return the resolved configuration of a run in `folder`, as the launcher passes it to the ranks."""
     from src.sweeps.resolvers import register_resolvers
 
     register_resolvers()
@@ -37,7 +37,7 @@ def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
 
 @dataclass
 class Record(L.Callback):
-    """What one rank saw of a run, kept in a file too: a process that Lightning spawned has no other way to tell."""
+    """Record of a run on one rank. It is also written to a file, the only way out of a spawned process."""
 
     file: Path
     losses: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Record(L.Callback):
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {part.name: getattr(self, part.name) for part in fields(self)}  # not what Lightning hangs on callbacks
+        return {part.name: getattr(self, part.name) for part in fields(self)}  # without attributes that Lightning adds
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.initial = _copy(pl_module.state_dict())
@@ -62,12 +62,12 @@ class Record(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.final = _copy(pl_module.state_dict())
         self.optimizer = moments(trainer.strategy.optimizer_state(trainer.optimizers[0]))
-        self.file.parent.mkdir(exist_ok=True)  # fast_dev_run makes no folder
+        self.file.parent.mkdir(exist_ok=True)  # fast_dev_run creates no folder
         torch.save(self.__getstate__(), self.file.with_suffix(f".{trainer.global_rank}"))
 
 
 def fit(cfg: DictConfig, *extra: L.Callback, test: bool = False) -> Record:
-    """Fit as configured, and test if asked; return what happened."""
+    """Fit as configured, and test if asked; return the record."""
     trainer, module, data = assemble(cfg)
     record = Record(Path(cfg.run_dir) / "record")
     trainer.callbacks[:0] = [record, *extra]
@@ -80,12 +80,12 @@ def fit(cfg: DictConfig, *extra: L.Callback, test: bool = False) -> Record:
 
 
 def fit_ranks(cfg: DictConfig, pool: Pool) -> list[Record]:
-    """Fit as configured on all ranks, whoever starts them; return a record of each."""
+    """Fit as configured on all ranks; return a record of each."""
     if cfg.trainer.devices == 1:
         return [fit(cfg)]
     if not runs_in_single_process(cfg):
         return pool.run(cfg.trainer.devices, fit, cfg)
-    metrics = fit(cfg).metrics  # Lightning brings them back from the processes it spawned, and nothing else
+    metrics = fit(cfg).metrics  # all that Lightning returns from spawned processes
     records = [Record(Path(cfg.run_dir) / "record") for _ in range(cfg.trainer.devices)]
     for rank, record in enumerate(records):
         kept = torch.load(record.file.with_suffix(f".{rank}"), weights_only=False)
@@ -94,7 +94,7 @@ def fit_ranks(cfg: DictConfig, pool: Pool) -> list[Record]:
 
 
 def moments(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Every tensor of an optimizer's state under `parameter/moment`; none where another rank was given the state."""
+    """Return an optimizer's tensors as `parameter/moment`; empty on ranks that did not get the state."""
     names = [name for group in state.get("param_groups", []) for name in group["param_names"]]
     return {
         f"{names[number]}/{key}": value.detach().clone()
@@ -109,5 +109,5 @@ def _copy(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_full_tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """Shards put together, by all ranks in the same order."""
+    """Gather sharded tensors; all ranks must call this with the same names."""
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}

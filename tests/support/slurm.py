@@ -45,11 +45,11 @@ PartitionName=debug Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP Over
 _NODE = "NodeName=node{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000 State=UNKNOWN"
 
 
-_PATH = f"{os.environ['PATH']}:/usr/sbin"  # where the daemons are
+_PATH = f"{os.environ['PATH']}:/usr/sbin"  # the daemons' folder
 
 
 class Slurm:
-    """Starts the daemons, asks and tells them things, and stops them."""
+    """The daemons of a SLURM cluster and the commands that talk to them."""
 
     def __init__(self, folder: Path) -> None:
         host, port = socket.gethostname(), 16_000 + os.getpid() % 1000 * 3
@@ -58,7 +58,7 @@ class Slurm:
         text = _CONFIG.format(host=host, user=getpass.getuser(), port=port, folder=folder, nodes=nodes)
         self.file.write_text(text)
         (folder / "state").mkdir()
-        # A node's name does not resolve here, and both are this host.
+        # Node names do not resolve here; both nodes are this host.
         local = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "SLURM_CONF": str(self.file), "PATH": _PATH}
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | local
 
@@ -74,11 +74,11 @@ class Slurm:
                 os.kill(int(file.read_text()), signal.SIGTERM)
 
     def run(self, *command: str) -> str:
-        """What a command of SLURM's prints."""
+        """Run a SLURM command; return its output."""
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout
 
     def job_state(self, job: str) -> str:
-        """Such as RUNNING, PENDING or COMPLETED."""
+        """Return a job's state, such as RUNNING, PENDING or COMPLETED."""
         shown = self.run("scontrol", "show", "job", job)
         return shown.partition("JobState=")[2].split()[0]
 
@@ -86,7 +86,7 @@ class Slurm:
         """Wait for a condition.
 
         Raises:
-            TimeoutError: if it does not come to be.
+            TimeoutError: if it does not hold in time.
         """
         deadline = time.monotonic() + seconds
         while not reached():
@@ -96,6 +96,6 @@ class Slurm:
 
 
 def skip_reason() -> str | None:
-    """The reason for which this machine cannot have it, if there is one."""
+    """Return why this machine cannot run SLURM, or None if it can."""
     missing = [name for name in ("slurmctld", "slurmd", "srun") if not shutil.which(name, path=_PATH)]
     return f"SLURM is not installed: there is no {missing[0]}" if missing else None

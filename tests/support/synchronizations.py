@@ -1,10 +1,10 @@
-"""Catches what would make the host wait for a GPU, on a machine that has none: by what is called, not by what happens.
+"""Detection of host-device synchronizations on a machine without a GPU, by the operations that are called.
 
-What lies on the host anyway is told by how it was made: by `.cpu()`, by `torch.tensor` without a device, or of such.
+A tensor counts as a host tensor if `.cpu()`, `torch.tensor` without a device, or an operation on host tensors made it.
 
-Seen are operations whose result the host must know, by torch's dispatcher (also those within Lightning, torchmetrics
-and the backward pass) or by name, and data that goes to the device the blocking way. Not seen is what torch does in C++
-without an operation, such as DistributedDataParallel's reducer: for that there is the test on CUDA.
+Detected are operations whose result the host needs, and blocking copies to the device. The former are found by torch's
+dispatcher (also within Lightning, torchmetrics and the backward pass) or by name. Synchronizations in C++ without an
+operation, such as those of DistributedDataParallel's reducer, are not detected; the test on CUDA covers them.
 """
 
 import traceback
@@ -71,7 +71,7 @@ def _on_host(args: Any) -> bool:
 
 
 def _masks(name: str, args: Any) -> bool:
-    """Whether a mask chooses how many elements there are."""
+    """Whether a mask determines the number of elements."""
     if name not in ("index", "index_put", "index_put_"):
         return False
     masked = any(part is not None and part.dtype in (torch.bool, torch.uint8) for part in args[1])
@@ -79,7 +79,7 @@ def _masks(name: str, args: Any) -> bool:
 
 
 class SynchronizationWatcher:
-    """Notes each wait while it is `on`, with the lines of code that led to it. To be entered around the whole run."""
+    """Records each synchronization while it is `on`, with its lines of code. Enter it around the complete run."""
 
     def __init__(self) -> None:
         self.waits: list[str] = []
@@ -109,7 +109,7 @@ class SynchronizationWatcher:
             self._on = before
 
     def _unseen(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What is meant to be the host's own work."""
+        """Exclude a function that works on host tensors on purpose."""
 
         def unseen(*args: Any) -> Any:
             with self.on(False):
@@ -119,7 +119,7 @@ class SynchronizationWatcher:
 
 
 class BetweenLogPoints(L.Callback):
-    """Has the loop take its steps within `context`, but for log points, the first of them, and the ends of epochs."""
+    """Run the loop's steps inside `context`, except log points, the steps up to the first one, and epoch ends."""
 
     def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self.context, self.steps = context, 0
