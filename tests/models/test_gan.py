@@ -146,6 +146,7 @@ def test_samples_are_laid_out_in_a_square(small: list[str], folder: Path) -> Non
 
 
 def test_samples_are_logged_as_images(small: list[str], folder: Path) -> None:
+    folder /= "logged_samples"  # the run's id must be unique in this process
     cfg = compose(
         folder, *TASK, *small, *SHORT, "logger=wandb", "trainer.accelerator=cpu", "trainer.max_epochs=1", quiet=False
     )
