@@ -15,6 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from src.checkpoint.run_files import checkpoint_file
 from src.run.folder import CONFIG, folder_of, run_and_sweep_id, saved_config
 from src.run.resume import newest_checkpoint, remove_partial_checkpoints
+from src.run.unused import refuse_unused_groups
 from src.utils.errors import UserError
 from src.utils.flatten import flatten_config
 
@@ -32,6 +33,7 @@ def prepare(cfg: DictConfig) -> DictConfig:
         UserError: if a checkpoint or the images are missing, or there are fewer devices than asked for.
     """
     hydra_cfg = HydraConfig.get()
+    refuse_unused_groups(cfg, hydra_cfg.overrides.task)
     folder = Path(hydra_cfg.runtime.output_dir)
     _settle_start(cfg, folder)
     if cfg.ckpt_path:
