@@ -15,7 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-from src.run.experiment import assemble, build, run
+from src.run.build import build
+from src.run.experiment import assemble, run
 from tests.support.commands import ROOT, run_here
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit, fit_ranks

@@ -26,7 +26,7 @@ def trained(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def images(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the test set as files, some in a subfolder, and a file that is no image."""
-    from src.run.experiment import build
+    from src.run.build import build
 
     folder = tmp_path_factory.mktemp("images")
     data = build(compose(folder, *small).data)
@@ -52,7 +52,7 @@ def test_predictions_match_the_accuracy(
     assert len({row["file"] for row in rows}) == 90
     alone = run(compose(folder / "test", *small, *TASK, "fit=false", f"ckpt_path={trained}"))
     from src.data.sources.shapes import CLASSES
-    from src.run.experiment import build
+    from src.run.build import build
 
     labels = build(cfg.data).source.load(build(cfg.data).root, "test")[1].tolist()
     correct = [row["class"] == CLASSES[labels[int(Path(row["file"]).stem)]] for row in rows]
@@ -80,7 +80,7 @@ def test_refuses_files_that_are_no_images(trained: Path, small: list[str], tmp_p
     cfg = compose(folder, *small, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}")
     with pytest.raises(UserError, match="there is no image in it"):
         run(cfg)
-    with pytest.raises(UserError, match="GAN classifies nothing"):
+    with pytest.raises(UserError, match="GAN does not classify images"):
         run(compose(folder, *small, "experiment=gan", "data.batch_size=16", *PREDICT, f"predict={tmp_path}"))
     (tmp_path / "broken.png").write_bytes(b"\x89PNG and no more")
     with pytest.raises(UserError, match=r"broken.png cannot be read"):

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from src.data.augment.pixels import normalize
-from src.run.experiment import assemble, build
+from src.run.build import build
+from src.run.experiment import assemble
 from src.utils.errors import UserError
 from tests.support.comparison import check_same_rows, read_rows
 from tests.support.experiments import SHORT
@@ -75,8 +76,8 @@ def test_train_samples_limits_the_training_set(small: list[str], folder: Path) -
         (["module.label_smoothing=2"], "module.label_smoothing=2"),
         (["trainer.precision=fp8"], "fp8"),
         (["trainer.log_every_n_steps=0"], "trainer.log_every_n_steps=0"),
-        (["+trainer.enable_checkpointing=false"], "take callbacks=none instead"),
-        (["+trainer.overfit_batches=1"], "trainer.overfit_batches=1: take debug=overfit"),
+        (["+trainer.enable_checkpointing=false"], "use callbacks=none instead"),
+        (["+trainer.overfit_batches=1"], "trainer.overfit_batches=1: use debug=overfit"),
     ],
 )
 def test_refuses_invalid_sizes(overrides: list[str], message: str, small: list[str], folder: Path) -> None:

@@ -13,7 +13,8 @@ from PIL import Image
 
 from src.callbacks.frechet import FrechetDistance
 from src.data.hashing import hash_ints, normal
-from src.run.experiment import assemble, build, run
+from src.run.build import build
+from src.run.experiment import assemble, run
 from src.strategies.compatibility import check_can_train
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances

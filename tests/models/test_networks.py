@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from src.models.vit import vit
-from src.run.experiment import build
+from src.run.build import build
 from src.utils.errors import UserError
 from tests.support.runs import CONF, compose
 

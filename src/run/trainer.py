@@ -1,0 +1,142 @@
+"""Lightning's Trainer: the configured options, and what every run needs whatever is configured."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+
+from src.callbacks.checkpoint_history import CheckpointHistory
+from src.callbacks.data_position import DataPosition
+from src.callbacks.heartbeat import Heartbeat
+from src.callbacks.nan_guard import NaNGuard
+from src.callbacks.predictions import PredictionWriter
+from src.callbacks.preemption import PreemptionHandler
+from src.callbacks.record import RunRecord
+from src.callbacks.seed import SeedEachStep
+from src.checkpoint.io import AtomicCheckpointIO
+from src.loggers.csv import CSVLogger
+from src.run.build import build
+from src.strategies.sync_batchnorm import GlobalBatchNorm
+from src.utils.errors import UserError
+
+
+def build_trainer(cfg: DictConfig) -> L.Trainer:
+    """Build the trainer of a resolved configuration, with the callbacks and plugins that every run needs.
+
+    Raises:
+        UserError: if Lightning refuses an option, or it has no meaning here.
+    """
+    _check_options(cfg.trainer)
+    folder = Path(cfg.run_dir)
+    required, configured = _required_callbacks(cfg), _configured_callbacks(cfg)
+    plugins, precision = _plugins_and_precision(cfg.trainer)
+    make_trainer = build(cfg.trainer, _partial_=True)
+    try:
+        return make_trainer(
+            strategy=_build_strategy(cfg.strategy),
+            callbacks=[*required, *configured],
+            logger=[CSVLogger(folder), *_build_each(cfg, "logger")],
+            plugins=plugins,
+            precision=precision,
+            default_root_dir=folder,
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in configured),
+            # The option is true or false, or a number of steps; Lightning counts micro-batches.
+            fast_dev_run=int(cfg.trainer.fast_dev_run) * cfg.trainer.accumulate_grad_batches,
+            # The data module applies these limits (`data.limits`), because Lightning would count micro-batches.
+            limit_train_batches=1.0,
+            limit_val_batches=1.0,
+            limit_test_batches=1.0,
+            # The project's sampler divides the data itself; Lightning's wrapper would shuffle it again.
+            use_distributed_sampler=False,
+        )
+    except (MisconfigurationException, ValueError) as error:
+        raise to_user_error(error) from error
+
+
+def _required_callbacks(cfg: DictConfig) -> list[L.Callback]:
+    """Return the callbacks of every run, whatever is configured."""
+    folder = Path(cfg.run_dir)
+    return [
+        # These end the run: a hung rank alone, or all ranks at the same step after a signal.
+        Heartbeat(folder, cfg.launch.timeout),
+        PreemptionHandler(folder),
+        # A resumed run needs these to repeat the uninterrupted one: its log, data, best checkpoints, random numbers.
+        RunRecord(cfg),
+        DataPosition(),
+        CheckpointHistory(),
+        SeedEachStep(cfg.seed),
+        NaNGuard(),
+        PredictionWriter(folder),
+    ]
+
+
+def _configured_callbacks(cfg: DictConfig) -> list[Any]:
+    callbacks = _build_each(cfg, "callbacks")
+    if cfg.trainer.enable_progress_bar:
+        return callbacks
+    # Lightning raises an error if it gets a progress bar although the bar is disabled.
+    return [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+
+
+def _plugins_and_precision(trainer: DictConfig) -> tuple[list[Any], str | None]:
+    """Return Lightning's plugins, and the precision by name unless a plugin sets it."""
+    plugins: list[Any] = [AtomicCheckpointIO()]
+    if trainer.sync_batchnorm:
+        plugins.append(GlobalBatchNorm())
+    if trainer.precision != "64-true":
+        return plugins, trainer.precision
+    # Lightning accepts the plugin with every strategy, but the name 64-true only with some.
+    return [*plugins, DoublePrecision()], None
+
+
+def _build_strategy(node: DictConfig) -> Any:
+    """Build the strategy; only the launcher needs its key `single_process`."""
+    return build(OmegaConf.masked_copy(node, [str(key) for key in node if key != "single_process"]))
+
+
+def _build_each(cfg: DictConfig, group: str) -> list[Any]:
+    """Build the configured callbacks or loggers: each is one key of the group.
+
+    Raises:
+        UserError: if a key has options, but no class.
+    """
+    nodes = {f"{group}.{name}": node for name, node in cfg.get(group, {}).items() if node}
+    for name, node in nodes.items():
+        if "_target_" not in node:
+            options = ", ".join(map(str, node))
+            raise UserError(f"{name} has options ({options}) but no _target_: choose a file of conf/{group} that has")
+    return [build(node) for node in nodes.values()]
+
+
+def _check_options(trainer: DictConfig) -> None:
+    """Check the options of Lightning's Trainer.
+
+    Raises:
+        UserError: if one has no meaning here.
+    """
+    if trainer.log_every_n_steps < 1:
+        raise UserError(
+            f"trainer.log_every_n_steps={trainer.log_every_n_steps} logs nothing and detects no NaN: set at least 1"
+        )
+    if trainer.get("overfit_batches"):
+        raise UserError(
+            f"trainer.overfit_batches={trainer.overfit_batches}: use debug=overfit, which trains on one batch"
+        )
+    if trainer.get("enable_checkpointing") is not None:
+        raise UserError(f"trainer.enable_checkpointing={trainer.enable_checkpointing}: use callbacks=none instead")
+    interval = trainer.get("val_check_interval")
+    if interval is not None and (not isinstance(interval, int | float) or interval <= 0):
+        # Lightning reads each rank's own clock, so some ranks would validate while others train.
+        raise UserError(
+            f"trainer.val_check_interval={interval}: give a number of steps, or a fraction of an epoch; "
+            "ranks cannot validate by the clock"
+        )
+
+
+def to_user_error(error: Exception) -> UserError:
+    """Return Lightning's error as one line for the user."""
+    return UserError(f"an option of `trainer`, `strategy` or `callbacks` is invalid: {' '.join(str(error).split())}")
