@@ -18,8 +18,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from src.cli.shorthands import without_null_choices
+from src.run.devices import runs_in_single_process
 from src.run.folder import unique_name
-from src.run.resolve import runs_in_single_process
 from src.sweeps.resolvers import register_resolvers
 from src.utils.errors import UserError
 from src.utils.files import atomic_write

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from src.run.resolve import device_count, runs_in_single_process
+from src.run.devices import device_count, runs_in_single_process
 from src.utils.errors import UserError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import os
 import torch
 from omegaconf import DictConfig
 
-from src.run.resolve import device_count
+from src.run.devices import device_count
 from src.utils.gc_pause import gc_paused
 from src.utils.process_group import close_process_group
 from src.utils.rank_log import log_to_folder

@@ -22,7 +22,8 @@ from src.launch.external import check_world_size, detect_cluster_environment, re
 from src.launch.hosts import rendezvous_hosts
 from src.launch.rank import run_rank
 from src.launch.workers import launch_workers
-from src.run.resolve import device_count, prepare, runs_in_single_process
+from src.run.devices import device_count, runs_in_single_process
+from src.run.resolve import resolve_config
 from src.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def launch(
     """
     if env := detect_cluster_environment():
         return _join(env, cfg)
-    cfg, host = (prepare(cfg), 0) if cfg.trainer.num_nodes == 1 else _sync_hosts(cfg)
+    cfg, host = (resolve_config(cfg), 0) if cfg.trainer.num_nodes == 1 else _sync_hosts(cfg)
     devices = device_count(cfg.trainer)
     _check_possible(cfg, devices)
     if devices == cfg.trainer.num_nodes == 1 and HydraConfig.get().mode == RunMode.RUN:
@@ -57,7 +58,7 @@ def _join(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, float]:
         rank, world_size = env.global_rank(), env.world_size()
         store = rendezvous(env)
         cfg = sync_config(
-            store, rank, world_size, OmegaConf.to_yaml(cfg), lambda: check_world_size(prepare(cfg), world_size)
+            store, rank, world_size, OmegaConf.to_yaml(cfg), lambda: check_world_size(resolve_config(cfg), world_size)
         )
     except UserError:
         if env.global_rank() > 0:
@@ -75,7 +76,7 @@ def _sync_hosts(cfg: DictConfig) -> tuple[DictConfig, int]:
             "launch.endpoint=HOST:PORT of one host, or start train.py with torchrun or srun. A sweep cannot do that"
         )
     store, number = rendezvous_hosts(cfg.launch.endpoint, nodes, cfg.launch.rendezvous_timeout)
-    cfg = sync_config(store, number, nodes, OmegaConf.to_yaml(cfg), lambda: prepare(cfg))
+    cfg = sync_config(store, number, nodes, OmegaConf.to_yaml(cfg), lambda: resolve_config(cfg))
     folder = Path(hydra_cfg.runtime.output_dir)
     if str(folder) != cfg.run_dir:
         with contextlib.suppress(

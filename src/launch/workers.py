@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from src.launch.failures import RankFailedError, first_error, log_sizes
 from src.launch.hosts import rendezvous_settings
 from src.launch.rank import run_rank
-from src.run.resolve import runs_in_single_process
+from src.run.devices import runs_in_single_process
 from src.run.resume import with_newest_checkpoint
 from src.utils import signals
 from src.utils.errors import UserError

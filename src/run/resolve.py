@@ -1,18 +1,17 @@
-"""From the composed configuration to the one that every rank gets: checked, resolved, plain."""
+"""Resolve the composed configuration in one process: every rank then gets the same values, without interpolations."""
 
 import logging
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import hydra
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from src.checkpoint.run_files import checkpoint_file
+from src.run.devices import resolve_devices
 from src.run.folder import CONFIG, folder_of, run_and_sweep_id, saved_config
 from src.run.resume import newest_checkpoint, remove_partial_checkpoints
 from src.run.unused import refuse_unused_groups
@@ -26,94 +25,106 @@ _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
 _NOT_COMPARED = [*_NOT_INHERITED, "init_from", "runtime", "trainer.devices", "trainer.accelerator"]
 
 
-def prepare(cfg: DictConfig) -> DictConfig:
-    """Settle what one start decides: the checkpoint, the devices, the folder and the id.
+def resolve_config(cfg: DictConfig) -> DictConfig:
+    """Set what each start decides (checkpoint, devices, run folder, run id), and resolve all interpolations.
 
     Raises:
-        UserError: if a checkpoint or the images are missing, or there are fewer devices than asked for.
+        UserError: if a checkpoint or the images are missing, there are fewer devices than configured, or the run
+            folder cannot be used.
     """
     hydra_cfg = HydraConfig.get()
     refuse_unused_groups(cfg, hydra_cfg.overrides.task)
     folder = Path(hydra_cfg.runtime.output_dir)
-    _settle_start(cfg, folder)
+    _check_writable(folder)
+    _resolve_resume(cfg, folder)
     if cfg.ckpt_path:
-        cfg.ckpt_path = str(_checkpoint("ckpt_path", cfg.ckpt_path))
-        _warn_of_changes(cfg.ckpt_path)
-    elif cfg.init_from:  # a run that goes on has its weights already
-        cfg.init_from = str(_checkpoint("init_from", cfg.init_from))
+        cfg.ckpt_path = str(_find_checkpoint("ckpt_path", cfg.ckpt_path))
+        _warn_of_changed_files(cfg.ckpt_path)
+    elif cfg.init_from:  # a continued run has its weights in `ckpt_path`
+        cfg.init_from = str(_find_checkpoint("init_from", cfg.init_from))
     if cfg.predict:
-        cfg.predict = str(_image_folder(cfg.predict))
-    cfg.trainer.accelerator, cfg.trainer.devices = _resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
+        cfg.predict = str(_find_images(cfg.predict))
+    cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     cfg.run_dir = str(folder)
-    runtime = cfg.runtime
-    runtime.run_id, runtime.sweep_id = run_and_sweep_id(folder, sweep=hydra_cfg.mode == RunMode.MULTIRUN)
+    runtime, is_sweep = cfg.runtime, hydra_cfg.mode == RunMode.MULTIRUN
+    runtime.run_id, runtime.sweep_id = run_and_sweep_id(folder, is_sweep)
     overrides = hydra_cfg.overrides.task
     runtime.overrides = [override for override in overrides if override.partition("=")[0] not in _NOT_INHERITED]
     OmegaConf.resolve(cfg)
     return cfg
 
 
-def device_count(trainer: DictConfig) -> int:
-    """Devices per node of a trainer configuration, once resolved."""
-    return trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)
-
-
-def runs_in_single_process(cfg: DictConfig) -> bool:
-    """Whether the strategy wants one process per node, and drives all its devices from there."""
-    return bool(cfg.strategy.get("single_process", False))
-
-
-def _settle_start(cfg: DictConfig, folder: Path) -> None:
-    """Check that the run folder can be written to; find the checkpoint from which `resume=auto` goes on.
-
-    Raises:
-        UserError: if not, or if it is not clear whether the run in that folder is meant.
-    """
+def _check_writable(folder: Path) -> None:
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"cannot write to the run folder {folder} ({error.strerror}): set run_dir to another") from None
+
+
+def _resolve_resume(cfg: DictConfig, folder: Path) -> None:
+    """Set `ckpt_path` to the newest checkpoint of the run folder if resume=auto.
+
+    Raises:
+        UserError: if `resume` is invalid or needs `run_dir`, or the folder contains a run that should not be resumed.
+    """
     if cfg.resume not in (None, "auto"):
         raise UserError(f"resume={cfg.resume}: give auto, or null")
-    if cfg.resume and not cfg.ckpt_path:
-        hydra_cfg = HydraConfig.get()
-        has_fixed_folder = cfg.run_dir or "SLURM_JOB_ID" in os.environ or hydra_cfg.mode == RunMode.MULTIRUN
-        if not has_fixed_folder and not any(word.startswith("hydra.run.dir=") for word in hydra_cfg.overrides.hydra):
-            raise UserError("resume=auto needs run_dir=FOLDER, so that the next start finds what this one has saved")
+    if cfg.ckpt_path:
+        return
+    if cfg.resume:
+        if not _has_fixed_folder(cfg):
+            raise UserError("resume=auto needs run_dir=FOLDER, so that the next start finds its checkpoints")
         remove_partial_checkpoints(folder)
         newest = newest_checkpoint(folder)
         cfg.ckpt_path = str(newest) if newest else None
-    elif cfg.run_dir and cfg.fit and not cfg.ckpt_path and (folder / CONFIG).exists():
-        raise UserError(f"run_dir={cfg.run_dir} holds a run: add resume=auto to go on with it, or give another folder")
+    elif cfg.run_dir and cfg.fit and (folder / CONFIG).exists():
+        raise UserError(f"run_dir={cfg.run_dir} holds a run: add resume=auto to continue it, or give another folder")
 
 
-def _checkpoint(option: str, value: str) -> Path:
-    """The file that `ckpt_path` or `init_from` means: of a run folder, the newest that is whole."""
-    if newest := newest_checkpoint(Path(value).expanduser().absolute()):
+def _has_fixed_folder(cfg: DictConfig) -> bool:
+    """Return whether the same command uses the same run folder each time it starts."""
+    hydra_cfg = HydraConfig.get()
+    if cfg.run_dir or "SLURM_JOB_ID" in os.environ or hydra_cfg.mode == RunMode.MULTIRUN:
+        return True
+    return any(override.startswith("hydra.run.dir=") for override in hydra_cfg.overrides.hydra)
+
+
+def _find_checkpoint(option: str, value: str) -> Path:
+    """Return the checkpoint that `ckpt_path` or `init_from` names; in a run folder, the newest complete one.
+
+    Raises:
+        UserError: if there is none, or the file is not a checkpoint of this project.
+    """
+    path = Path(value).expanduser().absolute()
+    if newest := newest_checkpoint(path):
         return newest
-    checkpoint = checkpoint_file(Path(value))
+    checkpoint = checkpoint_file(path)
     if not checkpoint.is_file():
-        missing = f"checkpoint in that folder ({checkpoint})" if Path(value).is_dir() else "such file or run folder"
+        missing = f"checkpoint in that folder ({checkpoint})" if path.is_dir() else "such file or run folder"
         raise UserError(f"{option}={value}: there is no {missing}")
-    from src.checkpoint.integrity import check_is_checkpoint  # late, since it imports Lightning
+    from src.checkpoint.integrity import check_is_checkpoint  # late, because it imports Lightning
 
     check_is_checkpoint(option, checkpoint)
     return checkpoint
 
 
-def _image_folder(predict: str) -> Path:
-    """The folder that `predict` means, looked for now rather than after hours of training."""
+def _find_images(predict: str) -> Path:
+    """Return the folder that `predict` names, after a check that would otherwise fail after hours of training.
+
+    Raises:
+        UserError: if there is no such folder, or no image in it.
+    """
     folder = Path(predict).expanduser().absolute()
     if not folder.is_dir():
         raise UserError(f"predict={predict}: there is no such folder")
-    from src.data.image_folder import ImageFolder  # late, since it need not be imported otherwise
+    from src.data.image_folder import ImageFolder  # late, because most runs do not need it
 
     ImageFolder(folder, (3, 1, 1))
     return folder
 
 
-def _warn_of_changes(ckpt_path: str) -> None:
-    """Say where the files under conf/ have changed since the run was made."""
+def _warn_of_changed_files(ckpt_path: str) -> None:
+    """Log each value under conf/ that has changed since the run of the checkpoint was started."""
     folder = folder_of(Path(ckpt_path))
     if folder is None:
         return
@@ -123,28 +134,6 @@ def _warn_of_changes(ckpt_path: str) -> None:
         OmegaConf.update(composed, name, OmegaConf.select(saved, name))
     OmegaConf.resolve(composed)
     before, now = flatten_config(OmegaConf.to_container(saved)), flatten_config(OmegaConf.to_container(composed))
-    for name in sorted((before.keys() | now.keys()) - {"data_source"}):
+    for name in sorted((before.keys() | now.keys()) - {"data_source"}):  # which RunRecord adds to the saved file
         if before.get(name) != now.get(name):
             _log.warning("conf/ has changed since that run: %s was %s, is %s", name, before.get(name), now.get(name))
-
-
-def _resolve_devices(accelerator: str, devices: Any) -> tuple[str, Any]:
-    """The accelerator by name and the devices by number, or by index where they were listed."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator == "auto":
-        accelerator = found.type if found else "cpu"
-    elif accelerator != "cpu" and found is None:
-        raise UserError(f"trainer.accelerator={accelerator}, but this machine has none: leave it at auto, or set cpu")
-    available = torch.accelerator.device_count() if accelerator != "cpu" else None
-    if devices in ("auto", -1):
-        return accelerator, int(os.environ.get("LOCAL_WORLD_SIZE", available or 1))  # torchrun has decided already
-    listed = list(devices) if isinstance(devices, ListConfig) else []
-    wanted = devices if isinstance(devices, int) else len(listed)
-    if wanted < 1:
-        raise UserError(f"trainer.devices={devices} is no number of devices: give a number, a list of GPUs, or auto")
-    if available is not None and max(wanted, *(index + 1 for index in listed), 0) > available:
-        raise UserError(
-            f"trainer.devices={devices}, but this machine has {available} GPU{'s' * (available > 1)}: "
-            f"set trainer.devices={available}, or trainer.accelerator=cpu to run processes on the CPU"
-        )
-    return accelerator, wanted if accelerator == "cpu" else listed or wanted

@@ -8,7 +8,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from src.run.resolve import device_count
+from src.run.devices import device_count
 from src.utils.locks import acquire_locks
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

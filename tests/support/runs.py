@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from src.run.devices import runs_in_single_process as runs_in_single_process
 from src.run.experiment import assemble
-from src.run.resolve import runs_in_single_process as runs_in_single_process
 from tests.support.pool import Pool
 
 CONF = Path(__file__).parents[2] / "conf"
