@@ -1,9 +1,10 @@
-"""Share one configuration between processes that were started separately, after checking that all have the same."""
+"""Share one configuration between processes that were started separately, after a check that all composed the same."""
 
 import hashlib
 import pickle
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 import yaml
@@ -14,47 +15,61 @@ from src.utils.flatten import flatten_config
 
 
 def sync_config(
-    store: dist.Store, index: int, count: int, composed: str, prepare: Callable[[], DictConfig]
+    store: dist.Store, index: int, count: int, composed: str, resolve: Callable[[], DictConfig]
 ) -> DictConfig:
     """Return process 0's resolved configuration on each of `count` processes, or raise its error on all of them.
 
     Args:
         store: key-value store that all processes can reach.
         index: index of this process, from 0.
-        count: index of processes.
+        count: number of processes.
         composed: this process's composed configuration as YAML, before interpolations are resolved.
-        prepare: function that returns the resolved configuration; called on process 0 only.
+        resolve: function that returns the resolved configuration; called on process 0 only.
 
     Raises:
-        UserError: what process 0 found wrong, or that the configurations differ.
+        UserError: if `resolve` raised one on process 0, or the composed configurations differ.
     """
     store.set(f"hash/{index}", hashlib.sha256(composed.encode()).hexdigest())
     store.set(f"composed/{index}", composed)
     if index == 0:
-        store.set("outcome", pickle.dumps(_outcome(store, count, prepare)))  # type: ignore[arg-type]
-    outcome = pickle.loads(store.get("outcome"))
+        result = _config_or_error(store, count, resolve)
+        store.set("result", pickle.dumps(result))  # type: ignore[arg-type]
+    result = pickle.loads(store.get("result"))
     store.add("read", 1)
-    while index == 0 and store.add("read", 0) < count:  # it may be this process that holds the store
+    # Process 0 may host the store, so it continues only when all processes have read the result.
+    while index == 0 and store.add("read", 0) < count:
         time.sleep(0.05)
-    if isinstance(outcome, UserError):
-        raise outcome
-    return outcome
+    if isinstance(result, UserError):
+        raise result
+    return result
 
 
-def _outcome(store: dist.Store, count: int, prepare: Callable[[], DictConfig]) -> DictConfig | UserError:
+def _config_or_error(store: dist.Store, count: int, resolve: Callable[[], DictConfig]) -> DictConfig | UserError:
+    """Return the error instead of raising it, so that every process can raise it."""
     try:
-        _check_same(store, count)
-        return prepare()
+        _check_equal(store, count)
+        return resolve()
     except UserError as error:
         return error
 
 
-def _check_same(store: dist.Store, count: int) -> None:
-    for number in range(1, count):
-        if store.get(f"hash/{number}") != store.get("hash/0"):
-            ours, theirs = (flatten_config(yaml.safe_load(store.get(f"composed/{which}"))) for which in (0, number))
-            name = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-            raise UserError(
-                f"process {number} was started with {name}={theirs.get(name)}, process 0 with {name}={ours.get(name)}: "
-                "give every process the same command and the same files under conf/"
-            )
+def _check_equal(store: dist.Store, count: int) -> None:
+    """Check that all processes composed the same configuration.
+
+    Raises:
+        UserError: if not; the message names the first option that differs.
+    """
+    for index in range(1, count):
+        if store.get(f"hash/{index}") == store.get("hash/0"):
+            continue
+        first, other = _composed_by(store, 0), _composed_by(store, index)
+        name = min(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        raise UserError(
+            f"process {index} was started with {name}={other.get(name)}, process 0 with {name}={first.get(name)}: "
+            "give every process the same command and the same files under conf/"
+        )
+
+
+def _composed_by(store: dist.Store, index: int) -> dict[str, Any]:
+    """Return the options that a process composed, by dotted name."""
+    return flatten_config(yaml.safe_load(store.get(f"composed/{index}")))

@@ -42,8 +42,8 @@ def rendezvous(env: ClusterEnvironment) -> dist.Store:
     port = env.main_port if agent else config_store_port(env.main_port)
     is_server = env.global_rank() == 0 and not agent
     if is_server:
-        for wanted in (port, env.main_port):  # the second is the process group's
-            check_free(wanted, "MASTER_PORT")
+        for server_port in (port, env.main_port):  # the second is the process group's
+            check_port_is_free(server_port, "MASTER_PORT")
     store = dist.TCPStore(env.main_address, port, env.world_size(), is_server, timeout=_STORE_TIMEOUT)
     return dist.PrefixStore(f"configuration/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
@@ -56,8 +56,8 @@ def config_store_port(main_port: int) -> int:
     return main_port + (10_000 if main_port < 50_000 else -10_000)
 
 
-def check_free(port: int, option: str) -> None:
-    """Find out whether this process can listen at the port that `option` names.
+def check_port_is_free(port: int, option: str) -> None:
+    """Check that this process can listen on the port, which follows from the value of `option`.
 
     Raises:
         UserError: if not.
@@ -67,14 +67,17 @@ def check_free(port: int, option: str) -> None:
         try:
             listener.bind(("", port))
         except OSError as error:
-            raise UserError(f"cannot listen on port {port} of this host ({error.strerror}): set {option}") from None
+            reason = error.strerror
+            raise UserError(
+                f"cannot listen on port {port} of this host ({reason}): set {option} to another port"
+            ) from None
 
 
 def check_world_size(cfg: DictConfig, world_size: int) -> DictConfig:
-    """Return the configuration after checking that it matches the number of started processes.
+    """Return the configuration after a check that it matches the number of started processes.
 
     Raises:
-        UserError: if not, or if the strategy runs in a single process.
+        UserError: if it does not, or the strategy runs in a single process.
     """
     configured = device_count(cfg.trainer) * cfg.trainer.num_nodes
     if configured != world_size:
@@ -84,6 +87,6 @@ def check_world_size(cfg: DictConfig, world_size: int) -> DictConfig:
         )
     if runs_in_single_process(cfg):
         raise UserError(
-            "this strategy runs in one process, so torchrun or srun must not start several: use strategy=ddp there"
+            "this strategy runs in one process, but torchrun or srun started several: use strategy=ddp with them"
         )
     return cfg

@@ -8,11 +8,8 @@ from src.utils.errors import UserError
 from src.utils.rank_log import log_file
 
 _PREFIX = f"{UserError.__name__}: "
-_WAITING_CODE = (
-    "/torch/distributed/",
-    "/torch/autograd/",
-    "/torch/nn/parallel/",
-)  # where a rank stands that waits for the others
+# The innermost call of a rank that waits for other ranks is in one of these folders.
+_WAITING_CODE = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
 
 
 class RankFailedError(RuntimeError):
@@ -23,76 +20,101 @@ class RankFailedError(RuntimeError):
 
 
 class ErrorReport(NamedTuple):
-    """The error that a rank recorded before it exited; its rank is the one on its host."""
+    """The error that a rank recorded before it exited; reports sort by time."""
 
     mtime_ns: int
-    local_rank: int
+    rank: int
     message: str
     trace: str
 
 
 def log_sizes(run_dir: str) -> dict[int, int]:
-    """How long the log of each rank is, before the ranks of another start append to it."""
+    """Return the size of each rank's log in bytes; a later start appends to it."""
     logs = (Path(run_dir) / "logs").glob("rank*.log")
     return {int(log.stem.removeprefix("rank")): log.stat().st_size for log in logs}
 
 
 def first_error(failed: Any, run_dir: str, sizes: dict[int, int]) -> Exception:
-    """Return the error of the rank that failed first, as the exception to raise.
+    """Return the exception to raise for the rank that failed first.
+
+    The first user error comes before a hang, and a hang before any other error.
 
     Args:
         failed: elastic's ChildFailedError.
         run_dir: the run folder.
         sizes: size of each rank's log before this start.
     """
-    rank, failure = failed.get_first_failure()  # ranks that only lost a peer wait before they exit
-    if failure.exitcode < 0:
-        return RankFailedError(f"rank {rank} died ({failure.message}); its log is {log_file(run_dir, rank)}")
-    offset = rank - failure.local_rank  # of this host's ranks
-    reports = sorted(_report(file) for file in Path(failure.error_file).parent.parent.glob("*/error.json"))
+    rank, failure = failed.get_first_failure()  # a rank that only lost a peer delays its exit
+    died = RankFailedError(f"rank {rank} died ({failure.message}); its log is {log_file(run_dir, rank)}")
+    if failure.exitcode < 0:  # killed by a signal
+        return died
+    reports = _read_reports(Path(failure.error_file).parent.parent, first_rank=rank - failure.local_rank)
     for report in reports:
         if _PREFIX in report.message:  # Lightning's spawn launcher puts a worker's traceback before it
             return UserError(report.message.rpartition(_PREFIX)[2].strip())
     if stacks := _stacks(run_dir, sizes):
-        raised = {report.local_rank + offset for report in reports}  # a rank that raised did not hang
-        hung = {number: stack for number, stack in stacks.items() if stack or number not in raised}
-        return RankFailedError(_hang_message(hung, run_dir))
+        return RankFailedError(_hang_message(stacks, {report.rank for report in reports}, run_dir))
     if not reports:
-        return RankFailedError(f"rank {rank} died ({failure.message}); its log is {log_file(run_dir, rank)}")
+        return died
     first = reports[0]
-    first_rank = first.local_rank + offset
-    return RankFailedError(
-        f"rank {first_rank} failed ({first.message}); its log is {log_file(run_dir, first_rank)}\n{first.trace}"
-    )
+    log = log_file(run_dir, first.rank)
+    return RankFailedError(f"rank {first.rank} failed ({first.message}); its log is {log}\n{first.trace}")
 
 
-def _report(file: Path) -> ErrorReport:
-    report = json.loads(file.read_text())["message"]
-    return ErrorReport(
-        file.stat().st_mtime_ns, int(file.parent.name), report["message"], report["extraInfo"]["py_callstack"]
-    )
+def _read_reports(folder: Path, first_rank: int) -> list[ErrorReport]:
+    """Return the error reports of this host's ranks, the earliest first.
+
+    Args:
+        folder: elastic's folder of errors, with a folder for each local rank.
+        first_rank: the rank whose local rank is 0.
+    """
+    reports = []
+    for file in folder.glob("*/error.json"):
+        error = json.loads(file.read_text())["message"]
+        rank = first_rank + int(file.parent.name)
+        trace = error["extraInfo"]["py_callstack"]
+        reports.append(ErrorReport(file.stat().st_mtime_ns, rank, error["message"], trace))
+    return sorted(reports)
 
 
 def _stacks(run_dir: str, sizes: dict[int, int]) -> dict[int, list[str]]:
-    """Return each rank's main-thread stack, innermost call first, as its watchdog wrote it to the rank's log."""
+    """Return each rank's stack as its watchdog wrote it; nothing if no watchdog has."""
     stacks = {}
-    written = [rank for rank, size in log_sizes(run_dir).items() if size > sizes.get(rank, 0)]
-    for rank in written:  # the other logs belong to ranks of an earlier start
-        with log_file(run_dir, rank).open(errors="replace") as log:
-            log.seek(sizes.get(rank, 0))
-            _, found, dump = log.read().partition("Timeout (")
-        lines = [line.strip() for line in dump.rpartition("Thread 0x")[2].splitlines()[1:]]  # the main one comes last
-        stacks[rank] = [line for line in lines if line.startswith("File ")] if found else []
+    for rank, size in log_sizes(run_dir).items():
+        start = sizes.get(rank, 0)
+        if size > start:  # the other logs belong to ranks of an earlier start
+            stacks[rank] = _main_thread_stack(log_file(run_dir, rank), start)
     return stacks if any(stacks.values()) else {}
 
 
-def _hang_message(stacks: dict[int, list[str]], run_dir: str) -> str:
-    """Return a message that names the ranks that were not waiting for others, or all ranks if every one was waiting."""
-    hung = [rank for rank, stack in stacks.items() if not stack or not any(code in stack[0] for code in _WAITING_CODE)]
+def _main_thread_stack(log: Path, start: int) -> list[str]:
+    """Return the main thread's stack, innermost call first, from faulthandler's dump behind position `start`."""
+    with log.open(errors="replace") as stream:
+        stream.seek(start)
+        _, _, dump = stream.read().partition("Timeout (")
+    main_thread = dump.rpartition("Thread 0x")[2]  # faulthandler writes the main thread last
+    lines = [line.strip() for line in main_thread.splitlines()[1:]]
+    return [line for line in lines if line.startswith("File ")]
+
+
+def _hang_message(stacks: dict[int, list[str]], raised: set[int], run_dir: str) -> str:
+    """Return a message that names the ranks that hang, without the ranks that only waited for them.
+
+    Args:
+        stacks: stack of each rank, empty if its watchdog wrote none.
+        raised: ranks that reported an error; such a rank hung only if its watchdog wrote a stack.
+        run_dir: the run folder.
+    """
+    candidates = {rank: stack for rank, stack in stacks.items() if stack or rank not in raised}
+    hung = [rank for rank, stack in candidates.items() if not _is_waiting(stack)]
     messages = []
-    for rank in hung or stacks:
-        stack = (
-            "\n    ".join(stacks[rank]) or "no stack was written: the process was stopped, or is stuck in the kernel"
-        )
+    for rank in hung or candidates:
+        stack = "\n    ".join(candidates[rank])
+        stack = stack or "no stack was written: the process was stopped, or is stuck in the kernel"
         messages.append(f"rank {rank} hangs; its log is {log_file(run_dir, rank)}\n    {stack}")
     return "no step within launch.timeout; " + "\n".join(messages)
+
+
+def _is_waiting(stack: list[str]) -> bool:
+    """Return whether the innermost call waits for other ranks."""
+    return bool(stack) and any(code in stack[0] for code in _WAITING_CODE)

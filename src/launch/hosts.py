@@ -1,4 +1,4 @@
-"""The same command typed on several hosts: their launchers meet at `launch.endpoint`."""
+"""One run on several hosts: the same command on each starts a launcher, and these connect to `launch.endpoint`."""
 
 import contextlib
 import socket
@@ -8,14 +8,14 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from src.launch.external import check_free
+from src.launch.external import check_port_is_free
 from src.utils.errors import UserError
 
 
 def rendezvous_hosts(endpoint: str | None, count: int, timeout: float) -> tuple[dist.Store, int]:
-    """Return a store for the launchers of `count` hosts, and the index of this host.
+    """Return a store for the launchers of `count` hosts, and the node rank of this host.
 
-    The host of the endpoint has index 0. The store uses the port after the endpoint's; torch's rendezvous uses the
+    The host of the endpoint has node rank 0. The store uses the port after the endpoint's; torch's rendezvous uses the
     endpoint itself.
 
     Args:
@@ -24,27 +24,27 @@ def rendezvous_hosts(endpoint: str | None, count: int, timeout: float) -> tuple[
         timeout: seconds to wait for the others.
 
     Raises:
-        UserError: if there is no such endpoint, or not all hosts connect to it in time.
+        UserError: if the endpoint is invalid, its port is not free, or not all hosts connect to it in time.
     """
-    host, port = _parsed(endpoint)
+    host, port = _parse_endpoint(endpoint)
     is_first = _is_this_host(host)
     if is_first:
-        check_free(port + 1, "launch.endpoint to another")
+        check_port_is_free(port + 1, "launch.endpoint")
     try:
         store = dist.TCPStore(host, port + 1, None, is_first, timedelta(seconds=timeout), wait_for_workers=False)
-        number = 0 if is_first else store.add("others", 1)
-        store.set(f"arrived/{number}", "")
+        node_rank = 0 if is_first else store.add("others", 1)
+        store.set(f"arrived/{node_rank}", "")
         store.wait([f"arrived/{other}" for other in range(count)], timedelta(seconds=timeout))
     except dist.DistError as error:
         raise UserError(
             f"launch.endpoint={endpoint}: not all of trainer.num_nodes={count} hosts connected within {timeout:.0f} "
             "seconds: start the same command on each, with an endpoint that all can reach"
         ) from error
-    return store, number
+    return store, node_rank
 
 
 def _is_this_host(name: str) -> bool:
-    """Return whether an address of the host `name` belongs to this machine: a socket can be bound to no other address.
+    """Return whether an address of the host `name` belongs to this machine: a socket can bind only to such an address.
 
     Raises:
         UserError: if the name has no address.
@@ -60,20 +60,20 @@ def _is_this_host(name: str) -> bool:
     return False
 
 
-def rendezvous_settings(cfg: DictConfig, number: int, attempt: int) -> dict[str, Any]:
+def rendezvous_settings(cfg: DictConfig, node_rank: int, attempt: int) -> dict[str, Any]:
     """Return the rendezvous settings of torch's elastic launcher for one attempt.
 
     On several hosts, each attempt uses another port, because the previous one may still be in use. The static backend
-    is used because the node ranks are known, and because a c10d launcher hangs when the link is cut.
+    is used because the node ranks are known, and because the c10d backend's launcher hangs when the link is cut.
     """
     if cfg.trainer.num_nodes == 1:  # launch.endpoint may remain from a run on several hosts
         return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
-    host, port = _parsed(cfg.launch.endpoint)
-    settings = {"rank": number, "timeout": cfg.launch.rendezvous_timeout}
+    host, port = _parse_endpoint(cfg.launch.endpoint)
+    settings = {"rank": node_rank, "timeout": cfg.launch.rendezvous_timeout}
     return {"rdzv_backend": "static", "rdzv_endpoint": f"{host}:{port + 2 * attempt}", "rdzv_configs": settings}
 
 
-def _parsed(endpoint: str | None) -> tuple[str, int]:
+def _parse_endpoint(endpoint: str | None) -> tuple[str, int]:
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     try:

@@ -13,21 +13,27 @@ from src.utils.signals import Stopped
 
 
 def run_rank(cfg: DictConfig, rank: int) -> dict[str, float]:
-    """Train and test in this process; return the final metrics.
+    """Run the experiment in this process; return the final metrics.
 
     After an error the process group stays open: closing it would fail the other ranks before this one has reported its
     error, and NCCL might wait for them.
     """
     with gc_paused():
-        from src.run.experiment import run  # late: it imports Lightning, which the process that only launches need not
+        from src.run.experiment import run  # late: it imports Lightning, which a process that only launches never uses
 
     log_to_folder(cfg.run_dir, rank)
-    if cfg.trainer.accelerator == "cpu" and (sharers := device_count(cfg.trainer)) > 1:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // sharers))
+    if cfg.trainer.accelerator == "cpu":
+        _limit_threads(device_count(cfg.trainer))
     try:
         metrics = run(cfg)
-    except Stopped:  # on all ranks at once
+    except Stopped:  # all ranks stop at the same step, so closing fails none of them
         close_process_group()
         raise
     close_process_group()
     return metrics
+
+
+def _limit_threads(processes: int) -> None:
+    """Give this process its fraction of the CPU cores; torch would use all of them in each process."""
+    if processes > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))

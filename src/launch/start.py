@@ -1,7 +1,7 @@
 """Start the processes of a run with torch's elastic launcher, or join those that torchrun or SLURM started.
 
-The configuration is composed once, in the process the user started, which never touches a device; every rank gets
-that very object. No command line is rebuilt, and a job leaves nothing behind for the next one of a sweep.
+The configuration is composed once, in the process that the user started, which never touches a device. Every rank
+gets that very object. No command line is rebuilt, and a job of a sweep leaves nothing behind for the next one.
 """
 
 from __future__ import annotations
@@ -33,60 +33,75 @@ if TYPE_CHECKING:
 def launch(
     cfg: DictConfig, reserve_devices: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext
 ) -> dict[str, float]:
-    """Run the job on all its ranks inside `reserve_devices(cfg)`; return rank zero's final metrics.
+    """Run the job on all its ranks; return rank zero's final metrics.
+
+    Args:
+        cfg: the composed configuration.
+        reserve_devices: context manager around the processes that this launcher starts; it gets the resolved
+            configuration.
 
     Raises:
         UserError: if a rank raised one; the launcher has already stopped the other ranks.
     """
     if env := detect_cluster_environment():
-        return _join(env, cfg)
-    cfg, host = (resolve_config(cfg), 0) if cfg.trainer.num_nodes == 1 else _sync_hosts(cfg)
+        return _join_started_ranks(env, cfg)
+    if cfg.trainer.num_nodes == 1:
+        cfg, node_rank = resolve_config(cfg), 0
+    else:
+        cfg, node_rank = _sync_hosts(cfg)
     devices = device_count(cfg.trainer)
-    _check_possible(cfg, devices)
+    _check_can_start(cfg, devices)
     if devices == cfg.trainer.num_nodes == 1 and HydraConfig.get().mode == RunMode.RUN:
         return run_rank(cfg, rank=0)
     with reserve_devices(cfg):
-        return launch_workers(cfg, 1 if runs_in_single_process(cfg) else devices, host)
+        return launch_workers(cfg, 1 if runs_in_single_process(cfg) else devices, node_rank)
 
 
-def _join(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, float]:
-    """Run this process as one of the ranks that torchrun or SLURM started.
-
-    Only rank zero prints a configuration error.
-    """
+def _join_started_ranks(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, float]:
+    """Run this process as one of the ranks that torchrun or SLURM started; only rank zero prints a user error."""
+    rank, world_size = env.global_rank(), env.world_size()
+    composed = OmegaConf.to_yaml(cfg)
     try:
-        rank, world_size = env.global_rank(), env.world_size()
         store = rendezvous(env)
-        cfg = sync_config(
-            store, rank, world_size, OmegaConf.to_yaml(cfg), lambda: check_world_size(resolve_config(cfg), world_size)
-        )
+        cfg = sync_config(store, rank, world_size, composed, lambda: check_world_size(resolve_config(cfg), world_size))
     except UserError:
-        if env.global_rank() > 0:
+        if rank > 0:
             raise SystemExit(1) from None
         raise
-    return run_rank(cfg, env.global_rank())
+    return run_rank(cfg, rank)
 
 
 def _sync_hosts(cfg: DictConfig) -> tuple[DictConfig, int]:
-    """Return the configuration that all hosts share, and the index of this host."""
+    """Return the configuration that all hosts share, and the node rank of this host.
+
+    Raises:
+        UserError: if there is no endpoint, this is a sweep, or the hosts cannot agree.
+    """
     hydra_cfg, nodes = HydraConfig.get(), cfg.trainer.num_nodes
     if not cfg.launch.endpoint or hydra_cfg.mode == RunMode.MULTIRUN:
         raise UserError(
             f"trainer.num_nodes={nodes}: this command starts processes on its own host only. Run it on every host with "
             "launch.endpoint=HOST:PORT of one host, or start train.py with torchrun or srun. A sweep cannot do that"
         )
-    store, number = rendezvous_hosts(cfg.launch.endpoint, nodes, cfg.launch.rendezvous_timeout)
-    cfg = sync_config(store, number, nodes, OmegaConf.to_yaml(cfg), lambda: resolve_config(cfg))
-    folder = Path(hydra_cfg.runtime.output_dir)
-    if str(folder) != cfg.run_dir:
-        with contextlib.suppress(
-            OSError
-        ):  # Hydra made a run folder on this host too; this removes it only if it is empty
-            folder.rmdir()
-    return cfg, number
+    store, node_rank = rendezvous_hosts(cfg.launch.endpoint, nodes, cfg.launch.rendezvous_timeout)
+    cfg = sync_config(store, node_rank, nodes, OmegaConf.to_yaml(cfg), lambda: resolve_config(cfg))
+    _remove_empty_folder(Path(hydra_cfg.runtime.output_dir), cfg.run_dir)
+    return cfg, node_rank
 
 
-def _check_possible(cfg: DictConfig, devices: int) -> None:
+def _remove_empty_folder(own: Path, shared: str) -> None:
+    """Remove the run folder that Hydra made on this host, if the hosts use another and it is empty."""
+    if str(own) != shared:
+        with contextlib.suppress(OSError):
+            own.rmdir()
+
+
+def _check_can_start(cfg: DictConfig, devices: int) -> None:
+    """Check that the strategy and this build of torch can start so many processes.
+
+    Raises:
+        UserError: if not.
+    """
     if cfg.trainer.num_nodes > 1 and runs_in_single_process(cfg):
         raise UserError(
             f"trainer.num_nodes={cfg.trainer.num_nodes}: this strategy runs in one process on one host; "

@@ -1,4 +1,4 @@
-"""Fresh processes on this node, one per rank, by torch's elastic launcher."""
+"""Run all ranks of this node in new processes, with torch's elastic launcher."""
 
 import ctypes
 import logging
@@ -7,6 +7,8 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -21,120 +23,155 @@ from src.utils import signals
 from src.utils.errors import UserError
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
-_ELASTIC_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that the elastic launcher takes over
+_ELASTIC_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that the elastic launcher handles
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_PEER_LOST = re.compile(
-    "gloo|nccl|connection|socket|peer|timed out", re.IGNORECASE
-)  # error messages of a rank whose peer has exited
+# A collective raises an error with one of these words if a peer has exited.
+_PEER_LOST = re.compile("gloo|nccl|connection|socket|peer|timed out", re.IGNORECASE)
 _REPORT_DELAY = 10.0  # seconds, enough for the launcher to see which rank failed first
 
 
-def launch_workers(cfg: DictConfig, processes: int, host: int = 0) -> dict[str, float]:
+def launch_workers(cfg: DictConfig, processes: int, node_rank: int = 0) -> dict[str, float]:
     """Run all ranks, restart them up to `launch.max_restarts` times after a failure; return rank zero's metrics.
 
     Raises:
         UserError: if the first failed rank raised one; a restart would not help.
-        RankFailedError: for anything else, with that rank's error.
-        SystemExit: with the conventional code, if a signal ended the job.
+        RankFailedError: if the first failed rank raised another error, died, or hung.
+        Stopped: if a signal ended the job.
     """
     with signals.forward_to_workers():
         for attempt in range(cfg.launch.max_restarts + 1):
             try:
-                return _run_group(cfg, processes, host, attempt)
+                return _run_group(cfg, processes, node_rank, attempt)
             except RankFailedError as failed:
-                left = cfg.launch.max_restarts - attempt
-                if not left:
+                if attempt == cfg.launch.max_restarts:
                     raise
-                print(f"{failed}\nrestarting; {left - 1} restarts left after this one", file=sys.stderr)
+                restarts_left = cfg.launch.max_restarts - attempt - 1
+                print(f"{failed}\nrestarting; {restarts_left} restarts left after this one", file=sys.stderr)
             cfg = with_newest_checkpoint(cfg)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _run_group(cfg: DictConfig, processes: int, host: int, attempt: int) -> dict[str, float]:
-    """Run all ranks once. (Elastic's own restarts are off: they would repeat user errors and hide their messages.)"""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+def _run_group(cfg: DictConfig, processes: int, node_rank: int, attempt: int) -> dict[str, float]:
+    """Run all ranks once; return the metrics of this node's first rank."""
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     _silence_launchers()
-    launcher = LaunchConfig(
+    elastic_config = _elastic_config(cfg, processes, node_rank, attempt)
+    sizes = log_sizes(cfg.run_dir)
+    with _elastic_signals_restored():
+        try:
+            results = elastic_launch(elastic_config, _run_worker)(cfg, os.getpid())
+        except SignalException as stopped:
+            number = signals.requested() or stopped.sigval
+            _print_how_to_continue(cfg, number)
+            raise signals.Stopped(number) from None
+        except ChildFailedError as failed:
+            if number := signals.requested():  # a signal came before the ranks could save, or a second one came
+                _print_how_to_continue(cfg, number)
+                raise signals.Stopped(number) from None
+            raise first_error(failed, cfg.run_dir, sizes) from None
+    metrics_or_signal = next(iter(results.values()))
+    if isinstance(metrics_or_signal, int):
+        raise signals.Stopped(metrics_or_signal)
+    return metrics_or_signal
+
+
+def _elastic_config(cfg: DictConfig, processes: int, node_rank: int, attempt: int) -> Any:
+    """Return the settings of torch's elastic launcher.
+
+    Its own restarts are off, because they would repeat user errors and hide their messages.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
         min_nodes=cfg.trainer.num_nodes,
         max_nodes=cfg.trainer.num_nodes,
         nproc_per_node=processes,
         run_id=f"{cfg.runtime.run_id}-{attempt}",
-        **rendezvous_settings(cfg, host, attempt),
+        **rendezvous_settings(cfg, node_rank, attempt),
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=5,
         signals_to_handle=",".join(number.name for number in _ELASTIC_SIGNALS),
         logs_specs=DefaultLogsSpecs(),
     )
-    handlers, sizes = {number: signal.getsignal(number) for number in _ELASTIC_SIGNALS}, log_sizes(cfg.run_dir)
+
+
+@contextmanager
+def _elastic_signals_restored() -> Iterator[None]:
+    """Restore the signal handlers that the elastic launcher replaces, and remove its environment variable."""
+    handlers = {number: signal.getsignal(number) for number in _ELASTIC_SIGNALS}
     try:
-        (outcome, *_) = elastic_launch(launcher, _worker)(cfg, os.getpid()).values()
-    except SignalException as stopped:
-        raise _stopped(cfg, signals.requested() or stopped.sigval) from None
-    except ChildFailedError as failed:
-        if number := signals.requested():  # it came before they could save, or was sent once more
-            raise _stopped(cfg, number) from None
-        raise first_error(failed, cfg.run_dir, sizes) from None
+        yield
     finally:
         os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if isinstance(outcome, int):
-        raise signals.Stopped(outcome)
-    return outcome
 
 
-def _stopped(cfg: DictConfig, number: int) -> SystemExit:
+def _print_how_to_continue(cfg: DictConfig, number: int) -> None:
     name = signal.Signals(number).name
     print(f"stopped by {name}; ckpt_path={cfg.run_dir} goes on from its last save", file=sys.stderr)
-    return signals.Stopped(number)
 
 
-def _worker(cfg: DictConfig, launcher: int) -> Any:
-    """The body of a fresh process: it returns the metrics, or the number of the signal that ended the run."""
+def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
+    """Run one rank in this new process; return its metrics, or the number of the signal that ended the run.
+
+    Args:
+        cfg: the resolved configuration.
+        launcher: process id of the launcher.
+    """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     die_with_parent(launcher)
     _silence_launchers()
     rank, error_file = int(os.environ["RANK"]), os.environ[_ERROR_FILE]
-    if runs_in_single_process(cfg):  # its own launcher must not take this process for one rank of many
-        for name in [name for name in os.environ if name.startswith(_LAUNCHER_VARIABLES)]:
-            del os.environ[name]
+    if runs_in_single_process(cfg):
+        _remove_launcher_variables()
     try:
         return run_rank(cfg, rank)
     except signals.Stopped as stopped:
         return stopped.number
     except Exception as error:
         os.environ[_ERROR_FILE] = error_file
-        get_error_handler().record_exception(error)  # before the sockets close, which fails the other ranks
+        # The report must exist before the sockets close, because their end fails the other ranks.
+        get_error_handler().record_exception(error)
         if dist.is_initialized():
             logging.shutdown()
             _delay_secondary_failure(error)
-            os._exit(1)  # without the interpreter's clean-up, in which a live process group may abort
+            os._exit(1)  # the interpreter's own exit may abort in a process group that is still open
         raise
 
 
+def _remove_launcher_variables() -> None:
+    """Keep the strategy's own launcher from taking this single process for one rank of many."""
+    for name in list(os.environ):
+        if name.startswith(_LAUNCHER_VARIABLES):
+            del os.environ[name]
+
+
 def _delay_secondary_failure(error: Exception) -> None:
-    """If this rank failed only because a peer exited, wait until the launcher ends it."""
+    """If this rank failed only because a peer exited, wait until the launcher ends it, as that peer failed first."""
+    if isinstance(error, UserError) or not _PEER_LOST.search(f"{type(error).__name__} {error}"):
+        return
     deadline = time.monotonic() + _REPORT_DELAY
-    consequence = not isinstance(error, UserError) and _PEER_LOST.search(f"{type(error).__name__} {error}")
-    while consequence and not signals.requested() and time.monotonic() < deadline:
+    while not signals.requested() and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process as soon as its parent is gone, however that ends."""
+    """Make the kernel kill this process when its parent has ended, in whatever way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # which it did before that call
+    if os.getppid() != parent:  # the parent ended before that call
         os._exit(1)
 
 
 def _silence_launchers() -> None:
-    """Keep torch's tables of failures from hiding our line."""
+    """Keep torch's tables of failures off the terminal, where they would hide the project's one line."""
     for name in logging.root.manager.loggerDict:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
