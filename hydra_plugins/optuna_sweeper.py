@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import optuna
 
 _log = logging.getLogger(__name__)
-_SWEEP = "sweep"  # the user attribute of a trial that names its sweep's folder
+_SWEEP = "sweep"  # user attribute of a trial: the folder of its sweep
 
 
 class OptunaSweeper(Sweeper):
@@ -58,7 +58,7 @@ class OptunaSweeper(Sweeper):
         space, self.fixed = search_space(OverridesParser.create().parse_overrides(arguments))
         if not space:
             raise UserError(
-                "hydra/sweeper=optuna: nothing to choose; give an option as 'interval(a,b)', or several values"
+                "hydra/sweeper=optuna has nothing to choose: give an option as 'interval(a,b)', or several values"
             )
         study = optuna.create_study(
             study_name=self.study_name,
@@ -68,42 +68,45 @@ class OptunaSweeper(Sweeper):
             load_if_exists=True,
         )
         if study.get_trials(deepcopy=False):
-            study.sampler.reseed_rng()  # with its fixed seed it would propose the same points again
-        self._run(study, self._interrupted(study))
-        while (left := self.n_trials - len(self._own(study))) > 0:
+            study.sampler.reseed_rng()  # its fixed seed would propose the same points again
+        self._run(study, self._unfinished_trials(study))
+        while (left := self.n_trials - len(self._trials_of_sweep(study))) > 0:
             trials = [study.ask(space) for _ in range(min(left, self.n_jobs))]
             for trial in trials:
                 trial.set_user_attr(_SWEEP, str(self.folder))
             self._run(study, {trial.number: trial.params for trial in trials})
-        self._say_best(study)
+        self._log_best(study)
 
-    def _own(self, study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
+    def _trials_of_sweep(self, study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
         """Return the trials of this sweep; a shared storage may contain trials of other sweeps."""
         return [trial for trial in study.get_trials(deepcopy=False) if trial.user_attrs.get(_SWEEP) == str(self.folder)]
 
-    def _interrupted(self, study: optuna.Study) -> dict[int, dict[str, Any]]:
-        """Return the parameters of the trials that an interruption of the sweep left unfinished, by trial number."""
-        return {trial.number: trial.params for trial in self._own(study) if not trial.state.is_finished()}
+    def _unfinished_trials(self, study: optuna.Study) -> dict[int, dict[str, Any]]:
+        """Return the parameters of the trials that an interruption left unfinished, by trial number."""
+        return {trial.number: trial.params for trial in self._trials_of_sweep(study) if not trial.state.is_finished()}
 
     def _run(self, study: optuna.Study, trials: dict[int, dict[str, Any]]) -> None:
+        """Run the trials, given as parameters by trial number, and report their results to the study."""
         if not trials:
             return
-        batch = [self._overrides(number, params) for number, params in trials.items()]
+        batch = [self._trial_overrides(number, params) for number, params in trials.items()]
         self.validate_batch_is_legal(batch)
         returns = self.launcher.launch(batch, initial_job_idx=min(trials))
         for number, job_return in zip(trials, returns, strict=True):
             assert job_return.hydra_cfg is not None
-            self._tell(study, number, Path(job_return.hydra_cfg.hydra.runtime.output_dir))
+            self._tell_result(study, number, Path(job_return.hydra_cfg.hydra.runtime.output_dir))
 
-    def _overrides(self, number: int, params: dict[str, Any]) -> list[str]:
+    def _trial_overrides(self, number: int, params: dict[str, Any]) -> list[str]:
         chosen = [f"{name}={value}" for name, value in params.items()]
-        return [
-            *self.fixed,
-            *chosen,
-            f"runtime.trial={{storage:{_quoted(self.storage)},study:{_quoted(self.study_name)},number:{number}}}",
-        ]
+        address = f"{{storage:{_quoted(self.storage)},study:{_quoted(self.study_name)},number:{number}}}"
+        return [*self.fixed, *chosen, f"runtime.trial={address}"]
 
-    def _tell(self, study: optuna.Study, number: int, folder: Path) -> None:
+    def _tell_result(self, study: optuna.Study, number: int, folder: Path) -> None:
+        """Report the outcome of a trial's job to Optuna.
+
+        Raises:
+            UserError: if the job has finished without the metric to optimize.
+        """
         from optuna.trial import TrialState
 
         from src.callbacks.pruning import PRUNED
@@ -112,20 +115,22 @@ class OptunaSweeper(Sweeper):
         if job.status == "finished" and study.get_trials(deepcopy=False)[number].user_attrs.get(PRUNED):
             job.status = "pruned"
             job.write(folder)
-        if job.status == "finished" and job.result is None:
+        if job.status == "pruned":
+            study.tell(number, state=TrialState.PRUNED)
+        elif job.status != "finished":
+            study.tell(number, state=TrialState.FAIL)
+        elif job.result is None:
             raise UserError(f"optimized_metric: trial {number} has no such metric; it has {', '.join(job.metrics)}")
-        if job.status == "finished":
-            study.tell(number, job.result)
         else:
-            study.tell(number, state=TrialState.PRUNED if job.status == "pruned" else TrialState.FAIL)
+            study.tell(number, job.result)
 
-    def _say_best(self, study: optuna.Study) -> None:
+    def _log_best(self, study: optuna.Study) -> None:
         from optuna.trial import TrialState
 
         if study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]):
             best = study.best_trial
-            what = " ".join(f"{name}={value}" for name, value in best.params.items())
-            _log.info("best: trial %d with %.4f: %s", best.number, best.value, what)
+            params = " ".join(f"{name}={value}" for name, value in best.params.items())
+            _log.info("best: trial %d with %.4f: %s", best.number, best.value, params)
 
 
 def _quoted(text: Any) -> str:

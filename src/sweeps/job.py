@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from src.launch.start import launch
 from src.run.folder import is_rank_zero
 from src.run.resume import newest_checkpoint
-from src.sweeps.devices import share_of_machine
+from src.sweeps.devices import reserve_devices
 from src.sweeps.record import DONE, Job
 from src.utils.errors import UserError
 from src.utils.locks import hold_lock
@@ -24,13 +24,15 @@ from src.utils.locks import hold_lock
 def run_job(cfg: DictConfig) -> float:
     """Run the job, unless it has finished before; return its result, or nan if it failed or has none.
 
-    An interrupted job continues from its last checkpoint. The error of a failed job is not raised, because it would
+    An interrupted job continues from its newest checkpoint. The error of a failed job is not raised, because it would
     make Hydra's launchers and sweepers end the sweep.
     """
     if not is_rank_zero():  # SLURM started several processes for this job
         launch(cfg)
         return nan
-    multiprocessing.set_start_method(None, force=True)  # joblib sets a start method that our workers do not know
+    multiprocessing.set_start_method(
+        None, force=True
+    )  # joblib sets a start method of its own, which fails in the workers
     folder = Path(HydraConfig.get().runtime.output_dir)
     with hold_lock(str(folder)):  # the same sweep may run twice at the same time
         job = Job.read(folder)
@@ -41,37 +43,49 @@ def run_job(cfg: DictConfig) -> float:
     return nan if job.result is None else job.result
 
 
-def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
-    job.status, job.error, started = "running", "", time.monotonic()
-    job.write(folder)
+class _JobTimer:
+    """The duration of a job; the wait for free devices is not part of it."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
 
     @contextmanager
-    def share(cfg: DictConfig) -> Iterator[None]:
-        nonlocal started
-        with share_of_machine(cfg):
-            started = time.monotonic()  # the wait for free devices is not part of the job's time
+    def reserve_devices(self, cfg: DictConfig) -> Iterator[None]:
+        """Reserve the job's devices, and restart the timer when they are free."""
+        with reserve_devices(cfg):
+            self._start = time.monotonic()
             yield
 
+
+def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
+    """Run the job, and write its record at the start and at the end, whatever the end is."""
+    job.status, job.error = "running", ""
+    job.write(folder)
+    timer = _JobTimer()
     try:
         if cfg.fit and not cfg.ckpt_path and (newest := newest_checkpoint(folder)):
             cfg.ckpt_path = str(newest)
-        job.metrics = launch(cfg, share)
+        job.metrics = launch(cfg, timer.reserve_devices)
         job.result = _result(cfg.optimized_metric, job.metrics)
         job.status = "finished"
     except Exception as error:
         job.status = "failed"
         job.error = str(error) if isinstance(error, UserError) else traceback.format_exc()
         print(f"job {folder.name} failed: {job.error if isinstance(error, UserError) else error}", file=sys.stderr)
-    except BaseException:
+    except BaseException:  # a signal
         job.status = "stopped"
         print(f"sweep={folder.parent} goes on with the sweep", file=sys.stderr)
         raise
     finally:
-        job.seconds = time.monotonic() - started
+        job.seconds = timer.seconds()
         job.write(folder)
 
 
 def _result(name: str | None, metrics: dict[str, float]) -> float | None:
+    """Return the metric that the sweep compares; print the existing ones if it does not exist."""
     if name is not None and name not in metrics:
         print(f"optimized_metric={name}: this run has {', '.join(sorted(metrics)) or 'none'}", file=sys.stderr)
     return metrics.get(name) if name else None

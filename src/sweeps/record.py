@@ -20,7 +20,7 @@ DONE = ("finished", "pruned")
 class Job:
     """The record of one job; `status` is running, stopped (by a signal), finished, pruned or failed.
 
-    A stopped job can be continued. A job that is still `running` when the sweep is over was killed with its launcher.
+    A stopped job can be continued. A job whose status is still `running` after the sweep was killed with its launcher.
     """
 
     overrides: list[str]
@@ -39,7 +39,7 @@ class Job:
         return Job(**json.loads((folder / _FILE).read_text()))
 
 
-def jobs(sweep: Path) -> Iterator[tuple[str, Job]]:
+def read_jobs(sweep: Path) -> Iterator[tuple[str, Job]]:
     """Yield the folder name and the record of each job of a sweep, in the order of the job numbers."""
     for file in sorted(sweep.glob(f"*/{_FILE}"), key=lambda file: (len(file.parent.name), file.parent.name)):
         if file.stat().st_size:  # an empty file was just created, or its process died at once
@@ -47,23 +47,28 @@ def jobs(sweep: Path) -> Iterator[tuple[str, Job]]:
 
 
 def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
-    """Return the name of a job's folder in the sweep's folder: that of an earlier start, or a new one.
+    """Return the name of a job's folder in the sweep's folder: the one of an earlier start, or a new one.
 
     The overrides identify a job, so that a sweep can be continued with more jobs than before.
     """
     if not is_rank_zero():
         return "."  # this rank receives rank zero's folder
     overrides: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)  # as typed
-    for name, job in jobs(Path(sweep)):
+    for name, job in read_jobs(Path(sweep)):
         if sorted(job.overrides) == sorted(overrides):
             return name
-    for candidate in itertools.count(int(number)):
-        folder = Path(sweep) / str(candidate)
+    return _create_folder(Path(sweep), int(number), Job(overrides))
+
+
+def _create_folder(sweep: Path, first_number: int, job: Job) -> str:
+    """Create the folder with the first free number from `first_number` on, write the record, and return its name."""
+    for number in itertools.count(first_number):
+        folder = sweep / str(number)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            (folder / _FILE).touch(exist_ok=False)  # if several jobs start at once, only one can create it
+            (folder / _FILE).touch(exist_ok=False)  # if several jobs start at once, only one can create the file
         except FileExistsError:
             continue
-        Job(overrides).write(folder)
+        job.write(folder)
         return folder.name
-    raise AssertionError
+    raise AssertionError("some number is free")

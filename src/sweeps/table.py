@@ -9,37 +9,47 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from src.sweeps.record import DONE, Job, jobs
+from src.sweeps.record import DONE, Job, read_jobs
 from src.utils.files import atomic_write
 
-_ERROR = 80  # characters of a job's error that the table shows
+_MAX_ERROR_LENGTH = 80  # characters of a job's error that the table shows
+_SHOWN_COLUMNS = ("job", "overrides", "result", "seconds", "status", "seeds", "mean", "std")  # on the terminal
 
 
 def report(sweep: Path) -> bool:
     """Print the tables, write `sweep.csv` and `seeds.csv`; return whether every job has finished."""
-    found = list(jobs(sweep))
-    shown = _differing([job.overrides for _, job in found])
-    rows = [_row(name, job, overrides) for (name, job), overrides in zip(found, shown, strict=True)]
+    named_jobs = list(read_jobs(sweep))
+    jobs = [job for _, job in named_jobs]
+    overrides = _differing_overrides([job.overrides for job in jobs])
+    rows = [_job_row(name, job, differing) for (name, job), differing in zip(named_jobs, overrides, strict=True)]
     _write(sweep / "sweep.csv", rows)
-    _print(f"{len(rows)} jobs in {sweep}", [_brief(row) for row in rows])
-    if seeds := _over_seeds(found, shown):
-        _write(sweep / "seeds.csv", seeds)
-        _print("over seeds", [_brief(row) for row in seeds])
-    return all(job.status in DONE for _, job in found)
+    _print(f"{len(rows)} jobs in {sweep}", [_shown_cells(row) for row in rows])
+    if seed_rows := _seed_rows(jobs, overrides):
+        _write(sweep / "seeds.csv", seed_rows)
+        _print("over seeds", [_shown_cells(row) for row in seed_rows])
+    return all(job.status in DONE for job in jobs)
 
 
-def _differing(overrides: list[list[str]]) -> list[list[str]]:
-    """Return the overrides of each job that not all jobs share, without the `runtime.trial=` of the Optuna sweeper."""
+def _differing_overrides(overrides: list[list[str]]) -> list[list[str]]:
+    """Return each job's overrides without the ones that all jobs have, and without the Optuna sweeper's own."""
     common = set.intersection(*map(set, overrides)) if len(overrides) > 1 else set()
-    differing = [[word for word in words if word not in common] for words in overrides]
-    return [[word for word in words if not word.startswith("runtime.trial=")] for words in differing]
+    return [
+        [override for override in of_job if override not in common and not override.startswith("runtime.trial=")]
+        for of_job in overrides
+    ]
 
 
-def _row(name: str, job: Job, overrides: list[str]) -> dict[str, Any]:
+def _job_row(name: str, job: Job, overrides: list[str]) -> dict[str, Any]:
     """Return the table cells of one job; all its metrics come last."""
-    status = "killed" if job.status == "running" else job.status
-    what = {"job": name, "overrides": " ".join(overrides), "result": job.result}
-    return what | {"seconds": f"{job.seconds:.1f}", "status": status, "error": _last_line(job.error)} | job.metrics
+    cells = {
+        "job": name,
+        "overrides": " ".join(overrides),
+        "result": job.result,
+        "seconds": f"{job.seconds:.1f}",
+        "status": "killed" if job.status == "running" else job.status,
+        "error": _last_line(job.error),
+    }
+    return cells | job.metrics
 
 
 def _last_line(error: str) -> str:
@@ -47,27 +57,26 @@ def _last_line(error: str) -> str:
     return (error.strip().splitlines() or [""])[-1]
 
 
-def _over_seeds(found: list[tuple[str, Job]], shown: list[list[str]]) -> list[dict[str, Any]]:
+def _seed_rows(jobs: list[Job], overrides: list[list[str]]) -> list[dict[str, Any]]:
     """Return the mean and standard deviation of the results of jobs that differ only in the seed."""
-    groups: dict[str, list[float]] = {}
-    for (_, job), overrides in zip(found, shown, strict=True):
-        if job.result is not None and any(word.startswith("seed=") for word in overrides):
-            rest = " ".join(word for word in overrides if not word.startswith("seed="))
-            groups.setdefault(rest, []).append(job.result)
+    results: dict[str, list[float]] = {}  # by the other overrides
+    for job, differing in zip(jobs, overrides, strict=True):
+        others = [override for override in differing if not override.startswith("seed=")]
+        if job.result is not None and len(others) < len(differing):
+            results.setdefault(" ".join(others), []).append(job.result)
     return [
-        {"overrides": rest, "seeds": len(results), "mean": statistics.mean(results), "std": statistics.stdev(results)}
-        for rest, results in groups.items()
-        if len(results) > 1
+        {"overrides": others, "seeds": len(values), "mean": statistics.mean(values), "std": statistics.stdev(values)}
+        for others, values in results.items()
+        if len(values) > 1
     ]
 
 
-def _brief(row: dict[str, Any]) -> dict[str, str]:
+def _shown_cells(row: dict[str, Any]) -> dict[str, str]:
     """Return the cells that the terminal shows, as text."""
-    shown = {name: value for name, value in row.items() if name in ("job", "overrides", "result", "seconds", "status")}
-    shown |= {name: value for name, value in row.items() if name in ("seeds", "mean", "std")}
+    cells = {name: row[name] for name in _SHOWN_COLUMNS if name in row}
     if row.get("error"):
-        shown["status"] += f": {row['error'][:_ERROR]}"
-    return {name: f"{value:.4f}" if isinstance(value, float) else str(value or "") for name, value in shown.items()}
+        cells["status"] += f": {row['error'][:_MAX_ERROR_LENGTH]}"
+    return {name: f"{value:.4f}" if isinstance(value, float) else str(value or "") for name, value in cells.items()}
 
 
 def _print(title: str, rows: list[dict[str, str]]) -> None:

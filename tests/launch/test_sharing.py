@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from src.sweeps.devices import _gpus
+from src.sweeps.devices import _reserve_gpus
 from src.sweeps.record import Job, job_folder
 from src.sweeps.table import report
 from src.utils.locks import hold_lock, try_lock
@@ -19,7 +19,7 @@ SPAWN = mp.get_context("spawn")
 
 
 def hold_gpus(count: int, seconds: float, found: Any) -> None:
-    with _gpus(count):
+    with _reserve_gpus(count):
         began = time.monotonic()
         time.sleep(seconds)
         found.put((os.environ["CUDA_VISIBLE_DEVICES"].split(","), began, time.monotonic()))
