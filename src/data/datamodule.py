@@ -1,4 +1,4 @@
-"""The DataModule of all image datasets: splits, global batches, augmentation on the device."""
+"""The LightningDataModule of all image datasets: splits, global batches, augmentation on the device."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,7 @@ from src.data.batch import Batch
 from src.data.image_folder import ImageFolder
 from src.data.limits import apply_limit, check_global_batch
 from src.data.parallel import DataParallelInfo, data_parallel_info
-from src.data.resident import loader
+from src.data.resident import build_loader
 from src.data.sampler import Batches, EvaluationBatches, TrainingBatches
 from src.data.sources.source import ImageSource
 from src.data.splits import ImageSplit, load, stratified_split
@@ -25,11 +25,11 @@ class ImageDataModule(L.LightningDataModule):
     """Images in memory, global batches, and augmentation that depends only on seed, epoch, step and sample.
 
     Args:
-        source: the source of the images.
+        source: finds or creates the files of the dataset, and reads them.
         num_classes, image_shape, mean, std: properties of the dataset. The shape is (channels, height, width); mean
             and std are per channel, in [0, 1].
         augment: the augmentation of training images.
-        root: data folder, where the source finds or creates its files.
+        root: folder of the source's files.
         batch_size: samples per optimizer step, over all processes and accumulated micro-batches.
         batch_size_per_device: samples per process and micro-batch, as an alternative to `batch_size`.
         val_fraction: fraction of each class of the training set for validation.
@@ -65,19 +65,6 @@ class ImageDataModule(L.LightningDataModule):
         limits: dict[str, int | float] | None = None,
     ) -> None:
         super().__init__()
-        if (batch_size is None) == (batch_size_per_device is None):
-            raise UserError("give data.batch_size or data.batch_size_per_device, and set the other to null")
-        size = batch_size or batch_size_per_device
-        if not isinstance(size, int) or size < 1:
-            raise UserError(f"data.batch_size={size} is no batch size: give a whole number of at least one")
-        if not 0 <= val_fraction < 1:
-            raise UserError(f"data.val_fraction={val_fraction}: give the share held out, at least 0 and less than 1")
-        if train_samples is not None and train_samples < 1:
-            raise UserError(f"data.train_samples={train_samples}: give a number of at least one, or null for all")
-        if augment.crop_padding >= min(image_shape[1:]):
-            raise UserError(f"data.augment.crop_padding={augment.crop_padding} is more than the image has to reflect")
-        if device_resident not in ("auto", True, False) or (device_resident is True and num_workers):
-            raise UserError(f"data.device_resident={device_resident}: auto, false, or true with data.num_workers=0")
         self.source, self.root, self.num_classes = source, Path(root), num_classes
         self.image_shape, self.mean, self.std = cast(tuple[int, int, int], tuple(image_shape)), mean, std
         self.batch_size, self.batch_size_per_device = batch_size, batch_size_per_device
@@ -85,8 +72,27 @@ class ImageDataModule(L.LightningDataModule):
         self.augment, self.predict_dir = augment, predict_dir
         self.num_workers, self.device_resident, self.seed = num_workers, device_resident, seed
         self.limits = limits or {}
-        self.resume_at = (0, 0)  # the epoch, and how many of its samples are already trained
+        self.resume_at = (0, 0)  # the epoch, and the number of its samples already trained
         self.splits: dict[str, ImageSplit] = {}
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if (self.batch_size is None) == (self.batch_size_per_device is None):
+            raise UserError("give data.batch_size or data.batch_size_per_device, and set the other to null")
+        for name in ("batch_size", "batch_size_per_device"):
+            size = getattr(self, name)
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise UserError(f"data.{name}={size}: give an integer of at least one")
+        if not 0 <= self.val_fraction < 1:
+            raise UserError(f"data.val_fraction={self.val_fraction}: give a fraction of at least 0 and less than 1")
+        if self.train_samples is not None and self.train_samples < 1:
+            raise UserError(f"data.train_samples={self.train_samples}: give at least one, or null for all")
+        padding = self.augment.crop_padding
+        if padding >= min(self.image_shape[1:]):
+            raise UserError(f"data.augment.crop_padding={padding} must be smaller than the image, which it reflects")
+        choice = self.device_resident
+        if choice not in ("auto", True, False) or (choice is True and self.num_workers):
+            raise UserError(f"data.device_resident={choice}: give auto, false, or true with data.num_workers=0")
 
     def prepare_data(self) -> None:
         if not self.splits and not self.trainer.predicting:  # images in memory need no files
@@ -96,19 +102,25 @@ class ImageDataModule(L.LightningDataModule):
         if stage == "predict":
             return
         if not self.splits:
-            train, test = (load(self.source, self.root, name, self.num_classes) for name in ("train", "test"))
-            train_index, val_index = stratified_split(train.labels, self.val_fraction, self.train_samples, self.seed)
-            parts = {
-                "train": (train, train_index),
-                "val": (train, val_index),
-                "test": (test, torch.arange(len(test.labels))),
-            }
-            self.splits = {name: ImageSplit(*part) for name, part in parts.items()}
-        samples, micro_batches = len(self.splits["train"]), self.accumulate * self.parallel.num_microbatches
-        mixes = bool(self.augment.mixers)
-        check_global_batch(self.global_batch_size, self.parallel.dp_size, micro_batches, samples, mixes)
+            self.splits = self._load_splits()
+        check_global_batch(
+            self.global_batch_size,
+            self.parallel.dp_size,
+            micro_batches=self.accumulate * self.parallel.num_microbatches,
+            samples=len(self.splits["train"]),
+            is_mixed=bool(self.augment.mixers),
+        )
         if stage == "fit" and not self.steps_per_epoch:
             raise UserError("trainer.limit_train_batches=0 trains nothing: set fit=false instead")
+
+    def _load_splits(self) -> dict[str, ImageSplit]:
+        train, test = (load(self.source, self.root, name, self.num_classes) for name in ("train", "test"))
+        train_index, val_index = stratified_split(train.labels, self.val_fraction, self.train_samples, self.seed)
+        return {
+            "train": ImageSplit(train, train_index),
+            "val": ImageSplit(train, val_index),
+            "test": ImageSplit(test, torch.arange(len(test.labels))),
+        }
 
     def train_dataloader(self) -> DataLoader[Batch]:
         split = self.splits["train"]
@@ -130,9 +142,10 @@ class ImageDataModule(L.LightningDataModule):
         return self._evaluation_loader(folder, len(folder))
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Transfer the batch, unless it is there already: Lightning's own check of this is slow."""
-        there = batch.image.device == device
-        return batch if there else super().transfer_batch_to_device(batch, device, dataloader_idx)
+        """Transfer the batch, unless it is on the device already: Lightning's own check of this is slow."""
+        if batch.image.device == device:
+            return batch
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalize the images on the device and, in training, augment them."""
@@ -179,7 +192,7 @@ class ImageDataModule(L.LightningDataModule):
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps of the whole run: the horizon of learning-rate schedules."""
+        """Number of optimizer steps of the run: the horizon of learning-rate schedules."""
         epochs, steps = self.trainer.max_epochs, self.trainer.max_steps
         limits = [steps] if steps != -1 else []
         if epochs is not None and epochs != -1:
@@ -198,7 +211,7 @@ class ImageDataModule(L.LightningDataModule):
         return self.global_batch_size // (dp_size * self.accumulate * num_microbatches)
 
     def evaluated_samples(self, name: str) -> int:
-        """Return how many samples of the split are evaluated."""
+        """Return the number of samples of the split `name` that an evaluation uses."""
         option, count = f"trainer.limit_{name}_batches", len(self.splits[name])
         return apply_limit(option, self.limits.get(name), count, unit=self.global_batch_size)
 
@@ -209,4 +222,4 @@ class ImageDataModule(L.LightningDataModule):
 
     def _loader(self, split: Dataset[Batch], batches: Batches) -> DataLoader[Batch]:
         device = self.trainer.lightning_module.device
-        return loader(split, batches, device, self.device_resident, self.num_workers)
+        return build_loader(split, batches, device, self.device_resident, self.num_workers)

@@ -1,7 +1,7 @@
 """Counter-based random numbers: pure functions of integers, without a generator and without state to save.
 
-Every number is a hash of integers (seed, epoch, sample index, draw). So neither the number of processes, nor the order
-of the samples, nor a restart changes it. The same integers give the same bits on a CPU and on a GPU. The mixing
+Every number is a hash of integers (seed, epoch, sample index, draw). Neither the number of processes, nor the order of
+the samples, nor a restart changes it. The same integers give the same bits on a CPU and on a GPU. The mixing
 function is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
 2014), in two's-complement 64-bit arithmetic.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def _signed(bits: int) -> int:
-    """Return the number that torch.int64 represents by the low 64 bits."""
+    """Return the low 64 bits as a signed integer, as torch.int64 represents them."""
     return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -61,9 +61,9 @@ def integers(keys: Tensor, draw: int | Tensor, high: int) -> Tensor:
 
 def normal(keys: Tensor, count: int) -> Tensor:
     """Return (n, count) float32 numbers from the standard normal distribution, `count` for each of (n,) keys."""
-    places = torch.arange(1, count + 1, device=keys.device) * _GOLDEN
-    shares = (_shift_right(_mix(keys[:, None] + places), 40).double() + 0.5) * 2.0**-24
-    return torch.special.ndtri(shares).float()
+    steps = torch.arange(1, count + 1, device=keys.device) * _GOLDEN
+    probabilities = (_shift_right(_mix(keys[:, None] + steps), 40).double() + 0.5) * 2.0**-24
+    return torch.special.ndtri(probabilities).float()
 
 
 def permutation(count: int, *parts: int) -> Tensor:

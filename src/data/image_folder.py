@@ -28,14 +28,16 @@ class ImageFolder(Dataset[Batch]):
         self.folder, (_, self.height, self.width) = folder, image_shape
         self.files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in readable)
         if not self.files:
-            raise UserError(f"predict={folder}: there is no image in it (.png, .jpg and what else Pillow reads)")
+            raise UserError(
+                f"predict={folder}: there is no image in it (.png, .jpg, or another format that Pillow reads)"
+            )
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, positions: Tensor) -> Batch:
         blank = torch.zeros(3, self.height, self.width, dtype=torch.uint8)
-        images = torch.stack([self._read(self.files[place]) if place >= 0 else blank for place in positions.tolist()])
+        images = torch.stack([self._read(self.files[i]) if i >= 0 else blank for i in positions.tolist()])
         return Batch(images, torch.zeros_like(positions), positions, weight=positions >= 0)
 
     def _read(self, file: Path) -> Tensor:
@@ -44,9 +46,10 @@ class ImageFolder(Dataset[Batch]):
                 upright = ImageOps.exif_transpose(image).convert("RGB")
         except Exception as error:  # a corrupt file can raise anything
             raise UserError(
-                f"predict={self.folder}: {file} cannot be read ({error}); mend it or move it away"
+                f"predict={self.folder}: {file} cannot be read ({error}): repair it or move it away"
             ) from None
-        left, top = ((side - min(upright.size)) // 2 for side in upright.size)
-        box = (left, top, left + min(upright.size), top + min(upright.size))
+        side = min(upright.size)
+        left, top = ((length - side) // 2 for length in upright.size)
+        box = (left, top, left + side, top + side)
         pixels = np.array(upright.resize((self.width, self.height), Image.Resampling.BICUBIC, box=box))
         return torch.from_numpy(pixels).permute(2, 0, 1)

@@ -9,30 +9,32 @@ from src.data.batch import Batch
 from src.data.sampler import Batches
 from src.data.splits import ImageSplit
 
-_MAX_FRACTION = 0.1  # of a GPU's free memory, which the images may take under `auto`
+_MAX_FRACTION = 0.1  # of a GPU's free memory, for the images under `auto`
 
 
-def stays(split: ImageSplit, device: torch.device, choice: str | bool, num_workers: int) -> bool:
+def should_keep_on_device(split: ImageSplit, device: torch.device, choice: str | bool, num_workers: int) -> bool:
     """Return whether to keep the images of the split on the device.
 
-    Under `auto` they stay if they are there already, or take a small part of a GPU's memory; with workers they do not.
+    Under `auto` they stay there if they are there already, or need a small fraction of a GPU's free memory. Workers
+    cannot use images on a device.
     """
     if choice != "auto" or num_workers:
         return choice is True
-    if split.dataset.images.device == device:
+    images = split.dataset.images
+    if images.device == device:
         return True
-    return device.type == "cuda" and split.dataset.images.nbytes <= _MAX_FRACTION * torch.cuda.mem_get_info(device)[0]
+    return device.type == "cuda" and images.nbytes <= _MAX_FRACTION * torch.cuda.mem_get_info(device)[0]
 
 
-def loader(
+def build_loader(
     data: Dataset[Batch],
     batches: Batches,
     device: torch.device,
     choice: str | bool,
     num_workers: int,
 ) -> DataLoader[Batch]:
-    """Return a DataLoader whose items are batches of this rank, from the device or from the host by `choice`."""
-    if isinstance(data, ImageSplit) and stays(data, device, choice, num_workers):
+    """Return a DataLoader of this rank's batches; `choice` decides whether the images are on the device or the host."""
+    if isinstance(data, ImageSplit) and should_keep_on_device(data, device, choice, num_workers):
         return ResidentBatches(data, batches, device)
     pin = device.type == "cuda"
     return DataLoader(data, sampler=batches, batch_size=None, num_workers=num_workers, pin_memory=pin)

@@ -8,7 +8,7 @@ import torch
 
 from src.data.batch import Batch
 from src.data.parallel import DataParallelInfo
-from src.data.resident import ResidentBatches, stays
+from src.data.resident import ResidentBatches, should_keep_on_device
 from src.data.sampler import EvaluationBatches, TrainingBatches
 from src.data.splits import ImageSet, ImageSplit
 from src.run.experiment import assemble
@@ -74,12 +74,12 @@ def test_auto_allows_a_tenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> N
     cuda, bytes_ = torch.device("cuda", 0), split().dataset.images.nbytes
     for free, room in ((10 * bytes_, True), (10 * bytes_ - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
-        assert stays(split(), cuda, "auto", num_workers=0) == room
-        assert stays(split(), cuda, True, num_workers=0)
-        assert not stays(split(), cuda, False, num_workers=0)
-        assert not stays(split(), cuda, "auto", num_workers=1)
-    assert stays(split(), CPU, "auto", num_workers=0)
-    assert not stays(split(), torch.device("mps"), "auto", num_workers=0)
+        assert should_keep_on_device(split(), cuda, "auto", num_workers=0) == room
+        assert should_keep_on_device(split(), cuda, True, num_workers=0)
+        assert not should_keep_on_device(split(), cuda, False, num_workers=0)
+        assert not should_keep_on_device(split(), cuda, "auto", num_workers=1)
+    assert should_keep_on_device(split(), CPU, "auto", num_workers=0)
+    assert not should_keep_on_device(split(), torch.device("mps"), "auto", num_workers=0)
 
 
 def test_run_does_not_depend_on_how_batches_are_fetched(small: list[str], folder: Path) -> None:

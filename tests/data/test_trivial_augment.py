@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from src.data.augment.pixels import sample_keys
-from src.data.augment.trivial_augment import OPERATIONS, apply, trivial_augment
+from src.data.augment.trivial_augment import OPERATIONS, apply_operations, trivial_augment
 from src.data.sources.shapes import draw
 
 IMAGES = torch.from_numpy(draw(8, seed=0)[0])
@@ -42,7 +42,7 @@ def _affine(image: Any, *coefficients: float) -> Any:
 def test_operations_agree_with_pillow(name: str, level: float, sign: int) -> None:
     count = len(IMAGES)
     operation, levels = torch.full((count,), OPERATIONS.index(name)), torch.full((count,), level)
-    ours = apply(IMAGES, operation, levels, sign * levels)
+    ours = apply_operations(IMAGES, operation, levels, sign * levels)
     for image, mine in zip(IMAGES, ours, strict=True):
         drawn = PILLOW[name](Image.fromarray(image.permute(1, 2, 0).numpy()), level, sign)
         theirs = torch.from_numpy(np.array(drawn)).permute(2, 0, 1)

@@ -19,7 +19,7 @@ class Augment:
         flip: mirror a random half of the images; `alternating` mirrors the other half in every other epoch.
         cutout: side of a square set to the mean color, in pixels; 0 for none.
         mixup, cutmix: alpha of the Beta distribution; 0 for none. If both are set, each step uses one of them.
-        mix_probability: fraction of the steps at which images are mixed.
+        mix_probability: probability that a step mixes its images.
 
     Raises:
         UserError: if a value is out of its range.
@@ -41,7 +41,7 @@ class Augment:
         if not 0 <= mix_probability <= 1:
             raise UserError(f"data.augment.mix_probability={mix_probability}: give a fraction between 0 and 1")
         if flip not in (True, False, "alternating"):
-            raise UserError(f"data.augment.flip={flip}: take true, false or alternating")
+            raise UserError(f"data.augment.flip={flip}: give true, false or alternating")
         self.trivial, self.crop_padding, self.flip, self.cutout = trivial, crop_padding, flip, cutout
         self.mixers = [(mix, alpha) for mix, alpha in ((mixing.mixup, mixup), (mixing.cutmix, cutmix)) if alpha > 0]
         self.mix_probability = mix_probability

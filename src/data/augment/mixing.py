@@ -1,8 +1,8 @@
 """Mixup and CutMix: blend images, or paste a box of one into another, and mix their targets accordingly.
 
 A sample's partner is half a global batch further on. The sampler assigns both to the same process and the same
-micro-batch, for any number of processes. The mixing fraction is drawn once per optimizer step. So neither the number
-of processes nor gradient accumulation changes what the network learns.
+micro-batch, for any number of processes. The mixing fraction is drawn once per optimizer step. Therefore neither the
+number of processes nor gradient accumulation changes what the network learns.
 """
 
 import math
@@ -22,8 +22,8 @@ def mixup(image: Tensor, target: Tensor, alpha: float, rng: np.random.Generator)
     Images are (n, channels, height, width), targets (n, classes). Zhang et al., "mixup: beyond empirical risk
     minimization" (2017).
     """
-    share = float(rng.beta(alpha, alpha))
-    return image.lerp(partners(image), share), target.lerp(partners(target), share)
+    fraction = float(rng.beta(alpha, alpha))
+    return image.lerp(partners(image), fraction), target.lerp(partners(target), fraction)
 
 
 def cutmix(image: Tensor, target: Tensor, alpha: float, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
@@ -33,12 +33,17 @@ def cutmix(image: Tensor, target: Tensor, alpha: float, rng: np.random.Generator
     that the part of the box inside it covers. Yun et al., "CutMix: regularization strategy to train strong
     classifiers" (2019).
     """
-    side = math.sqrt(float(rng.beta(alpha, alpha)))
-    spans = []
-    for size in image.shape[-2:]:
-        first = int(rng.integers(size)) - int(size * side) // 2
-        spans.append(slice(max(0, first), min(size, first + int(size * side))))
+    side = math.sqrt(float(rng.beta(alpha, alpha)))  # as a fraction of the image's side
+    height, width = image.shape[-2:]
+    rows, columns = _random_span(height, side, rng), _random_span(width, side, rng)
     mixed = image.clone()
-    mixed[..., spans[0], spans[1]] = partners(image)[..., spans[0], spans[1]]
-    share = math.prod(span.stop - span.start for span in spans) / math.prod(image.shape[-2:])
-    return mixed, target.lerp(partners(target), share)
+    mixed[..., rows, columns] = partners(image)[..., rows, columns]
+    fraction = (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
+    return mixed, target.lerp(partners(target), fraction)
+
+
+def _random_span(size: int, fraction: float, rng: np.random.Generator) -> slice:
+    """Return a span around a random center, `fraction` of `size` long where the image's border does not cut it."""
+    length = int(size * fraction)
+    first = int(rng.integers(size)) - length // 2
+    return slice(max(0, first), min(size, first + length))

@@ -26,16 +26,16 @@ def crop_and_flip(image: Tensor, keys: Tensor, padding: int, flip: bool | Tensor
         flip: whether to mirror a random half of the images, or (n,) bool that selects the mirrored ones.
     """
     count, channels, height, width = image.shape
-    draws = torch.arange(2, device=keys.device)[:, None]
+    draws = torch.arange(2, device=keys.device)[:, None]  # draw 0 for the rows, draw 1 for the columns
     top, left = integers(keys, draws, 2 * padding + 1)
-    rows = _windows(height, padding, image.device).index_select(0, top)
-    columns = _windows(width, padding, image.device).index_select(0, left)
+    rows = _source_positions(height, padding, image.device).index_select(0, top)
+    columns = _source_positions(width, padding, image.device).index_select(0, left)
     if flip is not False:
         mirrored = flip if isinstance(flip, Tensor) else random_flip(keys)
         columns = torch.where(mirrored[:, None], width - 1 - columns, columns)
-    source = (rows * width)[:, :, None] + columns[:, None, :]
-    pixels = source.view(count, 1, -1).expand(-1, channels, -1)
-    return image.flatten(2).gather(2, pixels).view_as(image)
+    source = (rows * width)[:, :, None] + columns[:, None, :]  # (n, height, width) indices into a flat image
+    source = source.view(count, 1, -1).expand(-1, channels, -1)
+    return image.flatten(2).gather(2, source).view_as(image)
 
 
 def random_flip(keys: Tensor) -> Tensor:
@@ -57,11 +57,12 @@ def cutout(image: Tensor, keys: Tensor, size: int) -> Tensor:
     Images are (n, channels, height, width), keys (n,).
     """
     height, width = image.shape[-2:]
-    centre_row, centre_column = integers(keys, 3, height)[:, None], integers(keys, 4, width)[:, None]
-    rows = torch.arange(height, device=image.device) - centre_row + size // 2
-    columns = torch.arange(width, device=image.device) - centre_column + size // 2
-    inside = ((rows >= 0) & (rows < size))[:, :, None] & ((columns >= 0) & (columns < size))[:, None, :]
-    return image.masked_fill(inside[:, None], 0.0)
+    top = integers(keys, 3, height)[:, None] - size // 2
+    left = integers(keys, 4, width)[:, None] - size // 2
+    rows = torch.arange(height, device=image.device) - top  # (n, height), counted from the square's first row
+    columns = torch.arange(width, device=image.device) - left
+    in_rows, in_columns = (rows >= 0) & (rows < size), (columns >= 0) & (columns < size)
+    return image.masked_fill((in_rows[:, :, None] & in_columns[:, None, :])[:, None], 0.0)
 
 
 def normalize(image: Tensor, mean: list[float], std: list[float], dtype: torch.dtype) -> Tensor:
@@ -78,19 +79,19 @@ def normalize(image: Tensor, mean: list[float], std: list[float], dtype: torch.d
 def _per_pixel(values: tuple[float, ...], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the values of the channels, scaled to pixels, as (channels, height, width).
 
-    They are cached on the device: sending them with each batch would cost a host-device synchronization.
+    They are cached on the device: a transfer with each batch would need a host-device synchronization.
     """
     per_channel = torch.tensor(values, dtype=dtype, device=device)[:, None, None] * 255
     return per_channel.expand(shape).contiguous()
 
 
 @functools.cache
-def _windows(size: int, padding: int, device: torch.device) -> Tensor:
+def _source_positions(size: int, padding: int, device: torch.device) -> Tensor:
     """Return the source positions of every possible crop of a padded line of `size` pixels.
 
-    They are (2 padding + 1, size): row i is the crop that begins i - padding pixels from the line's first pixel.
+    The shape is (2 padding + 1, size): row i is the crop that begins i - padding pixels from the line's first pixel.
     Positions in the padding are reflected into the line.
     """
-    shifts, places = torch.arange(-padding, padding + 1, device=device), torch.arange(size, device=device)
-    reflected = (shifts[:, None] + places).abs()
-    return torch.where(reflected >= size, 2 * (size - 1) - reflected, reflected)
+    shifts = torch.arange(-padding, padding + 1, device=device)[:, None]
+    positions = (shifts + torch.arange(size, device=device)).abs()  # reflects the positions before the first pixel
+    return torch.where(positions >= size, 2 * (size - 1) - positions, positions)
