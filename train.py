@@ -1,6 +1,6 @@
-"""Train an image classifier: `python train.py --help` says how.
+"""Train an image classifier; `python train.py --help` lists the options.
 
-Nothing heavy is imported here: the workers of a run import this file too, and `--help` should not take seconds.
+Heavy imports are late: the workers of a run import this file too, and `--help` should not take seconds.
 """
 
 import sys

@@ -10,7 +10,7 @@ from src.utils.errors import UserError
 
 _CONF = Path(__file__).parents[2] / "conf"
 _OPTIONAL = ("experiment", "preset", "debug")  # config groups that need no choice
-_SWEEP = "multirun.yaml"  # Hydra's own record of a sweep
+_SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in the sweep's folder
 
 
 def with_saved_overrides(argv: list[str]) -> list[str]:
@@ -19,11 +19,14 @@ def with_saved_overrides(argv: list[str]) -> list[str]:
     An option on the command line replaces its saved override. A choice of a group (`model=...`) replaces all saved
     overrides of that group.
     """
-    at = _find(argv, "ckpt_path=")
-    folder = folder_of(_value(argv[at])) if at is not None else None
+    index = _find(argv, "ckpt_path=")
+    if index is None:
+        return argv
+    folder = folder_of(_path(argv[index]))
     if folder is None:
         return argv
-    return [*argv[:at], *_drop_given(saved_config(folder).runtime.overrides, argv), *argv[at:]]
+    restored = _without_replaced(saved_config(folder).runtime.overrides, argv)
+    return [*argv[:index], *restored, *argv[index:]]
 
 
 def with_saved_sweep(argv: list[str]) -> list[str]:
@@ -34,27 +37,28 @@ def with_saved_sweep(argv: list[str]) -> list[str]:
     Raises:
         UserError: if there is no sweep in that folder.
     """
-    at = _find(argv, "sweep=")
-    if at is None:
+    index = _find(argv, "sweep=")
+    if index is None:
         return argv
-    folder = _value(argv[at]).expanduser().absolute()
-    if not (folder / _SWEEP).is_file():
-        raise UserError(
-            f"{argv[at]}: there is no sweep in that folder ({folder / _SWEEP}): give the one it was made in"
-        )
-    saved = yaml.safe_load((folder / _SWEEP).read_text())["hydra"]["overrides"]  # as typed, not resolved
+    folder = _path(argv[index]).expanduser().absolute()
+    file = folder / _SWEEP
+    if not file.is_file():
+        raise UserError(f"{argv[index]}: there is no sweep in that folder ({file}): give the folder of a sweep")
+    overrides = yaml.safe_load(file.read_text())["hydra"]["overrides"]  # as typed, not resolved
+    of_hydra = [word for word in overrides["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
+    restored = _without_replaced([*of_hydra, *overrides["task"]], argv)
     quoted = str(folder).replace("'", "\\'")
-    of_hydra = [word for word in saved["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
-    restored = [*_drop_given([*of_hydra, *saved["task"]], argv), f"hydra.sweep.dir='{quoted}'"]
     multirun = [] if {"-m", "--multirun"} & set(argv) else ["-m"]
-    return [argv[0], *multirun, *argv[1:at], *restored, *argv[at + 1 :]]
+    return [argv[0], *multirun, *argv[1:index], *restored, f"hydra.sweep.dir='{quoted}'", *argv[index + 1 :]]
 
 
 def without_null_choices(argv: list[str]) -> list[str]:
     """Return the command line with `logger=none` for `logger=null`, and without `experiment=null`, the default.
 
+    Hydra would end with a traceback at the choice null.
+
     Raises:
-        UserError: if null is given for a group that needs a choice. Hydra would end with a traceback.
+        UserError: if a group that needs a choice gets null.
     """
     words = []
     for word in argv:
@@ -70,26 +74,27 @@ def without_null_choices(argv: list[str]) -> list[str]:
 
 
 def _find(argv: list[str], start: str) -> int | None:
-    """Return the index of the first word that starts so."""
+    """Return the index of the first word that starts with `start`, or None."""
     return next((index for index, word in enumerate(argv) if word.startswith(start)), None)
 
 
-def _value(word: str) -> Path:
+def _path(word: str) -> Path:
     """Return the path in an override, without the quotation marks that Hydra allows."""
     return Path(word.partition("=")[2].strip("'\""))
 
 
-def _drop_given(saved: Iterable[str], argv: list[str]) -> list[str]:
-    """Return the saved overrides without those whose option or group `argv` gives again."""
+def _without_replaced(saved: Iterable[str], argv: list[str]) -> list[str]:
+    """Return the saved overrides whose option and groups `argv` does not give again."""
     given = {_name(word) for word in argv}
     kept = []
     for word in saved:
         parts = _name(word).split(".")
-        groups = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
-        if not given & groups:
+        option_and_groups = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+        if not given & option_and_groups:
             kept.append(word)
     return kept
 
 
 def _name(override: str) -> str:
+    """Return the dotted name of the option or group that an override sets."""
     return override.lstrip("+~").partition("=")[0].replace("/", ".")

@@ -124,8 +124,9 @@ class ImageDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         split = self.splits["train"]
-        sizes = (len(split), self.global_batch_size, self.accumulate)
-        batches = TrainingBatches(*sizes, self.seed, self.parallel, self.steps_per_epoch)
+        batches = TrainingBatches(
+            len(split), self.global_batch_size, self.accumulate, self.seed, self.parallel, self.steps_per_epoch
+        )
         batches.epoch, batches.start = self.resume_at
         return self._loader(split, batches)
 

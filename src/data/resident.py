@@ -55,5 +55,8 @@ class ResidentBatches(DataLoader[Batch]):
         index = self.split.samples(self.batches.table())
         if self.device.type == "cuda":
             index = index.pin_memory().to(self.device, non_blocking=True)
-        dataset, rows = self.split.dataset, index.clamp_min(0)
-        yield from map(Batch, map(dataset.gather, rows), dataset.labels[rows], index, index >= 0)
+        dataset = self.split.dataset
+        rows = index.clamp_min(0)  # padding fetches sample 0, with weight 0
+        batches = zip(rows, dataset.labels[rows], index, index >= 0, strict=True)
+        for batch_rows, target, sample_index, weight in batches:
+            yield Batch(dataset.gather(batch_rows), target, sample_index, weight)

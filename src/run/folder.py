@@ -1,4 +1,4 @@
-"""Choose the run folder and the run id; a continued run keeps both."""
+"""The run folder and the run id; a continued run keeps both."""
 
 import os
 import secrets
@@ -22,9 +22,9 @@ def is_rank_zero() -> bool:
 def run_folder(runs: str, name: str, *, _root_: DictConfig) -> str:
     """Make the run folder and return its path, for `hydra.run.dir`.
 
-    The configuration `_root_` decides: the folder is that of the run to continue, `run_dir`, or `name` in `runs`. With
+    The configuration `_root_` decides: the folder of the run to continue, `run_dir`, or `name` in `runs`. With
     `resume`, a SLURM job gets a folder named by its job id, and finds it again when it is requeued. Ranks above zero
-    get '.', because they receive rank zero's folder.
+    get '.', because they receive rank zero's folder later.
 
     Raises:
         UserError: if the folder cannot be made.
@@ -63,7 +63,7 @@ def _make_folder(folder: Path) -> str:
 
 
 def remove_if_unused(folder: Path) -> None:
-    """Remove the folder of a run that was refused: it may hold logs, which say no more than the error."""
+    """Remove the folder of a run that was refused: it may contain logs, which add nothing to the error."""
     if folder.is_dir() and {path.name for path in folder.iterdir()} <= {"logs"}:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -83,7 +83,7 @@ def saved_config(folder: Path) -> Any:
     """
     saved = OmegaConf.load(folder / CONFIG)
     if "runtime" not in saved:
-        raise UserError(f"the run in {folder} is of another version of this code: continue it with that version")
+        raise UserError(f"the run in {folder} was made by another version of this code: continue it with that version")
     return saved
 
 
@@ -96,6 +96,8 @@ def run_and_sweep_id(folder: Path, sweep: bool) -> tuple[str, str | None]:
     if (folder / CONFIG).is_file():
         saved = saved_config(folder).runtime
         return saved.run_id, saved.sweep_id
-    if "WANDB_SWEEP_ID" in os.environ:  # wandb's agent started this process for a run that it has an id for
+    if "WANDB_SWEEP_ID" in os.environ:  # wandb's agent started this process, and gave the run its id
         return os.environ["WANDB_RUN_ID"], os.environ["WANDB_SWEEP_ID"]
-    return (f"{folder.parent.name}-{folder.name}", folder.parent.name) if sweep else (folder.name, None)
+    if sweep:
+        return f"{folder.parent.name}-{folder.name}", folder.parent.name
+    return folder.name, None

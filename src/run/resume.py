@@ -1,4 +1,4 @@
-"""The checkpoint from which a run goes on by itself."""
+"""The checkpoint from which a run continues without a `ckpt_path` on the command line."""
 
 import sys
 from pathlib import Path
@@ -39,6 +39,6 @@ def with_newest_checkpoint(cfg: DictConfig) -> DictConfig:
 
 
 def remove_partial_checkpoints(folder: Path) -> None:
-    """Delete the temporary files of a killed save. No process may be saving meanwhile."""
-    for fragment in (folder / CHECKPOINTS).glob(".*.part"):
-        fragment.unlink(missing_ok=True)
+    """Delete the temporary files of a save that was killed. No process may be saving a checkpoint meanwhile."""
+    for file in (folder / CHECKPOINTS).glob(".*.part"):
+        file.unlink(missing_ok=True)

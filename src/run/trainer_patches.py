@@ -36,10 +36,10 @@ def patch_trainer(trainer: L.Trainer, module: L.LightningModule) -> None:
 
 
 def leave_signals_to_callback(trainer: L.Trainer) -> None:
-    """Remove Lightning's signal handler, and its question at every step whether a rank received SIGTERM.
+    """Remove Lightning's signal handlers, and its broadcast at every step of whether a rank received SIGTERM.
 
-    The handler broadcasts wherever the signal finds the process, so ranks could wait for each other forever. A handler
-    of ours in `on_train_start` would come too late: Lightning's is active in the barrier and the sanity check before.
+    The handler broadcasts wherever the signal interrupts the process, so ranks could wait for each other forever. To
+    replace it in `on_train_start` would be too late: it is active in the barrier and the sanity check before.
     `src/callbacks/preemption.py` handles signals. Upstream: trainer/connectors/signal_connector.py, lines 48 and 118;
     loops/training_epoch_loop.py, lines 259 and 299. This saves one broadcast per step of several ranks.
     """
@@ -59,7 +59,7 @@ def remove_profiler_contexts(trainer: L.Trainer) -> None:
 
 
 def cache_logged_results(trainer: L.Trainer) -> None:
-    """Collect what was logged once, when it is logged, and not again at every later step.
+    """Collect the logged metrics when they are logged, and not again at every later step.
 
     Upstream: trainer/connectors/logger_connector/result.py, line 412 (moves each logged value, by a walk through the
     attributes of its metric) and the method `metrics`.
@@ -69,7 +69,7 @@ def cache_logged_results(trainer: L.Trainer) -> None:
 
 
 def skip_empty_hooks(trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Set the hooks of a step that nobody overrides to None, which Lightning does not call.
+    """Set the hooks of a step that no class overrides to None, which Lightning does not call.
 
     Upstream: trainer/call.py, lines 197 and 226. To use such a hook later, assign it again.
     """
@@ -102,9 +102,9 @@ class NullProfiler(PassThroughProfiler):
 
 
 class CachedResults(_ResultCollection):
-    """Keeps the metrics of a step until something is logged, and moves a result only if its device changes."""
+    """Keeps the collected metrics until a value is logged, and moves a result only if its device changes."""
 
-    _cached_step_metrics: Any = None  # cleared when something is logged
+    _cached_step_metrics: Any = None  # None after a value is logged
 
     def __setitem__(self, name: str, result: _ResultMetric) -> None:
         super().__setitem__(name, result)

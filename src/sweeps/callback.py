@@ -27,7 +27,10 @@ class SweepReport(Callback):
 
         if env := detect_cluster_environment():
             if env.global_rank() == 0:
-                print("error: -m: a sweep starts the processes of its jobs: no torchrun or srun", file=sys.stderr)
+                print(
+                    "error: -m: a sweep starts the processes of its jobs, so start it without torchrun or srun",
+                    file=sys.stderr,
+                )
             raise SystemExit(1)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
