@@ -13,7 +13,7 @@ from src.utils.errors import UserError
 
 
 class ImageFolder(Dataset[Batch]):
-    """The image files of a folder and its subfolders, in the order of their paths; an item is a whole batch.
+    """The image files of a folder and its subfolders, in the order of their paths; an item is a batch.
 
     Each image is cropped to a square around its center and resized to the size that the network was trained on. It is
     read when its batch is fetched.

@@ -33,7 +33,7 @@ def detect_cluster_environment() -> ClusterEnvironment | None:
 
 
 def rendezvous(env: ClusterEnvironment) -> dist.Store:
-    """Return a store through which the ranks share the configuration before a process group exists.
+    """Return a store through which the ranks get the configuration before a process group exists.
 
     It is the store of torchrun's agent if there is one, otherwise a TCPStore of rank zero on its own port. A temporary
     process group would leave addresses behind that break Lightning's own.

@@ -20,7 +20,7 @@ class SweepReport(Callback):
     """
 
     def __init__(self) -> None:
-        self._sweep = os.getpid()  # stays the sweep's pid where a launcher unpickles this object
+        self._sweep_pid = os.getpid()  # the sweep's process, also where a launcher unpickles this object
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         from src.launch.external import detect_cluster_environment
@@ -35,10 +35,10 @@ class SweepReport(Callback):
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Make joblib's processes end with the sweep. By default they continue their jobs, as submitit's should."""
-        if config.hydra.launcher._target_.endswith("JoblibLauncher") and os.getpid() != self._sweep:
+        if config.hydra.launcher._target_.endswith("JoblibLauncher") and os.getpid() != self._sweep_pid:
             from src.launch.workers import die_with_parent
 
-            die_with_parent(self._sweep)
+            die_with_parent(self._sweep_pid)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         from src.sweeps.table import report

@@ -1,4 +1,4 @@
-"""Crop, flip, cutout and normalization of a whole batch on its device; random numbers are hashes of the sample."""
+"""Crop, flip, cutout and normalization of a batch on its device; random numbers are hashes of the sample."""
 
 import functools
 

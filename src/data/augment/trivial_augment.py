@@ -1,4 +1,4 @@
-"""TrivialAugment for a whole batch on its device: one random operation per image, at a random strength.
+"""TrivialAugment for a batch on its device: one random operation per image, at a random strength.
 
 Müller and Hutter, "TrivialAugment: tuning-free yet state-of-the-art data augmentation" (2021), the wide search space:
 14 operations at 31 strengths. Every operation is computed for every image, and each image keeps one result: to select
