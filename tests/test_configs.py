@@ -4,18 +4,19 @@ Each experiment is one run. The choices that no experiment makes are combined in
 test-all` trains each choice separately.
 """
 
-from itertools import zip_longest
+import contextlib
+from itertools import combinations, zip_longest
 from pathlib import Path
 
 import hydra
 import pytest
 
 from src.run.experiment import assemble
+from src.utils.errors import UserError
 from tests.support.pool import Pool
 from tests.support.runs import CONF, NEED_GPUS, compose, fit_ranks
 
-OTHER_GROUPS = ("hydra", "sweep")  # folders that Hydra and W&B read
-GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in OTHER_GROUPS)
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
 Choice = tuple[str, str]  # group and name
 ALL: list[Choice] = [
     (group, file.stem)
@@ -135,3 +136,18 @@ def test_every_choice_is_trained() -> None:
 @pytest.mark.parametrize("choice", ALL, ids=lambda choice: "=".join(choice))
 def test_each_choice_trains(choice: Choice, small: list[str], cifar: Path, pool: Pool, folder: Path) -> None:
     check_trains([*data_words({choice}, small, cifar), *words_for_choice(*choice)], small, pool, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_two_choices_fit_together_or_are_refused(group: str, folder: Path) -> None:
+    """No pair of choices ends in a traceback."""
+    for first, second in combinations(ALL, 2):
+        if first[0] == group != second[0]:
+            overrides = [f"{choice[0]}={choice[1]}" for choice in (first, second)]
+            cfg = compose(folder, *overrides, "trainer.accelerator=cpu", "trainer.devices=1", quiet=False)
+            try:
+                with contextlib.suppress(UserError):
+                    assemble(cfg)
+            except Exception as error:
+                pytest.fail(f"{overrides}: {error}")

@@ -108,7 +108,10 @@ def _build_each(cfg: DictConfig, group: str) -> list[Any]:
     for name, node in nodes.items():
         if "_target_" not in node:
             options = ", ".join(map(str, node))
-            raise UserError(f"{name} has options ({options}) but no _target_: choose a file of conf/{group} that has")
+            raise UserError(
+                f"{name} has options ({options}) but no _target_: choose a file of conf/{group} that has one, "
+                f"or set {name}=null"
+            )
     return [build(node) for node in nodes.values()]
 
 

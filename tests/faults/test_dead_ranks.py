@@ -57,14 +57,15 @@ def test_error_names_a_stopped_rank(small: list[str], folder: Path) -> None:
     assert "no stack was written" in err
 
 
-def test_restarts_from_the_last_checkpoint(small: list[str], folder: Path) -> None:
-    task = [*small, *PARITY, *TWO, "callbacks.checkpoint.every_n_train_steps=1"]
+@pytest.mark.parametrize("devices", [1, 2])
+def test_restarts_from_the_last_checkpoint(devices: int, small: list[str], folder: Path) -> None:
+    task = [*small, *PARITY, *TWO, f"trainer.devices={devices}", "callbacks.checkpoint.every_n_train_steps=1"]
     process = start(*task, slow(0.1), "launch.max_restarts=1", f"run_dir={folder}")
     wait_for_rows(folder, 5, process)
-    os.kill(ranks(process.pid)[1], signal.SIGKILL)
+    os.kill(ranks(process.pid)[-1], signal.SIGKILL)
     code, out, err = wait_for_exit(process)
     assert code == 0, err[-3000:]
-    assert "rank 1 died" in err
+    assert f"rank {devices - 1} died" in err
     assert "restarting; 0 restarts left after this one" in err
     assert out.count("done: ") == 1
     fit(compose(folder.parent / "uninterrupted", *small, *PARITY))

@@ -18,12 +18,22 @@ def test_multirun_flag_may_stand_anywhere() -> None:
     ("word", "hint"),
     [
         ("model=null", "model=null: give one of airbench, mlp"),
+        ("runtime.run_id=1", "runtime.run_id=1: the program sets `runtime` when a run starts"),
+        ("model.depth=2", "model.depth is no option here; did you mean"),
+        ("+model.depth=2", "src.models.resnet9.resnet9 has no option `depth`"),
+        ("nowhere.nothing=2", "python train.py --cfg job lists all"),
         ("+callbacks.mine.monitor=val/acc", "callbacks.mine has options (monitor) but no _target_"),
     ],
 )
-def test_refuses_choices_without_a_target(word: str, hint: str, small: list[str], tmp_path: Path) -> None:
+def test_refuses_choices_that_build_nothing(word: str, hint: str, small: list[str], tmp_path: Path) -> None:
     _, err = run_here(*small, word, "trainer.accelerator=cpu", f"run_dir={tmp_path / 'run'}", code=1)
     assert hint in error_line(err)
+
+
+@pytest.mark.parametrize("override", ["model=vit", "model.width=4", "scheduler=cosine", "scheduler.warmup=0.1"])
+def test_refuses_options_that_the_module_does_not_use(override: str, small: list[str], tmp_path: Path) -> None:
+    _, err = run_here(*small, "experiment=gan", override, f"run_dir={tmp_path / 'run'}", code=1)
+    assert f"{override}: src.models.gan.GAN does not use `{override.split('=')[0].split('.')[0]}`" in error_line(err)
 
 
 def test_null_chooses_nothing(small: list[str], tmp_path: Path) -> None:
