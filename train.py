@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from src.cli.main import TRACEBACK_WANTED, run
+from src.cli.main import TRACEBACK_WANTED, run_application
 from src.run.folder import remove_if_unused
 from src.sweeps.resolvers import register_resolvers
 from src.utils.errors import UserError
@@ -32,9 +32,10 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
         remove_if_unused(Path(HydraConfig.get().runtime.output_dir))
         if TRACEBACK_WANTED:
             raise
+        # Hydra would print all overrides above any other exception.
         raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":
     register_resolvers()
-    sys.exit(run(main))
+    sys.exit(run_application(main))

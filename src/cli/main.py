@@ -16,11 +16,11 @@ from src.utils.errors import UserError, nearest, similar_names
 from src.utils.flatten import flatten_config
 
 _CONF = Path(__file__).parents[2] / "conf"
-_FULL = "HYDRA_FULL_ERROR"  # Hydra's own variable: with 1, every error keeps its traceback
-TRACEBACK_WANTED = os.environ.get(_FULL) == "1"
+_FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own variable: with 1, every error keeps its traceback
+TRACEBACK_WANTED = os.environ.get(_FULL_ERROR) == "1"
 
 
-def run(main: Callable[[], None]) -> int:
+def run_application(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
     try:
         _refuse_runtime_options(sys.argv)
@@ -30,7 +30,7 @@ def run(main: Callable[[], None]) -> int:
     if TRACEBACK_WANTED:
         main()
         return 0
-    os.environ[_FULL] = "1"  # makes Hydra raise every exception, so that this function can handle it
+    os.environ[_FULL_ERROR] = "1"  # makes Hydra raise every exception, so that this function can handle it
     try:
         main()
     except UserError as error:
@@ -41,7 +41,7 @@ def run(main: Callable[[], None]) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(_explain(error))
     finally:
-        del os.environ[_FULL]
+        del os.environ[_FULL_ERROR]
     return 0
 
 
@@ -63,7 +63,7 @@ def _fail(message: str) -> int:
 
 
 def _explain(error: Exception) -> str:
-    """Return Hydra's message as one line, with the names that are possible or similar."""
+    """Return Hydra's message as one line, with a hint which names exist."""
     if cause := _user_error(error):  # a resolver in conf/train.yaml raised it
         return str(cause)
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
@@ -77,7 +77,7 @@ def _explain(error: Exception) -> str:
 
 
 def _user_error(error: BaseException | None) -> UserError | None:
-    """Return the UserError in whose handling the error was raised, if there is one."""
+    """Return the first UserError among the error and its contexts, or None."""
     while error is not None and not isinstance(error, UserError):
         error = error.__context__
     return error
@@ -94,7 +94,7 @@ def _explain_option(option: str) -> str:
     options = _options()
     names = sorted(name for name in options if name.endswith(f".{option}")) or similar_names(option, options)
     hint = f"did you mean {' or '.join(names)}?" if names else "python train.py --cfg job lists all"
-    return f"{option} is no option here; {hint} (+{option}=... passes it on all the same)"
+    return f"{option} is no option here; {hint} (+{option}=... passes it on anyway)"
 
 
 def _options() -> set[str]:

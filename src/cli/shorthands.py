@@ -45,8 +45,8 @@ def with_saved_sweep(argv: list[str]) -> list[str]:
     if not file.is_file():
         raise UserError(f"{argv[index]}: there is no sweep in that folder ({file}): give the folder of a sweep")
     overrides = yaml.safe_load(file.read_text())["hydra"]["overrides"]  # as typed, not resolved
-    of_hydra = [word for word in overrides["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
-    restored = _without_replaced([*of_hydra, *overrides["task"]], argv)
+    hydra_overrides = [word for word in overrides["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
+    restored = _without_replaced([*hydra_overrides, *overrides["task"]], argv)
     quoted = str(folder).replace("'", "\\'")
     multirun = [] if {"-m", "--multirun"} & set(argv) else ["-m"]
     return [argv[0], *multirun, *argv[1:index], *restored, f"hydra.sweep.dir='{quoted}'", *argv[index + 1 :]]
@@ -84,7 +84,7 @@ def _path(word: str) -> Path:
 
 
 def _without_replaced(saved: Iterable[str], argv: list[str]) -> list[str]:
-    """Return the saved overrides whose option and groups `argv` does not give again."""
+    """Return the saved overrides, except those of an option or a group that `argv` gives again."""
     given = {_name(word) for word in argv}
     kept = []
     for word in saved:

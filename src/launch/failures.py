@@ -88,7 +88,7 @@ def _stacks(run_dir: str, sizes: dict[int, int]) -> dict[int, list[str]]:
 
 
 def _main_thread_stack(log: Path, start: int) -> list[str]:
-    """Return the main thread's stack, innermost call first, from faulthandler's dump behind position `start`."""
+    """Return the main thread's stack, innermost call first, from faulthandler's dump after position `start`."""
     with log.open(errors="replace") as stream:
         stream.seek(start)
         _, _, dump = stream.read().partition("Timeout (")

@@ -51,8 +51,9 @@ def launch(
         cfg, node_rank = _sync_hosts(cfg)
     devices = device_count(cfg.trainer)
     _check_can_start(cfg, devices)
+    is_single = devices == 1 and cfg.trainer.num_nodes == 1
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    if devices == cfg.trainer.num_nodes == 1 and not is_sweep and not cfg.launch.max_restarts:
+    if is_single and not is_sweep and not cfg.launch.max_restarts:
         return run_rank(cfg, rank=0)
     with reserve_devices(cfg):
         return launch_workers(cfg, 1 if runs_in_single_process(cfg) else devices, node_rank)

@@ -137,7 +137,7 @@ def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
     except signals.Stopped as stopped:
         return stopped.number
     except Exception as error:
-        os.environ[_ERROR_FILE] = error_file
+        os.environ[_ERROR_FILE] = error_file  # which `_remove_launcher_variables` removes
         # The report must exist before the sockets close, because their end fails the other ranks.
         get_error_handler().record_exception(error)
         if dist.is_initialized():

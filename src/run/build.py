@@ -22,7 +22,7 @@ def build(node: DictConfig, **changes: Any) -> Any:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         if option := _unexpected_option(error):
-            raise UserError(f"{option}: leave it out, or choose what has this option") from error
+            raise UserError(f"{option}: leave it out, or choose a class that has it") from error
         raise
 
 

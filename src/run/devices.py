@@ -23,7 +23,7 @@ def resolve_devices(accelerator: str, devices: Any) -> tuple[str, int | list[int
     """Return the accelerator without `auto`, and the number of devices per node or the listed GPU indices.
 
     Raises:
-        UserError: if the devices are neither, or this machine has fewer.
+        UserError: if `devices` is not valid, or this machine has fewer.
     """
     accelerator = _resolve_accelerator(accelerator)
     num_gpus = 0 if accelerator == "cpu" else torch.accelerator.device_count()
@@ -36,7 +36,7 @@ def resolve_devices(accelerator: str, devices: Any) -> tuple[str, int | list[int
         raise UserError(f"trainer.devices={devices} is no number of devices: give a number, a list of GPUs, or auto")
     if accelerator == "cpu":
         return accelerator, count
-    if max([count, *(index + 1 for index in indices)]) > num_gpus:
+    if max(count, max(indices, default=0) + 1) > num_gpus:
         raise UserError(
             f"trainer.devices={devices}, but this machine has {num_gpus} GPU{'s' * (num_gpus > 1)}: "
             f"set trainer.devices={num_gpus}, or trainer.accelerator=cpu to run processes on the CPU"

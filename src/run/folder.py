@@ -87,7 +87,7 @@ def saved_config(folder: Path) -> Any:
     return saved
 
 
-def run_and_sweep_id(folder: Path, sweep: bool) -> tuple[str, str | None]:
+def run_and_sweep_id(folder: Path, is_sweep: bool) -> tuple[str, str | None]:
     """Return the W&B run id and the sweep id.
 
     A continued run keeps its saved ids, and a W&B agent sets them in the environment. Otherwise the run id is the name
@@ -98,6 +98,6 @@ def run_and_sweep_id(folder: Path, sweep: bool) -> tuple[str, str | None]:
         return saved.run_id, saved.sweep_id
     if "WANDB_SWEEP_ID" in os.environ:  # wandb's agent started this process, and gave the run its id
         return os.environ["WANDB_RUN_ID"], os.environ["WANDB_SWEEP_ID"]
-    if sweep:
+    if is_sweep:
         return f"{folder.parent.name}-{folder.name}", folder.parent.name
     return folder.name, None

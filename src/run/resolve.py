@@ -109,7 +109,7 @@ def _find_checkpoint(option: str, value: str) -> Path:
 
 
 def _find_images(predict: str) -> Path:
-    """Return the folder that `predict` names, after a check that would otherwise fail after hours of training.
+    """Return the folder that `predict` names. It is checked before training, which may take hours.
 
     Raises:
         UserError: if there is no such folder, or no image in it.
@@ -119,7 +119,7 @@ def _find_images(predict: str) -> Path:
         raise UserError(f"predict={predict}: there is no such folder")
     from src.data.image_folder import ImageFolder  # late, because most runs do not need it
 
-    ImageFolder(folder, (3, 1, 1))
+    ImageFolder(folder, image_shape=(3, 1, 1))  # the check does not depend on the shape
     return folder
 
 

@@ -132,4 +132,6 @@ class CachedResults(_ResultCollection):
 def _move(result: _ResultMetric, device: str | torch.device) -> _ResultMetric:
     """Move a logged result only if its value is on another device."""
     value = getattr(result, "value", None)  # unset before the first log() of a metric
-    return result if value is not None and value.device == torch.device(device) else _ResultMetric.to(result, device)
+    if value is not None and value.device == torch.device(device):
+        return result
+    return _ResultMetric.to(result, device)

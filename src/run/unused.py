@@ -1,4 +1,4 @@
-"""Refuse overrides without effect: those of a group that the chosen module does not use."""
+"""Refuse overrides of a group that the chosen module does not use, because they would have no effect."""
 
 import re
 from collections.abc import Sequence
