@@ -70,8 +70,8 @@ class OptunaSweeper(Sweeper):
         if study.get_trials(deepcopy=False):
             study.sampler.reseed_rng()  # its fixed seed would propose the same points again
         self._run(study, self._unfinished_trials(study))
-        while (left := self.n_trials - len(self._trials_of_sweep(study))) > 0:
-            trials = [study.ask(space) for _ in range(min(left, self.n_jobs))]
+        while (remaining := self.n_trials - len(self._trials_of_sweep(study))) > 0:
+            trials = [study.ask(space) for _ in range(min(remaining, self.n_jobs))]
             for trial in trials:
                 trial.set_user_attr(_SWEEP, str(self.folder))
             self._run(study, {trial.number: trial.params for trial in trials})

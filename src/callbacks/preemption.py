@@ -34,10 +34,10 @@ class PreemptionHandler(L.Callback):
         self._handlers = signals.install_handlers(signals.on_signal)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        signals.restore(self._handlers)
+        signals.restore_handlers(self._handlers)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        signals.restore(self._handlers)
+        signals.restore_handlers(self._handlers)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
         """Stop before a step, because the previous step and its validation are then logged and saved."""

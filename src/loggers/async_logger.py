@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-_HEAD_START = 10.0  # seconds before the logger starts, because its start would slow down the first training step
+_MAX_DELAY = 10.0  # seconds before the logger starts, because its start would slow down the first training step
 
 
 class AsyncLogger(Logger):
@@ -71,6 +71,6 @@ class AsyncLogger(Logger):
         if previous is not None:
             previous.result()  # after an error, all later calls fail with it
         if self._logger is None:
-            self._may_start.wait(_HEAD_START)
+            self._may_start.wait(_MAX_DELAY)
             self._logger = self._build()
         getattr(self._logger, method)(*args, **kwargs)

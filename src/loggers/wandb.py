@@ -31,7 +31,8 @@ def _start_run(folder: str, options: dict[str, Any]) -> Any:
     if mode == "offline":
         _log.info(
             "wandb is offline: `wandb leet %s/wandb` shows it, `wandb sync %s/wandb/offline-*` uploads it",
-            *[folder] * 2,
+            folder,
+            folder,
         )
     Path(folder).mkdir(parents=True, exist_ok=True)
     # By default wandb writes its file every 15 seconds, so a run killed before that would have none.
@@ -40,19 +41,19 @@ def _start_run(folder: str, options: dict[str, Any]) -> Any:
 
 
 def online_or_offline() -> str:
-    """Return `WANDB_MODE` or, if it is not set, whether credentials are configured, without a prompt or a request."""
+    """Return `WANDB_MODE`, or whether credentials are configured; this neither prompts nor connects."""
     import wandb
 
     return os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
 
 
-def preempted() -> None:
+def mark_preempted() -> None:
     """Mark this run as preempted in wandb, so that the agent of a W&B sweep starts it again."""
     if wandb := _active_wandb():
         wandb.mark_preempting()
 
 
-def finish(succeeded: bool) -> None:
+def finish_run(succeeded: bool) -> None:
     """End this process's wandb run, if it has one."""
     if wandb := _active_wandb():
         wandb.finish(exit_code=0 if succeeded else 1)

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
 from src.checkpoint.weights import load_initial_weights
-from src.loggers.wandb import finish, preempted
+from src.loggers.wandb import finish_run, mark_preempted
 from src.models.dropout import use_sample_dropout
 from src.run.build import build
 from src.run.trainer import build_trainer, to_user_error
@@ -36,7 +36,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
         logged = _fit_test_predict(cfg, trainer, module, data)
         succeeded = True
     except Stopped:
-        preempted()
+        mark_preempted()
         raise
     except MisconfigurationException as error:
         raise to_user_error(error) from error
@@ -45,7 +45,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
             raise to_user_error(error) from error
         raise
     finally:
-        finish(succeeded)
+        finish_run(succeeded)
     metrics = {name: float(value) for name, value in logged.items()}
     if trainer.is_global_zero:
         _log_end(metrics, cfg.run_dir)

@@ -6,7 +6,7 @@ import lightning as L
 import torch.multiprocessing as mp
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
-from src.loggers.wandb import finish, preempted
+from src.loggers.wandb import finish_run, mark_preempted
 from src.strategies.ddp import DDP
 from src.utils import signals
 from src.utils.malloc import tune_malloc
@@ -46,7 +46,7 @@ class _Launcher(_MultiProcessingLauncher):
                 raise signals.Stopped(error.exit_code - 128) from None
             raise
         finally:
-            signals.restore(handlers)
+            signals.restore_handlers(handlers)
 
     def _wrapping_function(self, process_idx: int, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         try:
@@ -56,12 +56,12 @@ class _Launcher(_MultiProcessingLauncher):
                 logger.finalize("failed")  # Lightning does so only in processes that it did not spawn
             is_preempted = isinstance(error, signals.Stopped)
             if is_preempted:
-                preempted()
-            finish(succeeded=False)
+                mark_preempted()
+            finish_run(succeeded=False)
             if is_preempted:  # all ranks stop together, so no rank waits in a collective
                 close_process_group()
             raise
-        finish(succeeded=True)
+        finish_run(succeeded=True)
         close_process_group()
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:

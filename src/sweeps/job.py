@@ -30,9 +30,8 @@ def run_job(cfg: DictConfig) -> float:
     if not is_rank_zero():  # SLURM started several processes for this job
         launch(cfg)
         return nan
-    multiprocessing.set_start_method(
-        None, force=True
-    )  # joblib sets a start method of its own, which fails in the workers
+    # joblib sets a start method of its own, which fails in the workers.
+    multiprocessing.set_start_method(None, force=True)
     folder = Path(HydraConfig.get().runtime.output_dir)
     with hold_lock(str(folder)):  # the same sweep may run twice at the same time
         job = Job.read(folder)
@@ -53,7 +52,7 @@ class _JobTimer:
         return time.monotonic() - self._start
 
     @contextmanager
-    def reserve_devices(self, cfg: DictConfig) -> Iterator[None]:
+    def reserve_then_restart(self, cfg: DictConfig) -> Iterator[None]:
         """Reserve the job's devices, and restart the timer when they are free."""
         with reserve_devices(cfg):
             self._start = time.monotonic()
@@ -68,13 +67,13 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
     try:
         if cfg.fit and not cfg.ckpt_path and (newest := newest_checkpoint(folder)):
             cfg.ckpt_path = str(newest)
-        job.metrics = launch(cfg, timer.reserve_devices)
+        job.metrics = launch(cfg, timer.reserve_then_restart)
         job.result = _result(cfg.optimized_metric, job.metrics)
         job.status = "finished"
     except Exception as error:
         job.status = "failed"
         job.error = str(error) if isinstance(error, UserError) else traceback.format_exc()
-        print(f"job {folder.name} failed: {job.error if isinstance(error, UserError) else error}", file=sys.stderr)
+        print(f"job {folder.name} failed: {error}", file=sys.stderr)
     except BaseException:  # a signal
         job.status = "stopped"
         print(f"sweep={folder.parent} goes on with the sweep", file=sys.stderr)

@@ -16,7 +16,7 @@ def search_space(overrides: Iterable[Override]) -> tuple[dict[str, BaseDistribut
         if override.is_sweep_override():
             space[name] = _distribution(override)
         else:
-            fixed.append(f"{name}={override.get_value_element_as_str()}" if not override.is_delete() else name)
+            fixed.append(name if override.is_delete() else f"{name}={override.get_value_element_as_str()}")
     return space, fixed
 
 

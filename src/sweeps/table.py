@@ -34,8 +34,8 @@ def _differing_overrides(overrides: list[list[str]]) -> list[list[str]]:
     """Return each job's overrides without the ones that all jobs have, and without the Optuna sweeper's own."""
     common = set.intersection(*map(set, overrides)) if len(overrides) > 1 else set()
     return [
-        [override for override in of_job if override not in common and not override.startswith("runtime.trial=")]
-        for of_job in overrides
+        [word for word in job_overrides if word not in common and not word.startswith("runtime.trial=")]
+        for job_overrides in overrides
     ]
 
 

@@ -12,7 +12,7 @@ from src.utils.errors import UserError
 
 @contextmanager
 def file_lock(file: Path) -> Iterator[Path]:
-    """Create the folder of `file`, and hold the lock of the process that creates the file.
+    """Create the folder of `file`, and hold the lock for creating the file.
 
     Raises:
         UserError: if the folder is not writable.

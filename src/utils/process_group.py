@@ -1,4 +1,4 @@
-"""The safe end of the process group."""
+"""Close the process group safely."""
 
 import time
 

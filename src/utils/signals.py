@@ -32,7 +32,7 @@ def install_handlers(handler: Callable[[int, Any], None]) -> dict[int, Any]:
     return {number: signal.signal(number, handler) for number in SIGNALS}
 
 
-def restore(handlers: dict[int, Any]) -> None:
+def restore_handlers(handlers: dict[int, Any]) -> None:
     """Undo `install_handlers`.
 
     After a request the handlers stay, because a late copy of it must not change the exit code.
@@ -82,4 +82,4 @@ def forward_to_workers() -> Iterator[None]:
             yield
         finally:
             del os.environ[FLAG_FILE]
-            restore(handlers)
+            restore_handlers(handlers)

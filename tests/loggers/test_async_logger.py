@@ -67,7 +67,7 @@ def test_hyperparameters_wait_for_the_first_metrics_or_the_end(ends: bool) -> No
 
 
 def test_hyperparameters_are_sent_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("src.loggers.async_logger._HEAD_START", 0.1)
+    monkeypatch.setattr("src.loggers.async_logger._MAX_DELAY", 0.1)
     rows: list[Any] = []
     logger = AsyncLogger(partial(GatedLogger, rows), version="1")
     logger.log_hyperparams({"width": 3})
