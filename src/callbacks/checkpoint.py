@@ -22,8 +22,8 @@ class LastCheckpoint(ModelCheckpoint):
     Args:
         dirpath: folder of the checkpoint.
         every_n_train_steps: optimizer steps between additional saves.
-        train_time_interval: time after the last save on any rank at which to save again, as the arguments of
-            timedelta, such as {minutes: 10}.
+        train_time_interval: time after the last save at which a rank requests another, as the arguments of timedelta,
+            such as {minutes: 10}.
         filename: name of the file without its extension.
 
     Raises:

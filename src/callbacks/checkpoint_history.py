@@ -24,7 +24,7 @@ class CheckpointHistory(L.Callback):
             state = checkpoint["callbacks"].get(callback.state_key)
             if isinstance(callback, ModelCheckpoint) and state:
                 callback.current_score = state["current_score"]
-                # Otherwise the file is a copy from another run, and a new history begins.
+                # A file in another folder is a copy from another run, and a new history begins.
                 if Path(str(callback.dirpath)) == folder:
                     checkpoint["callbacks"][callback.state_key] = _replace_folder(state, state["dirpath"], str(folder))
 

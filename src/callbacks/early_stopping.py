@@ -35,7 +35,7 @@ class ResumableEarlyStopping(EarlyStopping):
         self._latest_score, self._stopped_with = state_dict.get("latest"), state_dict.get("stopped_with")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop a run whose last validation had already decided so, also if `min_epochs` postponed the end.
+        """Stop a run that its last validation has already stopped, even if `min_epochs` postponed the end.
 
         Raises:
             UserError: if the run has no validation.

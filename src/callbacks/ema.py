@@ -24,7 +24,7 @@ class EMA(L.Callback):
             first steps.
 
     Raises:
-        UserError: if `decay` is no such fraction, or `save_weights_only` of a checkpoint callback omits the average.
+        UserError: if `decay` is not in [0, 1), or `save_weights_only` of a checkpoint callback omits the average.
     """
 
     averages_weights = True  # strategies that average weights themselves refuse it

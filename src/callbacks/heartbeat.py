@@ -10,11 +10,11 @@ from src.utils.watchdog import Watchdog
 
 
 class Heartbeat(L.Callback):
-    """Ends this rank if it makes no progress within `timeout` seconds, whatever it does instead.
+    """Ends this rank if it makes no progress within `timeout` seconds.
 
     Args:
-        folder: the run folder, for the stack in the log of the rank.
-        timeout: seconds; longer than preparing the data, compiling, a step, or saving a checkpoint.
+        folder: the run folder, where the rank's log gets its stack.
+        timeout: seconds; more than it takes to prepare the data, compile, train a step, or save a checkpoint.
 
     Raises:
         UserError: if `timeout` is not a positive number.

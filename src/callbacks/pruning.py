@@ -10,7 +10,7 @@ PRUNED = "pruned"  # attribute of a pruned trial, which the sweeper reads
 
 
 class Pruning(L.Callback):
-    """Reports the metric to Optuna after each validation; if rank zero finds the trial pruned, all ranks stop.
+    """Reports the metric to Optuna after each validation; if Optuna prunes the trial, all ranks stop.
 
     Optuna's own callback for Lightning needs a `Trial`, which cannot be sent to another process.
 

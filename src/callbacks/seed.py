@@ -1,4 +1,4 @@
-"""Seed the random numbers of each step: dropout does not depend on the hardware, torch's generators not on restarts."""
+"""Seed the random numbers of each step, so that a resumed run draws the same ones."""
 
 import lightning as L
 import torch
