@@ -48,8 +48,8 @@ class FailOnLastRank(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step != 2 or trainer.global_rank != trainer.world_size - 1:
             return
-        files, run_id = Path(trainer.default_root_dir).glob, trainer.loggers[-1].version.encode()
-        while not any(run_id in file.read_bytes() for file in files("wandb/*/*.wandb")):
+        folder, run_id = Path(trainer.default_root_dir), trainer.loggers[-1].version.encode()
+        while not any(run_id in file.read_bytes() for file in folder.glob("wandb/*/*.wandb")):
             time.sleep(0.1)
         if self.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

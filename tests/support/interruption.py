@@ -68,5 +68,5 @@ def die(cfg: Any, hook: str, step: int) -> None:
 
 
 def run_on_ranks(pool: Pool, devices: int, job: Any, *args: Any) -> list[Any]:
-    """Return the results of all ranks, which are those of the pool, or this process for one device."""
+    """Run a job on the ranks of the pool, or in this process for one device; return the result of each rank."""
     return pool.run(devices, job, *args) if devices > 1 else [job(*args)]

@@ -43,8 +43,6 @@ KillWait=10
 PartitionName=debug Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES:4
 """
 _NODE = "NodeName=node{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000 State=UNKNOWN"
-
-
 _PATH = f"{os.environ['PATH']}:/usr/sbin"  # the daemons' folder
 
 
@@ -64,7 +62,7 @@ class Slurm:
 
     def set_up(self) -> None:
         for daemon in (["slurmctld", "-c"], ["slurmd", "-N", "node1"], ["slurmd", "-N", "node2"]):
-            self.run(daemon[0], *daemon[1:])
+            self.run(*daemon)
         self.wait_until(lambda: self.run("sinfo", "-h", "-o", "%t").split() == ["idle"], 60, "nodes that are idle")
 
     def tear_down(self) -> None:

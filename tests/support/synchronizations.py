@@ -2,9 +2,9 @@
 
 A tensor counts as a host tensor if `.cpu()`, `torch.tensor` without a device, or an operation on host tensors made it.
 
-Detected are operations whose result the host needs, and blocking copies to the device. The former are found by torch's
-dispatcher (also within Lightning, torchmetrics and the backward pass) or by name. Synchronizations in C++ without an
-operation, such as those of DistributedDataParallel's reducer, are not detected; the test on CUDA covers them.
+Detected are operations whose result the host needs, by torch's dispatcher (also within Lightning, torchmetrics and the
+backward pass) or by name, and blocking copies to the device. Synchronizations in C++ without an operation, as in
+DistributedDataParallel's reducer, are not detected; the test on CUDA covers them.
 """
 
 import traceback
@@ -36,9 +36,8 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if _on_host(args):
-            pass
-        elif name in _ASK or (name == "repeat_interleave" and len(args) == 1) or _masks(name, args):
+        counts = name == "repeat_interleave" and len(args) == 1  # its sum is the number of elements
+        if not _on_host(args) and (name in _ASK or counts or _masks(name, args)):
             self.note(f"aten::{name}")
         return func(*args, **(kwargs or {}))
 
@@ -54,13 +53,15 @@ class _Calls(TorchFunctionMode):
         if func in _SEND and sent:
             self.note(f"torch.{name} to a device")
         if _on_host(args):
-            made_there = True
+            is_host_tensor = True
         elif name in _READ:
             self.note(f"Tensor.{name}")
-            made_there, result = name == "cpu", result.clone() if name == "cpu" else result
+            is_host_tensor = name == "cpu"
+            if is_host_tensor:  # on a CPU, `cpu` returns the tensor itself
+                result = result.clone()
         else:
-            made_there = func in _SEND and not sent
-        if made_there and isinstance(result, Tensor):
+            is_host_tensor = func in _SEND and not sent
+        if is_host_tensor and isinstance(result, Tensor):
             result.on_host = True
         return result
 
@@ -71,7 +72,7 @@ def _on_host(args: Any) -> bool:
 
 
 def _masks(name: str, args: Any) -> bool:
-    """Whether a mask determines the number of elements."""
+    """Return whether a mask determines the number of elements."""
     if name not in ("index", "index_put", "index_put_"):
         return False
     masked = any(part is not None and part.dtype in (torch.bool, torch.uint8) for part in args[1])
