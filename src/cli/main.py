@@ -12,7 +12,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from src.cli.shorthands import with_saved_overrides, with_saved_sweep, without_null_choices
-from src.utils.errors import UserError, nearest, similar_names
+from src.utils.errors import UserError, similar_names, suggest
 from src.utils.flatten import flatten_config
 
 _CONF = Path(__file__).parents[2] / "conf"
@@ -87,7 +87,7 @@ def _explain_choice(group: str, name: str) -> str:
     if group.startswith("hydra/"):
         return f"{group}={name}: not installed here; it comes with pip install '.[sweeps]'"
     choices = [file.stem for file in (_CONF / group).glob("[!_]*.yaml")]
-    return f"{group}={name}: there is no {name} in conf/{group}; {nearest(name, choices)}"
+    return f"{group}={name}: there is no {name} in conf/{group}; {suggest(name, choices)}"
 
 
 def _explain_option(option: str) -> str:

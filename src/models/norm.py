@@ -4,7 +4,7 @@ import math
 
 from torch import nn
 
-from src.utils.errors import UserError, nearest
+from src.utils.errors import UserError, suggest
 
 _NORMS = ("batch", "group")
 
@@ -20,5 +20,5 @@ def norm_layer(norm: str, channels: int) -> nn.Module:
         UserError: if there is no such normalization.
     """
     if norm not in _NORMS:
-        raise UserError(f"model.norm={norm} is not a normalization: {nearest(norm, _NORMS)}")
+        raise UserError(f"model.norm={norm} is not a normalization: {suggest(norm, _NORMS)}")
     return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(math.gcd(32, channels), channels)

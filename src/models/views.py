@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from src.utils.errors import UserError, nearest
+from src.utils.errors import UserError, suggest
 from src.utils.tensors import upcast_half
 
 _AUGMENTATIONS = ("mirror", "shift")
@@ -18,7 +18,7 @@ def check_views(tta: str | None) -> None:
         UserError: if there is no such test-time augmentation.
     """
     if tta is not None and tta not in _AUGMENTATIONS:
-        raise UserError(f"module.tta={tta} is not a test-time augmentation: {nearest(tta, _AUGMENTATIONS)}, or null")
+        raise UserError(f"module.tta={tta} is not a test-time augmentation: {suggest(tta, _AUGMENTATIONS)}, or null")
 
 
 def average_over_views(net: Callable[[Tensor], Tensor], image: Tensor, logits: Tensor, tta: str) -> Tensor:

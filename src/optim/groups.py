@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from src.utils.errors import UserError, nearest
+from src.utils.errors import UserError, suggest
 
 _RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
 
@@ -23,7 +23,7 @@ def scaling_factor(rule: str, batch_size: int, reference: int) -> float:
         UserError: if there is no such rule.
     """
     if rule not in _RULES:
-        raise UserError(f"module.lr_scaling={rule} is not a rule: {nearest(rule, _RULES)}")
+        raise UserError(f"module.lr_scaling={rule} is not a rule: {suggest(rule, _RULES)}")
     return _RULES[rule](batch_size / reference)
 
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from src.strategies.sync_batchnorm import SyncedBatchNorm
-from src.utils.errors import UserError, nearest
+from src.utils.errors import UserError, suggest
 
 
 def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -80,7 +80,7 @@ class DDP(DDPStrategy):
         self.matrix_approximation_rank = matrix_approximation_rank
         self._restored: dict[str, dict[int, Tensor]] = {}  # PowerSGD's tensors from a checkpoint, until training starts
         if comm_hook is not None and comm_hook not in _HOOKS:
-            raise UserError(f"strategy.comm_hook={comm_hook} is no hook: {nearest(comm_hook, _HOOKS)}")
+            raise UserError(f"strategy.comm_hook={comm_hook} is no hook: {suggest(comm_hook, _HOOKS)}")
         if comm_start_step < 2 or model_averaging_period < 1 or matrix_approximation_rank < 1:
             raise UserError(
                 "strategy.comm_start_step must be at least 2, because DDP fixes its buckets in the first step; "

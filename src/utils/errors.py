@@ -14,7 +14,7 @@ def similar_names(word: str, names: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(word, names, n=3, cutoff=0.5) or [name for name in names if name.startswith(word)]
 
 
-def nearest(word: str, names: Iterable[str]) -> str:
+def suggest(word: str, names: Iterable[str]) -> str:
     """Return the end of an error message: the names similar to `word`, or all of them if none is."""
     names = sorted(names)
     if similar := similar_names(word, names):

@@ -9,13 +9,14 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from src.run.devices import runs_in_single_process
 from src.run.experiment import run
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, relative
 from tests.support.experiments import SHORT, SHORT_STEPS
 from tests.support.interruption import die, run_on_ranks
 from tests.support.pool import Pool
-from tests.support.runs import STRATEGIES, compose, fit, runs_in_single_process
+from tests.support.runs import STRATEGIES, compose, fit
 
 TASK = ["experiment=parity", *SHORT, "callbacks=[default,ema]", "callbacks.ema.decay=0.8"]
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
+from src.run.devices import runs_in_single_process
 from src.run.experiment import run
 from src.utils.errors import UserError
 from tests.support.pool import Pool
-from tests.support.runs import STRATEGIES, compose, fit, runs_in_single_process
+from tests.support.runs import STRATEGIES, compose, fit
 
 TASK = ["model=mlp", "model.hidden=[64]", "data.batch_size=16", "trainer.max_epochs=2"]
 PREDICT = ["fit=false", "test=false"]

@@ -13,9 +13,9 @@ from tests.support.commands import (
     TORCHRUN,
     TRAIN,
     TWO,
+    count_lines,
     free_port,
     ranks,
-    rows,
     run,
     slow,
     slurm_task,
@@ -70,7 +70,7 @@ def test_signal_saves_stops_and_resumes(
     assert "Traceback" not in err or program == TORCHRUN
     saved = torch.load(folder / "checkpoints" / "last.ckpt")["global_step"]
     assert 4 <= saved < 20
-    assert rows(folder) == 1 + saved, "the row of the last step is there"
+    assert count_lines(folder) == 1 + saved, "the row of the last step is there"
     cfg = compose(folder, *small, *PARITY, f"ckpt_path={folder}/checkpoints/last.ckpt", *(TWO if not world else []))
     pool.run(2, fit, cfg) if not world else fit(cfg)
     check_last_checkpoints(folder, uninterrupted)

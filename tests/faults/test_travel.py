@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from src.checkpoint.io import AtomicCheckpointIO
+from src.run.devices import runs_in_single_process
 from src.run.resume import newest_checkpoint
 from src.utils.errors import UserError
 from tests.support.commands import run_here
@@ -20,7 +21,7 @@ from tests.support.comparison import check_resumed, relative
 from tests.support.experiments import SHORT, SHORT_STEPS
 from tests.support.interruption import SaveAndDie, die, run_on_ranks
 from tests.support.pool import Pool, RankFailed
-from tests.support.runs import Record, compose, fit, moments, runs_in_single_process
+from tests.support.runs import Record, compose, fit, moments
 
 TASK = [
     "experiment=parity",

@@ -24,11 +24,11 @@ from tests.support.commands import (
     TORCHRUN,
     TWO,
     callback,
+    count_lines,
     error_line,
     free_port,
     kill_group,
     ranks,
-    rows,
     run,
     run_here,
     slurm_task,
@@ -294,7 +294,7 @@ def test_killed_run_resumes_exactly(victim: str, small: list[str], tmp_path: Pat
     finally:
         left = kill_group(process.pid)
     assert not left, "processes left running"
-    assert 0 < rows(folder) < 22
+    assert 0 < count_lines(folder) < 22
     run_here(f"ckpt_path={folder}", "strategy=auto", "trainer.devices=1")
     check_last_checkpoints(folder, tmp_path / "uninterrupted")
     assert steps(folder) == [*range(20), 20]

@@ -16,10 +16,11 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from src.run.devices import runs_in_single_process
 from src.run.experiment import assemble
 from tests.support.comparison import TOLERANCE
 from tests.support.pool import Pool
-from tests.support.runs import CONF, STRATEGIES, compose, runs_in_single_process, to_full_tensors
+from tests.support.runs import CONF, STRATEGIES, compose, to_full_tensors
 
 TASK = [
     "data.batch_size=4",

@@ -138,7 +138,7 @@ def error_line(err: str) -> str:
     return lines[0]
 
 
-def rows(folder: Path) -> int:
+def count_lines(folder: Path) -> int:
     """Return the number of lines of metrics.csv, header included."""
     file = folder / "metrics.csv"
     return file.read_text().count("\n") if file.exists() else 0
@@ -151,8 +151,8 @@ def steps(folder: Path) -> list[int]:
 
 def wait_for_rows(folder: Path, number: int, process: "subprocess.Popen[str]") -> None:
     """Wait until the run has logged more than `number` lines."""
-    wait_until(lambda: rows(folder) > number or process.poll() is not None, 120)
-    assert rows(folder) > number, process.communicate(timeout=10)[1][-3000:]
+    wait_until(lambda: count_lines(folder) > number or process.poll() is not None, 120)
+    assert count_lines(folder) > number, process.communicate(timeout=10)[1][-3000:]
 
 
 def ranks(launcher: int) -> list[int]:

@@ -16,7 +16,7 @@ ALLOWED_SKIPS = {
 }
 
 
-class Report:
+class SessionReport:
     """A pytest plugin that sums the seconds of each folder, and collects skips that are not on the list."""
 
     def __init__(self) -> None:
@@ -44,4 +44,4 @@ class Report:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Report(), "wall time and skips")
+    config.pluginmanager.register(SessionReport(), "wall time and skips")

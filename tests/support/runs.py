@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from src.run.devices import runs_in_single_process as runs_in_single_process
+from src.run.devices import runs_in_single_process
 from src.run.experiment import assemble
 from tests.support.pool import Pool
 

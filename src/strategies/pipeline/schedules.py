@@ -14,7 +14,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from src.utils.errors import UserError, nearest
+from src.utils.errors import UserError, suggest
 
 
 class ScheduleSpec(NamedTuple):
@@ -75,7 +75,7 @@ def schedule_spec(name: str) -> ScheduleSpec:
         UserError: if there is no such schedule.
     """
     if name not in SCHEDULES:
-        raise UserError(f"strategy.schedule={name} is no schedule: {nearest(name, SCHEDULES)}")
+        raise UserError(f"strategy.schedule={name} is no schedule: {suggest(name, SCHEDULES)}")
     return SCHEDULES[name]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from src.utils.errors import UserError, nearest
+from src.utils.errors import UserError, suggest
 
 _FLOPS_PER_BYTE = 100  # rough number of FLOPs that a device does while a link sends one byte
 
@@ -132,7 +132,7 @@ def _named_cuts(blocks: Sequence[Block], stages: int, split: Sequence[str]) -> l
     for wanted in split:
         matches = [index for index, name in enumerate(names) if name == wanted or name.startswith(f"{wanted}.")]
         if not matches or matches[0] == 0:
-            raise UserError(f"strategy.split: no cut can be before {wanted}; {nearest(wanted, names[1:])}")
+            raise UserError(f"strategy.split: no cut can be before {wanted}; {suggest(wanted, names[1:])}")
         cuts.append(matches[0])
     if len(cuts) != stages - 1 or cuts != sorted(set(cuts)):
         raise UserError(
