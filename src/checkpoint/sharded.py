@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 SHARDS = "shards"
-WEIGHTS = ("state_dict", "training_state_dict")
+WEIGHTS = ("state_dict", "training_state_dict")  # `src/callbacks/ema.py` adds the second
 
 
 def new_folder(file: Path) -> Path:

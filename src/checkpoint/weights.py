@@ -22,7 +22,7 @@ def load_network(path: str, option: str) -> tuple[nn.Module, DictConfig]:
     """Return the network of a checkpoint, with its weights, and the configuration of its run.
 
     Raises:
-        UserError: if there is none, or this code cannot build it; the message names `option`.
+        UserError: if there is no checkpoint, or this code cannot build its network; the message names `option`.
     """
     checkpoint = read_run_checkpoint(checkpoint_file(Path(path)), option)
     config: Any = OmegaConf.create(checkpoint.get("config", ""))

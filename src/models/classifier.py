@@ -117,9 +117,9 @@ class ImageClassifier(Module):
         data = self.trainer.datamodule
         factor = scaling_factor(self.lr_scaling, data.global_batch_size, self.reference_batch_size)
         optimizer = build_optimizer(self.net, self.optimizer, factor, prefix="net.")
-        horizon, schedule = data.total_steps, unwrap_partial(self.schedule)
+        steps, schedule = data.total_steps, unwrap_partial(self.schedule)
         scheduler = LambdaLR(
-            optimizer, lr_lambdas(optimizer, lambda group, step: lr_multiplier(schedule, group, step, horizon))
+            optimizer, lr_lambdas(optimizer, lambda group, step: lr_multiplier(schedule, group, step, steps))
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -18,7 +18,7 @@ from src.utils.errors import UserError
 from src.utils.log_points import is_log_point
 
 _NOISE = 1  # separates these random numbers from those of augmentation
-_FOR_EVALUATION = -1  # stands in for the epoch: constant noise makes scores comparable
+_EVALUATION_EPOCH = -1  # in place of the current epoch: constant noise makes scores comparable
 
 
 class GAN(Module):
@@ -51,25 +51,25 @@ class GAN(Module):
 
     def sample(self, count: int) -> Tensor:
         """Return `count` generated images, (count, channels, height, width), always from the same noise."""
-        return self(self._noise(torch.arange(count, device=self.device), _FOR_EVALUATION))
+        return self(self._noise(torch.arange(count, device=self.device), _EVALUATION_EPOCH))
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         should_log = is_log_point(self.trainer, self.trainer.global_step + 1)
         generator_loss, discriminator_loss = self._losses(batch)
-        counted, _ = cast(list[Any], self.optimizers())
-        _, uncounted = cast(list[Any], self.optimizers(use_pl_optimizer=False))
-        counted.zero_grad()
-        uncounted.zero_grad()
-        self.manual_backward(generator_loss + discriminator_loss)
-        uncounted.step()
         # Lightning increments global_step for each wrapped optimizer; one wrapper makes it one step per batch.
-        counted.step()
+        wrapped, _ = cast(list[Any], self.optimizers())
+        _, unwrapped = cast(list[Any], self.optimizers(use_pl_optimizer=False))
+        wrapped.zero_grad()
+        unwrapped.zero_grad()
+        self.manual_backward(generator_loss + discriminator_loss)
+        unwrapped.step()
+        wrapped.step()
         if should_log:
             self._log_step(torch.stack([generator_loss, discriminator_loss]).detach())
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return one generated image for each real image, (n, channels, height, width); callbacks compare them."""
-        return self(self._noise(batch.sample_index, _FOR_EVALUATION))
+        return self(self._noise(batch.sample_index, _EVALUATION_EPOCH))
 
     def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self.validation_step(batch, batch_idx)

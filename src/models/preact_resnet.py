@@ -26,7 +26,7 @@ def preact_resnet18(num_classes: int, norm: str = "batch") -> nn.Sequential:
 
 
 class PreActBlock(nn.Module):
-    """A residual block of twice normalization, ReLU and a 3 x 3 convolution.
+    """A residual block: normalization, ReLU and a 3 x 3 convolution, and the same again.
 
     If the shape changes, the shortcut is a 1 x 1 convolution of the first ReLU's output. Otherwise it is the input.
     """

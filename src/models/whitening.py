@@ -8,9 +8,9 @@ from torch import Tensor, nn
 class Whitening(nn.Conv2d):
     """A convolution that projects patches onto their principal components, scaled to standard deviation one.
 
-    Each filter occurs with both signs. The method is that of Page, "How to train your ResNet" (2018); the bias and the
-    two signs are those of tysam-code/hlb-CIFAR10 (2023). The filters are frozen. Until the
-    caller stores the result of `compute_filters`, they are the initial filters of a convolution.
+    Each filter occurs with both signs. The method is from Page, "How to train your ResNet" (2018); the bias and the two
+    signs are from tysam-code/hlb-CIFAR10 (2023). The filters are frozen. Until the caller stores the result of
+    `compute_filters`, they are the initial filters of a convolution.
 
     Attributes:
         trains_bias: whether the bias gets a gradient. Without it, the backward pass needs no gradient of this layer's

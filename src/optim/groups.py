@@ -30,7 +30,7 @@ def scaling_factor(rule: str, batch_size: int, reference: int) -> float:
 def build_optimizer(net: nn.Module, factory: partial[Any], lr_factor: float, prefix: str) -> Optimizer:
     """Build the optimizer over two groups: matrices and filters, and vectors (biases, norms) without weight decay.
 
-    The parameters have names, `prefix` and the name in the network. The optimizer's state dict contains them as
+    A parameter's name is `prefix` and its name in the network. The optimizer's state dict contains the names as
     `param_names`, so that a checkpoint assigns moments to weights by name.
 
     Raises:

@@ -9,13 +9,13 @@ from src.utils.errors import UserError
 
 
 def check_can_train(strategy: Any, module: L.LightningModule) -> None:
-    """Check that the strategy can train the module: manual optimization needs a full replica of it on each rank.
+    """Check that the strategy can train the module: with manual optimization each rank needs a full replica.
 
     Raises:
         UserError: if the module uses manual optimization and the strategy keeps no full replicas.
     """
     if not module.automatic_optimization and not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
         raise UserError(
-            f"strategy={type(strategy).__name__} splits one network with one optimizer, but {type(module).__name__} "
-            "optimizes manually, with several: set strategy=ddp, or auto"
+            f"strategy={type(strategy).__name__} supports only one optimizer, but {type(module).__name__} optimizes "
+            "manually, with several: set strategy=ddp, or auto"
         )

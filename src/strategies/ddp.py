@@ -61,7 +61,7 @@ class DDP(DDPStrategy):
         **kwargs: further arguments of DistributedDataParallel, such as `bucket_cap_mb`.
 
     Raises:
-        UserError: if there is no such hook, or it is not compatible with another option.
+        UserError: if there is no such hook, a number is too small, or options exclude each other.
     """
 
     def __init__(
@@ -111,7 +111,10 @@ class DDP(DDPStrategy):
             if not self.lightning_module.automatic_optimization:
                 raise UserError("strategy.comm_hook=post_local_sgd averages the weights of one optimizer; take fp16")
         if self.comm_hook in ("powersgd", "post_local_sgd") and self.precision_plugin.precision == "16-mixed":
-            raise UserError(f"{self.comm_hook} keeps the overflows of trainer.precision=16-mixed: take bf16-mixed")
+            raise UserError(
+                f"strategy.comm_hook={self.comm_hook} cannot handle the overflows of trainer.precision=16-mixed: "
+                "take bf16-mixed"
+            )
         if self._ddp_kwargs.get("static_graph") and trainer.accumulate_grad_batches > 1:
             raise UserError(
                 "strategy.static_graph=true allows one backward pass per step: set it to false to accumulate"

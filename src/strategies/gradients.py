@@ -31,8 +31,8 @@ def clip_by_norm_over(group: dist.ProcessGroup, optimizer: Optimizer, clip_val: 
         optimizer: holds the parameters of this rank.
         clip_val: largest norm after clipping.
     """
-    parameters = [weight for part in optimizer.param_groups for weight in part["params"]]
-    weights = [weight for weight in parameters if weight.grad is not None]
-    squared_norm = to_full_tensor(nn.utils.get_total_norm([weight.grad for weight in weights])) ** 2
+    parameters = [parameter for param_group in optimizer.param_groups for parameter in param_group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squared_norm = to_full_tensor(nn.utils.get_total_norm(gradients)) ** 2
     dist.all_reduce(squared_norm, group=group)
-    nn.utils.clip_grads_with_norm_(weights, clip_val, squared_norm.sqrt())
+    nn.utils.clip_grads_with_norm_(parameters, clip_val, squared_norm.sqrt())

@@ -80,7 +80,7 @@ class Pipeline(ShardedStateStrategy):
         return cast(L.LightningModule, self.lightning_module).trainer.accumulate_grad_batches
 
     @property
-    def _sharded(self) -> bool:
+    def _is_sharded(self) -> bool:
         return self.data_parallel == "fsdp" and self._replicas.size() > 1
 
     @property
@@ -111,14 +111,14 @@ class Pipeline(ShardedStateStrategy):
             raise UserError("module.compile=true compiles the full network, of which a pipeline's rank holds a part")
         net = cast(nn.Module, module.net)
         self._set_groups(module)
-        if self._sharded or self.spec.needs_channels_first(net, self.root_device):  # FSDP supports no other format
+        if self._is_sharded or self.spec.needs_channels_first(net, self.root_device):  # FSDP supports no other format
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         data = self.lightning_module.trainer.datamodule
         images = next(net.parameters()).new_zeros(data.samples_per_micro_batch, *data.image_shape)
         stages = self._cut(net, images)
         shapes = [images.to("meta"), *(blocks[-1].sent for blocks in stages)]
         self._own_stages = keep_own_stages(net, stages, self._stage_to_rank, self._pipeline_rank)
-        if self._sharded:
+        if self._is_sharded:
             for stage in self._own_stages.values():  # gathers once per batch, not per micro-batch
                 fully_shard(stage, mesh=self._replicas, reshard_after_forward=False)
         torch_stages = [
@@ -203,7 +203,7 @@ class Pipeline(ShardedStateStrategy):
         """Add the gradients of the schedule to the parameters, averaged over the replicas."""
         module = cast(Any, self.lightning_module)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if not self._sharded:  # FSDP2 has done it; DDP would miss the gradients that bypass its hooks
+        if not self._is_sharded:  # FSDP2 has done it; DDP would miss the gradients that bypass its hooks
             average_over(self._replicas.get_group(), [gradient for _, gradient in self._gradients])
         for weight, gradient in self._gradients:
             if self._accumulate > 1:

@@ -100,12 +100,12 @@ def format_table(stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int]
     """Return a table of the stages as lines: rank, parameters, fraction of the FLOPs, and MiB sent per micro-batch."""
     total = sum(block.flops for blocks in stages for block in blocks) or 1
     lines = ["  stage  rank  parameters  cost   sends       blocks"]
-    for number, (blocks, owner) in enumerate(zip(stages, stage_to_rank, strict=True)):
-        size = sum(block.num_parameters for block in blocks)
+    for number, (blocks, rank) in enumerate(zip(stages, stage_to_rank, strict=True)):
+        num_parameters = sum(block.num_parameters for block in blocks)
         cost = sum(block.flops for block in blocks) / total
         sent = blocks[-1].bytes_sent / 2**20 if number < len(stages) - 1 else 0.0
         names = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} ... {blocks[-1].name}"
-        lines.append(f"  {number:<5}  {owner:<4}  {size:<10,}  {cost:<5.0%}  {sent:6.2f} MiB  {names}")
+        lines.append(f"  {number:<5}  {rank:<4}  {num_parameters:<10,}  {cost:<5.0%}  {sent:6.2f} MiB  {names}")
     return lines
 
 
@@ -142,7 +142,7 @@ def _named_cuts(blocks: Sequence[Block], stages: int, split: Sequence[str]) -> l
 
 
 class _Partition(NamedTuple):
-    """Consecutive stages: the cost of the most expensive one, and the cuts between them. The order is that of `min`."""
+    """Consecutive stages: the cost of the most expensive one, which `min` compares first, and the cuts between them."""
 
     cost: float
     cuts: list[int]
