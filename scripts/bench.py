@@ -20,7 +20,7 @@ BENCHMARKS = cases.BENCHMARKS | parallel.BENCHMARKS
 
 
 def main() -> None:
-    each = "\n".join(f"  {name:<12}{(do.__doc__ or '').splitlines()[0]}" for name, do in BENCHMARKS.items())
+    each = "\n".join(f"  {name:<12}{(cases_of.__doc__ or '').splitlines()[0]}" for name, cases_of in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=f"measurements:\n{each}", formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -12,14 +12,15 @@ from scripts.benchmarks.programs import Case, Program, python
 from scripts.peers.nets import BATCH, OVERRIDES
 from src.data.sources.cifar import CIFAR10
 
+# Timed steps of each network, and steps between its log points.
 STEPS = {
     "tiny": 2000,
     "resnet9w4b32": 1000,
     "resnet9w4": 400,
     "resnet9": 200,
     "resnet18": 40,
-}  # timed steps of each network
-EVERY = {"tiny": 50, "resnet9w4b32": 100, "resnet9w4": 40, "resnet9": 20, "resnet18": 5}  # steps between its log points
+}
+EVERY = {"tiny": 50, "resnet9w4b32": 100, "resnet9w4": 40, "resnet9": 20, "resnet18": 5}
 
 
 def ours(name: str, net: str, images: Path, steps: int, every: int, *overrides: str, devices: int = 1) -> Program:

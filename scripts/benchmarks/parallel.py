@@ -53,7 +53,7 @@ def _ranks(scratch: Path) -> dict[str, float]:
 
 
 def pipeline(images: Path, stages: int = 2, microbatches: int = 8) -> list[Case]:
-    """A pipeline of two processes and 4 x 2 micro-batches: hand-written, ours, and the ideal of its schedule.
+    """A pipeline of two processes and eight micro-batches: hand-written, ours, and the ideal of its schedule.
 
     The ideal takes the time of one process that computes the same micro-batches beside another, divided by the number
     of stages and by the part of a step outside the bubble.
@@ -61,8 +61,8 @@ def pipeline(images: Path, stages: int = 2, microbatches: int = 8) -> list[Case]
     peers = ("handwritten_pipeline", "resnet9", images, TIMED, EVERY, "--microbatches", str(microbatches))
     settings = ["strategy=pipeline", f"strategy.microbatches={microbatches}"]
     cases = []
-    for name, kind in SCHEDULES.items():
-        fraction = 1 / stages / (1 - kind.bubble(stages, microbatches))
+    for name, spec in SCHEDULES.items():
+        fraction = 1 / stages / (1 - spec.bubble(stages, microbatches))
         hand_written = peer("hand-written, torchrun", *peers, "--schedule", name, processes=stages)
         template = ours(
             "this template", "resnet9", images, TIMED, EVERY, *settings, f"strategy.schedule={name}", devices=stages

@@ -79,21 +79,21 @@ def _run(program: Program, scratch: Path) -> dict[str, float]:
     scratch.mkdir(parents=True)
     command = [part.replace("{scratch}", str(scratch)) for part in program.command]
     environment = {"WANDB_MODE": "offline"} | dict(os.environ)
-    begun = time.time()
+    start = time.time()
     with (scratch / "log").open("w") as stream:
         code = subprocess.run(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream).returncode
     if code:
         sys.exit(f"error: {' '.join(command)} ended with {code}:\n{(scratch / 'log').read_text()[-3000:]}")
-    found = _clocked(scratch / "clock.json", begun)
+    found = _read_clock(scratch / "clock.json", start)
     if program.samples:
         found["samples/s"] = 1000 * program.samples / found["step ms"]
     return found | program.read(scratch)
 
 
-def _clocked(file: Path, begun: float) -> dict[str, float]:
+def _read_clock(file: Path, start: float) -> dict[str, float]:
     if not file.exists():
-        return {"seconds": time.time() - begun}
-    (_, first), *marks = json.loads(file.read_text())
+        return {"seconds": time.time() - start}
+    (_, end_of_first_step), *marks = json.loads(file.read_text())
     spans = pairwise(marks)  # the steps before the first log point warm up
-    steps = [1000 * (end - start) / (last - before) for (before, start), (last, end) in spans]
-    return {"first step s": first - begun, "step ms": statistics.median(steps)}
+    steps = [1000 * (time2 - time1) / (step2 - step1) for (step1, time1), (step2, time2) in spans]
+    return {"first step s": end_of_first_step - start, "step ms": statistics.median(steps)}

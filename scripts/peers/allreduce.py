@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.peers.handwritten import join
+from scripts.peers.handwritten import join_process_group
 from scripts.peers.nets import NETS
 from src.utils.process_group import close_process_group
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--bucket-mb", type=float, help="reduce in pieces of this size, all in flight at once")
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
-    rank, world, device = join()
+    rank, world, device = join_process_group()
     count = sum(weight.numel() for weight in NETS[options.net]().parameters())
     gradients = torch.zeros(count, device=device)
     pieces = gradients.split(int(options.bucket_mb * 2**20 / 4) if options.bucket_mb else count)

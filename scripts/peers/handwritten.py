@@ -43,7 +43,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def join() -> tuple[int, int, torch.device]:
+def join_process_group() -> tuple[int, int, torch.device]:
     """Join the process group if torchrun started several; return rank, world size and this rank's device."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cuda = torch.cuda.is_available()
@@ -53,12 +53,12 @@ def join() -> tuple[int, int, torch.device]:
     return rank, world, torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
 
 
-def begin(options: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor, nn.Module]:
-    """Return the training set's images and labels, and the network, on the device."""
+def set_up(options: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor, nn.Module]:
+    """Tune malloc, seed torch, and return the training images, their labels and the network on the device."""
     tune_malloc()  # as in the template: the benchmark compares the loops
     torch.manual_seed(0)
     images, labels = (tensor.to(device) for tensor in CIFAR10([]).load(options.data, "train"))
-    net = NETS[options.net]().to(device, memory_format=layout_of(options))  # type: ignore[call-overload]
+    net = NETS[options.net]().to(device, memory_format=memory_format_of(options))  # type: ignore[call-overload]
     return images, labels, net
 
 
@@ -68,11 +68,11 @@ def batches_of_epoch(images: int, batch: int, epoch: int) -> Tensor:
     return order[: images // batch * batch].view(-1, batch)
 
 
-def layout_of(options: argparse.Namespace) -> torch.memory_format:
+def memory_format_of(options: argparse.Namespace) -> torch.memory_format:
     return LAYOUT.get(options.net, torch.channels_last)
 
 
-def optimizer_of(weights: list[Tensor], steps: int) -> tuple[SGD, LambdaLR]:
+def build_optimizer(weights: list[Tensor], steps: int) -> tuple[SGD, LambdaLR]:
     """Return SGD without weight decay for vectors, and the default schedule, both as in `train.py`."""
     groups: list[dict[str, Any]] = [
         {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": 5e-4},
@@ -85,16 +85,16 @@ def optimizer_of(weights: list[Tensor], steps: int) -> tuple[SGD, LambdaLR]:
 def main() -> None:
     options = arguments(__doc__).parse_args()
     marks = Marks(options.clock, options.log_every)
-    rank, world, device = join()
-    images, labels, net = begin(options, device)
+    rank, world, device = join_process_group()
+    images, labels, net = set_up(options, device)
     model = DistributedDataParallel(net, gradient_as_bucket_view=True) if world > 1 else net
-    optimizer, schedule = optimizer_of(list(model.parameters()), options.steps)
-    layout = layout_of(options)
+    optimizer, schedule = build_optimizer(list(model.parameters()), options.steps)
+    layout = memory_format_of(options)
     rows, step = csv.writer(options.clock.with_suffix(".csv").open("w")), 0
     for epoch in range(options.steps):
         batches = batches_of_epoch(len(labels), options.batch, epoch).to(device)[:, rank::world]
         for index in batches:
-            crops = crop_and_flip(images.index_select(0, index), sample_keys(0, epoch, index), 4, True)
+            crops = crop_and_flip(images.index_select(0, index), sample_keys(0, epoch, index), padding=4, flip=True)
             image = normalize(crops, MEAN, STD, torch.float32).contiguous(memory_format=layout)
             loss = F.cross_entropy(model(image), labels[index])
             optimizer.zero_grad()

@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from scripts.peers.handwritten import MEAN, STD, arguments, batches_of_epoch, begin, join, optimizer_of
+from scripts.peers.handwritten import (
+    MEAN,
+    STD,
+    arguments,
+    batches_of_epoch,
+    build_optimizer,
+    join_process_group,
+    set_up,
+)
 from scripts.peers.marks import Marks
 from src.data.augment.pixels import crop_and_flip, normalize, sample_keys
 from src.strategies.pipeline.schedules import SCHEDULES
@@ -42,15 +50,15 @@ def pipeline(
     spec, images = SCHEDULES[name], torch.zeros(batch // microbatches, 3, 32, 32, device=device)
     stage_to_rank = spec.stage_to_rank(world)
     parts = cut(ordered_blocks(net, images), len(stage_to_rank), "auto")
-    own = [number for number, owner in enumerate(stage_to_rank) if owner == rank]
-    modules = [Stage(parts[number], parts[number - 1][-1] if number else None) for number in own]
+    own_stages = [number for number, stage_rank in enumerate(stage_to_rank) if stage_rank == rank]
+    modules = [Stage(parts[number], parts[number - 1][-1] if number else None) for number in own_stages]
     shapes = [images.to("meta"), *(part[-1].sent.requires_grad_() for part in parts)]
     stages = [
         PipelineStage(module, number, len(stage_to_rank), device, (shapes[number],), (shapes[number + 1],))
-        for number, module in zip(own, modules, strict=True)
+        for number, module in zip(own_stages, modules, strict=True)
     ]
-    given: Any = stages[0] if spec.stages_per_rank == 1 else stages
-    return spec.schedule(given, microbatches, loss_fn=loss, scale_grads=False), list(modules), stage_to_rank
+    stage_or_stages: Any = stages[0] if spec.stages_per_rank == 1 else stages
+    return spec.schedule(stage_or_stages, microbatches, loss_fn=loss, scale_grads=False), list(modules), stage_to_rank
 
 
 def main() -> None:
@@ -59,8 +67,8 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     options = parser.parse_args()
     marks = Marks(options.clock, options.log_every)
-    rank, world, device = join()
-    images, labels, net = begin(options, device)
+    rank, world, device = join_process_group()
+    images, labels, net = set_up(options, device)
 
     def loss_of(output: Tensor, label: Tensor) -> Tensor:
         return F.cross_entropy(output, label, reduction="sum") / options.batch
@@ -72,7 +80,7 @@ def main() -> None:
             net, options.schedule, options.microbatches, options.batch, rank, world, device, loss_of
         )
     weights: list[Tensor] = [weight for module in modules for weight in module.parameters()]
-    optimizer, factors = optimizer_of(weights, options.steps)
+    optimizer, factors = build_optimizer(weights, options.steps)
     rows, step = csv.writer(options.clock.with_suffix(f".{rank}.csv").open("w")), 0
     first, last = rank == stage_to_rank[0], rank == stage_to_rank[-1]
     while step < options.steps:
@@ -80,16 +88,16 @@ def main() -> None:
         if number == 0:
             batches = batches_of_epoch(len(labels), options.batch, epoch).to(device)
             batches = batches.unflatten(1, (-1, options.microbatches)).transpose(1, 2).flatten(1)
-        given: tuple[Tensor, ...] = ()
+        inputs: tuple[Tensor, ...] = ()
         last_stage: dict[str, Any] = {}
         if first:
             index = batches[number]
-            crops = crop_and_flip(images.index_select(0, index), sample_keys(0, epoch, index), 4, True)
-            given = (normalize(crops, MEAN, STD, torch.float32),)
+            crops = crop_and_flip(images.index_select(0, index), sample_keys(0, epoch, index), padding=4, flip=True)
+            inputs = (normalize(crops, MEAN, STD, torch.float32),)
         if last:
             last_stage = {"target": labels[batches[number]], "losses": []}
         optimizer.zero_grad()
-        schedule.step(*given, **last_stage)
+        schedule.step(*inputs, **last_stage)
         optimizer.step()
         factors.step()
         step += 1

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
 from scripts.peers.clock import Clock
-from scripts.peers.handwritten import MEAN, STD, arguments, batches_of_epoch, layout_of, optimizer_of
+from scripts.peers.handwritten import MEAN, STD, arguments, batches_of_epoch, build_optimizer, memory_format_of
 from scripts.peers.nets import NETS
 from scripts.peers.pil_pipeline import loader
 from src.data.augment.pixels import crop_and_flip, normalize, sample_keys
@@ -41,7 +41,7 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         batches = batches_of_epoch(len(self.labels), self.batch, 0).to(self.labels.device)
         for index in batches:
-            crops = crop_and_flip(self.images.index_select(0, index), sample_keys(0, 0, index), 4, True)
+            crops = crop_and_flip(self.images.index_select(0, index), sample_keys(0, 0, index), padding=4, flip=True)
             image = normalize(crops, MEAN, STD, torch.float32).contiguous(memory_format=self.layout)
             yield image, self.labels[index]
 
@@ -66,7 +66,7 @@ class Classifier(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        optimizer, schedule = optimizer_of(list(self.net.parameters()), self.steps)
+        optimizer, schedule = build_optimizer(list(self.net.parameters()), self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -74,7 +74,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--habits", default="barebones", help=f"barebones, or a comma-separated choice of {HABITS}")
     options = parser.parse_args()
-    layout = layout_of(options)
+    layout = memory_format_of(options)
     habits = [] if options.habits == "barebones" else options.habits.split(",")
     warnings.simplefilter("ignore")
     tune_malloc()  # as in the template: the benchmark compares the loops

@@ -1,7 +1,7 @@
 """The data path of tutorials, for `scripts.bench`: image by image through PIL, then the default collate.
 
 It is equivalent to torchvision's RandomCrop(32, padding=4), RandomHorizontalFlip, ToTensor and Normalize in a map-style
-data set under `DataLoader(shuffle=True)`, in the main process and without torchvision's checks. `reflect` pads as
+dataset under `DataLoader(shuffle=True)`, in the main process and without torchvision's checks. `reflect` pads as
 `RandomCrop(..., padding_mode="reflect")` and this template do. Images are in memory, as in torchvision's CIFAR10, so
 nothing is decoded.
 """
