@@ -57,7 +57,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a few random images in the official layout of both data sets."""
+    """Return a folder with a few random images in the official layout of both datasets."""
     root, rng = tmp_path_factory.mktemp("cifar"), np.random.default_rng(0)
     for kind, classes in ((CIFAR10, 10), (CIFAR100, 100)):
         for names in kind.members.values():

@@ -74,7 +74,7 @@ def words(*choices: Choice) -> list[str]:
 
 
 def data_words(choices: set[Choice], small: list[str], cifar: Path) -> list[str]:
-    """Return the overrides for local data: small shapes, unless the row chooses a data set."""
+    """Return the overrides for local data: small shapes, unless the row chooses a dataset."""
     dataset = next((name for group, name in choices if group == "data"), "shapes")
     return small if dataset == "shapes" else [f"data={dataset}", f"data.root={cifar}"]
 

@@ -49,7 +49,7 @@ def pack(folder: Path, extra: dict[str, bytes] | None = None) -> bytes:
 
 
 def source(content: bytes, urls: list[str]) -> CIFAR10:
-    """Return the data set with `content` as its published archive."""
+    """Return the dataset with `content` as its published archive."""
     cifar = CIFAR10(urls)
     official = CIFAR10.archive
     cifar.archive = Archive(official.name, hashlib.md5(content).hexdigest(), official.folder)
