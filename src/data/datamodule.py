@@ -17,7 +17,7 @@ from src.data.parallel import DataParallelInfo, data_parallel_info
 from src.data.resident import build_loader
 from src.data.sampler import Batches, EvaluationBatches, TrainingBatches
 from src.data.sources.source import ImageSource
-from src.data.splits import ImageSplit, load, stratified_split
+from src.data.splits import ImageSplit, load_images, stratified_split
 from src.utils.errors import UserError
 
 
@@ -114,7 +114,7 @@ class ImageDataModule(L.LightningDataModule):
             raise UserError("trainer.limit_train_batches=0 trains nothing: set fit=false instead")
 
     def _load_splits(self) -> dict[str, ImageSplit]:
-        train, test = (load(self.source, self.root, name, self.num_classes) for name in ("train", "test"))
+        train, test = (load_images(self.source, self.root, name, self.num_classes) for name in ("train", "test"))
         train_index, val_index = stratified_split(train.labels, self.val_fraction, self.train_samples, self.seed)
         return {
             "train": ImageSplit(train, train_index),

@@ -52,7 +52,7 @@ class ResidentBatches(DataLoader[Batch]):
         self.split, self.batches, self.device = split, sampler, device
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        index = self.split.samples(self.batches.table())
+        index = self.split.sample_indices(self.batches.table())
         if self.device.type == "cuda":
             index = index.pin_memory().to(self.device, non_blocking=True)
         dataset = self.split.dataset

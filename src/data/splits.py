@@ -27,15 +27,15 @@ class ImageSet:
         return self.images.index_select(0, index)
 
 
-def load(source: ImageSource, root: Path, name: str, num_classes: int) -> ImageSet:
+def load_images(source: ImageSource, root: Path, split: str, num_classes: int) -> ImageSet:
     """Load the `train` or `test` part of a dataset.
 
     Raises:
         UserError: if a label is not below `num_classes`.
     """
-    images, labels = source.load(root, name)
+    images, labels = source.load(root, split)
     if (highest := int(labels.max())) >= num_classes:
-        raise UserError(f"data.root={root}: label {highest} in `{name}`, but data.num_classes={num_classes}")
+        raise UserError(f"data.root={root}: label {highest} in `{split}`, but data.num_classes={num_classes}")
     return ImageSet(images, labels.long())
 
 
@@ -49,11 +49,11 @@ class ImageSplit(Dataset[Batch]):
         return len(self.indices)
 
     def __getitem__(self, positions: Tensor) -> Batch:
-        index = self.samples(positions)
+        index = self.sample_indices(positions)
         rows = index.clamp_min(0)  # padding fetches sample 0, with weight 0
         return Batch(self.dataset.gather(rows), self.dataset.labels[rows], index, index >= 0)
 
-    def samples(self, positions: Tensor) -> Tensor:
+    def sample_indices(self, positions: Tensor) -> Tensor:
         """Return the dataset indices of positions in the split, in the same shape; -1 stays -1."""
         return torch.where(positions >= 0, self.indices[positions], -1)
 
@@ -72,12 +72,12 @@ def stratified_split(labels: Tensor, fraction: float, limit: int | None, seed: i
     """
     train_index, val_index, position_in_class = [], [], []
     for label in range(int(labels.max()) + 1):
-        members = torch.nonzero(labels == label).flatten()
-        members = members[permutation(len(members), seed, label)]
-        num_val = round(len(members) * fraction)
-        num_train = len(members) - num_val
-        val_index.append(members[:num_val])
-        train_index.append(members[num_val:])
+        class_samples = torch.nonzero(labels == label).flatten()
+        class_samples = class_samples[permutation(len(class_samples), seed, label)]
+        num_val = round(len(class_samples) * fraction)
+        num_train = len(class_samples) - num_val
+        val_index.append(class_samples[:num_val])
+        train_index.append(class_samples[num_val:])
         position_in_class.append(torch.arange(num_train) / max(1, num_train))  # from 0 to 1
     # In the order of the positions, every prefix has equal fractions of all classes.
     order = torch.cat(position_in_class).argsort(stable=True)

@@ -5,14 +5,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from src.data.sources.shapes import CLASSES, Shapes, draw
+from src.data.sources.shapes import CLASSES, Shapes, generate_images
 
 
 def test_generates_the_same_images_each_time() -> None:
-    images, labels = draw(50, seed=3)
-    again, _ = draw(50, seed=3)
+    images, labels = generate_images(50, seed=3)
+    again, _ = generate_images(50, seed=3)
     assert (images == again).all()
-    assert not (images == draw(50, seed=4)[0]).all()
+    assert not (images == generate_images(50, seed=4)[0]).all()
     assert images.shape == (50, 3, 32, 32)
     assert images.dtype.name == "uint8"
     assert sorted(labels.tolist()) == sorted(list(range(len(CLASSES))) * 5)
@@ -29,7 +29,7 @@ def test_generated_images_are_cached(tmp_path: Path) -> None:
 
 
 def test_linear_model_stays_under_45_percent() -> None:
-    train, test = draw(12_000, seed=0), draw(2_000, seed=1)
+    train, test = generate_images(12_000, seed=0), generate_images(2_000, seed=1)
     x, x_test = (torch.from_numpy(images).flatten(1).float() / 255 - 0.5 for images, _ in (train, test))
     y, y_test = (torch.from_numpy(labels) for _, labels in (train, test))
     weight = torch.zeros(10, 3072, requires_grad=True)

@@ -10,9 +10,9 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from src.data.augment.pixels import sample_keys
 from src.data.augment.trivial_augment import OPERATIONS, apply_operations, trivial_augment
-from src.data.sources.shapes import draw
+from src.data.sources.shapes import generate_images
 
-IMAGES = torch.from_numpy(draw(8, seed=0)[0])
+IMAGES = torch.from_numpy(generate_images(8, seed=0)[0])
 PILLOW: dict[str, Callable[[Any, float, float], Any]] = {
     "identity": lambda image, level, sign: image,
     "shear x": lambda image, level, sign: _affine(image, 1, 0.99 * sign * level, 0, 0, 1, 0),

@@ -46,23 +46,23 @@ class Trial(NamedTuple):
         return f"{self.victim:<8} after {self.seconds:5.2f} s, {self.phase:<10}: from step {self.saved:>2} on {world}"
 
 
-def trials(number: int, seed: int, pool: Pool, folder: Path) -> Iterator[Trial]:
+def trials(count: int, seed: int, pool: Pool, folder: Path) -> Iterator[Trial]:
     """Kill runs, resume each under another strategy, and compare them with an uninterrupted run.
 
     Raises:
         AssertionError: if a sample was trained on twice or never, a row of metrics.csv is missing or wrong, or a
             weight differs by more than a relative 1e-9.
     """
-    draw, task = random.Random(seed), [*_data(folder), *KILLED]
+    rng, task = random.Random(seed), [*_data(folder), *KILLED]
     reference = fit(compose(folder / "uninterrupted", *task))
     total, training = _durations(_command(task, folder / "timed"), folder / "timed")
-    for number_of_trial in range(number):
-        place = folder / f"trial{number_of_trial}"
-        victim, from_start = VICTIMS[number_of_trial % len(VICTIMS)], number_of_trial % 3 == 0
-        moment = draw.uniform(0, total if from_start else training)
+    for number in range(count):
+        place = folder / f"trial{number}"
+        victim, from_start = VICTIMS[number % len(VICTIMS)], number % 3 == 0
+        moment = rng.uniform(0, total if from_start else training)
         phase = _kill(_command(task, place), place, victim, moment, from_start)
-        strategy = draw.choice(list(ELSEWHERE))
-        devices = draw.choice(ELSEWHERE[strategy])
+        strategy = rng.choice(list(ELSEWHERE))
+        devices = rng.choice(ELSEWHERE[strategy])
         remove_partial_checkpoints(place)
         newest = newest_checkpoint(place)
         resume = [f"ckpt_path={newest}"] if newest else []
@@ -96,11 +96,11 @@ def _command(task: list[str], folder: Path) -> list[str]:
 
 def _durations(command: list[str], folder: Path) -> tuple[float, float]:
     """Return seconds from the command, and from the start of training, to the end."""
-    before = time.time()
+    command_start = time.time()
     code, _, err = wait_for_exit(start(*command))
     assert code == 0, err
-    begun, ended = ((folder / name).stat().st_mtime for name in ("config.yaml", "phase"))
-    return ended - before, ended - begun
+    training_start, end = ((folder / name).stat().st_mtime for name in ("config.yaml", "phase"))
+    return end - command_start, end - training_start
 
 
 def _kill(command: list[str], folder: Path, victim: str, moment: float, from_start: bool) -> str:

@@ -23,8 +23,8 @@ class Saves(L.Callback):
         self.steps.append(trainer.global_step)
 
 
-class Rows(L.Callback):
-    """Record the steps whose checkpoint is written before their row."""
+class MissingRows(L.Callback):
+    """Record the steps whose checkpoint is written before their row of metrics.csv."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.missing = folder / "metrics.csv", list[int]()
@@ -49,7 +49,7 @@ def test_saves_by_steps_and_at_the_end_of_each_epoch(small: list[str], folder: P
     assert saved_at(compose(folder / "b", *small, *only, f"{every}=11")) == [11, 22]
     halves = "trainer.accumulate_grad_batches=2"
     assert saved_at(compose(folder / "c", *small, *only, f"{every}=5", halves)) == [5, 10, 11, 15, 20, 22]
-    rows = Rows(folder / "d")
+    rows = MissingRows(folder / "d")
     fit(compose(folder / "d", *small, *only, f"{every}=1"), rows)
     assert rows.missing == [], "the row of a step is on disk before its checkpoint"
     assert torch.load(folder / "c" / "checkpoints" / "previous.ckpt")["global_step"] == 20

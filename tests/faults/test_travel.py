@@ -1,4 +1,4 @@
-"""Begun under one strategy, continued under another, at another world size: the run that was not interrupted."""
+"""A run continued under another strategy, at another world size, equals the uninterrupted run."""
 
 import functools
 import resource
@@ -145,14 +145,8 @@ def test_sharded_checkpoint_has_one_folder_per_file(place: str, pool: Pool, smal
     cfg = compose_at(place, folder, small, "trainer.max_steps=10")  # two epochs, so that both files are replaced
     pool.run(cfg.trainer.devices, fit, cfg)
     names = sorted(path.name.split(".")[0] for path in (folder / "checkpoints").iterdir())
-    assert names == [
-        "best",
-        "best",
-        "last",
-        "last",
-        "last",
-        "previous",
-    ]  # the shards of `previous` stay in the folder of `last`
+    # The shards of `previous` stay in a folder with the name of `last`.
+    assert names == ["best"] * 2 + ["last"] * 3 + ["previous"]
     file = folder / "checkpoints" / "last.ckpt"
     skeleton = torch.load(file, weights_only=True)
     assert all(tensor.is_meta for tensor in skeleton["state_dict"].values())

@@ -59,8 +59,8 @@ def test_each_rank_holds_its_shard(
 def test_agrees_with_single_process(overrides: list[str], pool: Pool, small: list[str], folder: Path) -> None:
     plain = [override for override in overrides if not override.startswith("strategy")]
     reference = fit(compose(folder / "single", *small, *PARITY, *plain))
-    free = fit(compose(folder / "free", *small, *PARITY)).final
-    assert any(not torch.equal(tensor, free.get(name, tensor)) for name, tensor in reference.final.items())
+    default = fit(compose(folder / "default", *small, *PARITY)).final
+    assert any(not torch.equal(tensor, default.get(name, tensor)) for name, tensor in reference.final.items())
     for record in pool.run(2, fit, compose(folder, *small, *PARITY, *FSDP, *overrides)):
         assert max(distances(record, reference)) < TOLERANCE
 

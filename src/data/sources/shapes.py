@@ -90,7 +90,7 @@ class Shapes:
         for split in self.sizes:
             with file_lock(self._file(root, split)) as file:
                 if not file.exists():
-                    images, labels = draw(self.sizes[split], seed=["train", "test"].index(split))
+                    images, labels = generate_images(self.sizes[split], seed=["train", "test"].index(split))
                     with atomic_write(file) as temporary, temporary.open("wb") as stream:
                         np.savez(stream, images=images, labels=labels)
 
@@ -103,15 +103,15 @@ class Shapes:
         return root / "shapes" / f"{split}-{self.sizes[split]}.npz"
 
 
-def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def generate_images(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Generate (count, 3, 32, 32) uint8 images, with equally many of each class, and their (count,) labels."""
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(count) % len(CLASSES))
-    chunks = [_draw_chunk(rng, labels[first : first + _CHUNK]) for first in range(0, count, _CHUNK)]
+    chunks = [_generate_chunk(rng, labels[first : first + _CHUNK]) for first in range(0, count, _CHUNK)]
     return np.concatenate(chunks), labels
 
 
-def _draw_chunk(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
+def _generate_chunk(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
     """Generate (n, 3, 32, 32) uint8 images for (n,) labels: background, clutter, object, noise."""
     canvas = _background(rng, len(labels))
     for _ in range(3):
