@@ -63,11 +63,13 @@ def _check_equal(store: dist.Store, count: int) -> None:
         if store.get(f"hash/{index}") == store.get("hash/0"):
             continue
         first, other = _composed_by(store, 0), _composed_by(store, index)
-        name = min(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
-        raise UserError(
-            f"process {index} was started with {name}={other.get(name)}, process 0 with {name}={first.get(name)}: "
-            "give every process the same command and the same files under conf/"
-        )
+        names = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        if names:  # otherwise only the order of the options differs
+            name = names[0]
+            raise UserError(
+                f"process {index} was started with {name}={other.get(name)}, process 0 with {name}={first.get(name)}: "
+                "give every process the same command and the same files under conf/"
+            )
 
 
 def _composed_by(store: dist.Store, index: int) -> dict[str, Any]:

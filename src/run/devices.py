@@ -34,6 +34,8 @@ def resolve_devices(accelerator: str, devices: Any) -> tuple[str, int | list[int
     count = devices if isinstance(devices, int) else len(indices)
     if count < 1:
         raise UserError(f"trainer.devices={devices} is no number of devices: give a number, a list of GPUs, or auto")
+    if len(set(indices)) < len(indices):
+        raise UserError(f"trainer.devices={devices} lists a device twice: list each one once")
     if accelerator == "cpu":
         return accelerator, count
     if max(count, max(indices, default=0) + 1) > num_gpus:

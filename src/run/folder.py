@@ -63,8 +63,11 @@ def _make_folder(folder: Path) -> str:
 
 
 def remove_if_unused(folder: Path) -> None:
-    """Remove the folder of a run that was refused: it may contain logs, which add nothing to the error."""
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {"logs"}:
+    """Remove the folder of a run that was refused: it may contain logs, which add nothing to the error.
+
+    Ranks above zero remove nothing: they have no folder of their own, but the working directory.
+    """
+    if is_rank_zero() and folder.is_dir() and {path.name for path in folder.iterdir()} <= {"logs"}:
         shutil.rmtree(folder, ignore_errors=True)
 
 

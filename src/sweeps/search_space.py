@@ -6,6 +6,8 @@ from typing import Any
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
+from src.utils.errors import UserError
+
 
 def search_space(overrides: Iterable[Override]) -> tuple[dict[str, BaseDistribution], list[str]]:
     """Return the distribution of each option that Optuna chooses, and the overrides that all trials share."""
@@ -24,6 +26,9 @@ def _distribution(override: Override) -> BaseDistribution:
     """Return the distribution of one override.
 
     It can be `interval(a,b)` or `int(interval(a,b))`, each also in `tag(log, ...)`, `range(a,b,step)`, or a choice.
+
+    Raises:
+        UserError: if a range is empty or falls.
     """
     value: Any = override.value()
     if not isinstance(value, IntervalSweep | RangeSweep):
@@ -32,7 +37,9 @@ def _distribution(override: Override) -> BaseDistribution:
     if isinstance(value, IntervalSweep):
         low, high, options = value.start, value.end, {"log": "log" in value.tags}
     else:
-        low, *_, high = value.range()
-        options = {"step": value.step}
+        points = list(value.range())
+        if not points or value.step < 0:
+            raise UserError(f"{override.input_line}: give a range that rises, such as range(1,5)")
+        low, high, options = points[0], points[-1], {"step": value.step}
     kind: Any = IntDistribution if isinstance(low, int) and isinstance(high, int) else FloatDistribution
     return kind(low, high, **options)

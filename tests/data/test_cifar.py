@@ -66,6 +66,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         start = int((self.headers["Range"] or "bytes=0-")[6:-1])
         self.log.append(f"{self.path} from {start}")
+        if start >= len(self.content):
+            self.send_error(416)
+            return
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(self.content) - start))
         self.end_headers()
@@ -144,6 +147,14 @@ def test_uses_a_complete_download_that_was_not_renamed(tmp_path: Path, archive: 
     (tmp_path / f"{CIFAR10.archive.name}.part").write_bytes(archive)
     cifar = source(archive, [])
     cifar.prepare(tmp_path)
+    assert len(cifar.load(tmp_path, "test")[1]) == PER_FILE
+
+
+def test_replaces_a_corrupt_download_of_full_size(tmp_path: Path, archive: bytes, site: Site) -> None:
+    (tmp_path / f"{CIFAR10.archive.name}.part").write_bytes(bytes(len(archive)))
+    cifar = source(archive, [site.url])
+    cifar.prepare(tmp_path)
+    assert [entry.split()[-1] for entry in site.log] == [str(len(archive)), "0"]
     assert len(cifar.load(tmp_path, "test")[1]) == PER_FILE
 
 

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from src.cli.main import _multirun_first
+from src.launch.config_sync import _check_equal
 from src.run.folder import CONFIG, remove_if_unused
+from src.utils.errors import UserError
 from tests.support.commands import TINY, error_line, run_here
 
 
@@ -22,10 +25,11 @@ def test_multirun_flag_may_stand_anywhere() -> None:
         ("model.depth=2", "model.depth is no option here; did you mean"),
         ("+model.depth=2", "src.models.resnet9.resnet9 has no option `depth`"),
         ("nowhere.nothing=2", "python train.py --cfg job lists all"),
+        ("trainer.devices=[0,0]", "trainer.devices=[0, 0] lists a device twice"),
         ("+callbacks.mine.monitor=val/acc", "callbacks.mine has options (monitor) but no _target_"),
     ],
 )
-def test_refuses_choices_that_build_nothing(word: str, hint: str, small: list[str], tmp_path: Path) -> None:
+def test_errors_name_the_option(word: str, hint: str, small: list[str], tmp_path: Path) -> None:
     _, err = run_here(*small, word, "trainer.accelerator=cpu", f"run_dir={tmp_path / 'run'}", code=1)
     assert hint in error_line(err)
 
@@ -48,6 +52,22 @@ def test_refused_run_removes_only_its_own_folder(tmp_path: Path) -> None:
         (tmp_path / name / file).touch()
         remove_if_unused(tmp_path / name)
     assert [folder.name for folder in tmp_path.iterdir()] == ["another"]
+
+
+def test_ranks_above_zero_remove_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    remove_if_unused(tmp_path)
+    assert tmp_path.is_dir()
+
+
+def test_processes_may_give_options_in_another_order() -> None:
+    store = HashStore()
+    for index, composed in enumerate(["a: 1\nb: 2\n", "b: 2\na: 1\n", "a: 1\nb: 3\n"]):
+        store.set(f"hash/{index}", composed)
+        store.set(f"composed/{index}", composed)
+    _check_equal(store, 2)
+    with pytest.raises(UserError, match="process 2 was started with b=3, process 0 with b=2"):
+        _check_equal(store, 3)
 
 
 def test_compare_refuses_folders_without_a_run(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import tarfile
 import tempfile
 import urllib.request
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
+from urllib.error import HTTPError
 
 from rich.progress import Progress
 
@@ -80,6 +82,16 @@ def _download(url: str, partial: Path) -> None:
     Raises:
         OSError: if the URL cannot be read, or the connection ends early.
     """
+    try:
+        _continue_download(url, partial)
+    except HTTPError as error:
+        if error.code != HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            raise
+        partial.unlink()  # it has the size of the archive, but is corrupt
+        _continue_download(url, partial)
+
+
+def _continue_download(url: str, partial: Path) -> None:
     downloaded = partial.stat().st_size if partial.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={downloaded}-"} if downloaded else {})
     with urllib.request.urlopen(request, timeout=_TIMEOUT) as response, Progress(transient=True) as progress:
