@@ -28,7 +28,7 @@ def check_is_complete(path: Path, option: str = "ckpt_path") -> None:
         raise corruption_error(path, error, option) from error
 
 
-def check_is_checkpoint(option: str, path: Path) -> None:
+def check_is_checkpoint(path: Path, option: str) -> None:
     """Check that `path`, the value of `option`, is a checkpoint of a run, without reading its tensors.
 
     Raises:

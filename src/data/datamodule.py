@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from src.data.augment.augmentation import Augment
+from src.data.augment.augmentation import Augmentation
 from src.data.augment.pixels import normalize
 from src.data.batch import Batch
 from src.data.image_folder import ImageFolder
@@ -52,7 +52,7 @@ class ImageDataModule(L.LightningDataModule):
         image_shape: list[int],
         mean: list[float],
         std: list[float],
-        augment: Augment,
+        augment: Augmentation,
         root: str = "data",
         batch_size: int | None = 128,
         batch_size_per_device: int | None = None,
@@ -157,7 +157,7 @@ class ImageDataModule(L.LightningDataModule):
         epoch, index = trainer.current_epoch, batch.sample_index
         pixels = self.augment.augment_pixels(batch.image, self.seed, epoch, index)
         image = normalize(pixels, self.mean, self.std, dtype)
-        image = self.augment.cut_out(image, self.seed, epoch, index)
+        image = self.augment.apply_cutout(image, self.seed, epoch, index)
         image, target = self.augment.mix(image, batch.target, self.seed, trainer.global_step, self.num_classes)
         return Batch(image, target, index, batch.weight.to(dtype) / len(image))
 

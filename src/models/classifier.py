@@ -66,7 +66,7 @@ class ImageClassifier(Module):
         self.optimizer, self.schedule = optimizer, schedule
         self.reference_batch_size, self.lr_scaling = reference_batch_size, lr_scaling
         self.label_smoothing = label_smoothing
-        self.compiles = compile  # strategies that cannot compile the network read it
+        self.should_compile = compile  # strategies that cannot compile the network read it
         self._is_compiled = False
         self.mean_loss, self.accuracy, self.accuracy_tta = WeightedMean(), WeightedMean(), WeightedMean()
         self._step_sums: Tensor | None = None  # sums of loss and correct samples over the step's micro-batches
@@ -75,7 +75,7 @@ class ImageClassifier(Module):
         for metric in (self.mean_loss, self.accuracy, self.accuracy_tta):
             # A spawned process shares tensors with its parent; the reset allocates its own.
             metric.reset()
-        if self.compiles and not self._is_compiled:
+        if self.should_compile and not self._is_compiled:
             # Dynamo skips the file of nn.Sequential, so `net.compile()` would compile each block separately.
             self.net.forward = torch.compile(self.net.forward)
             self._is_compiled = True

@@ -104,7 +104,7 @@ def _find_checkpoint(option: str, value: str) -> Path:
         raise UserError(f"{option}={value}: there is no {missing}")
     from src.checkpoint.integrity import check_is_checkpoint  # late, because it imports Lightning
 
-    check_is_checkpoint(option, checkpoint)
+    check_is_checkpoint(checkpoint, option)
     return checkpoint
 
 

@@ -59,7 +59,7 @@ class DP(ParallelStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
         net: Any = self.lightning_module.net
-        if getattr(self.lightning_module, "compiles", False):
+        if getattr(self.lightning_module, "should_compile", False):
             raise UserError("module.compile=true compiles the full network, which strategy=dp copies in every step")
         blocks = nn.DataParallel(_Blocks(*net.children()), self.parallel_devices)
         layers = dropouts(net)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from src.data.augment.augmentation import Augment
+from src.data.augment.augmentation import Augmentation
 from src.models.flops import flops_per_sample
 from src.run.experiment import assemble
 from tests.support.pool import Pool
@@ -66,13 +66,13 @@ def test_measures_batches_and_the_time_between_them(
 ) -> None:
     """A batch takes 20 ms and 10 ms to fetch; the long validations and checkpoints do not count."""
     cfg = compose(folder, *small, *MLP, "trainer.max_epochs=2", "callbacks.checkpoint.every_n_train_steps=3")
-    mix = Augment.mix
+    mix = Augmentation.mix
 
-    def slowly(self: Augment, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def slowly(self: Augmentation, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         clock.now += 0.01
         return mix(self, *args)
 
-    monkeypatch.setattr(Augment, "mix", slowly)
+    monkeypatch.setattr(Augmentation, "mix", slowly)
     trainer, module, data = assemble(cfg)
     trainer.callbacks.append(Slow(clock, batch=0.02, elsewhere=0.5))
     trainer.fit(module, datamodule=data)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from src.data.augment.augmentation import Augment
+from src.data.augment.augmentation import Augmentation
 from src.data.augment.mixing import cutmix, mixup
 from src.data.parallel import DataParallelInfo
 from src.data.sampler import TrainingBatches
@@ -45,7 +45,7 @@ def test_cutmix_pastes_a_box() -> None:
 
 
 def test_step_applies_mixup_or_cutmix_with_the_given_probability() -> None:
-    augment = Augment(mixup=1.0, cutmix=1.0, mix_probability=0.5)
+    augment = Augmentation(mixup=1.0, cutmix=1.0, mix_probability=0.5)
     ways = []
     for step in range(200):
         image, target = augment.mix(IMAGES, torch.arange(8), seed=0, step=step, num_classes=10)

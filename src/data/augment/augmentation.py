@@ -10,7 +10,7 @@ from src.data.augment.trivial_augment import trivial_augment
 from src.utils.errors import UserError
 
 
-class Augment:
+class Augmentation:
     """The augmentation of training batches, in the order of the arguments.
 
     Args:
@@ -56,7 +56,7 @@ class Augment:
             image = crop_and_flip(image, keys, self.crop_padding, flip)
         return image
 
-    def cut_out(self, image: Tensor, seed: int, epoch: int, index: Tensor) -> Tensor:
+    def apply_cutout(self, image: Tensor, seed: int, epoch: int, index: Tensor) -> Tensor:
         """Cut a square out of each of (n, channels, height, width) normalized images, if `cutout` is set."""
         return cutout(image, sample_keys(seed, epoch, index), self.cutout) if self.cutout else image
 

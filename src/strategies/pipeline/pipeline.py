@@ -107,7 +107,7 @@ class Pipeline(ShardedStateStrategy):
 
     def parallelize(self, module: L.LightningModule) -> None:
         """Keep the blocks of this rank's stages, and replace the forward pass of the network with the pipeline."""
-        if getattr(module, "compiles", False):
+        if getattr(module, "should_compile", False):
             raise UserError("module.compile=true compiles the full network, of which a pipeline's rank holds a part")
         net = cast(nn.Module, module.net)
         self._set_groups(module)
