@@ -57,6 +57,17 @@ def test_imports_only_from_layers_below(file: Path) -> None:
     assert not above
 
 
+def test_plugins_import_only_sweeps_and_below() -> None:
+    above = FLOORS[: FLOORS.index("sweeps")]
+    for file in (ROOT / "hydra_plugins").glob("*.py"):
+        assert not {name for name in _imports(file) if name.split(".")[1] in above}
+
+
+def test_scripts_are_modules() -> None:
+    """They run from the repository root, so none edits the search path."""
+    assert not [file for file in (ROOT / "scripts").rglob("*.py") if "sys.path" in file.read_text()]
+
+
 def test_imports_form_no_cycle() -> None:
     graph = {_module(file): _imports(file) for file in SOURCES}
     try:
