@@ -58,7 +58,7 @@ def test_imports_only_from_layers_below(file: Path) -> None:
 
 
 def test_plugins_import_only_sweeps_and_below() -> None:
-    above = FLOORS[: FLOORS.index("sweeps")]
+    above = LAYERS[: LAYERS.index("sweeps")]
     for file in (ROOT / "hydra_plugins").glob("*.py"):
         assert not {name for name in _imports(file) if name.split(".")[1] in above}
 
