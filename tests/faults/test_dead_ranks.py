@@ -88,4 +88,4 @@ def test_user_errors_are_not_retried(small: list[str], folder: Path) -> None:
     _, err = run(*small, *PARITY, *TWO, *wrong, f"run_dir={folder}", code=1)
     assert err.count("error: ") == 1
     assert "training diverged" in err
-    assert "starting again" not in err
+    assert "restarting" not in err

@@ -140,7 +140,7 @@ def test_dead_rank_on_one_host(hosts: Hosts, weights: Any, small: list[str], tmp
     (victim,) = ranks(pair.started[1].pid)
     os.kill(victim, signal.SIGKILL)
     assert pair.exit_codes() == [0, 0], pair.logs[0].read_text() + pair.logs[1].read_text()
-    assert "starting again" in pair.logs[1].read_text()
+    assert "restarting" in pair.logs[1].read_text()
     check(tmp_path, weights(1))
 
 
