@@ -94,13 +94,15 @@ def run_and_sweep_id(folder: Path, is_sweep: bool) -> tuple[str, str | None]:
     """Return the W&B run id and the sweep id.
 
     A continued run keeps its saved ids, and a W&B agent sets them in the environment. Otherwise the run id is the name
-    of the run folder, in a sweep preceded by the name of the sweep folder.
+    of the run folder, in a sweep preceded by the name of the sweep folder, and a random number. Two folders may have
+    the same name.
     """
     if (folder / CONFIG).is_file():
         saved = saved_config(folder).runtime
         return saved.run_id, saved.sweep_id
     if "WANDB_SWEEP_ID" in os.environ:  # wandb's agent started this process, and gave the run its id
         return os.environ["WANDB_RUN_ID"], os.environ["WANDB_SWEEP_ID"]
+    token = secrets.token_hex(3)
     if is_sweep:
-        return f"{folder.parent.name}-{folder.name}", folder.parent.name
-    return folder.name, None
+        return f"{folder.parent.name}-{folder.name}-{token}", folder.parent.name
+    return f"{folder.name}-{token}", None

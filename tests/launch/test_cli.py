@@ -7,7 +7,7 @@ from torch.distributed import HashStore
 
 from src.cli.main import _multirun_first
 from src.launch.config_sync import _check_equal
-from src.run.folder import CONFIG, remove_if_unused
+from src.run.folder import CONFIG, remove_if_unused, run_and_sweep_id
 from src.utils.errors import UserError
 from tests.support.commands import TINY, error_line, run_here
 
@@ -52,6 +52,12 @@ def test_refused_run_removes_only_its_own_folder(tmp_path: Path) -> None:
         (tmp_path / name / file).touch()
         remove_if_unused(tmp_path / name)
     assert [folder.name for folder in tmp_path.iterdir()] == ["another"]
+
+
+def test_equal_folder_names_have_different_run_ids(tmp_path: Path) -> None:
+    ids = {run_and_sweep_id(tmp_path / parent / "exp1", is_sweep=False)[0] for parent in ("a", "b")}
+    assert len(ids) == 2
+    assert all(run_id.startswith("exp1-") for run_id in ids)
 
 
 def test_ranks_above_zero_remove_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

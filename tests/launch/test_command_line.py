@@ -215,6 +215,7 @@ def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     def accuracy(printed: str) -> str:
         return re.findall(r"test/acc ([\d.]+)", printed)[-1]
 
+    run_id = OmegaConf.load(folder / "config.yaml").runtime.run_id
     alone = ["trainer.devices=1", "strategy=auto", "logger=none"]
     evaluated, _ = run_here("fit=false", f"ckpt_path='{folder}'", *alone, f"hydra.run.dir={tmp_path}/evaluation")
     assert accuracy(evaluated) == accuracy(out)
@@ -229,7 +230,7 @@ def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     longer = (folder / "metrics.csv").read_text().splitlines()
     assert longer[: len(rows) - 1] == rows[:-1]
     assert [int(row.split(",")[0]) for row in longer[1:]][-1] == 3 * 11
-    assert OmegaConf.load(folder / "config.yaml").runtime.run_id == folder.name
+    assert OmegaConf.load(folder / "config.yaml").runtime.run_id == run_id
 
     _, err = run_here(f"ckpt_path='{folder}'", "model=resnet9", *alone, code=1)
     assert "another network than this run's `model`" in error_line(err)
