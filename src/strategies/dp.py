@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
 from src.models.dropout import dropouts, set_keys
+from src.strategies.chain import check_is_chain
 from src.utils.errors import UserError
 
 
@@ -61,6 +62,8 @@ class DP(ParallelStrategy):
         net: Any = self.lightning_module.net
         if getattr(self.lightning_module, "should_compile", False):
             raise UserError("module.compile=true compiles the full network, which strategy=dp copies in every step")
+        images = next(net.parameters()).new_zeros(2, *trainer.datamodule.image_shape)
+        check_is_chain(net, net.named_children(), images)
         blocks = nn.DataParallel(_Blocks(*net.children()), self.parallel_devices)
         layers = dropouts(net)
 

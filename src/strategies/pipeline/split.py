@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from src.strategies.chain import check_is_chain
 from src.utils.errors import UserError, suggest
 
 _FLOPS_PER_BYTE = 100  # rough number of FLOPs that a device does while a link sends one byte
@@ -55,7 +56,11 @@ def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
     Args:
         net: network with its blocks as children.
         images: (n, channels, height, width) micro-batch of any values.
+
+    Raises:
+        UserError: if the network is not the chain of its blocks.
     """
+    check_is_chain(net, _iterate_blocks(net), images)
     was_training, blocks, x = net.training, [], images
     net.eval()  # the running statistics of batch normalization must not change
     with torch.no_grad():
