@@ -1,5 +1,6 @@
 """A logger in a background thread: training waits neither for its start nor for its calls."""
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -8,6 +9,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+_log = logging.getLogger(__name__)
 _MAX_DELAY = 10.0  # seconds before the logger starts, because its start would slow down the first training step
 
 
@@ -17,7 +19,8 @@ class AsyncLogger(Logger):
     The thread builds the logger only when there is something to log. Hyperparameters alone are not urgent: they wait
     for the first metrics, at most ten seconds.
 
-    The next call in the training process raises an error of the thread. `finalize` waits until all calls are executed.
+    If the logger fails, a warning says so, and training continues without it. `finalize` waits until all calls are
+    executed.
     """
 
     def __init__(self, build: Callable[[], Any], version: str) -> None:
@@ -27,6 +30,7 @@ class AsyncLogger(Logger):
         self._thread: ThreadPoolExecutor | None = None
         self._may_start: Any = None  # event: there is something to log besides hyperparameters, or the run ends
         self._logger: Any = None
+        self._has_failed = False
         self._last_call: Future[None] | None = None
 
     @property
@@ -53,24 +57,25 @@ class AsyncLogger(Logger):
         if self._last_call is None:
             return
         self._may_start.set()
-        if status == "success":
-            self._last_call.result()
-        else:  # the error of a failed run is more important, so the wait is short
-            wait([self._last_call], timeout=10.0)
+        # The error of a failed run should not wait long for its logger.
+        wait([self._last_call], timeout=None if status == "success" else 10.0)
 
     def _enqueue(self, method: str, *args: Any, **kwargs: Any) -> None:
-        if self._last_call is not None and self._last_call.done():
-            self._last_call.result()
         if self._thread is None:
             self._thread, self._may_start = ThreadPoolExecutor(1, "logger"), threading.Event()
         if method != "log_hyperparams":
             self._may_start.set()
-        self._last_call = self._thread.submit(self._call_logger, self._last_call, method, args, kwargs)
+        self._last_call = self._thread.submit(self._call_logger, method, args, kwargs)
 
-    def _call_logger(self, previous: Future[None] | None, method: str, args: Any, kwargs: Any) -> None:
-        if previous is not None:
-            previous.result()  # after an error, all later calls fail with it
-        if self._logger is None:
-            self._may_start.wait(_MAX_DELAY)
-            self._logger = self._build()
-        getattr(self._logger, method)(*args, **kwargs)
+    def _call_logger(self, method: str, args: Any, kwargs: Any) -> None:
+        if self._has_failed:
+            return
+        try:
+            if self._logger is None:
+                self._may_start.wait(_MAX_DELAY)
+                self._logger = self._build()
+            getattr(self._logger, method)(*args, **kwargs)
+        except Exception as error:  # whatever it is, it must not end the training
+            self._has_failed = True
+            cause = str(error).strip().split("\n")[0]
+            _log.warning("a logger failed, training continues without it: %s: %s", type(error).__name__, cause)

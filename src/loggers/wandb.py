@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from src.loggers.async_logger import AsyncLogger
+from src.utils.errors import UserError, suggest
 
 _log = logging.getLogger(__name__)
+_MODES = ("online", "offline", "disabled", "shared")
+_CONNECT_TIMEOUT = 20.0  # seconds
 
 
 def wandb_logger(
@@ -18,7 +21,13 @@ def wandb_logger(
     """Return the logger of one training run, which stays one W&B run however often it is resumed.
 
     wandb takes a second to import and to start, and longer if it waits for its server. Training does not wait for it.
+
+    Raises:
+        UserError: if the environment variable WANDB_MODE has no valid value.
     """
+    mode = os.environ.get("WANDB_MODE")
+    if mode and mode not in _MODES:
+        raise UserError(f"WANDB_MODE={mode}: {suggest(mode, _MODES)}")
     options = {"project": project, "name": run_id, "id": run_id, "save_dir": folder, "group": group, "tags": tags}
     return AsyncLogger(partial(_start_run, folder, options), version=run_id)
 
@@ -27,16 +36,27 @@ def _start_run(folder: str, options: dict[str, Any]) -> Any:
     import wandb
     from lightning.pytorch.loggers import WandbLogger
 
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    # By default wandb writes its file every 15 seconds, so a run killed before that would have none.
+    settings = wandb.Settings(
+        silent=True, console="off", x_transaction_log_flush_interval=1.0, init_timeout=_CONNECT_TIMEOUT
+    )
     mode = online_or_offline()
+    if mode == "online":
+        try:
+            logger = WandbLogger(**options, resume="allow", mode=mode, settings=settings)
+            logger.experiment  # noqa: B018  # it connects
+            return logger
+        except Exception as error:
+            mode = "offline"
+            wandb.teardown()  # its service still holds the run's id
+            _log.warning("wandb does not reach its server: %s", str(error).strip().split("\n")[0])
     if mode == "offline":
         _log.info(
             "wandb is offline: `wandb leet %s/wandb` shows it, `wandb sync %s/wandb/offline-*` uploads it",
             folder,
             folder,
         )
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    # By default wandb writes its file every 15 seconds, so a run killed before that would have none.
-    settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=1.0)
     return WandbLogger(**options, resume="allow", mode=mode, settings=settings)
 
 

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from src.loggers.wandb import wandb_logger
 from src.run.experiment import run
+from src.utils.errors import UserError
+from tests.support.commands import TINY
+from tests.support.commands import run as run_command
 from tests.support.experiments import SHORT
 from tests.support.runs import compose
 
@@ -35,6 +39,21 @@ def test_mode_follows_the_credentials(cases: Cases, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, json.dumps([variables for variables, _ in cases])]
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert result.stdout.split() == [expected for _, expected in cases], result.stderr
+
+
+def test_refuses_an_unknown_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "onlin")
+    with pytest.raises(UserError, match="WANDB_MODE=onlin: did you mean online"):
+        wandb_logger("project", "id", "folder")
+
+
+@pytest.mark.slow
+def test_goes_offline_if_the_server_does_not_answer(small: list[str], tmp_path: Path) -> None:
+    """The key is invalid, so the result is the same with a network."""
+    task = [*small, *TINY, "logger=wandb", "trainer.devices=1", f"run_dir={tmp_path / 'run'}"]
+    out, err = run_command(*task, WANDB_API_KEY=KEY, WANDB_MODE="online", HOME=str(tmp_path))
+    assert "wandb does not reach its server" in out + err
+    assert list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))
 
 
 def test_works_with_tensorboard(small: list[str], folder: Path) -> None:
