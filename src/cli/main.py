@@ -11,7 +11,7 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from src.cli.shorthands import with_saved_overrides, with_saved_sweep, without_null_choices
+from src.cli.shorthands import missing_folder, with_saved_overrides, with_saved_sweep, without_null_choices
 from src.utils.errors import UserError, similar_names, suggest
 from src.utils.flatten import flatten_config
 
@@ -40,6 +40,11 @@ def run_application(main: Callable[[], None]) -> int:
         return 128 + signal.SIGINT
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(_explain(error))
+    except OSError as error:
+        option = missing_folder(sys.argv)
+        if option is None:
+            raise
+        return _fail(f"{option}: cannot make that folder ({error.strerror}): give another")
     finally:
         del os.environ[_FULL_ERROR]
     return 0

@@ -73,6 +73,12 @@ def without_null_choices(argv: list[str]) -> list[str]:
     return words
 
 
+def missing_folder(argv: list[str]) -> str | None:
+    """Return the override of Hydra's folder, if that does not exist, so that Hydra has failed to make it."""
+    given = [word for word in argv if word.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
+    return next((word for word in given if not _path(word).expanduser().is_dir()), None)
+
+
 def _find(argv: list[str], start: str) -> int | None:
     """Return the index of the first word that starts with `start`, or None."""
     return next((index for index, word in enumerate(argv) if word.startswith(start)), None)

@@ -44,15 +44,14 @@ def rendezvous_hosts(endpoint: str | None, count: int, timeout: float) -> tuple[
 
 
 def _is_this_host(name: str) -> bool:
-    """Return whether an address of the host `name` belongs to this machine: a socket can bind only to such an address.
+    """Return whether an address of the host `name` belongs to this machine: a socket can be bound to no other address.
 
-    Raises:
-        UserError: if the name has no address.
+    A name without an address belongs to another host, which may not have started yet.
     """
     try:
         addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise UserError(f"launch.endpoint: there is no host {name} ({error.strerror})") from None
+    except OSError:
+        return False
     for family, kind, protocol, _, address in addresses:
         with socket.socket(family, kind, protocol) as listener, contextlib.suppress(OSError):
             listener.bind(address)

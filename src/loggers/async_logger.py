@@ -75,7 +75,7 @@ class AsyncLogger(Logger):
                 self._may_start.wait(_MAX_DELAY)
                 self._logger = self._build()
             getattr(self._logger, method)(*args, **kwargs)
-        except Exception as error:  # whatever it is, it must not end the training
+        except (Exception, SystemExit) as error:  # whatever it is, it must not end the training
             self._has_failed = True
             cause = str(error).strip().split("\n")[0]
             _log.warning("a logger failed, training continues without it: %s: %s", type(error).__name__, cause)

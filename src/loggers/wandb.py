@@ -1,5 +1,6 @@
 """Weights & Biases logger: online if a key is configured, otherwise offline, with a hint how to view and upload it."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -11,7 +12,7 @@ from src.loggers.async_logger import AsyncLogger
 from src.utils.errors import UserError, suggest
 
 _log = logging.getLogger(__name__)
-_MODES = ("online", "offline", "disabled", "shared")
+_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 _CONNECT_TIMEOUT = 20.0  # seconds
 
 
@@ -38,9 +39,9 @@ def _start_run(folder: str, options: dict[str, Any]) -> Any:
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     # By default wandb writes its file every 15 seconds, so a run killed before that would have none.
-    settings = wandb.Settings(
-        silent=True, console="off", x_transaction_log_flush_interval=1.0, init_timeout=_CONNECT_TIMEOUT
-    )
+    settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=1.0)
+    if "WANDB_INIT_TIMEOUT" not in os.environ:
+        settings.init_timeout = _CONNECT_TIMEOUT
     mode = online_or_offline()
     if mode == "online":
         try:
@@ -49,8 +50,9 @@ def _start_run(folder: str, options: dict[str, Any]) -> Any:
             return logger
         except Exception as error:
             mode = "offline"
-            wandb.teardown()  # its service still holds the run's id
-            _log.warning("wandb does not reach its server: %s", str(error).strip().split("\n")[0])
+            _log.warning("wandb cannot start online: %s", str(error).strip().split("\n")[0])
+            with contextlib.suppress(SystemExit):
+                wandb.teardown()  # its service still holds the run's id
     if mode == "offline":
         _log.info(
             "wandb is offline: `wandb leet %s/wandb` shows it, `wandb sync %s/wandb/offline-*` uploads it",
@@ -69,17 +71,20 @@ def online_or_offline() -> str:
 
 def mark_preempted() -> None:
     """Mark this run as preempted in wandb, so that the agent of a W&B sweep starts it again."""
-    if wandb := _active_wandb():
-        wandb.mark_preempting()
+    _call_wandb("mark_preempting")
 
 
 def finish_run(succeeded: bool) -> None:
     """End this process's wandb run, if it has one."""
-    if wandb := _active_wandb():
-        wandb.finish(exit_code=0 if succeeded else 1)
+    _call_wandb("finish", exit_code=0 if succeeded else 1)
 
 
-def _active_wandb() -> Any:
-    """Return the wandb package if it is completely imported and has a run, otherwise None."""
+def _call_wandb(function: str, **options: Any) -> None:
+    """Call a function of wandb, if the package is completely imported and has a run. Its failure is a warning only."""
     wandb = sys.modules.get("wandb")
-    return wandb if getattr(wandb, "run", None) is not None else None
+    if getattr(wandb, "run", None) is None:
+        return
+    try:
+        getattr(wandb, function)(**options)
+    except Exception as error:  # whatever it is, it must not change how the run ends
+        _log.warning("wandb failed at the end of the run: %s: %s", type(error).__name__, error)

@@ -5,7 +5,7 @@ from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from src.utils.errors import UserError
 
@@ -21,16 +21,18 @@ def build(node: DictConfig, **changes: Any) -> Any:
     except InstantiationException as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
-        if option := _unexpected_option(error):
-            raise UserError(f"{option}: leave it out, or choose a class that has it") from error
+        if problem := _find_unexpected_option(error, node):
+            raise UserError(f"{problem}: leave it out, or choose a class that has it") from error
         raise
 
 
-def _unexpected_option(error: InstantiationException) -> str | None:
-    """Return what is wrong if the class of a node does not take one of its options, for example with another model.
+def _find_unexpected_option(error: InstantiationException, node: DictConfig) -> str | None:
+    """Return what is wrong if a class does not take one of the node's options, for example with another model.
 
     Python and Hydra give the names in their messages only.
     """
     target = re.search(r"Error in call to target '(.+)':", str(error))
     option = re.search(r"\(\) got an unexpected keyword argument '(\w+)'", str(error.__cause__))
-    return f"{target[1]} has no option `{option[1]}`" if target and option else None
+    if target and option and re.search(rf"\b{option[1]}:", OmegaConf.to_yaml(node)):
+        return f"{target[1]} has no option `{option[1]}`"
+    return None

@@ -46,7 +46,7 @@ def sweep_folder(runs: str) -> str:
     Raises:
         UserError: if the folder cannot be made.
     """
-    return _make_folder(Path(runs, unique_name())) if is_rank_zero() else "."
+    return _make_folder(Path(runs, unique_name()), "hydra.sweep.dir") if is_rank_zero() else "."
 
 
 def unique_name() -> str:
@@ -54,11 +54,11 @@ def unique_name() -> str:
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
 
 
-def _make_folder(folder: Path) -> str:
+def _make_folder(folder: Path, option: str = "run_dir") -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot make the run folder {folder} ({error.strerror}): set run_dir to another") from None
+        raise UserError(f"cannot make the folder {folder} ({error.strerror}): set {option} to another") from None
     return str(folder)
 
 

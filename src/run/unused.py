@@ -22,6 +22,6 @@ def refuse_unused_groups(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """
     module = OmegaConf.to_yaml(cfg.module)
     for override in overrides:
-        group = re.split(r"[.=@]", override.lstrip("+~"))[0]
+        group = re.split(r"[.=]", override.lstrip("+~"))[0]
         if group in _PARTS and f"${{{group}}}" not in module:
             raise UserError(f"{override}: {cfg.module._target_} does not use `{group}`; leave the option out")

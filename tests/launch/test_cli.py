@@ -25,12 +25,14 @@ def test_multirun_flag_may_stand_anywhere() -> None:
         ("model.depth=2", "model.depth is no option here; did you mean"),
         ("+model.depth=2", "src.models.resnet9.resnet9 has no option `depth`"),
         ("nowhere.nothing=2", "python train.py --cfg job lists all"),
+        ("hydra.run.dir=/proc/nothing", "hydra.run.dir=/proc/nothing: cannot make that folder"),
         ("trainer.devices=[0,0]", "trainer.devices=[0, 0] lists a device twice"),
         ("+callbacks.mine.monitor=val/acc", "callbacks.mine has options (monitor) but no _target_"),
     ],
 )
 def test_errors_name_the_option(word: str, hint: str, small: list[str], tmp_path: Path) -> None:
-    _, err = run_here(*small, word, "trainer.accelerator=cpu", f"run_dir={tmp_path / 'run'}", code=1)
+    folder = [] if word.startswith("hydra") else [f"run_dir={tmp_path / 'run'}"]
+    _, err = run_here(*small, word, "trainer.accelerator=cpu", *folder, code=1)
     assert hint in error_line(err)
 
 

@@ -4,10 +4,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from src.loggers.wandb import wandb_logger
+from src.loggers.wandb import finish_run, wandb_logger
 from src.run.experiment import run
 from src.utils.errors import UserError
 from tests.support.commands import TINY
@@ -47,12 +48,23 @@ def test_refuses_an_unknown_mode(monkeypatch: pytest.MonkeyPatch) -> None:
         wandb_logger("project", "id", "folder")
 
 
+def test_wandb_does_not_change_how_a_run_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(exit_code: int) -> None:
+        raise ConnectionResetError("its service died")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=object(), finish=fail))
+    finish_run(succeeded=True)
+    assert caplog.messages == ["wandb failed at the end of the run: ConnectionResetError: its service died"]
+
+
 @pytest.mark.slow
 def test_goes_offline_if_the_server_does_not_answer(small: list[str], tmp_path: Path) -> None:
     """The key is invalid, so the result is the same with a network."""
     task = [*small, *TINY, "logger=wandb", "trainer.devices=1", f"run_dir={tmp_path / 'run'}"]
     out, err = run_command(*task, WANDB_API_KEY=KEY, WANDB_MODE="online", HOME=str(tmp_path))
-    assert "wandb does not reach its server" in out + err
+    assert "wandb cannot start online" in out + err
     assert list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))
 
 
