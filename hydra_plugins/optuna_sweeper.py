@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from src.sweeps.record import Job
 from src.utils.errors import UserError
+from src.utils.quoting import quote
 
 if TYPE_CHECKING:
     import optuna
@@ -98,7 +99,7 @@ class OptunaSweeper(Sweeper):
 
     def _trial_overrides(self, number: int, params: dict[str, Any]) -> list[str]:
         chosen = [f"{name}={value}" for name, value in params.items()]
-        address = f"{{storage:{_quoted(self.storage)},study:{_quoted(self.study_name)},number:{number}}}"
+        address = f"{{storage:{quote(self.storage)},study:{quote(self.study_name)},number:{number}}}"
         return [*self.fixed, *chosen, f"runtime.trial={address}"]
 
     def _tell_result(self, study: optuna.Study, number: int, folder: Path) -> None:
@@ -131,8 +132,3 @@ class OptunaSweeper(Sweeper):
             best = study.best_trial
             params = " ".join(f"{name}={value}" for name, value in best.params.items())
             _log.info("best: trial %d with %.4f: %s", best.number, best.value, params)
-
-
-def _quoted(text: Any) -> str:
-    """Return the text as a quoted string in Hydra's override grammar."""
-    return "'" + str(text).replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -23,7 +23,7 @@ TRACEBACK_WANTED = os.environ.get(_FULL_ERROR) == "1"
 def run_application(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
     try:
-        _refuse_runtime_options(sys.argv)
+        _refuse_runtime_options(sys.argv[1:])
         sys.argv = without_null_choices(with_saved_sweep(with_saved_overrides(_multirun_first(sys.argv))))
     except UserError as error:
         return _fail(str(error))
@@ -50,8 +50,8 @@ def run_application(main: Callable[[], None]) -> int:
     return 0
 
 
-def _refuse_runtime_options(argv: list[str]) -> None:
-    for word in argv:
+def _refuse_runtime_options(overrides: list[str]) -> None:
+    for word in overrides:
         if re.match(r"[+~]*runtime\b", word):
             raise UserError(f"{word}: the program sets `runtime` when a run starts; leave it out")
 

@@ -7,6 +7,7 @@ import yaml
 
 from src.run.folder import folder_of, saved_config
 from src.utils.errors import UserError
+from src.utils.quoting import quote
 
 _CONF = Path(__file__).parents[2] / "conf"
 _OPTIONAL = ("experiment", "preset", "debug")  # config groups that need no choice
@@ -47,9 +48,8 @@ def with_saved_sweep(argv: list[str]) -> list[str]:
     overrides = yaml.safe_load(file.read_text())["hydra"]["overrides"]  # as typed, not resolved
     hydra_overrides = [word for word in overrides["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
     restored = _without_replaced([*hydra_overrides, *overrides["task"]], argv)
-    quoted = str(folder).replace("'", "\\'")
     multirun = [] if {"-m", "--multirun"} & set(argv) else ["-m"]
-    return [argv[0], *multirun, *argv[1:index], *restored, f"hydra.sweep.dir='{quoted}'", *argv[index + 1 :]]
+    return [argv[0], *multirun, *argv[1:index], *restored, f"hydra.sweep.dir={quote(folder)}", *argv[index + 1 :]]
 
 
 def without_null_choices(argv: list[str]) -> list[str]:

@@ -40,8 +40,8 @@ def leave_signals_to_callback(trainer: L.Trainer) -> None:
 
     The handler broadcasts wherever the signal interrupts the process, so ranks could wait for each other forever. To
     replace it in `on_train_start` would be too late: it is active in the barrier and the sanity check before.
-    `src/callbacks/preemption.py` handles signals. Upstream: trainer/connectors/signal_connector.py, lines 48 and 118;
-    loops/training_epoch_loop.py, lines 259 and 299. This saves one broadcast per step of several ranks.
+    `src/callbacks/preemption.py` handles signals. Upstream: trainer/connectors/signal_connector.py, lines 45 and 108;
+    loops/training_epoch_loop.py, lines 259 and 300. This saves one broadcast per step of several ranks.
     """
     signals: Any = trainer._signal_connector
     loop: Any = trainer.fit_loop.epoch_loop
@@ -71,7 +71,7 @@ def cache_logged_results(trainer: L.Trainer) -> None:
 def skip_empty_hooks(trainer: L.Trainer, module: L.LightningModule) -> None:
     """Set the hooks of a step that no class overrides to None, which Lightning does not call.
 
-    Upstream: trainer/call.py, lines 197 and 226. To use such a hook later, assign it again.
+    Upstream: trainer/call.py, lines 170 and 226. To use such a hook later, assign it again.
     """
     for hook in _STEP_HOOKS:
         for callback in trainer.callbacks:

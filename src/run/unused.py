@@ -20,8 +20,8 @@ def refuse_unused_groups(cfg: DictConfig, overrides: Sequence[str]) -> None:
     Raises:
         UserError: if it does not, such as `model=vit` with `module=gan`.
     """
-    module = OmegaConf.to_yaml(cfg.module)
+    module = OmegaConf.to_yaml(cfg.module)  # with interpolations such as ${model} or ${model.width}
     for override in overrides:
         group = re.split(r"[.=]", override.lstrip("+~"))[0]
-        if group in _PARTS and f"${{{group}}}" not in module:
+        if group in _PARTS and not re.search(rf"\${{{group}\b", module):
             raise UserError(f"{override}: {cfg.module._target_} does not use `{group}`; leave the option out")

@@ -3,12 +3,16 @@
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
 from src.cli.main import _multirun_first
 from src.launch.config_sync import _check_equal
 from src.run.folder import CONFIG, remove_if_unused, run_and_sweep_id
+from src.run.unused import refuse_unused_groups
 from src.utils.errors import UserError
+from src.utils.quoting import quote
 from tests.support.commands import TINY, error_line, run_here
 
 
@@ -42,6 +46,13 @@ def test_refuses_options_that_the_module_does_not_use(override: str, small: list
     assert f"{override}: src.models.gan.GAN does not use `{override.split('=')[0].split('.')[0]}`" in error_line(err)
 
 
+def test_accepts_options_that_the_module_uses_in_part() -> None:
+    cfg = OmegaConf.create({"module": {"_target_": "own.Module", "width": "${model.width}"}, "model": {"width": 3}})
+    refuse_unused_groups(cfg, ["model.width=3", "seed=1"])
+    with pytest.raises(UserError, match=r"scheduler=cosine: own\.Module does not use `scheduler`"):
+        refuse_unused_groups(cfg, ["scheduler=cosine"])
+
+
 def test_null_chooses_nothing(small: list[str], tmp_path: Path) -> None:
     tiny = [*small, *TINY, "trainer.max_epochs=1", "experiment=null", "callbacks=null", "logger=null"]
     run_here(*tiny, f"run_dir={tmp_path / 'run'}")
@@ -60,6 +71,12 @@ def test_equal_folder_names_have_different_run_ids(tmp_path: Path) -> None:
     ids = {run_and_sweep_id(tmp_path / parent / "exp1", is_sweep=False)[0] for parent in ("a", "b")}
     assert len(ids) == 2
     assert all(run_id.startswith("exp1-") for run_id in ids)
+
+
+@pytest.mark.parametrize("value", ["a b", "it's", r"a\b", "end\\", r"x\'y", "plain,{["])
+def test_quoted_values_reach_hydra_unchanged(value: str) -> None:
+    (override,) = OverridesParser.create().parse_overrides([f"option={quote(value)}"])
+    assert override.value() == value
 
 
 def test_ranks_above_zero_remove_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
