@@ -10,9 +10,9 @@ import csv
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
 from scripts.peers.handwritten import (
     MEAN,
@@ -25,9 +25,10 @@ from scripts.peers.handwritten import (
 )
 from scripts.peers.marks import Marks
 from src.data.augment.pixels import crop_and_flip, normalize, sample_keys
+from src.strategies.pipeline.blocks import ordered_blocks
 from src.strategies.pipeline.schedules import SCHEDULES
-from src.strategies.pipeline.split import cut, ordered_blocks
-from src.strategies.pipeline.stage import Stage
+from src.strategies.pipeline.split import cut
+from src.strategies.pipeline.stage import build_stage, keep_own_stages, sent_like, stage_inputs
 from src.utils.process_group import close_process_group
 
 
@@ -47,18 +48,18 @@ def pipeline(
     net: nn.Module, name: str, microbatches: int, batch: int, rank: int, world: int, device: torch.device, loss: Any
 ) -> tuple[Any, list[nn.Module], list[int]]:
     """Return the schedule, this rank's stages, and the rank of each stage."""
-    spec, images = SCHEDULES[name], torch.zeros(batch // microbatches, 3, 32, 32, device=device)
+    spec, images = SCHEDULES[name], torch.rand(batch // microbatches, 3, 32, 32, device=device)
     stage_to_rank = spec.stage_to_rank(world)
     parts = cut(ordered_blocks(net, images), len(stage_to_rank), "auto")
-    own_stages = [number for number, stage_rank in enumerate(stage_to_rank) if stage_rank == rank]
-    modules = [Stage(parts[number], parts[number - 1][-1] if number else None) for number in own_stages]
-    shapes = [images.to("meta"), *(part[-1].sent.requires_grad_() for part in parts)]
-    stages = [
-        PipelineStage(module, number, len(stage_to_rank), device, (shapes[number],), (shapes[number + 1],))
-        for number, module in zip(own_stages, modules, strict=True)
-    ]
+    modules = keep_own_stages(net, parts, stage_to_rank, rank)
+    shapes = [sent_like(stage_inputs(parts, 0)), *(sent_like(part[-1].outputs) for part in parts)]
+    stages = [build_stage(module, number, shapes, dist.group.WORLD, device) for number, module in modules.items()]
     stage_or_stages: Any = stages[0] if spec.stages_per_rank == 1 else stages
-    return spec.schedule(stage_or_stages, microbatches, loss_fn=loss, scale_grads=False), list(modules), stage_to_rank
+    return (
+        spec.schedule(stage_or_stages, microbatches, loss_fn=loss, scale_grads=False),
+        list(modules.values()),
+        stage_to_rank,
+    )
 
 
 def main() -> None:

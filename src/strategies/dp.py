@@ -12,20 +12,23 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
 from src.models.dropout import dropouts, set_keys
-from src.strategies.chain import check_is_chain
 from src.utils.errors import UserError
 
 
-class _Blocks(nn.Sequential):
+class _Replica(nn.Module):
     """The network on one GPU, for its part of the batch.
 
     DataParallel scatters the (n, ...) images and their (n,) dropout keys together.
     """
 
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
     def forward(self, input: Tensor, keys: Tensor | None = None) -> Tensor:
         if keys is not None:
             set_keys(dropouts(self), keys)
-        return super().forward(input)
+        return type(self.net).forward(self.net, input)  # the instance's `forward` is that of all GPUs
 
 
 class DP(ParallelStrategy):
@@ -60,16 +63,13 @@ class DP(ParallelStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
         net: Any = self.lightning_module.net
-        net.__dict__.pop("forward", None)  # Lightning calls this again for the test; the network's own forward returns
         if getattr(self.lightning_module, "should_compile", False):
             raise UserError("module.compile=true compiles the full network, which strategy=dp copies in every step")
-        images = next(net.parameters()).new_zeros(2, *trainer.datamodule.image_shape)
-        check_is_chain(net, net.named_children(), images)
-        blocks = nn.DataParallel(_Blocks(*net.children()), self.parallel_devices)
+        replicas = nn.DataParallel(_Replica(net), self.parallel_devices)
         layers = dropouts(net)
 
         def forward(image: Tensor) -> Tensor:
-            return blocks(image, layers[0].keys if layers and net.training else None)
+            return replicas(image, layers[0].keys if layers and net.training else None)
 
         net.forward = forward  # assigning the module instead would register its parameters a second time
 

@@ -34,17 +34,6 @@ def test_agrees_with_single_process_on_a_cpu(
     assert "1 x 2 micro-batches x 8 per device" in caplog.text
 
 
-def test_every_stage_checks_the_own_forward_of_the_network(
-    small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Replicas would call the hooks of the check, if the test after training ran it through DataParallel."""
-    replaced: list[bool] = []
-    monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
-    monkeypatch.setattr("src.strategies.dp.check_is_chain", lambda net, *_: replaced.append("forward" in vars(net)))
-    fit(compose(folder, *small, *PARITY), test=True)
-    assert replaced == [False, False]
-
-
 def test_refuses_a_batch_that_does_not_divide(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
     with pytest.raises(UserError, match=r"set data.batch_size="):

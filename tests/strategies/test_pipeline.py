@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from src.run.experiment import assemble, run
+from src.strategies.pipeline.blocks import Block, ordered_blocks
 from src.strategies.pipeline.pipeline import Pipeline
 from src.strategies.pipeline.schedules import SCHEDULES
-from src.strategies.pipeline.split import Block, cut, ordered_blocks
+from src.strategies.pipeline.split import cut
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import SHORT, SHORT_STEPS
@@ -209,8 +210,10 @@ def test_refuses_more_stages_than_blocks(pool: Pool, small: list[str], folder: P
 
 
 def blocks(costs: list[int], sent: list[int]) -> list[Block]:
-    outputs = [torch.empty(size // 4, device="meta") for size in sent]
-    return [Block(f"b{k}", nn.Identity(), 1, cost, outputs[k]) for k, cost in enumerate(costs)]
+    return [
+        Block(f"b{k}", [], {f"b{k}": nn.Parameter(torch.zeros(1))}, cost, [], bytes_sent=sent[k])
+        for k, cost in enumerate(costs)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +234,7 @@ def test_split_minimizes_the_most_expensive_stage(
 def test_no_stage_is_without_parameters() -> None:
     """Flattening costs nothing but sends a full image on, so the even split would give it a stage."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(3072, 16), nn.Linear(16, 10))
-    stages = cut(ordered_blocks(net, torch.zeros(2, 3, 32, 32)), 2, "auto")
+    stages = cut(ordered_blocks(net, torch.rand(2, 3, 32, 32)), 2, "auto")
     assert [len(stage) for stage in stages] == [2, 1]
 
 
@@ -241,7 +244,7 @@ def test_ordered_blocks_compose_the_network() -> None:
     net.add_module("stem", nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()))
     net.add_module("layer1", nn.Sequential(nn.Sequential(residual, nn.ReLU()), nn.Sequential(residual, nn.ReLU())))
     net.add_module("head", nn.Flatten())
-    found = ordered_blocks(net, torch.zeros(2, 3, 8, 8))
+    found = ordered_blocks(net, torch.rand(2, 3, 8, 8))
     assert [block.name for block in found] == ["stem", "layer1.0", "layer1.1", "head"]
     assert found[0].flops == 2 * 2 * 3 * 3 * 64
     assert found[0].bytes_sent == 2 * 3 * 64 * 4

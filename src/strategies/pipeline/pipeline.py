@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 
 from src.data.batch import Batch
 from src.strategies.gradients import average_over, clip_by_norm_over
+from src.strategies.pipeline.blocks import Block, ordered_blocks
 from src.strategies.pipeline.micro_batches import join_samples, split_batch
 from src.strategies.pipeline.schedules import build_schedule, schedule_spec
-from src.strategies.pipeline.split import Block, cut, format_table, ordered_blocks
-from src.strategies.pipeline.stage import Stage, build_stage, keep_own_stages
+from src.strategies.pipeline.split import cut, format_table
+from src.strategies.pipeline.stage import Stage, build_stage, keep_own_stages, sent_like, share_parameters, stage_inputs
 from src.strategies.pipeline.stage_forward import StageForward
 from src.strategies.sharded_state import ShardedStateStrategy
 from src.strategies.sync_batchnorm import SyncedBatchNorm
@@ -114,13 +115,13 @@ class Pipeline(ShardedStateStrategy):
         if self._is_sharded or self.spec.needs_channels_first(net, self.root_device):  # FSDP supports no other format
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         data = self.lightning_module.trainer.datamodule
-        images = next(net.parameters()).new_zeros(data.samples_per_micro_batch, *data.image_shape)
-        stages = self._cut(net, images)
-        shapes = [images.to("meta"), *(blocks[-1].sent for blocks in stages)]
+        stages = self._cut(net, shape=(data.samples_per_micro_batch, *data.image_shape))
+        shapes = [sent_like(stage_inputs(stages, 0)), *(sent_like(blocks[-1].outputs) for blocks in stages)]
         self._own_stages = keep_own_stages(net, stages, self._stage_to_rank, self._pipeline_rank)
         if self._is_sharded:
             for stage in self._own_stages.values():  # gathers once per batch, not per micro-batch
                 fully_shard(stage, mesh=self._replicas, reshard_after_forward=False)
+                share_parameters(net, stage)
         torch_stages = [
             build_stage(stage, number, shapes, self._group, self.root_device)
             for number, stage in self._own_stages.items()
@@ -139,8 +140,9 @@ class Pipeline(ShardedStateStrategy):
                 norm.process_group = self._replicas.get_group()
         self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
 
-    def _cut(self, net: nn.Module, images: Tensor) -> list[list[Block]]:
-        """Return the blocks of each stage, and assign the stages to ranks."""
+    def _cut(self, net: nn.Module, shape: tuple[int, ...]) -> list[list[Block]]:
+        """Return the blocks of each stage, for images of that shape, and assign the stages to ranks."""
+        images = torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(next(net.parameters()))
         with self.precision_plugin.forward_context():
             blocks = ordered_blocks(net, images)
         self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())

@@ -1,77 +1,14 @@
 """Split a network into pipeline stages: before named blocks, or such that the stages have similar cost."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
-
-from src.strategies.chain import check_is_chain
+from src.strategies.pipeline.blocks import Block
 from src.utils.errors import UserError, suggest
 
 _FLOPS_PER_BYTE = 100  # rough number of FLOPs that a device does while a link sends one byte
-
-
-@dataclass
-class Block:
-    """One block of a network and its cost for a micro-batch.
-
-    Attributes:
-        name: name of the block in the network.
-        module: the block.
-        num_parameters: number of parameters.
-        flops: FLOPs of the forward pass.
-        output: meta tensor with shape, type and memory format of the output.
-    """
-
-    name: str
-    module: nn.Module
-    num_parameters: int
-    flops: int
-    output: Tensor
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.output.numel() * self.output.element_size()
-
-    @property
-    def channels_last(self) -> bool:
-        return not self.output.is_contiguous() and self.output.is_contiguous(memory_format=torch.channels_last)
-
-    @property
-    def sent(self) -> Tensor:
-        """The output as it is sent. It must be contiguous: (n, height, width, channels) for channels last."""
-        return self.output.permute(0, 2, 3, 1) if self.channels_last else self.output.contiguous()
-
-
-def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
-    """Return the blocks of the network in order, with their cost for a micro-batch.
-
-    An `nn.Sequential` of composite modules counts as several blocks.
-
-    Args:
-        net: network with its blocks as children.
-        images: (n, channels, height, width) micro-batch of any values.
-
-    Raises:
-        UserError: if the network is not the chain of its blocks.
-    """
-    check_is_chain(net, _iterate_blocks(net), images)
-    was_training, blocks, x = net.training, [], images
-    net.eval()  # the running statistics of batch normalization must not change
-    with torch.no_grad():
-        for name, module in _iterate_blocks(net):
-            with FlopCounterMode(display=False) as counter:
-                x = module(x)
-            num_parameters = sum(weight.numel() for weight in module.parameters())
-            output = torch.empty_like(x, device="meta")
-            blocks.append(Block(name, module, num_parameters, counter.get_total_flops(), output))
-    net.train(was_training)
-    return blocks
 
 
 def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> list[list[Block]]:
@@ -85,7 +22,7 @@ def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> lis
 
     Raises:
         UserError: if there are more stages than blocks with parameters, a block does not exist, the number of cuts is
-            wrong, or a stage has no parameters.
+            wrong, a stage has no parameters, would send anything but activations, or shares parameters with another.
     """
     trainable = sum(block.num_parameters > 0 for block in blocks)
     if stages > trainable:
@@ -98,7 +35,25 @@ def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> lis
     for part in parts:
         if not any(block.num_parameters for block in part):
             raise UserError(f"strategy.split: a stage of {part[0].name} alone has no parameters; cut elsewhere")
+        if part is not parts[-1] and math.isinf(part[-1].bytes_sent):
+            raise UserError(
+                f"strategy.split: after {part[-1].name} the network passes on more than activations; cut elsewhere"
+            )
+    _check_unshared(parts)
     return parts
+
+
+def _check_unshared(stages: Sequence[Sequence[Block]]) -> None:
+    """Check that no parameter belongs to two stages, where it would get two gradients."""
+    for first, second in combinations(stages, 2):
+        names = {id(weight): name for block in first for name, weight in block.parameters.items()}
+        for block in second:
+            for name, weight in block.parameters.items():
+                if id(weight) in names:
+                    raise UserError(
+                        f"strategy=pipeline: {names[id(weight)]} and {name} are one parameter, of two stages: "
+                        "set strategy.split such that one stage has both, or use strategy=ddp or fsdp"
+                    )
 
 
 def format_table(stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int]) -> list[str]:
@@ -112,19 +67,6 @@ def format_table(stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int]
         names = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} ... {blocks[-1].name}"
         lines.append(f"  {number:<5}  {rank:<4}  {num_parameters:<10,}  {cost:<5.0%}  {sent:6.2f} MiB  {names}")
     return lines
-
-
-def _iterate_blocks(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and the module of each block; the parts of an `nn.Sequential` of composite modules are blocks."""
-    for name, child in net.named_children():
-        if isinstance(child, nn.Sequential) and all(_is_composite(part) for part in child):
-            yield from _iterate_blocks(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", child
-
-
-def _is_composite(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None
 
 
 def _named_cuts(blocks: Sequence[Block], stages: int, split: Sequence[str]) -> list[int]:

@@ -1,32 +1,36 @@
 """A pipeline stage as a module: consecutive blocks, with the memory formats and dropout keys of their micro-batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.pipelining import PipelineStage
 
 from src.models.dropout import dropouts, set_keys
+from src.strategies.pipeline.blocks import Block
+from src.strategies.pipeline.graph import extract
 from src.strategies.pipeline.micro_batches import split_samples
-from src.strategies.pipeline.split import Block
 
 
-class Stage(nn.Sequential):
-    """Consecutive blocks whose input and output are sent in their memory format, without a copy.
+class Stage(nn.Module):
+    """Consecutive blocks whose inputs and outputs are sent in their memory format, without a copy.
 
     Args:
+        net: the full network.
         blocks: the blocks in order.
-        before: the block whose output is the input of this stage; None if the input is the images.
+        inputs: nodes whose values are the inputs of the stage.
     """
 
-    def __init__(self, blocks: Sequence[Block], before: Block | None) -> None:
-        super().__init__(*(block.module for block in blocks))
+    def __init__(self, net: nn.Module, blocks: Sequence[Block], inputs: Sequence[fx.Node]) -> None:
+        super().__init__()
+        nodes, outputs = [node for block in blocks for node in block.nodes], blocks[-1].outputs
+        self.body = fx.GraphModule(net, extract(nodes, inputs, outputs))
         self._dropouts = dropouts(self)
         self._keys: Iterator[Tensor] = iter(())
-        self._receives_channels_last = before is not None and before.channels_last
-        self._sends_channels_last = blocks[-1].channels_last
+        self._input_permuted = [is_permuted(node) for node in inputs]
+        self._output_permuted = [is_permuted(node) for node in outputs]
 
     def begin(self, microbatches: int) -> None:
         """Split the dropout keys of a batch into micro-batches, as the batch will be split.
@@ -38,20 +42,40 @@ class Stage(nn.Sequential):
             assert keys is not None
             self._keys = iter(split_samples(keys, microbatches).contiguous())
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         # Lightning calls `eval` on the blocks and not on the stage, so `self.training` is not reliable.
         if self._dropouts and self._dropouts[0].training:
             keys = next(self._keys, None)
             assert keys is not None, "the schedule runs more micro-batches than `begin` prepared"
             set_keys(self._dropouts, keys)
-        output = super().forward(input.permute(0, 3, 1, 2) if self._receives_channels_last else input)
-        return _ChannelsLastOutput.apply(output) if self._sends_channels_last else output.contiguous()
+        received = zip(inputs, self._input_permuted, strict=True)
+        results = self.body(*(x.permute(0, 3, 1, 2) if permuted else x for x, permuted in received))
+        sent = zip(results if isinstance(results, tuple) else (results,), self._output_permuted, strict=True)
+        outputs = tuple(_ChannelsLastOutput.apply(x) if permuted else x.contiguous() for x, permuted in sent)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+def is_permuted(node: fx.Node) -> bool:
+    """Return whether a value is sent as (n, height, width, channels): what is sent must be contiguous.
+
+    That is so for a value in channels last. The images come from the data, not from another stage.
+    """
+    value: Tensor = node.meta["value"]
+    if node.op == "placeholder" or value.is_contiguous():
+        return False
+    return value.is_contiguous(memory_format=torch.channels_last)
+
+
+def sent_like(nodes: Sequence[fx.Node]) -> list[Tensor]:
+    """Return meta tensors like the values of the nodes as they are sent."""
+    values = [(node.meta["value"], is_permuted(node)) for node in nodes]
+    return [value.permute(0, 2, 3, 1) if permuted else value.contiguous() for value, permuted in values]
 
 
 def keep_own_stages(
     net: nn.Module, stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int], own_rank: int
 ) -> dict[int, Stage]:
-    """Remove the blocks of other ranks from the network; return the stages of this rank by their number.
+    """Remove the blocks and the parameters of other ranks from the network; return the stages of this rank by number.
 
     Args:
         net: the full network; changed in place.
@@ -59,33 +83,55 @@ def keep_own_stages(
         stage_to_rank: rank of each stage.
         own_rank: this rank.
     """
-    own = {}
-    for number, rank in enumerate(stage_to_rank):
-        if rank == own_rank:
-            own[number] = Stage(stages[number], before=stages[number - 1][-1] if number else None)
-        else:
-            for block in stages[number]:
-                net.set_submodule(block.name, nn.Identity())
+    own = {
+        number: Stage(net, blocks, stage_inputs(stages, number))
+        for number, blocks in enumerate(stages)
+        if stage_to_rank[number] == own_rank
+    }
+    kept = [block for number in own for block in stages[number]]
+    others = [block for number, blocks in enumerate(stages) if number not in own for block in blocks]
+    for name in _called(others) - _called(kept):
+        net.set_submodule(name, nn.Identity())
+    remaining = {name for name, _ in net.named_parameters()}
+    for name in remaining & {name for block in others for name in block.parameters}:
+        module, _, parameter = name.rpartition(".")
+        delattr(net.get_submodule(module), parameter)
     return own
 
 
+def share_parameters(net: nn.Module, stage: Stage) -> None:
+    """Let the network have the sharded parameters of a stage in place of its own, for those outside of its blocks."""
+    for name, parameter in stage.body.named_parameters():
+        module, _, last = name.rpartition(".")
+        setattr(net.get_submodule(module), last, parameter)
+
+
+def stage_inputs(stages: Sequence[Sequence[Block]], number: int) -> list[fx.Node]:
+    """Return the nodes whose values are the inputs of a stage: the images, or the outputs of the stage before."""
+    if number:
+        return stages[number - 1][-1].outputs
+    return [next(iter(stages[0][0].nodes[0].graph.nodes))]
+
+
+def _called(blocks: Iterable[Block]) -> set[str]:
+    return {str(node.target) for block in blocks for node in block.nodes if node.op == "call_module"}
+
+
 def build_stage(
-    stage: Stage, number: int, shapes: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device
+    stage: Stage, number: int, shapes: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> PipelineStage:
     """Build torch's stage with known shapes; shape inference would update the batch statistics once more.
 
     Args:
         stage: the stage as a module.
         number: its number.
-        shapes: meta tensors like the input of each stage, and the output of the last.
+        shapes: meta tensors like the inputs of each stage, and the output of the last.
         group: ranks of the pipeline.
         device: device of this rank.
     """
-    received = shapes[number].detach().requires_grad_(number > 0)  # images need no gradient
-    sent = shapes[number + 1].detach().requires_grad_()
-    return PipelineStage(
-        stage, number, len(shapes) - 1, device, input_args=(received,), output_args=(sent,), group=group
-    )
+    received = tuple(like.detach().requires_grad_(number > 0) for like in shapes[number])  # images need no gradient
+    sent = tuple(like.detach().requires_grad_() for like in shapes[number + 1])
+    return PipelineStage(stage, number, len(shapes) - 1, device, input_args=received, output_args=sent, group=group)
 
 
 class _ChannelsLastOutput(torch.autograd.Function):

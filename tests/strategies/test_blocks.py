@@ -1,0 +1,107 @@
+"""A pipeline splits networks with a forward pass of their own, or refuses them; it never trains another network."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from src.strategies.pipeline.blocks import ordered_blocks
+from src.strategies.pipeline.split import cut
+from src.utils.errors import UserError
+from tests.support.comparison import TOLERANCE, distances
+from tests.support.experiments import SHORT
+from tests.support.networks import OwnForward, Skips, Wrapper
+from tests.support.pool import Pool
+from tests.support.runs import compose, fit
+
+IMAGES = torch.rand(2, 3, 8, 8)
+
+
+BLOCKS = "conv norm relu layer1.0 layer1.1 layer2.0 relu#2 fc".split()
+
+
+@pytest.mark.parametrize(
+    ("net", "names"),
+    [
+        (OwnForward(), BLOCKS),
+        (Wrapper(), [f"backbone.{name}" for name in BLOCKS]),
+        (Skips(), ["stem", "first", "second", "third", "head"]),
+    ],
+    ids=["own forward", "wrapper", "skips"],
+)
+def test_finds_the_blocks(net: nn.Module, names: list[str]) -> None:
+    blocks = ordered_blocks(net, IMAGES)
+    assert [block.name for block in blocks] == names
+    assert sum(block.num_parameters for block in blocks) == sum(weight.numel() for weight in net.parameters())
+    assert net.training
+
+
+@pytest.mark.parametrize(
+    ("network", "options"),
+    [
+        ("OwnForward", ["strategy=pipeline", "trainer.devices=2"]),
+        ("OwnForward", ["strategy=pipeline", "trainer.devices=2", "strategy.schedule=zbv_zero_bubble"]),
+        ("Skips", ["strategy=pipeline", "trainer.devices=4"]),
+        ("Skips", ["strategy=pipeline", "trainer.devices=2", "strategy.schedule=interleaved_1f1b"]),
+        ("Skips", ["strategy=hybrid", "trainer.devices=4", "strategy.data_parallel=fsdp"]),
+    ],
+    ids=" ".join,
+)
+def test_agrees_with_single_process(
+    network: str, options: list[str], pool: Pool, small: list[str], folder: Path
+) -> None:
+    own = [f"model._target_=tests.support.networks.{network}", "~model.norm"]
+    task = [*small, "experiment=parity", *SHORT, *own]
+    reference = fit(compose(folder / "single", *task, "trainer.accumulate_grad_batches=4"), test=True)
+    cfg = compose(folder, *task, *options)
+    for record in pool.run(cfg.trainer.devices, fit, cfg):
+        assert max(distances(record, reference)) < TOLERANCE
+
+
+class TwoBlocks(nn.Module):
+    """A network of two blocks and any forward pass."""
+
+    def __init__(self, forward: Callable[["TwoBlocks", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.pass_forward = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pass_forward(self, x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda net, x: net.second(net.first(x)) if x.sum() > 0 else x, "cannot be traced"),
+        (lambda net, x: F.dropout(net.second(net.first(x)), 0.1, net.training), "another in training"),
+        (lambda net, x: net.second(net.first(x)) + torch.rand(2, 3, 8, 8), "do not compose"),
+    ],
+    ids=["depends on values", "dropout without a layer", "random numbers"],
+)
+def test_refuses_what_it_cannot_split(forward: Callable[[TwoBlocks, Tensor], Tensor], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ordered_blocks(TwoBlocks(forward), IMAGES)
+
+
+def test_accepts_constants() -> None:
+    net = TwoBlocks(lambda net, x: net.second(net.first(x)) * torch.linspace(0, 1, 8))
+    assert len(ordered_blocks(net, IMAGES)) == 2
+
+
+def test_refuses_a_parameter_of_two_stages() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    with pytest.raises(UserError, match=r"0.weight and 1.weight are one parameter"):
+        cut(ordered_blocks(net, torch.rand(2, 4)), 2, "auto")
+
+
+def test_does_not_cut_where_a_size_is_passed_on() -> None:
+    def forward(net: TwoBlocks, x: Tensor) -> Tensor:
+        samples = x.shape[0]
+        return net.second(net.first(x)).reshape(samples, -1)
+
+    with pytest.raises(UserError, match="more than activations"):
+        cut(ordered_blocks(TwoBlocks(forward), IMAGES), 2, ["second"])
