@@ -10,7 +10,6 @@ import csv
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -53,7 +52,7 @@ def pipeline(
     parts = cut(ordered_blocks(net, images), len(stage_to_rank), "auto")
     modules = keep_own_stages(net, parts, stage_to_rank, rank)
     shapes = [sent_like(stage_inputs(parts, 0)), *(sent_like(part[-1].outputs) for part in parts)]
-    stages = [build_stage(module, number, shapes, dist.group.WORLD, device) for number, module in modules.items()]
+    stages = [build_stage(module, number, shapes, None, device) for number, module in modules.items()]
     stage_or_stages: Any = stages[0] if spec.stages_per_rank == 1 else stages
     return (
         spec.schedule(stage_or_stages, microbatches, loss_fn=loss, scale_grads=False),

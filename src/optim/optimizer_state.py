@@ -60,8 +60,7 @@ def shard(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         for parameter, (name, index) in zip(group["params"], _indices_by_name(own_group).items(), strict=True):
             if moments := saved["state"].get(saved_indices[name]):
                 state[index] = {key: shard_like(value, parameter) for key, value in moments.items()}
-        first_name = own_group["param_names"][0]
-        saved_group = next(one for one in saved["param_groups"] if first_name in one["param_names"])
+        saved_group = next(one for one in saved["param_groups"] if one["name"] == own_group["name"])
         param_groups.append(saved_group | {"params": own_group["params"], "param_names": own_group["param_names"]})
     return {"state": state, "param_groups": param_groups}
 

@@ -106,6 +106,8 @@ def _build_module(cfg: DictConfig, trainer: L.Trainer) -> L.LightningModule:
     """Build the module with its initial weights, and check that the strategy and the configured stages suit it."""
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
     module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
+    if not getattr(module, "takes_batch", False):
+        trainer.num_sanity_val_steps = 1  # src/callbacks/plain_modules.py then checks the metrics of the module
     patch_trainer(trainer, module)
     use_sample_dropout(module)
     check_can_train(trainer.strategy, module)

@@ -13,6 +13,7 @@ from src.callbacks.checkpoint_history import CheckpointHistory
 from src.callbacks.data_position import DataPosition
 from src.callbacks.heartbeat import Heartbeat
 from src.callbacks.nan_guard import NaNGuard
+from src.callbacks.plain_modules import PlainModules
 from src.callbacks.predictions import PredictionWriter
 from src.callbacks.preemption import PreemptionHandler
 from src.callbacks.record import RunRecord
@@ -52,6 +53,8 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             limit_test_batches=1.0,
             # The project's sampler divides the data itself; Lightning's wrapper would shuffle it again.
             use_distributed_sampler=False,
+            # RunRecord logs the configuration, which a module's own hyper-parameters would replace in config.yaml.
+            enable_autolog_hparams=False,
         )
     except (MisconfigurationException, ValueError) as error:
         raise to_user_error(error) from error
@@ -71,6 +74,7 @@ def _required_callbacks(cfg: DictConfig) -> list[L.Callback]:
         SeedEachStep(cfg.seed),
         NaNGuard(),
         PredictionWriter(folder),
+        PlainModules(),
     ]
 
 

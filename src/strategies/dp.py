@@ -4,7 +4,7 @@ Each step copies the network to every GPU and gathers the outputs on the first o
 interpreter. Batch normalization sees the part of the batch on its GPU, and keeps the statistics of the first GPU.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -37,6 +37,8 @@ class DP(ParallelStrategy):
     Raises:
         UserError: if there are fewer than two GPUs. On a CPU DataParallel would silently do nothing.
     """
+
+    module_needs: ClassVar = {"net": "the network to copy to each GPU"}
 
     @property
     def root_device(self) -> torch.device:

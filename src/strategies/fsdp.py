@@ -4,7 +4,8 @@ The strategy applies `torch.distributed.fsdp.fully_shard` to the network. Lightn
 to the module. Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel" (2023).
 """
 
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import lightning as L
 import torch
@@ -62,18 +63,38 @@ class FSDP(ShardedStateStrategy):
         self._device_mesh = mesh if self.replicas > 1 else mesh["shard"]
 
     def parallelize(self, module: L.LightningModule) -> None:
-        """Shard the network: each of its blocks is gathered on its own."""
-        net = cast(nn.Module, module.net)
+        """Shard each network of the module; each of its blocks is gathered on its own.
+
+        Raises:
+            UserError: if a parameter belongs to the module itself, outside of its networks.
+        """
+        if own := [name for name, _ in module.named_parameters(recurse=False)]:
+            raise UserError(
+                f"strategy=fsdp gathers the weights of a network when it is called, but {own[0]} belongs to "
+                f"{type(module).__name__} itself: move it into a network, or use strategy=ddp"
+            )
+        for net in _networks(module):
+            self._shard(net)
+
+    def _shard(self, net: nn.Module) -> None:
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP supports no other format
         if self.policy.param_dtype:
             # Batch statistics stay in full precision, so the weights of these layers must too: no policy.
             for norm in [module for module in net.modules() if isinstance(module, _BatchNorm)]:
                 fully_shard(norm, mesh=self.device_mesh)
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.policy}
-        for block in net.children():
-            if any(True for _ in block.parameters()):
-                fully_shard(block, mesh=self.device_mesh, **options)
+        for block in _networks(net):
+            fully_shard(block, mesh=self.device_mesh, **options)
         fully_shard(net, mesh=self.device_mesh, **options)
+
+
+def _networks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of a module that have parameters; those of a list or a dictionary stand for themselves."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _networks(child)
+        elif next(child.parameters(), None) is not None:
+            yield child
 
 
 def _dtype(option: str, name: str | None) -> torch.dtype | None:

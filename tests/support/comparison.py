@@ -20,7 +20,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 def distances(run: Record, reference: Record) -> tuple[float, float]:
     """Return the largest relative difference of any step's loss, and of any final weight or buffer."""
-    losses = max(abs(a - b) / abs(b) for a, b in zip(run.losses, reference.losses, strict=True))
+    losses = max((abs(a - b) / abs(b) for a, b in zip(run.losses, reference.losses, strict=True)), default=0.0)
     # `run.final` is the state of a stage, or of the network.
     weights = max(relative(tensor, reference.final[name]) for name, tensor in run.final.items())
     return losses, weights

@@ -54,9 +54,13 @@ class Record(L.Callback):
         self.initial = _copy(pl_module.state_dict())
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.indices.append(batch.sample_index.tolist())
+        self.indices.append(trainer.datamodule.sample_index.tolist())
         logged = trainer.global_step % trainer.log_every_n_steps == 0
-        if logged and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+        if (
+            logged
+            and (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+            and "train/loss" in trainer.callback_metrics
+        ):
             self.losses.append(float(trainer.callback_metrics["train/loss"]))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -11,7 +11,7 @@ Qi et al., "Zero bubble pipeline parallelism" (2023).
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import lightning as L
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from src.data.batch import Batch
-from src.strategies.gradients import average_over, clip_by_norm_over
+from src.strategies.gradients import average_over, clip_by_norm_over, take_gradients
 from src.strategies.pipeline.blocks import Block, ordered_blocks
 from src.strategies.pipeline.micro_batches import join_samples, split_batch
 from src.strategies.pipeline.schedules import build_schedule, schedule_spec
@@ -52,6 +52,8 @@ class Pipeline(ShardedStateStrategy):
     Raises:
         UserError: if an option does not suit the ranks, the blocks, the micro-batches or the precision.
     """
+
+    module_needs: ClassVar = {"net": "the network to split", "loss": "which maps logits and a Batch to a weighted sum"}
 
     def __init__(
         self,
@@ -176,7 +178,7 @@ class Pipeline(ShardedStateStrategy):
         `_gradients` gets the new gradients; those of the parameters stay as they were.
         """
         self._batch = split_batch(batch, self.microbatches)
-        accumulated = self._set_gradients_aside()
+        accumulated = take_gradients(self._parameters, keep=self._accumulate > 1)
         for stage in self._own_stages.values():
             stage.begin(self.microbatches)
         outputs = self._run_passes(self._batch)
@@ -184,13 +186,6 @@ class Pipeline(ShardedStateStrategy):
         for weight, gradient in zip(self._parameters, accumulated, strict=True):
             weight.grad = gradient
         return self._stage_forward.to_all(outputs, len(batch.image))
-
-    def _set_gradients_aside(self) -> list[Tensor | None]:
-        """Set the gradients to None; return the accumulated ones, which are restored after the schedule."""
-        accumulated = [weight.grad if self._accumulate > 1 else None for weight in self._parameters]
-        for weight in self._parameters:
-            weight.grad = None
-        return accumulated
 
     def _run_passes(self, batch: Batch) -> Tensor | None:
         """Run the forward and backward passes; return the (samples, classes) logits on the rank of the last stage."""

@@ -118,7 +118,7 @@ def _called(blocks: Iterable[Block]) -> set[str]:
 
 
 def build_stage(
-    stage: Stage, number: int, shapes: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, device: torch.device
+    stage: Stage, number: int, shapes: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None, device: torch.device
 ) -> PipelineStage:
     """Build torch's stage with known shapes; shape inference would update the batch statistics once more.
 

@@ -1,0 +1,100 @@
+"""LightningModules written for plain Lightning train the same on any hardware, or are refused before training."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from src.run.experiment import run
+from src.utils.errors import UserError
+from tests.support.comparison import TOLERANCE, check_resumed, distances
+from tests.support.experiments import SHORT
+from tests.support.pool import Pool
+from tests.support.runs import Record, compose, fit, fit_ranks
+
+MODULES = {
+    "plain": "_target_: tests.support.modules.Plain\n",
+    "template": """
+_target_: tests.support.modules.TemplateStyle
+net: ${model}
+optimizer: {_target_: torch.optim.RMSprop, _partial_: true, lr: 0.001}
+scheduler: {_target_: torch.optim.lr_scheduler.ReduceLROnPlateau, _partial_: true, mode: max, patience: 0}
+""",
+}
+TWO = "trainer.devices=2"
+
+
+@pytest.fixture
+def task(small: list[str], tmp_path: Path) -> list[str]:
+    """Return the overrides of a short run; `module=plain` and `module=template` are choices."""
+    for name, text in MODULES.items():
+        file = tmp_path / "conf" / "module" / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return [
+        *small,
+        "experiment=parity",
+        "~module.reference_batch_size",
+        *SHORT,
+        f"hydra.searchpath=[file://{tmp_path}/conf]",
+    ]
+
+
+def assert_agree(records: list[Record], reference: Record) -> None:
+    for record in records:
+        assert max(distances(record, reference)) < TOLERANCE
+        for name in ("val/acc", "test/loss"):
+            if name in reference.metrics:
+                assert record.metrics[name] == pytest.approx(reference.metrics[name], rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp", "ddp_spawn"])
+def test_agrees_with_single_process(strategy: str, task: list[str], pool: Pool, folder: Path) -> None:
+    plain = [*task, "module=plain"]
+    reference = fit(compose(folder / "single", *plain))
+    assert_agree(fit_ranks(compose(folder, *plain, f"strategy={strategy}", TWO), pool), reference)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_module_of_the_common_template(strategy: str, task: list[str], pool: Pool, folder: Path) -> None:
+    template = [*task, "module=template"]
+    reference = fit(compose(folder / "single", *template))
+    assert_agree(fit_ranks(compose(folder, *template, f"strategy={strategy}", TWO), pool), reference)
+
+
+def test_resumes_under_another_strategy(task: list[str], pool: Pool, folder: Path) -> None:
+    plain = [*task, "module=plain"]
+    reference = fit(compose(folder / "full", *plain))
+    pool.run(2, fit, compose(folder / "a", *plain, "strategy=fsdp", TWO, "trainer.max_steps=5"))
+    saved = torch.load(folder / "a" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["hyper_parameters"] == {"width": 4}
+    assert len(saved["optimizer_states"][0]["param_groups"]) == 3
+    resumed = fit(compose(folder / "b", *plain, f"ckpt_path={folder}/a/checkpoints/last.ckpt"))
+    check_resumed([resumed], reference, done=5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["strategy=pipeline"], "strategy=Pipeline needs Plain.net, the network to split"),
+        (
+            ["callbacks.best.monitor=val_acc"],
+            "monitors val_acc, which validation does not log .it logs val/acc, val/loss",
+        ),
+        (["module=template", "strategy=pipeline"], "strategy=Pipeline needs TemplateStyle.loss"),
+    ],
+    ids=["no network", "no metric", "no loss"],
+)
+def test_refused_before_training(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        run(compose(folder, *task, "module=plain", *overrides))
+    assert not (folder / "checkpoints").exists()
+
+
+def test_fsdp_refuses_a_parameter_of_the_module_itself(task: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match="but temperature belongs to OwnParameter itself"):
+        run(
+            compose(
+                folder, *task, "module=plain", "module._target_=tests.support.modules.OwnParameter", "strategy=fsdp"
+            )
+        )

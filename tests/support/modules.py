@@ -1,0 +1,97 @@
+"""LightningModules written for plain Lightning, as users bring them."""
+
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import MaxMetric, MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+
+class Plain(L.LightningModule):
+    """A network in the module's own attributes, its own optimizer and schedule, and `self.log`."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.encoder = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.layers = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+        self.head = nn.Linear(width, 10)
+        self.accuracy = MulticlassAccuracy(10, average="micro")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        for layer in self.layers:
+            x = F.relu(x + layer(x))
+        return self.head(x.mean((2, 3)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("train/loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.accuracy(logits, y)
+        self.log("val/acc", self.accuracy, on_epoch=True)
+        self.log("val/loss", F.cross_entropy(logits, y), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("test/loss", F.cross_entropy(self(x), y), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.head.parameters(), "lr": 0.02}, {"params": [*self.layers.parameters()]}]
+        groups.append({"params": self.encoder.parameters()})
+        optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
+
+
+class TemplateStyle(L.LightningModule):
+    """A module in the style of lightning-hydra-template: partials as hyper-parameters, metrics as attributes."""
+
+    def __init__(self, net: nn.Module, optimizer: Any, scheduler: Any, compile: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.net, self.criterion = net, nn.CrossEntropyLoss()
+        self.train_loss, self.val_acc = MeanMetric(), MulticlassAccuracy(10)
+        self.val_acc_best = MaxMetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def on_train_start(self) -> None:
+        self.val_acc_best.reset()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = self.criterion(self(x), y)
+        self.train_loss(loss)
+        self.log("train/loss", self.train_loss, on_step=False, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.val_acc(self(x), y)
+        self.log("val/acc", self.val_acc, on_step=False, on_epoch=True, prog_bar=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.val_acc_best(self.val_acc.compute())
+        self.log("val/acc_best", self.val_acc_best.compute(), sync_dist=True, prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.hparams["optimizer"](params=self.trainer.model.parameters())
+        scheduler = self.hparams["scheduler"](optimizer=optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/acc"}}
+
+
+class OwnParameter(Plain):
+    """A parameter of the module itself, outside of its networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
