@@ -37,7 +37,7 @@ class DataPosition(L.Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         data: Any = trainer.datamodule
         micro_batches = trainer.fit_loop.epoch_loop.batch_progress.total.processed
-        epoch, micro_batches_in_epoch = divmod(micro_batches, data.micro_batches_per_epoch)
+        epoch, micro_batches_in_epoch = divmod(micro_batches, data.steps_per_epoch * data.accumulate)
         steps = micro_batches_in_epoch // data.accumulate  # a step that is accumulated in part is repeated
         samples = steps * data.global_batch_size
         checkpoint["position"] = {"epoch": epoch, "samples": samples, "order": _order_settings(data)}
@@ -58,8 +58,8 @@ class DataPosition(L.Callback):
         steps = samples // data.global_batch_size
         micro_batches = steps * data.accumulate
         loops = checkpoint["loops"]["fit_loop"]
-        _rewind(loops, epoch, micro_batches, epoch * data.micro_batches_per_epoch + micro_batches)
         total_steps = epoch * data.steps_per_epoch + steps
+        _rewind(loops, epoch, micro_batches, total=total_steps * data.accumulate)
         # Lightning counts the last step itself.
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = total_steps - 1
 

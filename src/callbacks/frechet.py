@@ -60,7 +60,7 @@ class FrechetDistance(L.Callback):
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._log_distance(pl_module, "test/frechet")
 
-    def _update(self, trainer: L.Trainer, fake: Tensor, batch: Batch) -> None:
+    def _update(self, trainer: L.Trainer, fake: Tensor, batch: Batch | tuple[Tensor, Tensor]) -> None:
         """Add the real and the generated images of a batch, without its padding.
 
         A rank must update the metric even if its batch is all padding: a metric without any update has no `orig_dtype`,
@@ -68,9 +68,11 @@ class FrechetDistance(L.Callback):
         """
         assert self._distance is not None
         distance, to_pixels = self._distance.to(fake.device), trainer.datamodule.to_pixels
-        is_sample = batch.weight > 0
-        distance.update(to_pixels(batch.image[is_sample].float()), real=True)
-        distance.update(to_pixels(fake[is_sample].float()), real=False)
+        real = batch[0]
+        if isinstance(batch, Batch):  # a pair has no padding
+            real, fake = real[batch.weight > 0], fake[batch.weight > 0]
+        distance.update(to_pixels(real.float()), real=True)
+        distance.update(to_pixels(fake.float()), real=False)
 
     def _log_distance(self, module: L.LightningModule, name: str) -> None:
         """Log the distance over the images of all ranks."""

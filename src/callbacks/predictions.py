@@ -40,5 +40,5 @@ class PredictionWriter(BasePredictionWriter):
             writer.writerow(["file", "class", "probability"])
             for number, (label, probability) in sorted(predicted.items()):
                 file = trainer.predict_dataloaders.dataset.files[number].relative_to(data.predict_dir)
-                writer.writerow([file, data.source.classes[label], f"{probability:.4f}"])
+                writer.writerow([file, data.classes[label], f"{probability:.4f}"])
         _log.info("the classes of %d images are in %s", len(predicted), self.file)

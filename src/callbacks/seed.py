@@ -1,9 +1,10 @@
 """Seed the random numbers of each step, so that a resumed run draws the same ones."""
 
+from typing import Any
+
 import lightning as L
 import torch
 
-from src.data.batch import Batch
 from src.data.hashing import hash_ints
 from src.models.dropout import SampleDropout, dropouts, set_keys
 
@@ -26,10 +27,11 @@ class SeedEachStep(L.Callback):
         self._dropouts = dropouts(pl_module)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._dropouts:
-            set_keys(self._dropouts, hash_ints(self.seed, trainer.current_epoch, batch.sample_index))
+            data: Any = trainer.datamodule
+            set_keys(self._dropouts, hash_ints(self.seed, trainer.current_epoch, data.sample_index))
         step_seed = hash((self.seed, trainer.current_epoch, batch_idx, self._rank))
         # torch.manual_seed would record a stack trace for each unused device type, which takes half a millisecond.
         torch.default_generator.manual_seed(step_seed)

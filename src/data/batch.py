@@ -21,3 +21,11 @@ class Batch(NamedTuple):
     target: Tensor
     sample_index: Tensor
     weight: Tensor
+
+
+def as_pair(batch: Batch, drop_padding: bool) -> tuple[Tensor, Tensor]:
+    """Return the images and the targets, which modules of other projects expect, without the rows of padding."""
+    if not drop_padding:
+        return batch.image, batch.target
+    is_sample = batch.weight > 0
+    return batch.image[is_sample], batch.target[is_sample]

@@ -20,7 +20,12 @@ class DataParallelInfo(NamedTuple):
     num_microbatches: int
 
 
-def data_parallel_info(trainer: L.Trainer) -> DataParallelInfo:
+SINGLE_PROCESS = DataParallelInfo(dp_size=1, dp_rank=0, num_microbatches=1)
+
+
+def data_parallel_info(trainer: L.Trainer | None) -> DataParallelInfo:
     """Return the data-parallel size and rank and the number of micro-batches of the trainer's strategy."""
+    if trainer is None:
+        return SINGLE_PROCESS
     kwargs = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
     return DataParallelInfo(kwargs["num_replicas"], kwargs["rank"], getattr(trainer.strategy, "num_microbatches", 1))

@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from src.data.batch import Batch
 from src.data.sampler import Batches
 from src.data.splits import ImageSplit
+from src.utils.errors import UserError
 
 _MAX_FRACTION = 0.1  # of a GPU's free memory, for the images under `auto`
 
@@ -17,27 +19,25 @@ def should_keep_on_device(split: ImageSplit, device: torch.device, choice: str |
 
     Under `auto` they stay there if they are there already, or need a small fraction of a GPU's free memory. Workers
     cannot use images on a device.
+
+    Raises:
+        UserError: if the choice is true, but the images are not in memory.
     """
+    images = split.dataset.images
+    if not isinstance(images, Tensor):
+        if choice is True:
+            raise UserError(
+                "data.device_resident=true, but images are read when needed: set data.source.in_memory=true"
+            )
+        return False
     if choice != "auto" or num_workers:
         return choice is True
     images = split.dataset.images
+    if not isinstance(images, Tensor):
+        return False
     if images.device == device:
         return True
     return device.type == "cuda" and images.nbytes <= _MAX_FRACTION * torch.cuda.mem_get_info(device)[0]
-
-
-def build_loader(
-    data: Dataset[Batch],
-    batches: Batches,
-    device: torch.device,
-    choice: str | bool,
-    num_workers: int,
-) -> DataLoader[Batch]:
-    """Return a DataLoader of this rank's batches; `choice` decides whether the images are on the device or the host."""
-    if isinstance(data, ImageSplit) and should_keep_on_device(data, device, choice, num_workers):
-        return ResidentBatches(data, batches, device)
-    pin = device.type == "cuda"
-    return DataLoader(data, sampler=batches, batch_size=None, num_workers=num_workers, pin_memory=pin)
 
 
 class ResidentBatches(DataLoader[Batch]):

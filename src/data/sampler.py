@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from src.data.hashing import permutation
-from src.data.parallel import DataParallelInfo
-
-_SINGLE_PROCESS = DataParallelInfo(dp_size=1, dp_rank=0, num_microbatches=1)
+from src.data.parallel import SINGLE_PROCESS, DataParallelInfo
+from src.utils.errors import UserError
 
 
 class TrainingBatches(Sampler[Tensor]):
@@ -33,7 +32,7 @@ class TrainingBatches(Sampler[Tensor]):
         batch_size: int,
         accumulate: int = 1,
         seed: int = 0,
-        parallel: DataParallelInfo = _SINGLE_PROCESS,
+        parallel: DataParallelInfo = SINGLE_PROCESS,
         steps: int | None = None,
     ) -> None:
         self.num_samples, self.batch_size, self.accumulate = num_samples, batch_size, accumulate
@@ -63,21 +62,41 @@ class TrainingBatches(Sampler[Tensor]):
 
 
 class EvaluationBatches(Sampler[Tensor]):
-    """Evaluation batches of one rank: each sample occurs once over all ranks, and -1 pads the last batch."""
+    """Evaluation batches of one rank: each sample occurs once over all ranks, and -1 pads the last row of a batch.
+
+    There are as few batches as `per_device` allows, of equal size. The samples are assigned round-robin: one to each
+    rank's first batch, then to its second batch, and so on. So a batch has at most one row of padding, and a batch of
+    two rows or more has a sample.
+    """
 
     def __init__(self, num_samples: int, per_device: int, dp_size: int = 1, dp_rank: int = 0) -> None:
-        self.num_samples, self.per_device, self.dp_size, self.dp_rank = num_samples, per_device, dp_size, dp_rank
+        self.num_samples, self.dp_size, self.dp_rank = num_samples, dp_size, dp_rank
+        self.batches = -(-num_samples // (per_device * dp_size))
+        self.rows = -(-num_samples // max(1, self.batches * dp_size))
 
     def __len__(self) -> int:
-        return -(-self.num_samples // (self.per_device * self.dp_size))
+        return self.batches
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from self.table()
 
     def table(self) -> Tensor:
         """Return positions in the split, (batches, n): one batch of this rank per row."""
-        positions = torch.arange(len(self) * self.per_device) * self.dp_size + self.dp_rank
-        return torch.where(positions < self.num_samples, positions, -1).view(-1, self.per_device)
+        slots = torch.arange(self.batches)[:, None] + torch.arange(self.rows) * self.batches
+        positions = slots * self.dp_size + self.dp_rank
+        return torch.where(positions < self.num_samples, positions, -1)
+
+    def check_no_rank_is_empty(self, split: str) -> None:
+        """Check that each batch of each rank has a sample.
+
+        Raises:
+            UserError: if one is all padding.
+        """
+        if self.rows == 1 and self.num_samples < self.batches * self.dp_size:
+            raise UserError(
+                f"the {self.num_samples} images of `{split}` leave a batch of one of {self.dp_size} processes empty: "
+                f"evaluate more images, set trainer.limit_{split}_batches=0, or use fewer trainer.devices"
+            )
 
 
 Batches = TrainingBatches | EvaluationBatches

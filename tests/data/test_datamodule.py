@@ -66,7 +66,12 @@ def test_train_samples_limits_the_training_set(small: list[str], folder: Path) -
         (["trainer.limit_train_batches=0.01"], "trainer.limit_train_batches=0.01 leaves nothing of 11"),
         (["trainer.limit_train_batches=-1"], "trainer.limit_train_batches=-1"),
         (["+trainer.val_check_interval=00:00:01:00"], "ranks cannot validate by the clock"),
-        (["data.num_classes=5"], "data.num_classes=5"),
+        (["data.num_classes=5"], "data.num_classes=5, but `train` has labels from 0 to 9"),
+        (["data.num_classes=12"], "data.num_classes=12, but .* has 10 classes"),
+        (["data.image_shape=[3,64,64]"], r"data.image_shape=\[3, 64, 64\], but .* are \[3, 32, 32\]"),
+        (["data.image_shape=[32,32]"], r"data.image_shape=\[32, 32\]"),
+        (["data.mean=[0.5]"], r"data.mean=\[0.5\]: give one number for each of the 3 channels"),
+        (["data.train_samples=361"], "data.train_samples=361 exceeds the 360 images to train on"),
         (["data.batch_size=12.5"], "data.batch_size=12.5"),
         (["data.batch_size=-1"], "data.batch_size=-1"),
         (["data.val_fraction=1.5"], "data.val_fraction=1.5"),
@@ -146,7 +151,7 @@ def fit_and_test(cfg: object) -> object:
 @pytest.mark.parametrize("name", sorted(file.stem for file in (CONF / "data").glob("[!_]*.yaml")))
 def test_every_class_has_a_name(name: str, folder: Path) -> None:
     data = build(compose(folder, f"data={name}").data)
-    assert len(set(data.source.classes)) == data.num_classes
+    assert len(set(data.classes)) == data.num_classes
 
 
 def test_limits_and_intervals_count_steps(small: list[str], folder: Path, pool: Pool) -> None:

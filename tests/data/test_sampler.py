@@ -1,10 +1,13 @@
 """Global batches do not depend on the number of processes; evaluation counts each sample once."""
 
+import math
+
 import pytest
 import torch
 
 from src.data.parallel import DataParallelInfo
 from src.data.sampler import EvaluationBatches, TrainingBatches
+from src.utils.errors import UserError
 
 COUNT, BATCH = 103, 24
 
@@ -57,12 +60,24 @@ def test_next_epoch_starts_at_its_beginning() -> None:
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-@pytest.mark.parametrize("count", [1, 16, 90, 103])
+@pytest.mark.parametrize("count", [0, 1, 16, 33, 90, 103])
 def test_evaluation_counts_every_sample_once_in_equal_parts(count: int, dp_size: int) -> None:
+    """Each rank has as many batches of as many rows, as few as possible, with at most one row of padding each."""
     per_device = 8
-    ranks = [list(EvaluationBatches(count, per_device, dp_size, rank)) for rank in range(dp_size)]
-    indices = torch.cat([batch for rank in ranks for batch in rank])
+    ranks = [EvaluationBatches(count, per_device, dp_size, rank).table() for rank in range(dp_size)]
+    indices = torch.cat(ranks).flatten()
     assert sorted(indices[indices >= 0].tolist()) == list(range(count))
-    assert {len(batch) for rank in ranks for batch in rank} == {per_device}
-    assert len({len(rank) for rank in ranks}) == 1
-    assert len(ranks[0]) * per_device < count / dp_size + per_device + 1
+    assert len({rank.shape for rank in ranks}) == 1
+    batches, rows = ranks[0].shape
+    assert batches == math.ceil(count / per_device / dp_size)
+    assert rows <= per_device
+    padding = torch.cat(ranks).lt(0).sum(1)
+    assert not count or padding.max() <= 1
+    assert rows < 2 or padding.max() < rows
+
+
+@pytest.mark.parametrize(("count", "per_device", "dp_size"), [(3, 8, 4), (5, 1, 2)])
+def test_refuses_an_evaluation_in_which_a_rank_has_no_sample(count: int, per_device: int, dp_size: int) -> None:
+    EvaluationBatches(count + 1, per_device, dp_size).check_no_rank_is_empty("val")
+    with pytest.raises(UserError, match=f"the {count} images of `val` leave a batch of one of {dp_size} processes"):
+        EvaluationBatches(count, per_device, dp_size).check_no_rank_is_empty("val")

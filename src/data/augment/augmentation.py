@@ -1,5 +1,7 @@
 """The configured augmentation of training batches: a pure function of seed, epoch, step and sample."""
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from src.utils.errors import UserError
 
 
 class Augmentation:
-    """The augmentation of training batches, in the order of the arguments.
+    """The augmentation of training batches, in the order of the arguments up to `mix_probability`.
 
     Args:
         trivial: apply one random operation of TrivialAugment to each image.
@@ -20,6 +22,8 @@ class Augmentation:
         cutout: side of a square set to the mean color, in pixels; 0 for none.
         mixup, cutmix: alpha of the Beta distribution; 0 for none. If both are set, each step uses one of them.
         mix_probability: probability that a step mixes its images.
+        transforms: functions of single images, (channels, height, width) uint8, which return the same shape and type;
+            they run first, on the host (src/data/transforms.py).
 
     Raises:
         UserError: if a value is out of its range.
@@ -34,6 +38,7 @@ class Augmentation:
         mixup: float = 0.0,
         cutmix: float = 0.0,
         mix_probability: float = 1.0,
+        transforms: Sequence[Callable[[Tensor], Tensor]] = (),
     ) -> None:
         for name, value in {"crop_padding": crop_padding, "cutout": cutout, "mixup": mixup, "cutmix": cutmix}.items():
             if value < 0:
@@ -44,7 +49,7 @@ class Augmentation:
             raise UserError(f"data.augment.flip={flip}: give true, false or alternating")
         self.trivial, self.crop_padding, self.flip, self.cutout = trivial, crop_padding, flip, cutout
         self.mixers = [(mix, alpha) for mix, alpha in ((mixing.mixup, mixup), (mixing.cutmix, cutmix)) if alpha > 0]
-        self.mix_probability = mix_probability
+        self.mix_probability, self.transforms = mix_probability, transforms
 
     def augment_pixels(self, image: Tensor, seed: int, epoch: int, index: Tensor) -> Tensor:
         """Transform and crop (n, channels, height, width) uint8 images; `index` holds their (n,) sample indices."""

@@ -1,0 +1,49 @@
+"""The DataLoader of a rank: batches from the device, or fetched on the host."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from src.data.batch import Batch
+from src.data.resident import ResidentBatches, should_keep_on_device
+from src.data.sampler import Batches
+from src.data.splits import ImageSplit
+from src.utils.errors import UserError
+
+
+def check_residency(choice: str | bool, num_workers: int, has_transforms: bool) -> None:
+    """Check `data.device_resident`: workers and transforms use images on the host.
+
+    Raises:
+        UserError: if it is no choice, or excludes another option.
+    """
+    if choice not in ("auto", True, False) or (choice is True and num_workers):
+        raise UserError(f"data.device_resident={choice}: give auto, false, or true with data.num_workers=0")
+    if choice is True and has_transforms:
+        raise UserError("data.device_resident=true, but data.augment.transforms run on the host: set auto")
+
+
+def build_loader(
+    data: Dataset[Batch], batches: Batches, device: torch.device, choice: str | bool, num_workers: int
+) -> DataLoader[Batch]:
+    """Return a DataLoader of this rank's batches; `choice` decides whether the images are on the device or the host."""
+    if isinstance(data, ImageSplit) and should_keep_on_device(data, device, choice, num_workers):
+        return ResidentBatches(data, batches, device)
+    pin = device.type == "cuda"
+    return HostBatches(data, sampler=batches, batch_size=None, num_workers=num_workers, pin_memory=pin)
+
+
+class HostBatches(DataLoader[Batch]):
+    """A DataLoader whose workers start when the first batch is requested.
+
+    Lightning calls `iter()` before it sets the epoch of the sampler; workers that prefetch would use the previous one.
+    """
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        try:
+            yield from super().__iter__()
+        except UserError as error:
+            # From a worker, torch raises the error with the text of its traceback, whose last line is the message.
+            name = f"{UserError.__module__}.{UserError.__qualname__}: "
+            raise UserError(str(error).rpartition(name)[2].strip()) from None

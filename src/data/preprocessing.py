@@ -1,0 +1,42 @@
+"""Preprocessing of a batch on its device: normalization and, in training, augmentation."""
+
+import torch
+from torch import Tensor
+
+from src.data.augment.augmentation import Augmentation
+from src.data.augment.pixels import normalize
+from src.data.batch import Batch
+
+
+class Preprocessing:
+    """Turns a batch of uint8 images into what the network gets.
+
+    Args:
+        augment: the augmentation of training images.
+        mean, std: statistics of the dataset per channel, of pixels in [0, 1].
+        num_classes: number of classes, for mixed targets.
+        seed: the seed of the run.
+    """
+
+    def __init__(self, augment: Augmentation, mean: list[float], std: list[float], num_classes: int, seed: int) -> None:
+        self.augmentation, self.mean, self.std = augment, mean, std
+        self.num_classes, self.seed = num_classes, seed
+
+    def augment(self, batch: Batch, epoch: int, step: int, dtype: torch.dtype) -> Batch:
+        """Augment and normalize a training batch; the weights become 1/n."""
+        index = batch.sample_index
+        pixels = self.augmentation.augment_pixels(batch.image, self.seed, epoch, index)
+        image = normalize(pixels, self.mean, self.std, dtype)
+        image = self.augmentation.apply_cutout(image, self.seed, epoch, index)
+        image, target = self.augmentation.mix(image, batch.target, self.seed, step, self.num_classes)
+        return Batch(image, target, index, batch.weight.to(dtype) / len(image))
+
+    def normalize(self, batch: Batch, dtype: torch.dtype) -> Batch:
+        """Normalize an evaluation batch; its weights become floats."""
+        image = normalize(batch.image, self.mean, self.std, dtype)
+        return batch._replace(image=image, weight=batch.weight.to(dtype))
+
+    def to_pixels(self, image: Tensor) -> Tensor:
+        """Undo the normalization, and return (n, channels, height, width) images in [0, 1]."""
+        mean, std = (torch.tensor(values, device=image.device)[:, None, None] for values in (self.mean, self.std))
+        return (image * std + mean).clamp(0, 1)
