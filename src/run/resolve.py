@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from src.checkpoint.run_files import checkpoint_file
 from src.run.devices import resolve_devices
 from src.run.folder import CONFIG, folder_of, run_and_sweep_id, saved_config
+from src.run.recipe_keys import refuse_unknown_keys
 from src.run.resume import newest_checkpoint, remove_partial_checkpoints
 from src.run.unused import refuse_unused_groups
 from src.utils.errors import UserError
@@ -29,10 +30,11 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     """Set what each start decides (checkpoint, devices, run folder, run id), and resolve all interpolations.
 
     Raises:
-        UserError: if a checkpoint or the images are missing, there are fewer devices than configured, or the run
-            folder cannot be used.
+        UserError: if a recipe sets an unknown option, a checkpoint or the images are missing, there are fewer devices
+            than configured, or the run folder cannot be used.
     """
     hydra_cfg = HydraConfig.get()
+    refuse_unknown_keys(cfg, hydra_cfg)
     refuse_unused_groups(cfg, hydra_cfg.overrides.task)
     folder = Path(hydra_cfg.runtime.output_dir)
     _check_writable(folder)

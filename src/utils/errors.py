@@ -20,3 +20,10 @@ def suggest(word: str, names: Iterable[str]) -> str:
     if similar := similar_names(word, names):
         return f"did you mean {' or '.join(similar)}?"
     return f"known: {', '.join(names)}"
+
+
+def nearest_options(name: str, options: Iterable[str]) -> str:
+    """Return the end of an error message about an unknown option: those that end with its name, or similar ones."""
+    options = set(options)
+    names = sorted(option for option in options if option.endswith(f".{name}")) or similar_names(name, options)
+    return f"did you mean {' or '.join(names)}?" if names else "python train.py --cfg job lists all"
