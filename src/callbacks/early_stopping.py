@@ -7,8 +7,6 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
-from src.utils.errors import UserError
-
 
 class ResumableEarlyStopping(EarlyStopping):
     """Lightning's EarlyStopping with a permanent decision: a stopped run stays stopped when it is started again.
@@ -35,14 +33,7 @@ class ResumableEarlyStopping(EarlyStopping):
         self._latest_score, self._stopped_with = state_dict.get("latest"), state_dict.get("stopped_with")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop a run that its last validation has already stopped, even if `min_epochs` postponed the end.
-
-        Raises:
-            UserError: if the run has no validation.
-        """
-        data: Any = trainer.datamodule
-        if not data.evaluated_samples("val"):
-            raise UserError("callbacks.early_stopping needs validation: set data.val_fraction, or omit the callback")
+        """Stop a run that its last validation has already stopped, even if `min_epochs` postponed the end."""
         trainer.should_stop = trainer.should_stop or self._stopped_with == self._options or self._meets_criterion()
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:

@@ -9,9 +9,11 @@ from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
+from src.callbacks.checkpoint import LastCheckpoint
 from src.callbacks.checkpoint_history import CheckpointHistory
 from src.callbacks.data_position import DataPosition
 from src.callbacks.heartbeat import Heartbeat
+from src.callbacks.monitor_check import MonitorCheck
 from src.callbacks.nan_guard import NaNGuard
 from src.callbacks.plain_modules import PlainModules
 from src.callbacks.predictions import PredictionWriter
@@ -33,18 +35,18 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     """
     _check_options(cfg.trainer)
     folder = Path(cfg.run_dir)
-    required, configured = _required_callbacks(cfg), _configured_callbacks(cfg)
+    configured = _configured_callbacks(cfg)
     plugins, precision = _plugins_and_precision(cfg.trainer)
     make_trainer = build(cfg.trainer, _partial_=True)
     try:
         return make_trainer(
             strategy=_build_strategy(cfg.strategy),
-            callbacks=[*required, *configured],
-            logger=[CSVLogger(folder), *_build_each(cfg, "logger")],
+            callbacks=[*_required_callbacks(cfg), MonitorCheck(configured), *configured.values()],
+            logger=[CSVLogger(folder), *_build_each(cfg, "logger").values()],
             plugins=plugins,
             precision=precision,
             default_root_dir=folder,
-            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in configured),
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in configured.values()),
             # The option is true or false, or a number of steps; Lightning counts micro-batches.
             fast_dev_run=int(cfg.trainer.fast_dev_run) * cfg.trainer.accumulate_grad_batches,
             # The data module applies these limits (`data.limits`), because Lightning would count micro-batches.
@@ -78,12 +80,13 @@ def _required_callbacks(cfg: DictConfig) -> list[L.Callback]:
     ]
 
 
-def _configured_callbacks(cfg: DictConfig) -> list[Any]:
+def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:
+    """Return the configured callbacks by name; the last of them saves the state of all others."""
     callbacks = _build_each(cfg, "callbacks")
-    if cfg.trainer.enable_progress_bar:
-        return callbacks
-    # Lightning raises an error if it gets a progress bar although the bar is disabled.
-    return [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+    if not cfg.trainer.enable_progress_bar:
+        # Lightning raises an error if it gets a progress bar although the bar is disabled.
+        callbacks = {name: callback for name, callback in callbacks.items() if not isinstance(callback, ProgressBar)}
+    return dict(sorted(callbacks.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
 
 
 def _plugins_and_precision(trainer: DictConfig) -> tuple[list[Any], str | None]:
@@ -102,8 +105,8 @@ def _build_strategy(node: DictConfig) -> Any:
     return build(OmegaConf.masked_copy(node, [str(key) for key in node if key != "single_process"]))
 
 
-def _build_each(cfg: DictConfig, group: str) -> list[Any]:
-    """Build the configured callbacks or loggers: each is one key of the group.
+def _build_each(cfg: DictConfig, group: str) -> dict[str, Any]:
+    """Build the configured callbacks or loggers, by name: each is one key of the group.
 
     Raises:
         UserError: if a key has options, but no class.
@@ -116,7 +119,7 @@ def _build_each(cfg: DictConfig, group: str) -> list[Any]:
                 f"{name} has options ({options}) but no _target_: choose a file of conf/{group} that has one, "
                 f"or set {name}=null"
             )
-    return [build(node) for node in nodes.values()]
+    return {name: build(node) for name, node in nodes.items()}
 
 
 def _check_options(trainer: DictConfig) -> None:

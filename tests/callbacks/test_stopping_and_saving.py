@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from src.run.experiment import run
+from src.run.trainer import _configured_callbacks
 from src.utils.errors import UserError
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.pool import Pool
@@ -74,9 +75,37 @@ def test_stop_deferred_by_min_epochs_survives_a_restart(small: list[str], folder
     assert torch.load(last)["global_step"] == 4 * SHORT_EPOCH
 
 
-def test_early_stopping_needs_validation(small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match="needs validation"):
-        fit(compose(folder, *small, *STOPPING, "trainer.limit_val_batches=0"))
+@pytest.mark.parametrize("without", ["trainer.limit_val_batches=0", "data.val_fraction=0"])
+def test_early_stopping_needs_validation(without: str, small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=r"callbacks.early_stopping monitors val/acc, but .* no validation: set data"):
+        fit(compose(folder, *small, *STOPPING, without))
+
+
+def test_warns_of_a_best_checkpoint_without_validation(
+    small: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = [*small, *MLP, "data.val_fraction=0", "trainer.max_epochs=1", "trainer.limit_train_batches=1"]
+    for words, expected in (([], 1), (["callbacks.best=null"], 0)):
+        caplog.clear()
+        fit(compose(folder, *task, *words))
+        assert sum("callbacks.best monitors val/acc" in message for message in caplog.messages) == expected
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ([], ["best", "progress_bar", "throughput", "checkpoint"]),
+        (["callbacks=ema"], ["best", "progress_bar", "throughput", "ema", "checkpoint"]),
+        (["callbacks=[default,ema]"], ["best", "progress_bar", "throughput", "ema", "checkpoint"]),
+        (["callbacks=top_k", "callbacks.throughput=null"], ["best", "progress_bar", "checkpoint"]),
+        (["callbacks=none"], []),
+        (["callbacks=[none,ema]"], ["ema"]),
+    ],
+)
+def test_choices_add_to_the_default_callbacks(words: list[str], names: list[str], folder: Path) -> None:
+    cfg = compose(folder, *words, "trainer.enable_progress_bar=true")
+    assert list(_configured_callbacks(cfg)) == [f"callbacks.{name}" for name in names]
 
 
 class ScriptedAccuracy(L.Callback):
