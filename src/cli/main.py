@@ -15,13 +15,15 @@ from src.cli.shorthands import missing_folder, with_saved_overrides, with_saved_
 from src.utils.errors import UserError, similar_names, suggest
 from src.utils.flatten import flatten_config
 
-_CONF = Path(__file__).parents[2] / "conf"
+_PROJECT = Path(__file__).parents[2]
+_CONF = _PROJECT / "conf"
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own variable: with 1, every error keeps its traceback
 TRACEBACK_WANTED = os.environ.get(_FULL_ERROR) == "1"
 
 
 def run_application(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
+    _load_env_file(_PROJECT / ".env")
     try:
         _refuse_runtime_options(sys.argv[1:])
         sys.argv = without_null_choices(with_saved_sweep(with_saved_overrides(_multirun_first(sys.argv))))
@@ -48,6 +50,14 @@ def run_application(main: Callable[[], None]) -> int:
     finally:
         del os.environ[_FULL_ERROR]
     return 0
+
+
+def _load_env_file(file: Path) -> None:
+    """Set the environment variables of the file, if it exists. Variables that are set already keep their values."""
+    if file.is_file():
+        from dotenv import load_dotenv
+
+        load_dotenv(file)
 
 
 def _refuse_runtime_options(overrides: list[str]) -> None:

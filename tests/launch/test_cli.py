@@ -1,5 +1,6 @@
 """Details of the command line, tested without starting a process."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
-from src.cli.main import _multirun_first
+from src.cli.main import _load_env_file, _multirun_first
 from src.launch.config_sync import _check_equal
 from src.run.folder import CONFIG, remove_if_unused, run_and_sweep_id
 from src.run.unused import refuse_unused_groups
@@ -19,6 +20,15 @@ from tests.support.commands import TINY, error_line, run_here
 def test_multirun_flag_may_stand_anywhere() -> None:
     assert _multirun_first(["train.py", "seed=0,1", "-m", "model=mlp"]) == ["train.py", "-m", "seed=0,1", "model=mlp"]
     assert _multirun_first(["train.py", "seed=0"]) == ["train.py", "seed=0"]
+
+
+def test_env_file_sets_only_missing_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CIFAR_ROOT", "from the shell")
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    _load_env_file(tmp_path / ".env")  # there is none
+    (tmp_path / ".env").write_text("# keys\nWANDB_API_KEY='1234'\nCIFAR_ROOT=/data\n")
+    _load_env_file(tmp_path / ".env")
+    assert (os.environ["WANDB_API_KEY"], os.environ["CIFAR_ROOT"]) == ("1234", "from the shell")
 
 
 @pytest.mark.parametrize(
