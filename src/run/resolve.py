@@ -2,8 +2,11 @@
 
 import logging
 import os
+import secrets
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -23,7 +26,7 @@ _log = logging.getLogger(__name__)
 # A continued run does not inherit these options.
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
 # The resolved configuration of every run differs from the files under conf/ in these nodes.
-_NOT_COMPARED = [*_NOT_INHERITED, "init_from", "runtime", "trainer.devices", "trainer.accelerator"]
+_NOT_COMPARED = [*_NOT_INHERITED, "init_from", "runtime", "tags", "trainer.devices", "trainer.accelerator"]
 
 
 def resolve_config(cfg: DictConfig) -> DictConfig:
@@ -50,10 +53,28 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     cfg.run_dir = str(folder)
     runtime, is_sweep = cfg.runtime, hydra_cfg.mode == RunMode.MULTIRUN
     runtime.run_id, runtime.sweep_id = run_and_sweep_id(folder, is_sweep)
-    overrides = hydra_cfg.overrides.task
-    runtime.overrides = [override for override in overrides if override.partition("=")[0] not in _NOT_INHERITED]
+    runtime.overrides = _without(_NOT_INHERITED, hydra_cfg.overrides.task)
+    if cfg.seed is None:
+        cfg.seed = _saved_or_drawn_seed(cfg.ckpt_path, folder)
+        runtime.overrides = [*_without(["seed"], runtime.overrides), f"seed={cfg.seed}"]
+    cfg.tags = as_tags(cfg.tags)
     OmegaConf.resolve(cfg)
     return cfg
+
+
+def _without(names: list[str], overrides: Iterable[str]) -> list[str]:
+    return [override for override in overrides if override.partition("=")[0] not in names]
+
+
+def as_tags(tags: Any) -> list[str]:
+    """Return the list of tags from one tag, a list or null."""
+    return [str(tag) for tag in ([tags] if isinstance(tags, str | int) else tags or [])]
+
+
+def _saved_or_drawn_seed(ckpt_path: str | None, folder: Path) -> int:
+    """Return the seed of the run that is continued or evaluated, or a random one."""
+    run = folder_of(Path(ckpt_path)) if ckpt_path else folder
+    return saved_config(run).seed if run and (run / CONFIG).is_file() else secrets.randbits(31)
 
 
 def _check_writable(folder: Path) -> None:

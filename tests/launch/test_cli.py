@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 from src.cli.main import _load_env_file, _multirun_first
 from src.launch.config_sync import _check_equal
 from src.run.folder import CONFIG, remove_if_unused, run_and_sweep_id
+from src.run.resolve import as_tags
 from src.run.unused import refuse_unused_groups
 from src.utils.errors import UserError
 from src.utils.quoting import quote
@@ -67,6 +68,31 @@ def test_null_chooses_nothing(small: list[str], tmp_path: Path) -> None:
     tiny = [*small, *TINY, "trainer.max_epochs=1", "experiment=null", "callbacks=null", "logger=null"]
     run_here(*tiny, f"run_dir={tmp_path / 'run'}")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.csv", "logs"}
+
+
+def test_drawn_seed_is_recorded_and_kept(small: list[str], tmp_path: Path) -> None:
+    """Each way to continue the run gets the drawn seed; another one would be refused as another experiment."""
+    tiny = [*small, *TINY, "logger=none", "callbacks=checkpoint", "test=false"]
+    start = [*tiny, "seed=null", "tags=draft", "resume=auto", f"run_dir={tmp_path / 'run'}"]
+    run_here(*start, "trainer.max_epochs=1")
+    saved = OmegaConf.load(tmp_path / "run" / CONFIG)
+    assert saved.seed > 0
+    assert f"seed={saved.seed}" in saved.runtime.overrides
+    assert "seed=null" not in saved.runtime.overrides
+    assert saved.tags == ["draft"]
+    run_here(*start)
+    out, _ = run_here(f"ckpt_path={tmp_path / 'run'}", "trainer.max_epochs=3")
+    assert "conf/ has changed" not in out
+    assert OmegaConf.load(tmp_path / "run" / CONFIG).seed == saved.seed
+    run_here(*tiny, "seed=null", "trainer.max_steps=1", f"run_dir={tmp_path / 'other'}")
+    assert OmegaConf.load(tmp_path / "other" / CONFIG).seed != saved.seed
+
+
+@pytest.mark.parametrize(("given", "tags"), [("[a,b]", ["a", "b"]), ("a", ["a"]), ("null", []), ("[1]", ["1"])])
+def test_tags_reach_the_logger(given: str, tags: list[str]) -> None:
+    cfg = OmegaConf.create(f"{{tags: {given}, logger: {{tags: '${{tags}}'}}}}")
+    cfg.tags = as_tags(cfg.tags)
+    assert cfg.logger.tags == tags
 
 
 def test_refused_run_removes_only_its_own_folder(tmp_path: Path) -> None:
