@@ -12,11 +12,17 @@ from omegaconf import DictConfig, OmegaConf
 from src.utils.errors import UserError
 
 CONFIG = "config.yaml"
+_PROJECT = Path(__file__).parents[2]
 
 
 def is_rank_zero() -> bool:
     """Return whether this process is rank zero, or a launcher whose ranks have not started yet."""
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0
+
+
+def project_path(path: str) -> str:
+    """Return the absolute path of a default folder, which is in the project's folder, wherever train.py is started."""
+    return str(_PROJECT / path)
 
 
 def run_folder(runs: str, name: str, *, _root_: DictConfig) -> str:

@@ -15,7 +15,8 @@ from src.run.resolve import as_tags
 from src.run.unused import refuse_unused_groups
 from src.utils.errors import UserError
 from src.utils.quoting import quote
-from tests.support.commands import TINY, error_line, run_here
+from tests.support.commands import ROOT, TINY, error_line, run_here
+from tests.support.runs import compose
 
 
 def test_multirun_flag_may_stand_anywhere() -> None:
@@ -68,6 +69,16 @@ def test_null_chooses_nothing(small: list[str], tmp_path: Path) -> None:
     tiny = [*small, *TINY, "trainer.max_epochs=1", "experiment=null", "callbacks=null", "logger=null"]
     run_here(*tiny, f"run_dir={tmp_path / 'run'}")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.csv", "logs"}
+
+
+def test_default_folders_are_those_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CIFAR_ROOT", raising=False)
+    assert compose(tmp_path, "data=shapes").data.root == str(ROOT / "data")
+    assert compose(tmp_path, "data=shapes", "data.root=typed").data.root == "typed"
+    folders = OmegaConf.load(ROOT / "conf" / "train.yaml").hydra
+    for folder in (folders.run, folders.sweep):
+        assert "${project_path:runs}" in str(OmegaConf.to_container(folder)["dir"])
 
 
 def test_drawn_seed_is_recorded_and_kept(small: list[str], tmp_path: Path) -> None:

@@ -24,6 +24,11 @@ ON_TWO = ["trainer.accelerator=cpu", "trainer.num_nodes=2"]
 PORT = 29400
 
 
+def runs_in(folder: Path) -> str:
+    """Return the override that makes new run folders in `folder`/runs."""
+    return f"hydra.run.dir=${{run_folder:{folder}/runs,run}}"
+
+
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
     pair = Hosts(tmp_path)
@@ -81,7 +86,7 @@ def test_agrees_with_single_process_under_torchrun(
     strategy: str, processes: int, hosts: Hosts, weights: Any, small: list[str], tmp_path: Path
 ) -> None:
     expected = weights(4 if strategy in ("pipeline", "hybrid") else 1)
-    words = [*TRAIN, *small, *ON_TWO, f"strategy={strategy}", f"trainer.devices={processes}"]
+    words = [*TRAIN, *small, *ON_TWO, runs_in(tmp_path), f"strategy={strategy}", f"trainer.devices={processes}"]
     logs = [tmp_path / f"{host}.log" for host in (0, 1)]
     command = [*torchrun(hosts.addresses[0], processes), *words]
     started = [hosts.start(host, command, logs[host], tmp_path) for host in (0, 1)]
@@ -96,7 +101,7 @@ class Pair:
         self.hosts, self.folder = hosts, folder
         self.logs = [folder / f"{host}.log" for host in (0, 1)]
         meeting = f"launch.endpoint={hosts.addresses[0]}:{PORT}"
-        self.command = [sys.executable, *TRAIN, *ON_TWO, meeting, *words]
+        self.command = [sys.executable, *TRAIN, *ON_TWO, runs_in(folder), meeting, *words]
         self.started = [hosts.start(host, self.command, self.logs[host], folder) for host in (0, 1)]
 
     def exit_codes(self) -> list[int]:
@@ -123,7 +128,13 @@ def test_same_command_on_each_host(
 
 
 def test_missing_host_is_a_one_line_error(hosts: Hosts, tmp_path: Path) -> None:
-    words = [*ON_TWO, "launch.endpoint=10.77.0.1:29400", "launch.rendezvous_timeout=1", "trainer.devices=1"]
+    words = [
+        *ON_TWO,
+        runs_in(tmp_path),
+        "launch.endpoint=10.77.0.1:29400",
+        "launch.rendezvous_timeout=1",
+        "trainer.devices=1",
+    ]
     log = tmp_path / "0.log"
     started = hosts.start(0, [sys.executable, *TRAIN, *words], log, tmp_path)
     assert wait_for_all([started], [log]) == [1]
