@@ -11,7 +11,13 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from src.cli.shorthands import missing_folder, with_saved_overrides, with_saved_sweep, without_null_choices
+from src.cli.shorthands import (
+    missing_folder,
+    with_found_runs,
+    with_saved_overrides,
+    with_saved_sweep,
+    without_null_choices,
+)
 from src.utils.errors import UserError, similar_names, suggest
 from src.utils.flatten import flatten_config
 
@@ -26,7 +32,8 @@ def run_application(main: Callable[[], None]) -> int:
     _load_env_file(_PROJECT / ".env")
     try:
         _refuse_runtime_options(sys.argv[1:])
-        sys.argv = without_null_choices(with_saved_sweep(with_saved_overrides(_multirun_first(sys.argv))))
+        argv = with_found_runs(_multirun_first(sys.argv))
+        sys.argv = without_null_choices(with_saved_sweep(with_saved_overrides(argv)))
     except UserError as error:
         return _fail(str(error))
     if TRACEBACK_WANTED:

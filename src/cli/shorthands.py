@@ -1,17 +1,56 @@
-"""Short forms on the command line: `ckpt_path=RUN_DIR` and `sweep=FOLDER` restore the saved overrides."""
+"""Short forms on the command line: `ckpt_path=best`; `ckpt_path=RUN_DIR` and `sweep=FOLDER` restore saved overrides."""
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
 
-from src.run.folder import folder_of, saved_config
+from src.checkpoint.run_files import CHECKPOINTS
+from src.run.folder import CONFIG, folder_of, is_rank_zero, project_path, saved_config
+from src.run.resume import newest_run
 from src.utils.errors import UserError
 from src.utils.quoting import quote
 
 _CONF = Path(__file__).parents[2] / "conf"
 _OPTIONAL = ("experiment", "preset", "debug")  # config groups that need no choice
 _SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in the sweep's folder
+
+
+def with_found_runs(argv: list[str]) -> list[str]:
+    """Return the command line with the path of the checkpoint for `last` and `best` in `ckpt_path=` and `init_from=`.
+
+    `RUN_DIR/best` is the best checkpoint of a run, and `best` that of the newest run in the project's runs/. `last` is
+    the newest complete checkpoint, as for `RUN_DIR`.
+
+    Raises:
+        UserError: if there is no such run, or it has no best.ckpt.
+    """
+    return [_with_found_run(word) if word.startswith(("ckpt_path=", "init_from=")) else word for word in argv]
+
+
+def _with_found_run(word: str) -> str:
+    path = _path(word)
+    if path.name not in ("last", "best"):
+        return word
+    run = _newest_run(word) if str(path) == path.name else path.parent.expanduser()
+    if not (run / CONFIG).is_file():
+        return word
+    checkpoint = run / CHECKPOINTS / "best.ckpt" if path.name == "best" else run
+    if not checkpoint.exists():
+        names = ", ".join(sorted(file.name for file in checkpoint.parent.glob("*.ckpt")))
+        raise UserError(f"{word}: there is no best.ckpt in {checkpoint.parent}: give another file ({names})")
+    return f"{word.partition('=')[0]}={quote(checkpoint)}"
+
+
+def _newest_run(word: str) -> Path:
+    runs = Path(project_path("runs"))
+    run = newest_run(runs)
+    if run is None:
+        raise UserError(f"{word}: there is no run with a checkpoint in {runs}: give the folder of a run")
+    if is_rank_zero():
+        print(f"{word}: the newest run is {run}", file=sys.stderr)
+    return run
 
 
 def with_saved_overrides(argv: list[str]) -> list[str]:

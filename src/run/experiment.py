@@ -57,16 +57,46 @@ def _fit_test_predict(
 ) -> dict[str, Any]:
     """Run the configured stages; return the last value of each metric that training and test logged."""
     metrics: dict[str, Any] = {}
+    _check_test(cfg, trainer)
     if cfg.fit:
         trainer.fit(module, datamodule=data, ckpt_path=cfg.ckpt_path, weights_only=True)
         metrics |= trainer.callback_metrics
-    ckpt_path = None if cfg.fit else cfg.ckpt_path  # after training, the module already has its weights
+    ckpt_path = _checkpoint_to_test(cfg, trainer)
     if cfg.test:
         trainer.test(module, datamodule=data, verbose=False, ckpt_path=ckpt_path, weights_only=True)
         metrics |= trainer.callback_metrics
     if cfg.predict:
         trainer.predict(module, datamodule=data, return_predictions=False, ckpt_path=ckpt_path, weights_only=True)
     return metrics
+
+
+def _check_test(cfg: DictConfig, trainer: L.Trainer) -> None:
+    if cfg.test not in (True, False, "best"):
+        raise UserError(f"test={cfg.test}: give true, false or best")
+    if cfg.test == "best" and cfg.fit and not _best_callback(trainer):
+        raise UserError("test=best needs the best checkpoint: add `best` to `callbacks`, or set test=true")
+
+
+def _checkpoint_to_test(cfg: DictConfig, trainer: L.Trainer) -> str | None:
+    """Return the checkpoint to test and to predict with; None for the weights that the module has after training.
+
+    Raises:
+        UserError: if test=best and training has saved no best checkpoint.
+    """
+    if not cfg.fit:
+        return cfg.ckpt_path
+    if cfg.test != "best" or trainer.fast_dev_run:  # which saves nothing
+        return None
+    path = _best_callback(trainer).best_model_path
+    if not path:
+        raise UserError("test=best: training has validated nothing, so no checkpoint is the best: set test=true")
+    _log.info("test=best: %s", path)
+    return path
+
+
+def _best_callback(trainer: L.Trainer) -> Any:
+    """Return the callback that keeps the best checkpoint, if one is configured."""
+    return next((callback for callback in trainer.checkpoint_callbacks if getattr(callback, "monitor", None)), None)
 
 
 def _is_missing_metric(error: RuntimeError) -> bool:

@@ -1,4 +1,4 @@
-"""The checkpoint from which a run continues without a `ckpt_path` on the command line."""
+"""Find the newest run, and the checkpoint from which a run continues."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,15 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from src.checkpoint.run_files import CHECKPOINTS, LAST, PREVIOUS
+from src.run.folder import CONFIG
 from src.utils.errors import UserError
+
+
+def newest_run(runs: Path) -> Path | None:
+    """Return the folder of the run, or of the job of a sweep, that was started last and has a checkpoint, if any."""
+    configs = [*runs.glob(f"*/{CONFIG}"), *runs.glob(f"*/*/{CONFIG}")]
+    started = [file for file in configs if any((file.parent / CHECKPOINTS).glob("*.ckpt"))]
+    return max(started, key=lambda file: file.stat().st_mtime_ns).parent if started else None
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -31,9 +31,9 @@ class DDPSpawn(DDP):
 
 
 class _Launcher(_MultiProcessingLauncher):
-    """Shuts each process down cleanly, and returns step and epoch of fit to the main process.
+    """Shuts each process down cleanly, and returns what a later test needs from fit to the main process.
 
-    A later test then logs its metrics at this step and epoch.
+    The test logs its metrics at the step and epoch of fit, and may read the best checkpoint.
     """
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,9 +69,12 @@ class _Launcher(_MultiProcessingLauncher):
         return super().get_extra_results(trainer) | {
             "step": loop.epoch_loop._batches_that_stepped,
             "epoch": trainer.current_epoch,
+            "best": [getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks],
         }
 
     def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         trainer.fit_loop.epoch_loop._batches_that_stepped = extra["step"]
         trainer.fit_loop.epoch_progress.current.completed = extra["epoch"]
+        for callback, path in zip(trainer.checkpoint_callbacks, extra["best"], strict=True):
+            callback.best_model_path = path
