@@ -4,11 +4,16 @@ import contextlib
 import logging
 import os
 import sys
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from src.loggers.async_logger import AsyncLogger
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
+
+from src.loggers.call_queue import CallQueue
 from src.utils.errors import UserError, suggest
 
 _log = logging.getLogger(__name__)
@@ -16,57 +21,101 @@ _MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 _CONNECT_TIMEOUT = 20.0  # seconds
 
 
-def wandb_logger(
-    project: str, run_id: str, folder: str, group: str | None = None, tags: list[str] | None = None
-) -> AsyncLogger:
-    """Return the logger of one training run, which stays one W&B run however often it is resumed.
+class AsyncWandbLogger(WandbLogger):
+    """Lightning's WandbLogger, which starts wandb and sends metrics in a background thread.
 
-    wandb takes a second to import and to start, and longer if it waits for its server. Training does not wait for it.
+    wandb takes a second to import and to start, and longer if it waits for its server. Training does not wait for it:
+    it starts at the first log point, or after ten seconds. Only a use of `experiment` waits, also for all earlier
+    metrics. A training run stays one W&B run however often it is resumed.
+
+    Args:
+        run_id: id of the W&B run.
+        folder: the run folder, for wandb's files.
+        name: the displayed name of the run.
+        log_model: whether to upload the final checkpoints as artifacts; "all" uploads each one when it is saved.
+        options: other arguments of `wandb.init`.
 
     Raises:
-        UserError: if the environment variable WANDB_MODE has no valid value.
+        UserError: if `log_model` or the environment variable WANDB_MODE has no valid value.
     """
-    mode = os.environ.get("WANDB_MODE")
-    if mode and mode not in _MODES:
-        raise UserError(f"WANDB_MODE={mode}: {suggest(mode, _MODES)}")
-    options = {"project": project, "name": run_id, "id": run_id, "save_dir": folder, "group": group, "tags": tags}
-    return AsyncLogger(partial(_start_run, folder, options), version=run_id)
 
+    def __init__(
+        self, project: str, run_id: str, folder: str, name: str, log_model: bool | Literal["all"], **options: Any
+    ) -> None:
+        if log_model not in (False, True, "all"):
+            raise UserError(f"logger.wandb.log_model={log_model}: give false, true or all")
+        mode = os.environ.get("WANDB_MODE")
+        if mode and mode not in _MODES:
+            raise UserError(f"WANDB_MODE={mode}: {suggest(mode, _MODES)}")
+        super().__init__(name, folder, run_id, project=project, log_model=log_model, **options)
+        del self._wandb_init["anonymous"]  # wandb warns of it
+        self._calls = CallQueue()
 
-def _start_run(folder: str, options: dict[str, Any]) -> Any:
-    import wandb
-    from lightning.pytorch.loggers import WandbLogger
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a spawned rank, which opens the W&B run by its id."""
+        return vars(self) | {"_experiment": None}
 
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    # By default wandb writes its file every 15 seconds, so a run killed before that would have none.
-    settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=1.0)
-    if "WANDB_INIT_TIMEOUT" not in os.environ:
-        settings.init_timeout = _CONNECT_TIMEOUT
-    mode = online_or_offline()
-    if mode == "online":
-        try:
-            logger = WandbLogger(**options, resume="allow", mode=mode, settings=settings)
-            logger.experiment  # noqa: B018  # it connects
-            return logger
-        except Exception as error:
-            mode = "offline"
-            _log.warning("wandb cannot start online: %s", str(error).strip().split("\n")[0])
-            with contextlib.suppress(SystemExit):
-                wandb.teardown()  # its service still holds the run's id
-    if mode == "offline":
-        _log.info(
-            "wandb is offline: `wandb leet %s/wandb` shows it, `wandb sync %s/wandb/offline-*` uploads it",
-            folder,
-            folder,
-        )
-    return WandbLogger(**options, resume="allow", mode=mode, settings=settings)
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The W&B run, after all earlier calls have been executed."""
+        return self._calls.run(self._start)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        self._calls.put(super().log_hyperparams, params, urgent=False)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        self._calls.put(super().log_metrics, metrics, step)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        # The error of a failed run should not wait long for its logger.
+        self._calls.wait(timeout=None if status == "success" else 10.0)
+        super().finalize(status)
+
+    def _scan_and_log_checkpoints(self, checkpoint_callback: ModelCheckpoint) -> None:
+        # Lightning gives all callbacks one name, so the alias "best" would move from best.ckpt to last.ckpt.
+        self._checkpoint_name = f"model-{self.version}" + ("" if checkpoint_callback.monitor else "-last")
+        super()._scan_and_log_checkpoints(checkpoint_callback)
+
+    def _start(self) -> Any:
+        """Return the W&B run. The first call starts it, offline if its server does not answer."""
+        if self._experiment is not None:
+            return self._experiment
+        import wandb
+
+        Path(str(self.save_dir)).mkdir(parents=True, exist_ok=True)
+        # By default wandb writes its file every 15 seconds, so a run killed before that would have none.
+        settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=1.0)
+        if "WANDB_INIT_TIMEOUT" not in os.environ:
+            settings.init_timeout = _CONNECT_TIMEOUT
+        self._wandb_init |= {"settings": settings, "mode": online_or_offline()}
+        if self._wandb_init["mode"] == "online":
+            try:
+                return super().experiment
+            except Exception as error:
+                _log.warning("wandb cannot start online: %s", str(error).strip().split("\n")[0])
+                self._wandb_init["mode"] = "offline"
+                with contextlib.suppress(SystemExit):
+                    wandb.teardown()  # its service still holds the run's id
+        if self._wandb_init["mode"] == "offline":
+            _log.info("wandb is offline: `wandb leet %s/wandb` shows it", self.save_dir)
+            _log.info("`wandb sync %s/wandb/offline-*` uploads it", self.save_dir)
+        return super().experiment
 
 
 def online_or_offline() -> str:
     """Return `WANDB_MODE`, or whether credentials are configured; this neither prompts nor connects."""
     import wandb
 
-    return os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
+    mode = os.environ.get("WANDB_MODE")
+    if mode in (None, "", "online") and not wandb.login(prompt=False, verify=False):
+        if mode:
+            _log.warning("WANDB_MODE=online, but no API key is configured: run `wandb login`; this run goes offline")
+        return "offline"
+    return mode or "online"
 
 
 def mark_preempted() -> None:

@@ -14,13 +14,17 @@ def build(node: DictConfig, **changes: Any) -> Any:
     """Build the object that a configuration node describes; it receives plain lists and dictionaries.
 
     Raises:
-        UserError: if the constructor raised it, which Hydra's own exception would hide, or does not take an option.
+        UserError: if the constructor raised it, which Hydra's own exception would hide, does not take an option, or
+            needs a package that is not installed.
     """
     try:
         return instantiate(node, _convert_="all", **changes)
     except InstantiationException as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
+        if isinstance(error.__cause__, ModuleNotFoundError) and not error.__cause__.name:
+            # No import failed: a class of Lightning found that an optional package is missing.
+            raise UserError(f"{node._target_}: {error.__cause__}") from error
         if problem := _find_unexpected_option(error, node):
             raise UserError(f"{problem}: leave it out, or choose a class that has it") from error
         raise

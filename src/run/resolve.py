@@ -58,6 +58,8 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
         cfg.seed = _saved_or_drawn_seed(cfg.ckpt_path, folder)
         runtime.overrides = [*_without(["seed"], runtime.overrides), f"seed={cfg.seed}"]
     cfg.tags = as_tags(cfg.tags)
+    runtime.group = _wandb_group(cfg)
+    runtime.job_type = "train" if cfg.fit else "predict" if cfg.predict else "eval"
     OmegaConf.resolve(cfg)
     return cfg
 
@@ -75,6 +77,13 @@ def _saved_or_drawn_seed(ckpt_path: str | None, folder: Path) -> int:
     """Return the seed of the run that is continued or evaluated, or a random one."""
     run = folder_of(Path(ckpt_path)) if ckpt_path else folder
     return saved_config(run).seed if run and (run / CONFIG).is_file() else secrets.randbits(31)
+
+
+def _wandb_group(cfg: DictConfig) -> str:
+    """Return the W&B group of a run: its sweep, or else the run alone; an evaluation joins the group of its run."""
+    evaluated = folder_of(Path(cfg.ckpt_path)) if cfg.ckpt_path and not cfg.fit else None
+    runtime = saved_config(evaluated).runtime if evaluated else cfg.runtime
+    return str(runtime.sweep_id or runtime.run_id)
 
 
 def _check_writable(folder: Path) -> None:

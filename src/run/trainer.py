@@ -22,6 +22,7 @@ from src.callbacks.record import RunRecord
 from src.callbacks.seed import SeedEachStep
 from src.checkpoint.io import AtomicCheckpointIO
 from src.loggers.csv import CSVLogger
+from src.loggers.guard import GuardedLogger
 from src.run.build import build
 from src.strategies.sync_batchnorm import GlobalBatchNorm
 from src.utils.errors import UserError
@@ -42,7 +43,8 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
         return make_trainer(
             strategy=_build_strategy(cfg.strategy),
             callbacks=[*_required_callbacks(cfg), MonitorCheck(configured), *configured.values()],
-            logger=[CSVLogger(folder), *_build_each(cfg, "logger").values()],
+            # Callbacks use `trainer.logger`, the first one, for W&B.
+            logger=[*map(GuardedLogger, _build_each(cfg, "logger").values()), CSVLogger(folder)],
             plugins=plugins,
             precision=precision,
             default_root_dir=folder,

@@ -48,7 +48,7 @@ class FailOnLastRank(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step != 2 or trainer.global_rank != trainer.world_size - 1:
             return
-        folder, run_id = Path(trainer.default_root_dir), trainer.loggers[-1].version.encode()
+        folder, run_id = Path(trainer.default_root_dir), trainer.loggers[0].version.encode()
         while not any(run_id in file.read_bytes() for file in folder.glob("wandb/*/*.wandb")):
             time.sleep(0.1)
         if self.what == "kill":

@@ -1,0 +1,73 @@
+"""Calls in a background thread are executed in order; an error reaches the caller, and ends the queue."""
+
+import pickle
+import threading
+from typing import Any
+
+import pytest
+
+from src.loggers.call_queue import CallQueue
+from tests.support.commands import wait_until
+
+
+def test_only_the_end_of_the_run_waits_for_calls() -> None:
+    calls, may_write, done = CallQueue(), threading.Event(), []
+    calls.put(may_write.wait, 60)
+    for step in range(20):
+        calls.put(done.append, step)
+    assert not done
+    may_write.set()
+    calls.wait()
+    assert done == list(range(20))
+    calls.put(done.append, 20)  # test, after fit
+    calls.wait()
+    assert done[-1] == 20
+
+
+def test_result_is_that_of_the_last_call() -> None:
+    """A call may run another one in the thread, as a logger's method uses its experiment."""
+    calls, done = CallQueue(), [0]
+    calls.put(done.append, 1)
+    main = threading.get_ident()
+    assert calls.run(lambda: [*done, calls.run(threading.get_ident) != main]) == [0, 1, True]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_calls_that_are_not_urgent_wait_for_an_urgent_one_or_the_end(ends: bool) -> None:
+    calls, done = CallQueue(), []
+    calls.put(done.append, "options", urgent=False)
+    assert not wait_until(lambda: bool(done), 0.2)
+    if not ends:
+        calls.put(done.append, "metrics")
+    calls.wait()
+    assert done == ["options", *([] if ends else ["metrics"])]
+
+
+def test_calls_that_are_not_urgent_are_executed_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.loggers.call_queue._MAX_DELAY", 0.1)
+    calls, done = CallQueue(), []
+    calls.put(done.append, "options", urgent=False)
+    assert wait_until(lambda: bool(done), 60)
+
+
+@pytest.mark.parametrize("error", [ValueError("a bad value"), SystemExit(1)])
+def test_error_reaches_the_caller_and_later_calls_are_skipped(error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    calls, done = CallQueue(), []
+    may_fail = threading.Event()
+    for function, *arguments in [(may_fail.wait, 60), (fail,), (done.append, 1)]:
+        calls.put(function, *arguments)
+    may_fail.set()
+    uses: list[Any] = [calls.wait, lambda: calls.put(done.append, 2), lambda: calls.run(lambda: done.append(3))]
+    for use in uses:
+        with pytest.raises(type(error)):
+            use()
+    assert not done
+
+
+def test_can_be_pickled_to_a_spawned_process() -> None:
+    calls = CallQueue()
+    calls.put(print)
+    pickle.loads(pickle.dumps(calls)).wait()
