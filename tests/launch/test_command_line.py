@@ -215,11 +215,15 @@ def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     def accuracy(printed: str) -> str:
         return re.findall(r"test/acc ([\d.]+)", printed)[-1]
 
-    run_id = OmegaConf.load(folder / "config.yaml").runtime.run_id
+    runtime = OmegaConf.load(folder / "config.yaml").runtime
+    run_id = runtime.run_id
+    assert (runtime.group, runtime.job_type) == (run_id, "train")
     alone = ["trainer.devices=1", "strategy=auto", "logger=none"]
     evaluated, _ = run_here("fit=false", f"ckpt_path='{folder}'", *alone, f"hydra.run.dir={tmp_path}/evaluation")
     assert accuracy(evaluated) == accuracy(out)
     assert (tmp_path / "evaluation" / "metrics.csv").exists()
+    evaluation = OmegaConf.load(tmp_path / "evaluation" / "config.yaml").runtime
+    assert (evaluation.group, evaluation.job_type) == (run_id, "eval"), "W&B shows it with its run"
 
     _, err = run_here(f"ckpt_path='{folder}'", "data.batch_size=64", *alone, code=1)
     assert "had data.batch_size=32, this one has 64" in error_line(err)

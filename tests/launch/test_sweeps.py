@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
 from tests.support.commands import ROOT, TINY, TORCHRUN, TWO, callback, error_line, run, run_here, slow, start
+from tests.support.wandb_files import read_runs
 
 MLP = [*TINY, "trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
 JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
@@ -34,18 +35,6 @@ def reports_of(job: Path) -> list[dict[str, Any]]:
     ranks = [torch.load(file, weights_only=False) for file in sorted(job.glob("report.*"))]
     assert all(rank["values"] == ranks[0]["values"] for rank in ranks)
     return ranks
-
-
-def wandb_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return the runs that wandb recorded below a folder, read by its own reader."""
-    runs = []
-    for file in sorted(folder.glob("**/offline-run-*/*.wandb")):
-        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-        records = map(
-            json.loads, subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        )
-        runs += [record["run"] for record in records if record["type"] == "run"][:1]
-    return runs
 
 
 @pytest.mark.parametrize(
@@ -72,7 +61,7 @@ def test_sweep_continues_after_a_failed_job(fate: str, error: str, small: list[s
     assert "job 0 failed: " in err
     assert len(reports_of(folder / "1")) == 2
     assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "multirun.yaml", "sweep.csv"]
-    recorded = wandb_runs(folder)
+    recorded = read_runs(folder)
     ids = [OmegaConf.load(folder / str(job) / "config.yaml").runtime.run_id for job in range(2)]
     assert [run["run_id"] for run in recorded] == ids
     assert [name.rpartition("-")[0] for name in ids] == ["sweep-0", "sweep-1"]
@@ -207,7 +196,7 @@ def test_wandb_agent_starts_jobs(small: list[str], tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=os.environ | agent, check=True, timeout=200)
     assert [rank["values"]["lr"] for rank in reports_of(tmp_path / "run")] == [0.01] * 2
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").runtime.run_id == "r1"
-    (recorded,) = wandb_runs(tmp_path)
+    (recorded,) = read_runs(tmp_path)
     assert (recorded["run_id"], recorded["sweep_id"]) == ("r1", "s1")
 
 

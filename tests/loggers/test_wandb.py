@@ -5,22 +5,30 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from lightning.pytorch.loggers import WandbLogger
 
-from src.loggers.wandb import finish_run, wandb_logger
+from src.loggers.wandb import AsyncWandbLogger, finish_run
 from src.run.experiment import run
 from src.utils.errors import UserError
 from tests.support.commands import TINY
 from tests.support.commands import run as run_command
 from tests.support.experiments import SHORT
 from tests.support.runs import compose
+from tests.support.wandb_files import read_records, read_runs
 
 # Each case runs in a fork, which need not import wandb again. It exits at once, since wandb's shutdown waits for its
 # service, and once did so forever.
 SCRIPT = """
-import json, os, sys, wandb
-from src.loggers.wandb import online_or_offline
+import json, os, sys
+from src.loggers.wandb import AsyncWandbLogger, online_or_offline
+AsyncWandbLogger("project", "id", "folder", "name", log_model=False)
+assert "wandb" not in sys.modules, "its import would delay the first step"
+import wandb
 for variables in json.loads(sys.argv[1]):
     if os.fork() == 0:
         os.environ.update(variables)
@@ -30,7 +38,11 @@ for variables in json.loads(sys.argv[1]):
 """
 KEY = "0123456789" * 4
 Cases = list[tuple[dict[str, str], str]]
-QUICK: Cases = [({}, "offline"), ({"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, "disabled")]
+QUICK: Cases = [
+    ({}, "offline"),
+    ({"WANDB_MODE": "online"}, "offline"),
+    ({"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, "disabled"),
+]
 WITH_KEY: Cases = [({"WANDB_API_KEY": KEY}, "online")]  # wandb takes seconds to notice that there is no network
 
 
@@ -40,12 +52,14 @@ def test_mode_follows_the_credentials(cases: Cases, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, json.dumps([variables for variables, _ in cases])]
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert result.stdout.split() == [expected for _, expected in cases], result.stderr
+    without_key = [variables for variables, _ in cases if variables == {"WANDB_MODE": "online"}]
+    assert result.stderr.count("no API key is configured: run `wandb login`") == len(without_key)
 
 
 def test_refuses_an_unknown_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "onlin")
     with pytest.raises(UserError, match="WANDB_MODE=onlin: did you mean online"):
-        wandb_logger("project", "id", "folder")
+        AsyncWandbLogger("project", "id", "folder", "name", log_model=False)
 
 
 def test_wandb_does_not_change_how_a_run_ends(
@@ -68,9 +82,55 @@ def test_goes_offline_if_the_server_does_not_answer(small: list[str], tmp_path: 
     assert list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_works_with_tensorboard(small: list[str], folder: Path) -> None:
+class Published(L.Callback):
+    """Uses W&B as the callbacks of other projects do, on all ranks and at once when training starts."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        logger: Any = trainer.logger
+        assert isinstance(logger, WandbLogger)
+        logger.watch(pl_module, log_freq=1)
+        logger.log_table("table", columns=["width"], data=[[3]])
+        logger.log_image("image", [torch.zeros(3, 8, 8)])
+        logger.experiment.config.update({"author": "me"})
+        logger.experiment.log({"direct": 1.5})
+        logger.experiment.summary["best"] = 7
+
+
+def test_published_callbacks_find_wandb_beside_tensorboard(
+    small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_DATA_DIR", str(folder))
+    settings = ["entity=me", "job_type=debug", "notes='a, b'", "name=shown", "log_model=true", "+save_code=false"]
+    overrides = [f"{'' if '+' not in setting else '+'}logger.wandb.{setting.lstrip('+')}" for setting in settings]
     loggers = ["logger=[wandb,tensorboard]", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
     folder /= "two_loggers"  # the run's id must be unique in this process
-    run(compose(folder, *small, *SHORT, "model=mlp", "model.hidden=[16]", *loggers, "test=false", quiet=False))
-    assert list(folder.glob("wandb/*/*.wandb"))
+    published = "+callbacks.published={_target_: tests.loggers.test_wandb.Published}"
+    options = [*small, *SHORT, "model=mlp", "model.hidden=[16]", "trainer.log_every_n_steps=4", published]
+    run(compose(folder, *options, *loggers, *overrides, quiet=False))
+    assert "failed" not in caplog.text
     assert list(folder.glob("tensorboard/events.*"))
+
+    records = read_records(folder)
+    (shown,) = read_runs(folder)
+    written = {name: shown[name] for name in ("run_id", "display_name", "job_type", "notes", "entity")}
+    expected = {"display_name": "shown", "job_type": "debug", "notes": "a, b", "entity": "me"}
+    assert written == expected | {"run_id": "two_loggers"}
+    history = [name for record in records if "history" in record for name in record["history"]["item"]]
+    assert {"train/loss", "table._type", "image._type", "direct"} <= set(history)
+    assert [name for name in history if name.startswith("gradients/")]
+    assert history.index("table._type") < history.index("direct") < history.index("train/loss"), "in order"
+    configs = [record["config"]["update"] for record in records if "config" in record]
+    assert {"author": "me"} in configs
+    assert [config for config in configs if "optimizer" in config], "the configuration of the run"
+    assert {"best": 7} in [record["summary"]["update"] for record in records if "summary" in record]
+    models = [record["artifact"] for record in records if record.get("artifact", {}).get("type") == "model"]
+    assert {(model["name"], *model["aliases"]) for model in models} == {
+        ("model-two_loggers", "latest", "best"),
+        ("model-two_loggers-last", "latest", "best"),
+    }
+
+
+@pytest.mark.parametrize("value", ["best", 3])
+def test_refuses_an_unknown_log_model(value: Any) -> None:
+    with pytest.raises(UserError, match=f"logger.wandb.log_model={value}: give false, true or all"):
+        AsyncWandbLogger("project", "id", "folder", "name", value)
