@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class MonitorCheck(L.Callback):
-    """Finds the callbacks that monitor a validation metric in a run without validation.
+    """Finds the callbacks that monitor a metric which validation does not log, or in a run without validation.
 
     Args:
         callbacks: the configured callbacks, by the names of their options.
@@ -20,6 +20,21 @@ class MonitorCheck(L.Callback):
 
     def __init__(self, callbacks: dict[str, Any]) -> None:
         self.callbacks = callbacks
+
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Check the metrics of a module that was not written for this template; others have no sanity check.
+
+        Raises:
+            UserError: if validation did not log a metric.
+        """
+        logged = trainer.callback_metrics
+        for name, callback in self.callbacks.items():
+            monitor = getattr(callback, "monitor", None)
+            if monitor is not None and monitor not in logged:
+                raise UserError(
+                    f"{name} monitors {monitor}, which validation does not log (it logs {', '.join(logged) or 'nothing'}): "
+                    f"set {name}.monitor and {name}.mode, or {name}=null"
+                )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Warn of a checkpoint callback, which saves nothing.

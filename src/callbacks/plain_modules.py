@@ -7,7 +7,6 @@ from torch import Tensor
 
 from src.optim.optimizer_state import shard
 from src.optim.parameter_names import name_parameters
-from src.utils.errors import UserError
 
 _HYPER_PARAMETERS, _TYPE = "hyper_parameters", "hparams_type"  # keys of Lightning's checkpoints
 
@@ -16,24 +15,13 @@ class PlainModules(L.Callback):
     """Adapts what any LightningModule does to the contracts of this template.
 
     Optimizers get the names of their parameters, by which a checkpoint is restored under any strategy and in any order.
-    Checkpoints keep only those hyper-parameters (`save_hyperparameters`) that can be loaded without running code. The
-    metrics that callbacks monitor must exist in the sanity check before training.
+    Checkpoints keep only those hyper-parameters (`save_hyperparameters`) that can be loaded without running code.
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for optimizer in trainer.optimizers:
             name_parameters(optimizer, pl_module)
             optimizer.register_load_state_dict_pre_hook(lambda own, saved: shard(saved, own))
-
-    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        logged = sorted(trainer.callback_metrics)
-        for callback in trainer.callbacks:
-            monitor = getattr(callback, "monitor", None)
-            if monitor is not None and monitor not in logged:
-                raise UserError(
-                    f"{type(callback).__name__} monitors {monitor}, which validation does not log (it logs "
-                    f"{', '.join(logged) or 'nothing'}): set callbacks.best.monitor and mode, or callbacks.best=null"
-                )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if _HYPER_PARAMETERS in checkpoint:

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
@@ -31,7 +31,7 @@ def run_application(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
     _load_env_file(_PROJECT / ".env")
     try:
-        _refuse_runtime_options(sys.argv[1:])
+        refuse_runtime_options(sys.argv[1:])
         argv = with_found_runs(_multirun_first(sys.argv))
         sys.argv = without_null_choices(with_saved_sweep(with_saved_overrides(argv)))
     except UserError as error:
@@ -48,7 +48,7 @@ def run_application(main: Callable[[], None]) -> int:
         print("stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
     except (HydraException, OmegaConfBaseException) as error:
-        return _fail(_explain(error))
+        return _fail(explain(error))
     except OSError as error:
         option = missing_folder(sys.argv)
         if option is None:
@@ -67,7 +67,7 @@ def _load_env_file(file: Path) -> None:
         load_dotenv(file)
 
 
-def _refuse_runtime_options(overrides: list[str]) -> None:
+def refuse_runtime_options(overrides: Sequence[str]) -> None:
     for word in overrides:
         if re.match(r"[+~]*runtime\b", word):
             raise UserError(f"{word}: the program sets `runtime` when a run starts; leave it out")
@@ -84,7 +84,7 @@ def _fail(message: str) -> int:
     return 1
 
 
-def _explain(error: Exception) -> str:
+def explain(error: Exception) -> str:
     """Return Hydra's message as one line, with a hint which names exist."""
     if cause := _user_error(error):  # a resolver in conf/train.yaml raised it
         return str(cause)

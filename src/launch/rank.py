@@ -1,6 +1,8 @@
 """Process entry of one rank: log file, CPU threads, run, shutdown."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -12,8 +14,8 @@ from src.utils.rank_log import log_to_folder
 from src.utils.signals import Stopped
 
 
-def run_rank(cfg: DictConfig, rank: int) -> dict[str, float]:
-    """Run the experiment in this process; return the final metrics.
+def run_rank(cfg: DictConfig, rank: int, keep: Callable[[Any], None] | None = None) -> dict[str, float]:
+    """Run the experiment in this process; return the final metrics, and give `keep` the trainer.
 
     After an error the process group stays open: closing it would fail the other ranks before this one has reported its
     error, and NCCL might wait for them.
@@ -25,7 +27,7 @@ def run_rank(cfg: DictConfig, rank: int) -> dict[str, float]:
     if cfg.trainer.accelerator == "cpu":
         _limit_threads(device_count(cfg.trainer))
     try:
-        metrics = run(cfg)
+        metrics = run(cfg, keep)
     except Stopped:  # all ranks stop at the same step, so closing fails none of them
         close_process_group()
         raise

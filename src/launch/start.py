@@ -31,20 +31,23 @@ if TYPE_CHECKING:
 
 
 def launch(
-    cfg: DictConfig, reserve_devices: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext
+    cfg: DictConfig,
+    around_workers: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext,
+    keep: Callable[[Any], None] | None = None,
 ) -> dict[str, float]:
     """Run the job on all its ranks; return rank zero's final metrics.
 
     Args:
         cfg: the composed configuration.
-        reserve_devices: context manager around the processes that this launcher starts; it gets the resolved
+        around_workers: context manager around the processes that this launcher starts; it gets the resolved
             configuration.
+        keep: gets the trainer after the run if this process is a rank.
 
     Raises:
         UserError: if a rank raised one; the launcher has already stopped the other ranks.
     """
     if env := detect_cluster_environment():
-        return _join_started_ranks(env, cfg)
+        return _join_started_ranks(env, cfg, keep)
     if cfg.trainer.num_nodes == 1:
         cfg, node_rank = resolve_config(cfg), 0
     else:
@@ -54,12 +57,14 @@ def launch(
     is_single = devices == 1 and cfg.trainer.num_nodes == 1
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if is_single and not is_sweep and not cfg.launch.max_restarts:
-        return run_rank(cfg, rank=0)
-    with reserve_devices(cfg):
+        return run_rank(cfg, rank=0, keep=keep)
+    with around_workers(cfg):
         return launch_workers(cfg, 1 if runs_in_single_process(cfg) else devices, node_rank)
 
 
-def _join_started_ranks(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, float]:
+def _join_started_ranks(
+    env: ClusterEnvironment, cfg: DictConfig, keep: Callable[[Any], None] | None
+) -> dict[str, float]:
     """Run this process as one of the ranks that torchrun or SLURM started; only rank zero prints a user error."""
     rank, world_size = env.global_rank(), env.world_size()
     composed = OmegaConf.to_yaml(cfg)
@@ -70,7 +75,7 @@ def _join_started_ranks(env: ClusterEnvironment, cfg: DictConfig) -> dict[str, f
         if rank > 0:
             raise SystemExit(1) from None
         raise
-    return run_rank(cfg, rank)
+    return run_rank(cfg, rank, keep)
 
 
 def _sync_hosts(cfg: DictConfig) -> tuple[DictConfig, int]:

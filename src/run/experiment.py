@@ -1,6 +1,7 @@
 """One run on one rank: build the objects that the configuration describes, fit, test and predict."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -23,8 +24,8 @@ from src.utils.signals import Stopped
 _log = logging.getLogger(__name__)
 
 
-def run(cfg: DictConfig) -> dict[str, float]:
-    """Fit, test and predict as configured; return the final metrics by name.
+def run(cfg: DictConfig, keep: Callable[[L.Trainer], None] | None = None) -> dict[str, float]:
+    """Fit, test and predict as configured; return the final metrics by name, and give `keep` the trainer.
 
     Raises:
         UserError: if an option is invalid, or training fails for a reason that the user can fix.
@@ -49,6 +50,8 @@ def run(cfg: DictConfig) -> dict[str, float]:
     metrics = {name: float(value) for name, value in logged.items()}
     if trainer.is_global_zero:
         _log_end(metrics, cfg.run_dir)
+    if keep:
+        keep(trainer)
     return metrics
 
 
@@ -137,7 +140,7 @@ def _build_module(cfg: DictConfig, trainer: L.Trainer) -> L.LightningModule:
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
     module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
     if not getattr(module, "takes_batch", False):
-        trainer.num_sanity_val_steps = 1  # src/callbacks/plain_modules.py then checks the metrics of the module
+        trainer.num_sanity_val_steps = 1  # src/callbacks/monitor_check.py then checks its metrics
     patch_trainer(trainer, module)
     use_sample_dropout(module)
     check_can_train(trainer.strategy, module)

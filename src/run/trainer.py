@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,6 +27,9 @@ from src.loggers.guard import GuardedLogger
 from src.run.build import build
 from src.strategies.sync_batchnorm import GlobalBatchNorm
 from src.utils.errors import UserError
+
+# In a notebook Lightning refuses each strategy that may start processes. Here the project's launcher starts them.
+accelerator_connector._IS_INTERACTIVE = False
 
 
 def build_trainer(cfg: DictConfig) -> L.Trainer:

@@ -7,6 +7,10 @@ from collections.abc import Iterable
 class UserError(Exception):
     """An error that the user can fix; the message names the option and a solution."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows: IPython calls this method, if it exists, instead of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 def similar_names(word: str, names: Iterable[str]) -> list[str]:
     """Return up to three names that are similar to `word`, or those that begin with it."""

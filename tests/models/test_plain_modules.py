@@ -79,7 +79,7 @@ def test_resumes_under_another_strategy(task: list[str], pool: Pool, folder: Pat
         (["strategy=pipeline"], "strategy=Pipeline needs Plain.net, the network to split"),
         (
             ["callbacks.best.monitor=val_acc"],
-            "monitors val_acc, which validation does not log .it logs val/acc, val/loss",
+            "callbacks.best monitors val_acc, which validation does not log .it logs val",
         ),
         (["module=template", "strategy=pipeline"], "strategy=Pipeline needs TemplateStyle.loss"),
     ],
