@@ -32,7 +32,8 @@ class MonitorCheck(L.Callback):
             monitor = getattr(callback, "monitor", None)
             if monitor is not None and monitor not in logged:
                 raise UserError(
-                    f"{name} monitors {monitor}, which validation does not log (it logs {', '.join(logged) or 'nothing'}): "
+                    f"{name} monitors {monitor}, which validation does not log (it logs "
+                    f"{', '.join(logged) or 'nothing'}): "
                     f"set {name}.monitor and {name}.mode, or {name}=null"
                 )
 
