@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from src.checkpoint.integrity import check_fits
 from src.data.batch import Batch
@@ -16,7 +15,8 @@ from src.models.metrics import WeightedMean
 from src.models.module import Module
 from src.models.views import average_over_views, check_views
 from src.optim.groups import build_optimizer, override_hyperparameters, scaling_factor
-from src.optim.schedules import Schedule, lr_lambdas, lr_multiplier, unwrap_partial
+from src.optim.schedulers import TorchSchedule, as_torch_schedule, scheduler_config
+from src.optim.schedules import Schedule, lr_multiplier
 from src.utils.errors import UserError
 from src.utils.log_points import is_log_point
 
@@ -29,7 +29,7 @@ class ImageClassifier(Module):
             prefix `net.` in checkpoints.
         optimizer: builds the optimizer from parameter groups; its `lr` is for a batch of `reference_batch_size`.
         schedule: maps (step, steps of the run) to the factor on the learning rate. If a finished run is extended, the
-            schedule is that of the longer run.
+            schedule is that of the longer run. Or a scheduler of torch (`src/optim/schedulers.py`).
         reference_batch_size: batch size for which the learning rate is given.
         lr_scaling: how the learning rate follows the batch size: `linear`, `sqrt` or `none`.
         label_smoothing: fraction of the target spread evenly over the classes (Szegedy et al., 2015).
@@ -47,7 +47,7 @@ class ImageClassifier(Module):
         self,
         net: nn.Module,
         optimizer: partial[Optimizer],
-        schedule: Schedule,
+        schedule: Schedule | TorchSchedule,
         reference_batch_size: int = 128,
         lr_scaling: str = "linear",
         label_smoothing: float = 0.0,
@@ -117,20 +117,19 @@ class ImageClassifier(Module):
         data = self.trainer.datamodule
         factor = scaling_factor(self.lr_scaling, data.global_batch_size, self.reference_batch_size)
         optimizer = build_optimizer(self.net, self.optimizer, factor, prefix="net.")
-        steps, schedule = data.total_steps, unwrap_partial(self.schedule)
-        scheduler = LambdaLR(
-            optimizer, lr_lambdas(optimizer, lambda group, step: lr_multiplier(schedule, group, step, steps))
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler: Any = scheduler_config(optimizer, self.schedule, data.total_steps)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another network; when training resumes, use the configured hyper-parameters.
+
+        A scheduler of torch may have changed any of them, so that those of the checkpoint stay.
 
         Raises:
             UserError: if the checkpoint is of another network or another kind of optimizer.
         """
         check_fits(checkpoint["state_dict"], self.state_dict())
-        if not self.trainer.training or not checkpoint.get("optimizer_states"):
+        if not self.trainer.training or not checkpoint.get("optimizer_states") or as_torch_schedule(self.schedule):
             return
         optimizer = self.configure_optimizers()["optimizer"]
         step, steps = checkpoint["global_step"], self.trainer.datamodule.total_steps

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from src.optim.schedules import unwrap_partial
 from src.utils.errors import UserError, suggest
 
 _RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
@@ -34,9 +35,9 @@ def build_optimizer(net: nn.Module, factory: partial[Any], lr_factor: float, pre
     `param_names`, so that a checkpoint assigns moments to weights by name.
 
     Raises:
-        UserError: if the learning rate is not a number of at least zero.
+        UserError: if the learning rate is not a number of at least zero, or the optimizer refuses its arguments.
     """
-    lr = factory.keywords["lr"]
+    lr = factory.keywords.get("lr")
     if not isinstance(lr, int | float) or lr < 0:
         raise UserError(f"optimizer.lr={lr} is not a learning rate: give a number of at least zero")
     named = [(f"{prefix}{name}", parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
@@ -48,7 +49,10 @@ def build_optimizer(net: nn.Module, factory: partial[Any], lr_factor: float, pre
             "weight_decay": 0.0,
         },
     ]
-    return factory([group for group in groups if group["params"]], lr=lr * lr_factor)
+    try:
+        return unwrap_partial(factory)([group for group in groups if group["params"]], lr=lr * lr_factor)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"`optimizer` cannot be built: {error}") from error
 
 
 def override_hyperparameters(

@@ -20,6 +20,7 @@ from src.callbacks.plain_modules import PlainModules
 from src.callbacks.predictions import PredictionWriter
 from src.callbacks.preemption import PreemptionHandler
 from src.callbacks.record import RunRecord
+from src.callbacks.scheduler_steps import SchedulerSteps
 from src.callbacks.seed import SeedEachStep
 from src.checkpoint.io import AtomicCheckpointIO
 from src.loggers.csv import CSVLogger
@@ -80,6 +81,7 @@ def _required_callbacks(cfg: DictConfig) -> list[L.Callback]:
         DataPosition(),
         CheckpointHistory(),
         SeedEachStep(cfg.seed),
+        SchedulerSteps(),
         NaNGuard(),
         PredictionWriter(folder),
         PlainModules(),

@@ -144,5 +144,5 @@ def test_run_continues_without_a_failed_logger(
 def test_missing_package_is_one_line(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = RequirementCache("a_missing_package>=1.0")
     monkeypatch.setattr("lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE", missing)
-    with pytest.raises(UserError, match="MLFlowLogger: .*pip install.*a_missing_package"):
+    with pytest.raises(UserError, match=r"MLFlowLogger: .*pip install.*a_missing_package"):
         run(compose(folder, *small, "logger=mlflow"))

@@ -1,0 +1,72 @@
+"""Optimizers and schedulers of torch, by `_target_`, learn the same on any hardware and after a restart."""
+
+from pathlib import Path
+
+import pytest
+
+from src.run.experiment import run
+from src.utils.errors import UserError
+from tests.support.comparison import TOLERANCE, check_resumed, distances
+from tests.support.experiments import SHORT, SHORT_EPOCH
+from tests.support.pool import Pool
+from tests.support.runs import compose, fit
+
+
+def torch_class(name: str, **arguments: object) -> list[str]:
+    """Return the overrides that choose a scheduler of torch."""
+    listed = [f"+scheduler.scheduler.{key}={value}" for key, value in arguments.items()]
+    return ["scheduler=torch", f"scheduler.scheduler._target_=torch.optim.lr_scheduler.{name}", *listed]
+
+
+SCHEDULES = {
+    "epoch": torch_class("StepLR", step_size=1, gamma=0.5),
+    "two steps": [*torch_class("ExponentialLR", gamma=0.5), "scheduler.interval=step", "scheduler.frequency=2"],
+    "plateau": torch_class("ReduceLROnPlateau", patience=0, threshold=10.0, factor=0.5),
+}
+
+
+@pytest.fixture
+def task(small: list[str]) -> list[str]:
+    return [*small, "experiment=parity", *SHORT]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_agrees_with_single_process(schedule: str, task: list[str], pool: Pool, folder: Path) -> None:
+    """Group normalization makes accumulation the same experiment."""
+    chosen = [*task, *SCHEDULES[schedule], "optimizer._target_=torch.optim.RMSprop", "~optimizer.nesterov"]
+    chosen.append("model.norm=group")
+    reference = fit(compose(folder / "single", *chosen))
+    two = ["strategy=fsdp", "trainer.devices=2", "trainer.accumulate_grad_batches=2"]
+    for record in pool.run(2, fit, compose(folder, *chosen, *two)):
+        assert max(distances(record, reference)) < TOLERANCE
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stop", [SHORT_EPOCH, SHORT_EPOCH + 1])
+def test_resumes(schedule: str, stop: int, task: list[str], folder: Path) -> None:
+    chosen = [*task, *SCHEDULES[schedule], "trainer.max_steps=12", "trainer.max_epochs=3"]
+    reference = fit(compose(folder / "full", *chosen))
+    saves = f"callbacks.checkpoint.every_n_train_steps={stop}"
+    fit(compose(folder / "part", *chosen, f"trainer.max_steps={stop}", saves))
+    resumed = fit(compose(folder / "rest", *chosen, f"ckpt_path={folder}/part/checkpoints/last.ckpt"))
+    check_resumed([resumed], reference, done=stop)
+
+
+def test_the_plateau_lowers_the_learning_rate(task: list[str], folder: Path) -> None:
+    run(compose(folder, *task, *SCHEDULES["plateau"], "trainer.max_steps=15", "trainer.max_epochs=3"))
+    rates = {line.split(",")[3] for line in (folder / "metrics.csv").read_text().splitlines()[1:]}
+    assert len(rates) > 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([*SCHEDULES["epoch"], "scheduler.interval=batch"], "scheduler.interval=batch"),
+        (["scheduler=torch", "scheduler.scheduler._target_=torch.optim.lr_scheduler.StepLR"], "StepLR: .*step_size"),
+        (["optimizer._target_=torch.optim.LBFGS", "~optimizer.nesterov"], "`optimizer` cannot be built"),
+    ],
+    ids=["interval", "missing argument", "optimizer"],
+)
+def test_refuses(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        run(compose(folder, *task, *overrides))
