@@ -8,6 +8,7 @@ the old folder is removed after that, so that the file's folder is complete at a
 import re
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ def load_shards(wanted: dict[str, Any], file: Path, checkpoint: dict[str, Any]) 
     if not (folder / ".metadata").is_file():
         raise FileNotFoundError(f"its folder {folder.name} does not exist")
     try:
-        dcp.load(named_tensors(wanted), checkpoint_id=folder, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # reading needs no process group
+            dcp.load(named_tensors(wanted), checkpoint_id=folder, no_dist=True)
     except dcp.CheckpointException as error:
         raise _rank_error(error) from error
 

@@ -1,7 +1,9 @@
 """Load the network of another run, or initialize a module with its weights."""
 
 import logging
-import re
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +20,59 @@ from src.utils.errors import UserError
 _log = logging.getLogger(__name__)
 
 
-def load_network(path: str, option: str) -> tuple[nn.Module, DictConfig]:
+def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.Module, DictConfig]:
     """Return the network of a checkpoint, with its weights, and the configuration of its run.
 
+    Args:
+        path: a checkpoint, or a run folder with its latest one.
+        option: where the user gave the path, for error messages.
+        trust: packages besides `src.models` whose functions and classes the checkpoint may call.
+
     Raises:
-        UserError: if there is no checkpoint, or this code cannot build its network; the message names `option`.
+        UserError: if there is no checkpoint, or this code cannot or must not build its network.
     """
-    checkpoint = read_run_checkpoint(checkpoint_file(Path(path)), option)
+    checkpoint = read_run_checkpoint(checkpoint_file(Path(path)), option, moments=False)
     config: Any = OmegaConf.create(checkpoint.get("config", ""))
     try:
-        net_config = config.module.net
-        target = str(net_config._target_)
-        # A checkpoint must not run other code. A path longer than src.models.FILE.NAME would reach the file's imports.
-        is_model = re.fullmatch(r"src\.models\.\w+\.\w+", target)
-        if not is_model or OmegaConf.to_yaml(net_config).count("_target_") > 1:
-            raise UserError(f"refused: {option}={path} would run {target}, which is not a model of this project")
-        net = instantiate(net_config, _convert_="all")
+        net = build_trusted(config.module.net, ("src.models", *trust), f"{option}={path}")
         net.load_state_dict({name.removeprefix("net."): tensor for name, tensor in checkpoint["state_dict"].items()})
     except (HydraException, OmegaConfBaseException, RuntimeError) as error:
         cause = str(error).splitlines()[0]
         raise UserError(f"{option}={path} is not a checkpoint of a classifier: {cause}") from error
     return net, config
+
+
+def build_trusted(node: DictConfig, packages: Sequence[str], origin: str) -> Any:
+    """Build the object that a checkpoint's configuration describes, only with code of the packages.
+
+    Raises:
+        UserError: if it would run other code; the message names `origin`.
+    """
+    for target in [node._target_, *_targets(OmegaConf.to_container(node, resolve=True))]:
+        if not _is_in(target, packages):
+            raise UserError(
+                f"refused: {origin} would run {target}, which is not in {' or '.join(packages)}. If that is your code, "
+                f"load_run(RUN_DIR, trust=['{target.partition('.')[0]}']) runs it"
+            )
+    return instantiate(node, _convert_="all")
+
+
+def _targets(node: Any) -> list[str]:
+    """Return the paths of all that Hydra would call to build a configuration node."""
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+    own = [str(node["_target_"])] if isinstance(node, dict) and "_target_" in node else []
+    return own + [target for child in children for target in _targets(child)]
+
+
+def _is_in(target: str, packages: Sequence[str]) -> bool:
+    """Return whether a target is a name in a file of the packages; a longer path would reach the file's imports."""
+    module = target.rpartition(".")[0]
+    if not any(f"{module}.".startswith(f"{package}.") for package in packages):
+        return False
+    try:
+        return module in sys.modules or find_spec(module) is not None
+    except ImportError:  # the path goes on behind a file
+        return False
 
 
 def load_initial_weights(module: nn.Module, path: str) -> None:

@@ -71,6 +71,8 @@ def compose(*overrides: str) -> DictConfig:
     Raises:
         UserError: if an override is invalid.
     """
+    if flags := [word for word in overrides if word.startswith("-")]:
+        raise UserError(f"{flags[0]} is for the command line: give overrides; for a sweep, call train in a loop")
     refuse_runtime_options(overrides)
     words = without_null_choices(with_saved_overrides(["train.py", *overrides]))[1:]
     with _hydra_initialized():

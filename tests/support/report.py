@@ -11,6 +11,7 @@ ALLOWED_SKIPS = {
     "tests/launch/test_slurm.py": "SLURM is not installed",
     "tests/launch/test_two_hosts.py": "network namespaces take root, and iproute2",
     "tests/test_canaries.py::test_torch_still_records_a_stack_trace_to_seed_an_unused_device": "there is a GPU",
+    "tests/test_export.py::test_exports_to_onnx": "ONNX is not installed",
     "tests/test_synchronizations.py::test_no_synchronization_on_a_gpu": "there is no GPU",
     "tests/models/test_classifier.py::test_compiled_network_trains_alike": "there is no C++ compiler",
 }

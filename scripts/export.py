@@ -1,0 +1,131 @@
+"""Export the trained network of a run, with its normalization, for programs without this project.
+
+The exported program maps uint8 images (n, channels, height, width) to probabilities (n, classes), for any n. Before its
+file is written, its output is compared with that of the network.
+
+  torch   a .pt2 file for torch alone: torch.export.load(FILE).module()(images)
+  onnx    an .onnx file for ONNX Runtime and others; the export needs pip install '.[onnx]'
+"""
+
+import argparse
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from src.run.trained import Classifier, load_run
+from src.utils.errors import UserError
+from src.utils.files import atomic_write
+
+_SUFFIXES = {"torch": ".pt2", "onnx": ".onnx"}
+_ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+_TOLERANCE = 1e-4  # of a probability; other kernels round differently
+
+
+def export(classifier: Classifier, image_shape: list[int], file_format: str) -> bytes:
+    """Return the content of a file with the classifier as an exported program.
+
+    Args:
+        classifier: the network with its normalization.
+        image_shape: (channels, height, width) of its images.
+        file_format: `torch` or `onnx`.
+
+    Raises:
+        UserError: if the packages for ONNX are not installed.
+        RuntimeError: if the exported program computes other probabilities.
+    """
+    missing = [name for name in _ONNX_PACKAGES if file_format == "onnx" and not find_spec(name)]
+    if missing:
+        raise UserError(f"--format=onnx needs the packages {', '.join(missing)}: pip install '.[onnx]'")
+    # Strict, because otherwise `len(images)` in a network would fix the number of images.
+    program = torch.export.export(
+        classifier,
+        (_random_images(2, image_shape),),
+        dynamic_shapes={"images": {0: torch.export.Dim("n")}},
+        strict=True,
+    )
+    content, load = (_to_pt2(program), _load_pt2) if file_format == "torch" else (_to_onnx(program), _load_onnx)
+    _check_output(load(content), classifier, image_shape)
+    return content
+
+
+def _random_images(count: int, image_shape: list[int]) -> Tensor:
+    return torch.randint(0, 256, (count, *image_shape), dtype=torch.uint8)
+
+
+def _to_pt2(program: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    return buffer.getvalue()
+
+
+def _load_pt2(content: bytes) -> Callable[[Tensor], Tensor]:
+    return torch.export.load(io.BytesIO(content)).module()
+
+
+def _to_onnx(program: Any) -> bytes:
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that torchvision is not installed
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
+    exported = torch.onnx.export(program, dynamo=True, dynamic_shapes={"images": {0: "n"}}, verbose=False, **names)
+    buffer = io.BytesIO()
+    exported.save(buffer)
+    return buffer.getvalue()
+
+
+def _load_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def _check_output(program: Callable[[Tensor], Tensor], classifier: Classifier, image_shape: list[int]) -> None:
+    """Check that the program and the classifier give the same probabilities for several numbers of images.
+
+    Raises:
+        RuntimeError: if not.
+    """
+    for count in (1, 5):
+        images = _random_images(count, image_shape)
+        difference = (program(images) - classifier(images)).abs().max().item()
+        if not difference < _TOLERANCE:
+            raise RuntimeError(f"the exported program differs from the network by {difference} in a probability")
+
+
+def _write(file: Path, content: bytes) -> None:
+    try:
+        with atomic_write(file) as temporary:
+            temporary.write_bytes(content)
+    except OSError as error:
+        raise UserError(f"--output={file} cannot be written ({error.strerror})") from error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="a run folder, or a checkpoint")
+    parser.add_argument("--format", choices=_SUFFIXES, default="torch", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, help="the file to write (default: network.pt2 or network.onnx in RUN)")
+    parser.add_argument("--checkpoint", default="last", help="last or best; default: %(default)s")
+    parser.add_argument("--trust", nargs="*", default=[], help="packages of your own that the network may come from")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", ".*LeafSpec")  # of torch about itself
+    try:
+        run = load_run(options.run, options.checkpoint, options.trust)
+        folder = options.run if options.run.is_dir() else options.run.parent
+        file = options.output or folder / f"network{_SUFFIXES[options.format]}"
+        with torch.no_grad():
+            _write(file, export(run.classifier, list(run.config.data.image_shape), options.format))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print(f"{file}: uint8 images (n, {', '.join(map(str, run.config.data.image_shape))}) to probabilities (n, classes)")
+
+
+if __name__ == "__main__":
+    main()
