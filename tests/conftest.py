@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from src.data.sources.cifar import CIFAR10, CIFAR100
 from src.data.sources.shapes import Shapes
 from tests.support.experiments import SIZES
+from tests.support.huggingface import save_to_disk, use_stand_in
 from tests.support.memory import disable_malloc_tuning, release_memory
 from tests.support.pool import Pool
 
@@ -67,6 +69,32 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 (root / kind.archive.folder).mkdir(exist_ok=True)
                 (root / kind.archive.folder / name).write_bytes(pickle.dumps(batch, protocol=4))
     return root
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the same random images in folders per class, in `arrays.npz`, and in `hub`, for datasets.
+
+    Training and test set have ten and five images of each of ten classes.
+    """
+    root, rng, arrays = tmp_path_factory.mktemp("images"), np.random.default_rng(0), {}
+    for split, count in (("train", 10), ("test", 5)):
+        arrays[f"x_{split}"] = rng.integers(0, 256, (10 * count, 32, 32, 3), dtype=np.uint8)
+        arrays[f"y_{split}"] = np.repeat(np.arange(10), count)
+        for number, (image, label) in enumerate(zip(arrays[f"x_{split}"], arrays[f"y_{split}"], strict=True)):
+            file = root / split / f"class {label}" / f"{number:03d}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(file)
+    np.savez(root / "arrays.npz", **arrays)
+    save_to_disk(root / "hub", arrays)
+    return root
+
+
+@pytest.fixture
+def hub(images: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the folder of a dataset of Hugging Face, which the library or its stand-in reads in this process."""
+    use_stand_in(monkeypatch)
+    return f"{images}/hub"
 
 
 @pytest.fixture

@@ -53,11 +53,13 @@ REST = [choice for choice in ALL if choice not in set().union(*CHOSEN_BY.values(
 def shared_rows() -> list[tuple[Choice, ...]]:
     """Return rows that contain each remaining choice once, at most one of each group per row.
 
-    Choices of `debug` and `preset` change so much that each has its own row.
+    Choices of `debug` and `preset` change so much that each has its own row. So has the dataset of Hugging Face, whose
+    library has a stand-in in this process only.
     """
-    apart = [(choice,) for choice in REST if choice[0] in ("debug", "preset")]
-    groups = [[choice for choice in REST if choice[0] == group] for group in GROUPS if group not in ("debug", "preset")]
-    return apart + [tuple(choice for choice in row if choice) for row in zip_longest(*groups)]
+    apart = [choice for choice in REST if choice[0] in ("debug", "preset") or choice == ("data", "huggingface")]
+    groups = [[choice for choice in REST if choice[0] == group and choice not in apart] for group in GROUPS]
+    shared = [tuple(choice for choice in row if choice) for row in zip_longest(*groups)]
+    return [(choice,) for choice in apart] + shared
 
 
 def words(*choices: Choice) -> list[str]:
@@ -73,10 +75,19 @@ def words(*choices: Choice) -> list[str]:
     return [*model, *logger, *overrides, *shrunk, "trainer.accelerator=cpu", f"trainer.devices={devices}", *TINY]
 
 
-def data_words(choices: set[Choice], small: list[str], cifar: Path) -> list[str]:
+@pytest.fixture
+def local_data(small: list[str], cifar: Path, images: Path, hub: str) -> dict[str, list[str]]:
+    """Return the overrides that read each dataset from this machine."""
+    names = [file.stem for file in (CONF / "data").glob("[!_]*.yaml")]
+    return {name: [f"data={name}", f"data.root={cifar if 'cifar' in name else images}"] for name in names} | {
+        "shapes": small,
+        "huggingface": ["data=huggingface", f"data.source.name={hub}"],
+    }
+
+
+def data_words(choices: set[Choice], local_data: dict[str, list[str]]) -> list[str]:
     """Return the overrides for local data: small shapes, unless the row chooses a dataset."""
-    dataset = next((name for group, name in choices if group == "data"), "shapes")
-    return small if dataset == "shapes" else [f"data={dataset}", f"data.root={cifar}"]
+    return local_data[next((name for group, name in choices if group == "data"), "shapes")]
 
 
 def words_for_choice(group: str, name: str) -> list[str]:
@@ -88,7 +99,7 @@ def words_for_choice(group: str, name: str) -> list[str]:
     return words((group, name))
 
 
-def check_trains(overrides: list[str], small: list[str], pool: Pool, folder: Path) -> None:
+def check_trains(overrides: list[str], pool: Pool, folder: Path) -> None:
     cfg = compose(folder, *overrides, quiet=False)
     records = fit_ranks(cfg, pool)
     assert (folder / "metrics.csv").read_text().count("\n") >= 2
@@ -105,10 +116,10 @@ def row_id(choices: tuple[Choice, ...]) -> str:
 @pytest.mark.parametrize(
     "choice", [choice for choice in ALL if choice[0] != "experiment"], ids=lambda choice: "=".join(choice)
 )
-def test_builds(choice: Choice, small: list[str], cifar: Path, folder: Path) -> None:
+def test_builds(choice: Choice, local_data: dict[str, list[str]], folder: Path) -> None:
     """Misspelled options, wrong types and unused options fail here. Experiments are trained instead."""
     trainer, module, data = assemble(
-        compose(folder, *data_words({choice}, small, cifar), *words_for_choice(*choice), quiet=False)
+        compose(folder, *data_words({choice}, local_data), *words_for_choice(*choice), quiet=False)
     )
     assert trainer.callbacks
     assert list(module.parameters())
@@ -116,16 +127,16 @@ def test_builds(choice: Choice, small: list[str], cifar: Path, folder: Path) -> 
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_experiments_train(experiment: str, small: list[str], cifar: Path, pool: Pool, folder: Path) -> None:
-    data = small if experiment != "cifar100" else data_words({("data", "cifar100")}, small, cifar)
-    check_trains([*data, *words(("experiment", experiment))], small, pool, folder)
+def test_experiments_train(experiment: str, local_data: dict[str, list[str]], pool: Pool, folder: Path) -> None:
+    data = local_data["cifar100" if experiment == "cifar100" else "shapes"]
+    check_trains([*data, *words(("experiment", experiment))], pool, folder)
 
 
 @pytest.mark.parametrize("choices", shared_rows(), ids=row_id)
 def test_other_choices_train(
-    choices: tuple[Choice, ...], small: list[str], cifar: Path, pool: Pool, folder: Path
+    choices: tuple[Choice, ...], local_data: dict[str, list[str]], pool: Pool, folder: Path
 ) -> None:
-    check_trains([*data_words(set(choices), small, cifar), *words(*choices)], small, pool, folder)
+    check_trains([*data_words(set(choices), local_data), *words(*choices)], pool, folder)
 
 
 def test_every_choice_is_trained() -> None:
@@ -134,8 +145,8 @@ def test_every_choice_is_trained() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", ALL, ids=lambda choice: "=".join(choice))
-def test_each_choice_trains(choice: Choice, small: list[str], cifar: Path, pool: Pool, folder: Path) -> None:
-    check_trains([*data_words({choice}, small, cifar), *words_for_choice(*choice)], small, pool, folder)
+def test_each_choice_trains(choice: Choice, local_data: dict[str, list[str]], pool: Pool, folder: Path) -> None:
+    check_trains([*data_words({choice}, local_data), *words_for_choice(*choice)], pool, folder)
 
 
 @pytest.mark.slow
