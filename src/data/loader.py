@@ -41,9 +41,11 @@ class HostBatches(DataLoader[Batch]):
     """
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        message = ""
         try:
             yield from super().__iter__()
         except UserError as error:
             # From a worker, torch raises the error with the text of its traceback, whose last line is the message.
-            name = f"{UserError.__module__}.{UserError.__qualname__}: "
-            raise UserError(str(error).rpartition(name)[2].strip()) from None
+            message = str(error).rpartition(f"{UserError.__qualname__}: ")[2].strip()
+        if message:  # without a reference to the iterator, which so ends its workers at once
+            raise UserError(message)

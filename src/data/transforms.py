@@ -58,7 +58,12 @@ class TransformedSplit(Dataset[Batch]):
             image = transform(image)
             if image.dtype != torch.uint8 or image.shape != shape:
                 raise UserError(
-                    f"data.augment.transforms: {type(transform).__name__} returns {image.dtype} {tuple(image.shape)}, "
+                    f"data.augment.transforms: {_name(transform)} returns {image.dtype} {tuple(image.shape)}, "
                     f"but must return torch.uint8 {tuple(shape)}"
                 )
         return image
+
+
+def _name(transform: Transform) -> str:
+    function = getattr(transform, "func", transform)  # of a partial function
+    return getattr(function, "__name__", type(function).__name__)
