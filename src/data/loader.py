@@ -41,11 +41,10 @@ class HostBatches(DataLoader[Batch]):
     """
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        message = ""
         try:
             yield from super().__iter__()
         except UserError as error:
+            error.__traceback__ = None  # it refers to the iterator, which without it ends its workers at once
             # From a worker, torch raises the error with the text of its traceback, whose last line is the message.
             message = str(error).rpartition(f"{UserError.__qualname__}: ")[2].strip()
-        if message:  # without a reference to the iterator, which so ends its workers at once
-            raise UserError(message)
+            raise UserError(message) from None
