@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor
 
 from src.utils.files import atomic_write
 
@@ -16,17 +17,28 @@ _log = logging.getLogger(__name__)
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes `predictions.csv` into the run folder: each image's file, most probable class, and its probability."""
+    """Writes `predictions.csv` into the run folder: each image's file, most probable class, and its probability.
+
+    The module's `predict_step` returns the (n, classes) class probabilities of its batch.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__("epoch")
         self.file = folder / "predictions.csv"
+        self._sample_index: list[Tensor] = []
+
+    def on_predict_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._sample_index = []
+
+    def on_predict_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        data: Any = trainer.datamodule
+        self._sample_index.append(data.sample_index)
 
     def write_on_epoch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
         """Gather the predictions of all ranks, drop the padding, and write the table on rank zero."""
-        index, probabilities = (torch.cat(parts) for parts in zip(*predictions, strict=True))
+        index, probabilities = torch.cat(self._sample_index), torch.cat(list(predictions))
         index, probabilities = pl_module.all_gather(index).flatten(), pl_module.all_gather(probabilities).flatten(0, -2)
         if not trainer.is_global_zero:
             return

@@ -48,7 +48,7 @@ class Throughput(L.Callback):
         data: Any = trainer.datamodule
         if stage == "fit" and trainer.is_global_zero:
             self._peak_flops = self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(trainer, pl_module.device)
-            if hasattr(pl_module, "loss"):
+            if getattr(pl_module, "takes_batch", False) and hasattr(pl_module, "loss"):
                 self._step_flops = flops_per_sample(pl_module, data.image_shape) * data.global_batch_size
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

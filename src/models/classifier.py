@@ -109,9 +109,9 @@ class ImageClassifier(Module):
             self.accuracy_tta.update(_correct(averaged, batch), batch.weight)
             self.log("test/acc_tta", self.accuracy_tta, on_step=False, on_epoch=True)
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
-        """Return the (n,) indices of the samples and their (n, classes) class probabilities."""
-        return batch.sample_index, self(batch.image).float().softmax(1)
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the (n, classes) class probabilities of the samples."""
+        return self(batch.image).float().softmax(1)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         data = self.trainer.datamodule

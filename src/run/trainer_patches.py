@@ -65,7 +65,9 @@ def cache_logged_results(trainer: L.Trainer) -> None:
     attributes of its metric) and the method `metrics`.
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    loop._results, loop.val_loop._results = CachedResults(training=True), CachedResults(training=False)
+    loop._results = CachedResults(training=True)
+    for evaluation in (loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        evaluation._results = CachedResults(training=False)
 
 
 def skip_empty_hooks(trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -102,12 +104,19 @@ class NullProfiler(PassThroughProfiler):
 
 
 class CachedResults(_ResultCollection):
-    """Keeps the collected metrics until a value is logged, and moves a result only if its device changes."""
+    """Keeps the collected metrics until a value is logged, and moves a result only if its device changes.
+
+    It counts samples as floats. Lightning averages the number of samples over the ranks as an integer, which rounds it
+    down: upstream, fabric/utilities/distributed.py, `_sync_ddp`.
+    """
 
     _cached_step_metrics: Any = None  # None after a value is logged
 
     def __setitem__(self, name: str, result: _ResultMetric) -> None:
         super().__setitem__(name, result)
+        if "cumulated_batch_size" in result._defaults:
+            result._defaults["cumulated_batch_size"] = torch.tensor(0.0)
+            result.cumulated_batch_size = result.cumulated_batch_size.float()
         result.to = partial(_move, result)  # type: ignore[method-assign]
 
     def log(self, *args: Any, **kwargs: Any) -> None:

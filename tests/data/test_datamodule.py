@@ -154,6 +154,24 @@ def test_every_class_has_a_name(name: str, folder: Path) -> None:
     assert len(set(data.classes)) == data.num_classes
 
 
+def test_data_can_be_seen_without_a_trainer(small: list[str], folder: Path) -> None:
+    """A notebook gets the batches of one process, and the images that the network sees."""
+    cfg = compose(folder, *small, *MLP, "trainer.max_epochs=1")
+    data = build(cfg.data)
+    data.prepare_data()
+    data.setup("fit")
+    batches = list(data.train_dataloader())
+    assert [batch.sample_index.tolist() for batch in batches] == fit(cfg).indices
+    augmented = data.augment_batch(batches[0])
+    assert augmented.image.dtype == torch.float32
+    pixels = data.to_pixels(augmented.image)
+    assert pixels.shape == batches[0].image.shape
+    assert 0 <= pixels.min() < pixels.max() <= 1
+    assert not torch.equal(pixels, data.to_pixels(data.augment_batch(batches[0], epoch=1).image))
+    assert sum(int(batch.weight.sum()) for batch in data.val_dataloader()) == 40
+    assert data.classes[0] == "disc"
+
+
 def test_limits_and_intervals_count_steps(small: list[str], folder: Path, pool: Pool) -> None:
     """Neither accumulation nor micro-batches change what a run trains on, and when and on what it validates."""
     limits = ["trainer.limit_train_batches=0.5", "trainer.limit_val_batches=1", "trainer.limit_test_batches=2"]
