@@ -31,7 +31,7 @@ def run_application(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
     _load_env_file(_PROJECT / ".env")
     try:
-        refuse_runtime_options(sys.argv[1:])
+        refuse_internal_options(sys.argv[1:])
         argv = with_found_runs(_multirun_first(sys.argv))
         sys.argv = without_null_choices(with_saved_sweep(with_saved_overrides(argv)))
     except UserError as error:
@@ -67,10 +67,12 @@ def _load_env_file(file: Path) -> None:
         load_dotenv(file)
 
 
-def refuse_runtime_options(overrides: Sequence[str]) -> None:
+def refuse_internal_options(overrides: Sequence[str]) -> None:
     for word in overrides:
         if re.match(r"[+~]*runtime\b", word):
             raise UserError(f"{word}: the program sets `runtime` when a run starts; leave it out")
+        if re.match(r"[+~]*hydra[./]job_logging\b", word):
+            raise UserError(f"{word}: each rank logs to logs/rankN.log in the run folder; leave it out")
 
 
 def _multirun_first(argv: list[str]) -> list[str]:

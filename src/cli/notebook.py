@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from src.cli.main import explain, refuse_runtime_options
+from src.cli.main import explain, refuse_internal_options
 from src.cli.shorthands import with_saved_overrides, without_null_choices
 from src.run.folder import remove_if_unused
 from src.sweeps.resolvers import register_resolvers
@@ -73,7 +73,7 @@ def compose(*overrides: str) -> DictConfig:
     """
     if flags := [word for word in overrides if word.startswith("-")]:
         raise UserError(f"{flags[0]} is for the command line: give overrides; for a sweep, call train in a loop")
-    refuse_runtime_options(overrides)
+    refuse_internal_options(overrides)
     words = without_null_choices(with_saved_overrides(["train.py", *overrides]))[1:]
     with _hydra_initialized():
         cfg = hydra.compose("train", words)

@@ -39,7 +39,7 @@ def check_image_shape(
         raise UserError(f"data.image_shape={list(image_shape)}: give [channels, height, width]")
     for name, values in {"mean": mean, "std": std}.items():
         if len(values) != image_shape[0]:
-            raise UserError(f"data.{name}={values}: give one number for each of the {image_shape[0]} channels")
+            raise UserError(f"data.{name}={values}: give one value for each of the {image_shape[0]} channels")
     if crop_padding >= min(image_shape[1:]):
         raise UserError(f"data.augment.crop_padding={crop_padding} must be smaller than the image, which it reflects")
 

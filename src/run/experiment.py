@@ -14,6 +14,7 @@ from src.checkpoint.weights import load_initial_weights
 from src.loggers.wandb import finish_run, mark_preempted
 from src.models.dropout import use_sample_dropout
 from src.run.build import build
+from src.run.option_types import check_target_options
 from src.run.trainer import build_trainer, to_user_error
 from src.run.trainer_patches import patch_trainer
 from src.strategies.compatibility import check_can_train
@@ -128,6 +129,7 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.Lightning
     if not isinstance(cfg.seed, int) or cfg.seed < 0:
         raise UserError(f"seed={cfg.seed} is not a seed: give an integer of at least zero")
     L.seed_everything(cfg.seed, verbose=False)
+    check_target_options(cfg)
     trainer = build_trainer(cfg)
     if isinstance(trainer.accelerator, CPUAccelerator):
         tune_malloc()

@@ -16,7 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from src.checkpoint.run_files import checkpoint_file
 from src.run.devices import resolve_devices
 from src.run.folder import CONFIG, folder_of, run_and_sweep_id, saved_config
+from src.run.option_types import check_root_options
 from src.run.recipe_keys import refuse_unknown_keys
+from src.run.replaced_targets import drop_replaced_options
 from src.run.resume import newest_checkpoint, remove_partial_checkpoints
 from src.run.unused import refuse_unused_groups
 from src.utils.errors import UserError
@@ -37,6 +39,9 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
             than configured, or the run folder cannot be used.
     """
     hydra_cfg = HydraConfig.get()
+    check_root_options(cfg)
+    for message in drop_replaced_options(cfg, hydra_cfg.overrides.task):
+        _log.warning(message)
     refuse_unknown_keys(cfg, hydra_cfg)
     refuse_unused_groups(cfg, hydra_cfg.overrides.task)
     folder = Path(hydra_cfg.runtime.output_dir)
@@ -162,6 +167,7 @@ def _warn_of_changed_files(ckpt_path: str) -> None:
         return
     saved = saved_config(folder)
     composed = hydra.compose("train", list(saved.runtime.overrides))
+    drop_replaced_options(composed, saved.runtime.overrides)
     for name in _NOT_COMPARED:
         OmegaConf.update(composed, name, OmegaConf.select(saved, name))
     OmegaConf.resolve(composed)

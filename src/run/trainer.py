@@ -32,6 +32,16 @@ from src.utils.errors import UserError
 # In a notebook Lightning refuses each strategy that may start processes. Here the project's launcher starts them.
 accelerator_connector._IS_INTERACTIVE = False
 
+_OWN_ARGUMENTS = {  # arguments of Lightning's Trainer that `build_trainer` gives
+    "strategy": "use strategy=NAME instead",
+    "callbacks": "use callbacks=NAME instead",
+    "enable_checkpointing": "use callbacks=none instead",
+    "logger": "use logger=NAME instead, or logger=none",
+    "default_root_dir": "use run_dir=FOLDER instead",
+    "plugins": "leave it out, because trainer.precision and `strategy` choose the plugins",
+    "use_distributed_sampler": "leave it out, because the data module divides the data among the processes",
+}
+
 
 def build_trainer(cfg: DictConfig) -> L.Trainer:
     """Build the trainer of a resolved configuration, with the callbacks and plugins that every run needs.
@@ -144,8 +154,9 @@ def _check_options(trainer: DictConfig) -> None:
         raise UserError(
             f"trainer.overfit_batches={trainer.overfit_batches}: use debug=overfit, which trains on one batch"
         )
-    if trainer.get("enable_checkpointing") is not None:
-        raise UserError(f"trainer.enable_checkpointing={trainer.enable_checkpointing}: use callbacks=none instead")
+    for name, remedy in _OWN_ARGUMENTS.items():
+        if name in trainer:
+            raise UserError(f"trainer.{name}={trainer[name]}: {remedy}")
     interval = trainer.get("val_check_interval")
     if interval is not None and (not isinstance(interval, int | float) or interval <= 0):
         # Lightning reads each rank's own clock, so some ranks would validate while others train.

@@ -38,6 +38,7 @@ def test_env_file_sets_only_missing_variables(tmp_path: Path, monkeypatch: pytes
     [
         ("model=null", "model=null: give one of airbench, mlp"),
         ("runtime.run_id=1", "runtime.run_id=1: the program sets `runtime` when a run starts"),
+        ("hydra/job_logging=default", "hydra/job_logging=default: each rank logs to logs/rankN.log"),
         ("model.depth=2", "model.depth is no option here; did you mean"),
         ("+model.depth=2", "src.models.resnet9.resnet9 has no option `depth`"),
         ("nowhere.nothing=2", "python train.py --cfg job lists all"),

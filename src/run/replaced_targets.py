@@ -1,0 +1,46 @@
+"""Leave out the options of a class that the command line replaces by another one."""
+
+from collections.abc import Iterable
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from src.run.option_types import NOT_PASSED
+from src.utils.targets import accepted_options, locate
+
+
+def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> list[str]:
+    """Remove the options that a class named by an override `NODE._target_=...` does not accept.
+
+    They come from the YAML of the class before it. Options on the command line stay, and are refused later.
+
+    Args:
+        cfg: the composed configuration, before interpolations are resolved; it is changed.
+        overrides: the command line.
+
+    Returns:
+        A message for each class.
+
+    Raises:
+        UserError: if there is no such class.
+    """
+    given = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    messages = []
+    for name in given:
+        node_name, _, key = name.rpartition(".")
+        if key == "_target_" and node_name:
+            node = OmegaConf.select(cfg, node_name)
+            dropped = [option for option in _unaccepted(node, name) if f"{node_name}.{option}" not in given]
+            with open_dict(node):
+                for option in dropped:
+                    del node[option]
+            if dropped:
+                messages.append(f"{node_name}: {node._target_} has no {', '.join(dropped)}: left out")
+    return messages
+
+
+def _unaccepted(node: DictConfig, name: str) -> list[str]:
+    """Return the options of a node that its class does not accept."""
+    accepted = accepted_options(locate(name, node._target_))
+    if accepted is None:
+        return []
+    return [str(key) for key in node if not str(key).startswith("_") and key not in {*accepted, *NOT_PASSED}]
