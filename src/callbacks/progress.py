@@ -1,16 +1,22 @@
-"""A progress bar without cost between its refreshes."""
+"""A progress bar that fits a terminal of 80 columns, and costs nothing between its refreshes."""
 
 from time import monotonic
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
+from rich.progress import TimeRemainingColumn
+from rich.table import Column
+
+_WIDE = 100  # characters of a line in which the elapsed time and the speed have room beside three metrics
+_OTHER_COLUMNS, _OTHER_COLUMNS_WIDE = 38, 58  # characters of all columns but the metrics, with a bar of 4
 
 
 class ProgressBar(RichProgressBar):
-    """Lightning's RichProgressBar, with its metrics gathered at each of the `refresh_rate` refreshes per second.
+    """Lightning's RichProgressBar on one line, with its metrics gathered at each of the `refresh_rate` refreshes.
 
-    Lightning gathers them at every step.
+    Lightning gathers them at every step. The bar takes the room that the metrics leave. Metrics that do not fit are
+    cut.
     """
 
     _refreshed_at = 0.0
@@ -22,3 +28,28 @@ class ProgressBar(RichProgressBar):
         if (now - self._refreshed_at >= 1 / self.refresh_rate or trainer.is_last_batch) and not self.is_disabled:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             self._refreshed_at = now
+
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        """Return the metrics under short names, without the end of the run's id."""
+        metrics = super().get_metrics(trainer, pl_module)
+        return {name.removeprefix("train/"): value for name, value in metrics.items() if name != "v_num"}
+
+    def configure_columns(self, trainer: L.Trainer) -> list[Any]:
+        description, bar, batches, time, speed = super().configure_columns(trainer)
+        bar.bar_width = None  # what the other columns leave
+        others = [batches, time, speed] if self._terminal_width >= _WIDE else [batches, TimeRemainingColumn()]
+        for column in (description, *others):
+            column._table_column = Column(no_wrap=True)
+        return [description, bar, *others]
+
+    def _init_progress(self, trainer: L.Trainer) -> None:
+        super()._init_progress(trainer)
+        if self._metric_component is not None:
+            others = _OTHER_COLUMNS_WIDE if self._terminal_width >= _WIDE else _OTHER_COLUMNS
+            room = max(1, self._terminal_width - others)
+            self._metric_component._table_column = Column(no_wrap=True, overflow="ellipsis", max_width=room)
+
+    @property
+    def _terminal_width(self) -> int:
+        assert self._console is not None
+        return self._console.width

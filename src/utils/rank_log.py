@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import TextIO
 
 # This advice does not apply here: the data is in memory, and the sampler, not the loader, resumes an epoch.
 _IGNORED_WARNINGS = [
@@ -15,6 +16,7 @@ _IGNORED_WARNINGS = [
     "LeafSpec",
     "The `srun` command is available",
     "torch.distributed is disabled, unavailable or uninitialized",
+    "Couldn't infer the batch indices",  # a prediction has its samples' indices in its batch
 ]
 
 
@@ -53,8 +55,16 @@ def _file_handler(file: Path) -> logging.Handler:
     return handler
 
 
+class _TerminalHandler(logging.StreamHandler[TextIO]):
+    """Handler that looks up stdout for each message, because a progress bar replaces it, to print above the bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stdout
+        super().emit(record)
+
+
 def _terminal_handler() -> logging.Handler:
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _TerminalHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.addFilter(lambda record: record.name.startswith("src.") or record.levelno >= logging.WARNING)
     return handler
