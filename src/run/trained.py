@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from src.checkpoint.run_files import CHECKPOINTS
 from src.checkpoint.weights import build_trusted, load_network
-from src.data.image_folder import ImageFolder
+from src.data.image_files import ImageFolder
 from src.utils.errors import UserError, suggest
 
 _IMAGES_AT_ONCE = 256
