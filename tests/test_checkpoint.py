@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from src.checkpoint.integrity import read_weights
 from src.checkpoint.weights import load_network
 from src.run.experiment import assemble
 from src.utils.errors import UserError
@@ -38,6 +39,21 @@ def test_another_number_of_classes_gets_a_new_head_and_a_message(
     assert torch.equal(own["net.layer1.0.weight"], saved["net.layer1.0.weight"])
     assert own["net.head.weight"].shape == (20, 16)
     assert "10 classes there, 20 here: net.head.weight and net.head.bias start afresh" in caplog.text
+
+
+def test_starts_from_a_file_of_weights(trained: Path, small: list[str], folder: Path, tmp_path: Path) -> None:
+    """The names in the file are those of the network, without the module's prefix."""
+    saved = {name.removeprefix("net."): tensor for name, tensor in torch.load(trained)["state_dict"].items()}
+    torch.save(saved, tmp_path / "weights.pt")
+    _, module, _ = assemble(compose(folder, *small, *MLP, f"init_from={tmp_path}/weights.pt"))
+    assert all(torch.equal(module.state_dict()[f"net.{name}"], tensor) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize("content", [{"epoch": 3}, [torch.zeros(2)], {}], ids=["no weights", "a list", "nothing"])
+def test_refuses_a_file_without_weights(content: object, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "weights.pt")
+    with pytest.raises(UserError, match="contains no weights: give a run, or a file"):
+        read_weights(tmp_path / "weights.pt", "init_from")
 
 
 @pytest.mark.parametrize(

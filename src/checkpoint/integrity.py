@@ -37,6 +37,19 @@ def check_is_checkpoint(path: Path, option: str) -> None:
     read_run_checkpoint(path, option, map_location="meta", mmap=True)
 
 
+def read_weights(path: _PATH, option: str, **options: Any) -> dict[str, Tensor]:
+    """Return the `state_dict` in `path`: a checkpoint of a run, or a file that contains nothing else.
+
+    Raises:
+        UserError: if the file cannot be read, or contains no weights; the message names `option`.
+    """
+    content = read_checkpoint(path, option, **options)
+    weights = content.get("state_dict", content) if isinstance(content, dict) else None
+    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise UserError(f"{option}={path} contains no weights: give a run, or a file with a network's `state_dict`")
+    return weights
+
+
 def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
     """Check that the weights of a checkpoint have the names and shapes of this module's weights.
 

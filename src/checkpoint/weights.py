@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from src.checkpoint.integrity import read_run_checkpoint
+from src.checkpoint.integrity import read_run_checkpoint, read_weights
 from src.checkpoint.run_files import checkpoint_file
 from src.utils.errors import UserError
 
@@ -76,14 +76,16 @@ def _is_in(target: str, packages: Sequence[str]) -> bool:
 
 
 def load_initial_weights(module: nn.Module, path: str) -> None:
-    """Load the weights of another run, which may have another number of classes, into the module.
+    """Load the weights of another run, or of a file with the `state_dict` of the network alone, into the module.
 
     If the last linear layer has another number of outputs, it keeps its initialization, and a log line reports it.
 
     Raises:
-        UserError: if that run has another network.
+        UserError: if the weights are those of another network.
     """
-    saved, own = read_run_checkpoint(path, "init_from")["state_dict"], module.state_dict()
+    saved, own = read_weights(path, "init_from"), module.state_dict()
+    if not saved.keys() & own.keys():
+        saved = {f"net.{name}": tensor for name, tensor in saved.items()}
     linear_layers = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
     head = linear_layers[-1] if linear_layers else None
     in_one_only = sorted(saved.keys() ^ own.keys())
