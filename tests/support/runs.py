@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from src.run.devices import runs_in_single_process
 from src.run.experiment import assemble
+from src.run.replaced_targets import drop_replaced_options
 from tests.support.pool import Pool
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -31,6 +32,7 @@ def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
     cfg.run_dir, cfg.runtime.run_id = str(folder), folder.name
     if cfg.trainer.devices == "auto":
         cfg.trainer.devices = 1
+    drop_replaced_options(cfg, overrides)
     OmegaConf.resolve(cfg)
     return cfg
 
