@@ -18,6 +18,7 @@ from tests.support.experiments import SIZES
 from tests.support.huggingface import save_to_disk, use_stand_in
 from tests.support.memory import disable_malloc_tuning, release_memory
 from tests.support.pool import Pool
+from tests.support.runs import CONF
 
 pytest_plugins = ["tests.support.report"]
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -85,7 +86,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
             file = root / split / f"class {label}" / f"{number:03d}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(file)
-    np.savez(root / "arrays.npz", **arrays)
+    np.savez(root / "arrays.npz", **arrays)  # type: ignore[arg-type]
     save_to_disk(root / "hub", arrays)
     return root
 
@@ -95,6 +96,16 @@ def hub(images: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the folder of a dataset of Hugging Face, which the library or its stand-in reads in this process."""
     use_stand_in(monkeypatch)
     return f"{images}/hub"
+
+
+@pytest.fixture
+def local_data(small: list[str], cifar: Path, images: Path, hub: str) -> dict[str, list[str]]:
+    """Return the overrides that read each dataset of conf/data from this machine."""
+    names = [file.stem for file in (CONF / "data").glob("[!_]*.yaml")]
+    return {name: [f"data={name}", f"data.root={cifar if 'cifar' in name else images}"] for name in names} | {
+        "shapes": small,
+        "huggingface": ["data=huggingface", f"data.source.name={hub}"],
+    }
 
 
 @pytest.fixture

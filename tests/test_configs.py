@@ -75,16 +75,6 @@ def words(*choices: Choice) -> list[str]:
     return [*model, *logger, *overrides, *shrunk, "trainer.accelerator=cpu", f"trainer.devices={devices}", *TINY]
 
 
-@pytest.fixture
-def local_data(small: list[str], cifar: Path, images: Path, hub: str) -> dict[str, list[str]]:
-    """Return the overrides that read each dataset from this machine."""
-    names = [file.stem for file in (CONF / "data").glob("[!_]*.yaml")]
-    return {name: [f"data={name}", f"data.root={cifar if 'cifar' in name else images}"] for name in names} | {
-        "shapes": small,
-        "huggingface": ["data=huggingface", f"data.source.name={hub}"],
-    }
-
-
 def data_words(choices: set[Choice], local_data: dict[str, list[str]]) -> list[str]:
     """Return the overrides for local data: small shapes, unless the row chooses a dataset."""
     return local_data[next((name for group, name in choices if group == "data"), "shapes")]

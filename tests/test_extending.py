@@ -32,8 +32,9 @@ def train(cfg: DictConfig, project: Path) -> dict[str, float]:
 
 
 @pytest.fixture
-def project(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Write the files of a recipe, and return their folder, which Python can import from."""
+def project(section: str, images: Path, hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Write the files of a recipe, and return their folder, which Python can import from; its `images` has data."""
+    (tmp_path / "images").symlink_to(images)
     for name, code in re.findall(r"^`([\w./]+)`:\n\n```(?:python|yaml)\n(.*?)```", SECTIONS[section], re.M | re.S):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)

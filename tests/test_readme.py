@@ -78,9 +78,10 @@ def fill_placeholders(words: list[str], finished_run: Path, folder: Path) -> lis
 
 
 @pytest.fixture
-def overrides(words: tuple[str, ...], finished_run: Path, small: list[str], cifar: Path, folder: Path) -> list[str]:
+def overrides(words: tuple[str, ...], finished_run: Path, local_data: dict[str, list[str]], folder: Path) -> list[str]:
     """Return the documented overrides, changed to little data."""
-    data = [f"data.root={cifar}"] if "data=cifar100" in words else small
+    dataset = next((word.removeprefix("data=") for word in words if word.startswith("data=")), "shapes")
+    data = local_data[dataset.partition(",")[0]]
     batch = [] if any(word.startswith("data.batch_size") for word in words) else ["data.batch_size=16"]
     kept = [word for word in first_job(words) if "trainer.max_epochs" not in word and "num_nodes" not in word]
     model = [] if any(word.startswith(MODEL_OPTIONS) for word in kept) else ["model.width=4"]

@@ -1,5 +1,6 @@
 """Splits, batch sizes and exact evaluation."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from src.data.augment.pixels import normalize
 from src.run.build import build
 from src.run.experiment import assemble
 from src.utils.errors import UserError
+from tests.support.commands import ROOT
 from tests.support.comparison import check_same_rows, read_rows
 from tests.support.experiments import SHORT
 from tests.support.interruption import run_on_ranks
@@ -170,6 +172,13 @@ def test_data_can_be_seen_without_a_trainer(small: list[str], folder: Path) -> N
     assert not torch.equal(pixels, data.to_pixels(data.augment_batch(batches[0], epoch=1).image))
     assert sum(int(batch.weight.sum()) for batch in data.val_dataloader()) == 40
     assert data.classes[0] == "disc"
+
+
+def test_documented_notebook(small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(ROOT)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    exec(code.replace('["data=shapes"]', repr(small)), {})
+    assert "torch.Size([128, 3, 32, 32])" in capsys.readouterr().out
 
 
 def test_limits_and_intervals_count_steps(small: list[str], folder: Path, pool: Pool) -> None:

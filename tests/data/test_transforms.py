@@ -43,7 +43,7 @@ def images_by_sample(
 ) -> dict[int, list[int]]:
     """Return the first pixel of each training image of an epoch, whichever rank and batch it belongs to."""
     split = ImageSplit(ImageSet(torch.zeros(48, 3, 4, 4, dtype=torch.uint8), torch.zeros(48)), torch.arange(48))
-    found = {}
+    found: dict[int, list[int]] = {}
     for rank in range(dp_size):
         batches = TrainingBatches(48, 16, accumulate, seed, DataParallelInfo(dp_size, rank, 1))
         batches.set_epoch(epoch)
@@ -65,10 +65,10 @@ def test_images_depend_only_on_seed_epoch_and_sample() -> None:
 
 
 def test_generators_keep_their_states() -> None:
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index, union-attr]
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
     images_by_sample()
     assert torch.equal(torch.get_rng_state(), states[0])
-    assert np.random.get_state()[1].tolist() == states[1]  # type: ignore[index, union-attr]
+    assert np.random.get_state()[1].tolist() == states[1]  # type: ignore[index]
     assert random.getstate() == states[2]
 
 

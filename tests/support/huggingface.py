@@ -50,7 +50,7 @@ def save_to_disk(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     """Write the images, (n, height, width, 3), and labels of `train` and `test` as a dataset of Hugging Face."""
     folder.mkdir()
     if not importlib.util.find_spec("datasets"):
-        np.savez(folder / "arrays.npz", **arrays)
+        np.savez(folder / "arrays.npz", **arrays)  # type: ignore[arg-type]
         return
     import datasets
 
