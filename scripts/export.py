@@ -74,9 +74,7 @@ def _to_onnx(program: Any) -> bytes:
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that torchvision is not installed
     names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
     exported = torch.onnx.export(program, dynamo=True, dynamic_shapes={"images": {0: "n"}}, verbose=False, **names)
-    buffer = io.BytesIO()
-    exported.save(buffer)
-    return buffer.getvalue()
+    return exported.model_proto.SerializeToString()
 
 
 def _load_onnx(content: bytes) -> Callable[[Tensor], Tensor]:

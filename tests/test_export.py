@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from scripts.export import _check_output
+from scripts.export import _check_output, export
 from src import compose, load_run, train
 from src.run.trained import Classifier
+from src.utils.errors import UserError
 from tests.support.commands import TINY, error_line, run_here
 
 QUIET = ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "logger=none", "trainer.max_epochs=1"]
@@ -48,11 +49,6 @@ def test_exports_to_onnx(folder: Path, tmp_path: Path) -> None:
     [
         (["--output=/proc/nowhere/x.pt2"], "--output=/proc/nowhere/x.pt2 cannot be written"),
         (["--checkpoint=bset"], "has no checkpoint `bset`"),
-        pytest.param(
-            ["--format=onnx"],
-            "needs the packages onnx, onnxscript, onnxruntime: pip install '.[onnx]'",
-            marks=pytest.mark.skipif(HAS_ONNX, reason="ONNX is installed"),
-        ),
     ],
 )
 def test_errors_are_one_line(options: list[str], message: str, folder: Path) -> None:
@@ -60,7 +56,17 @@ def test_errors_are_one_line(options: list[str], message: str, folder: Path) -> 
     assert message in error_line(err)
 
 
-def test_detects_another_output() -> None:
-    classifier = Classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), (0.5,) * 3, (0.2,) * 3)
+@pytest.fixture
+def classifier() -> Classifier:
+    return Classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), (0.5,) * 3, (0.2,) * 3)
+
+
+def test_missing_packages_are_named(classifier: Classifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.export.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs the packages onnx, onnxscript, onnxruntime: pip install"):
+        export(classifier, [3, 2, 2], "onnx")
+
+
+def test_detects_another_output(classifier: Classifier) -> None:
     with pytest.raises(RuntimeError, match="differs from the network"):
         _check_output(lambda images: classifier(images).roll(1, 1), classifier, [3, 2, 2])

@@ -65,7 +65,7 @@ def test_result_has_what_the_run_folder_has(result: Result) -> None:
     saved = torch.load(result.folder / "checkpoints" / "last.ckpt")["state_dict"]
     assert result.module is not None
     assert all(torch.equal(tensor, saved[name]) for name, tensor in result.module.state_dict().items())
-    assert len(result.data.splits["train"]) == 360  # type: ignore[union-attr]
+    assert len(result.data.splits["train"]) == 360
 
 
 def test_a_second_run_is_the_same_and_nothing_of_the_first_is_left(result: Result, tiny: list[str]) -> None:

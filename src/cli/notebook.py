@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -47,12 +47,12 @@ class Result:
     @property
     def module(self) -> "L.LightningModule | None":
         """The trained module, or None if the ranks were other processes."""
-        return self.trainer and self.trainer.lightning_module
+        return self.trainer.lightning_module if self.trainer else None
 
     @property
     def data(self) -> "L.LightningDataModule | None":
         """The data module with its splits, or None if the ranks were other processes."""
-        return self.trainer and self.trainer.datamodule
+        return getattr(self.trainer, "datamodule", None)
 
     @property
     def history(self) -> list[dict[str, float]]:
@@ -158,7 +158,7 @@ def _main_not_imported(cfg: DictConfig) -> Iterator[None]:
     "<stdin>" (`get_preparation_data` in multiprocessing/spawn.py).
     """
     main = vars(sys.modules["__main__"])
-    hidden = {name: main.pop(name) for name in ("__spec__", "__file__") if name in main}
+    hidden: dict[str, Any] = {name: main.pop(name) for name in ("__spec__", "__file__") if name in main}
     main["__spec__"] = None
     try:
         yield
