@@ -67,6 +67,15 @@ def test_missing_packages_are_named(classifier: Classifier, monkeypatch: pytest.
         export(classifier, [3, 2, 2], "onnx")
 
 
+class CountsImages(nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.cat([images.flatten(1), torch.ones(1, 1).expand(len(images), -1)], 1)
+
+
+def test_network_may_ask_for_the_number_of_images() -> None:
+    export(Classifier(CountsImages(), (0.5,) * 3, (0.2,) * 3), [3, 2, 2], "torch")
+
+
 def test_detects_another_output(classifier: Classifier) -> None:
     with pytest.raises(RuntimeError, match="differs from the network"):
         _check_output(lambda images: classifier(images).roll(1, 1), classifier, [3, 2, 2])

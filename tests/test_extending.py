@@ -1,23 +1,26 @@
 """Each recipe of docs/extending.md works: its files are written, and its commands and its code run.
 
 A recipe is a section of the page. A block of code after a line with a file name belongs to that file; another block of
-Python runs as it is. Commands run on little data, inside this process or on the ranks of the pool.
+Python runs as it is. Commands run on little data, inside this process or on the ranks of the pool. RUN_DIR stands for
+the folder of a run.
 """
 
 import re
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig
 
+from src.cli import notebook
 from src.run.devices import runs_in_single_process
 from src.run.experiment import run
-from tests.support.commands import ROOT
+from tests.support.commands import ROOT, run_here
 from tests.support.pool import Pool
-from tests.support.runs import compose
+from tests.support.runs import QUIET, compose
 
 TINY = ["data.batch_size=16", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.log_every_n_steps=1"]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -29,6 +32,12 @@ def train(cfg: DictConfig, project: Path) -> dict[str, float]:
     if str(project) not in sys.path:
         sys.path.insert(0, str(project))
     return run(cfg)
+
+
+def run_script(line: str, project: Path) -> None:
+    """Run a line `python -m scripts.NAME ...`, whose RUN_DIR is a folder of the project."""
+    _, _, program, *words = shlex.split(line.replace("RUN_DIR", f"{project}/RUN_DIR"), comments=True)
+    run_here(*words, program=program)
 
 
 @pytest.fixture
@@ -46,11 +55,22 @@ def project(section: str, images: Path, hub: str, tmp_path: Path, monkeypatch: p
         del sys.modules[name]
 
 
+def test_readme_has_the_same_notebook() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert code in SECTIONS["In a notebook"]
+
+
 @pytest.mark.parametrize("section", SECTIONS)
-def test_recipe(section: str, project: Path, small: list[str], pool: Pool) -> None:
+def test_recipe(section: str, project: Path, small: list[str], pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "conf").mkdir(exist_ok=True)
+    monkeypatch.setattr(notebook, "compose", partial(notebook.compose, *small, *QUIET))
+    if "RUN_DIR" in "".join(re.findall(r"```.*?```", SECTIONS[section], re.S)):
+        notebook.train(notebook.compose("model=mlp", *TINY, f"run_dir={project}/RUN_DIR"))
     for block in re.findall(r"```bash\n(.*?)```", SECTIONS[section], re.S):
         for number, line in enumerate(block.replace("\\\n", " ").splitlines()):
+            if "-m scripts." in line:
+                run_script(line, project)
+                continue
             words = shlex.split(line, comments=True)[2:]  # after `python train.py`
             data = [] if any(word.startswith("data=") for word in words) else small
             search = f"hydra.searchpath=[file://{project}/conf]"
