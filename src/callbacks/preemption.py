@@ -2,12 +2,11 @@
 
 import logging
 from pathlib import Path
-from signal import Signals
 from typing import Any
 
 import lightning as L
 
-from src.checkpoint.run_files import CHECKPOINTS, LAST
+from src.checkpoint.run_files import CHECKPOINTS, LAST, stop_message
 from src.utils import signals
 from src.utils.consensus import RankConsensus
 
@@ -15,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class PreemptionHandler(L.Callback):
-    """Ends the run between two steps after any rank, or the launcher, has received SIGTERM or SIGUSR1.
+    """Ends the run between two steps after any rank, or the launcher, has received SIGINT, SIGTERM or SIGUSR1.
 
     Lightning's own handlers are not installed, because they run collectives wherever the signal interrupts the process.
     A signal during validation takes effect after it.
@@ -62,5 +61,4 @@ class PreemptionHandler(L.Callback):
 
     def _log_stop(self, trainer: L.Trainer, signal_number: int) -> None:
         if trainer.is_global_zero:
-            name, step = Signals(signal_number).name, trainer.global_step
-            _log.info("stopped by %s at step %d; ckpt_path=%s goes on from there", name, step, self.folder)
+            _log.info(stop_message(signal_number, self.folder, f" at step {trainer.global_step}"))

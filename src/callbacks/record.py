@@ -85,7 +85,7 @@ class RunRecord(L.Callback):
             "run folder": self.config.run_dir,
         }
         if self.config.ckpt_path:
-            banner["goes on from"] = f"{self.config.ckpt_path}, step {trainer.global_step}"
+            banner["goes on from"] = f"{self.config.ckpt_path}, step {self._resumed_at}"
         return banner
 
     def _batch_norm_samples(self, module: nn.Module, per_device: int, dp_size: int) -> str:

@@ -1,5 +1,6 @@
 """The DataLoader of a rank: batches from the device, or fetched on the host."""
 
+import signal
 from collections.abc import Iterator
 
 import torch
@@ -31,7 +32,19 @@ def build_loader(
     if isinstance(data, ImageSplit) and should_keep_on_device(data, device, choice, num_workers):
         return ResidentBatches(data, batches, device)
     pin = device.type == "cuda"
-    return HostBatches(data, sampler=batches, batch_size=None, num_workers=num_workers, pin_memory=pin)
+    return HostBatches(
+        data,
+        sampler=batches,
+        batch_size=None,
+        num_workers=num_workers,
+        pin_memory=pin,
+        worker_init_fn=_ignore_interrupt,
+    )
+
+
+def _ignore_interrupt(worker: int) -> None:
+    """Let a worker process outlive Ctrl-C, after which the rank still fetches a batch, saves and stops."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class HostBatches(DataLoader[Batch]):

@@ -1,6 +1,5 @@
 """Run all ranks of this node in new processes, with torch's elastic launcher."""
 
-import ctypes
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from src.checkpoint.run_files import stop_message
 from src.launch.failures import RankFailedError, first_error, log_sizes
 from src.launch.hosts import rendezvous_settings
 from src.launch.rank import run_rank
@@ -23,9 +23,8 @@ from src.utils import signals
 from src.utils.errors import UserError
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
-_ELASTIC_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that the elastic launcher handles
+_ELASTIC_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)  # signals that the elastic launcher handles
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # A collective raises an error with one of these words if a peer has exited.
 _PEER_LOST = re.compile("gloo|nccl|connection|socket|peer|timed out", re.IGNORECASE)
 _REPORT_DELAY = 10.0  # seconds, enough for the launcher to see which rank failed first
@@ -39,10 +38,14 @@ def launch_workers(cfg: DictConfig, processes: int, node_rank: int = 0) -> dict[
         RankFailedError: if the first failed rank raised another error, died, or hung.
         Stopped: if a signal ended the job.
     """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
     with signals.forward_to_workers():
         for attempt in range(cfg.launch.max_restarts + 1):
             try:
                 return _run_group(cfg, processes, node_rank, attempt)
+            except SignalException as stopped:
+                raise _stopped(cfg, signals.requested() or stopped.sigval) from None
             except RankFailedError as failed:
                 if attempt == cfg.launch.max_restarts:
                     raise
@@ -54,7 +57,6 @@ def launch_workers(cfg: DictConfig, processes: int, node_rank: int = 0) -> dict[
 
 def _run_group(cfg: DictConfig, processes: int, node_rank: int, attempt: int) -> dict[str, float]:
     """Run all ranks once; return the metrics of this node's first rank."""
-    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
@@ -64,14 +66,9 @@ def _run_group(cfg: DictConfig, processes: int, node_rank: int, attempt: int) ->
     with _elastic_signals_restored():
         try:
             results = elastic_launch(elastic_config, _run_worker)(cfg, os.getpid())
-        except SignalException as stopped:
-            number = signals.requested() or stopped.sigval
-            _print_how_to_continue(cfg, number)
-            raise signals.Stopped(number) from None
         except ChildFailedError as failed:
             if number := signals.requested():  # a signal came before the ranks could save, or a second one came
-                _print_how_to_continue(cfg, number)
-                raise signals.Stopped(number) from None
+                raise _stopped(cfg, number) from None
             raise first_error(failed, cfg.run_dir, sizes) from None
     metrics_or_signal = next(iter(results.values()))
     if isinstance(metrics_or_signal, int):
@@ -113,9 +110,10 @@ def _elastic_signals_restored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _print_how_to_continue(cfg: DictConfig, number: int) -> None:
-    name = signal.Signals(number).name
-    print(f"stopped by {name}; ckpt_path={cfg.run_dir} goes on from its last save", file=sys.stderr)
+def _stopped(cfg: DictConfig, number: int) -> signals.Stopped:
+    """Print how to continue the run, and return the exception that ends it."""
+    print(stop_message(number, cfg.run_dir), file=sys.stderr)
+    return signals.Stopped(number)
 
 
 def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
@@ -127,7 +125,7 @@ def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    die_with_parent(launcher)
+    signals.prepare_started_process(launcher)
     _silence_launchers()
     rank, error_file = int(os.environ["RANK"]), os.environ[_ERROR_FILE]
     if runs_in_single_process(cfg):
@@ -161,13 +159,6 @@ def _delay_secondary_failure(error: Exception) -> None:
     deadline = time.monotonic() + _REPORT_DELAY
     while not signals.requested() and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent has ended, in whatever way."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before that call
-        os._exit(1)
 
 
 def _silence_launchers() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from signal import SIGINT
 from typing import Any
 
 import lightning as L
@@ -37,8 +38,13 @@ def run(cfg: DictConfig, keep: Callable[[L.Trainer], None] | None = None) -> dic
     try:
         logged = _fit_test_predict(cfg, trainer, module, data)
         succeeded = True
-    except Stopped:
-        mark_preempted()
+    except Stopped as stopped:
+        if stopped.number != SIGINT:  # the user's own end of the run, which no scheduler should repeat
+            mark_preempted()
+        raise
+    except SystemExit as interrupted:
+        if isinstance(interrupted.__context__, KeyboardInterrupt):  # Lightning replaces it: call.py, line 60
+            raise KeyboardInterrupt from None
         raise
     except MisconfigurationException as error:
         raise to_user_error(error) from error

@@ -1,5 +1,7 @@
 """DDP in processes that Lightning spawns, as in many tutorials; `strategy=ddp` starts faster and shuts down better."""
 
+import multiprocessing
+import signal
 from typing import Any
 
 import lightning as L
@@ -42,20 +44,21 @@ class _Launcher(_MultiProcessingLauncher):
         try:
             return super().launch(*args, **kwargs)
         except mp.ProcessExitedException as error:
-            if error.exit_code > 128:
-                raise signals.Stopped(error.exit_code - 128) from None
+            if number := signals.requested() or max(0, error.exit_code - 128):
+                raise signals.Stopped(number) from None
             raise
         finally:
             signals.restore_handlers(handlers)
 
     def _wrapping_function(self, process_idx: int, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        signals.prepare_started_process(multiprocessing.parent_process().pid)
         try:
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except BaseException as error:
             for logger in trainer.loggers:
                 logger.finalize("failed")  # Lightning does so only in processes that it did not spawn
             is_preempted = isinstance(error, signals.Stopped)
-            if is_preempted:
+            if is_preempted and error.number != signal.SIGINT:
                 mark_preempted()
             finish_run(succeeded=False)
             if is_preempted:  # all ranks stop together, so no rank waits in a collective

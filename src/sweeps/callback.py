@@ -36,7 +36,7 @@ class SweepReport(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Make joblib's processes end with the sweep. By default they continue their jobs, as submitit's should."""
         if config.hydra.launcher._target_.endswith("JoblibLauncher") and os.getpid() != self._sweep_pid:
-            from src.launch.workers import die_with_parent
+            from src.utils.signals import die_with_parent
 
             die_with_parent(self._sweep_pid)
 

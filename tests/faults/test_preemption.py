@@ -1,13 +1,19 @@
-"""After SIGTERM or SIGUSR1 to any process all ranks save and stop together, and the run resumes exactly."""
+"""After Ctrl-C, SIGTERM or SIGUSR1 to any process all ranks save and stop together, and the run resumes exactly."""
 
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
+from src.checkpoint.run_files import stop_message
+from src.data.datamodule import ImageDataModule
+from src.run.experiment import run as run_experiment
+from src.utils import signals
 from tests.support.commands import (
     PARITY,
     TORCHRUN,
@@ -42,6 +48,10 @@ def uninterrupted(small: list[str], tmp_path_factory: pytest.TempPathFactory) ->
     ("number", "to", "program", "world"),
     [
         pytest.param(signal.SIGTERM, "the process", TRAIN, [], id="alone", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "the process", TRAIN, TWO, id="interrupted launcher", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "all of them", TRAIN, TWO, id="Ctrl-C", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "all of them", TRAIN, SPAWN, id="Ctrl-C spawned", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "all of them", TORCHRUN, TWO, id="Ctrl-C torchrun", marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, "the process", TRAIN, TWO, id="launcher", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "a rank", TRAIN, TWO, id="one rank"),
         pytest.param(signal.SIGTERM, "all of them", TRAIN, SPAWN, id="spawned", marks=pytest.mark.slow),
@@ -78,19 +88,85 @@ def test_signal_saves_stops_and_resumes(
 
 
 @pytest.mark.slow
-def test_second_signal_ends_the_run_at_once(small: list[str], folder: Path) -> None:
+@pytest.mark.parametrize(("number", "pause"), [(signal.SIGTERM, 3.0), (signal.SIGINT, 0.6)])
+def test_second_signal_ends_the_run_at_once(
+    number: signal.Signals, pause: float, small: list[str], folder: Path
+) -> None:
     """A sleeping rank does not react to the first one."""
     process = start(*small, *PARITY, *TWO, slow(0.0), "+callbacks.slow.at=3", f"run_dir={folder}")
     wait_for_rows(folder, 3, process)
-    os.kill(process.pid, signal.SIGTERM)
-    time.sleep(3)
+    os.kill(process.pid, number)
+    time.sleep(pause)
     assert process.poll() is None
     before = time.monotonic()
-    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, number)
     code, _, err = wait_for_exit(process)
-    assert code == 128 + signal.SIGTERM
+    assert code == 128 + number
     assert time.monotonic() - before < 10
-    assert "stopped by SIGTERM" in err
+    assert f"stopped by {number.name}; {folder} has no checkpoint yet" in err
+
+
+def test_interrupt_saves_and_stops(
+    small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A single process without a launcher; the tests with several processes are slow."""
+    monkeypatch.setattr(signals, "_received", [])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(signals.Stopped) as stopped:
+            fit(compose(folder, *small, *PARITY), Interrupt())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped.value.code == 128 + signal.SIGINT
+    assert 3 <= torch.load(folder / "checkpoints" / "last.ckpt")["global_step"] < 20
+    assert "Ctrl-C again stops at once" in capfd.readouterr().err
+
+
+def test_interrupt_before_training(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning ends an interrupted process with exit code 1, here during a download."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(ImageDataModule, "prepare_data", interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_experiment(compose(folder, *small, *PARITY))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Interrupt(L.Callback):
+    """Send this process SIGINT at the third step."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("number", "pause", "is_second"),
+    [
+        (signal.SIGINT, 0.1, False),
+        (signal.SIGINT, 0.5, True),
+        (signal.SIGTERM, 0.5, False),
+        (signal.SIGTERM, 3.0, True),
+    ],
+)
+def test_late_copies_are_no_second_request(
+    number: signal.Signals, pause: float, is_second: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "_received", [(number, time.monotonic() - pause)])
+    assert signals.record_signal(number) == is_second
+
+
+@pytest.mark.parametrize(("saved", "end"), [(True, "ckpt_path=RUN goes on from its last save"), (False, "RUN has no")])
+def test_message_names_only_existing_checkpoints(saved: bool, end: str, folder: Path) -> None:
+    (folder / "checkpoints").mkdir(parents=True)
+    if saved:
+        (folder / "checkpoints" / "last.ckpt").touch()
+    assert f"stopped by SIGINT; {end}".replace("RUN", str(folder)) in stop_message(signal.SIGINT, folder)
 
 
 @pytest.mark.slow
@@ -124,6 +200,6 @@ def test_signals_to_tasks_of_a_slurm_job(small: list[str], uninterrupted: Path, 
 
 
 def test_restores_signal_handlers(small: list[str], folder: Path) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
     fit(compose(folder, *small, *PARITY, "trainer.max_steps=2"))
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == before

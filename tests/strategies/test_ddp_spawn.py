@@ -1,5 +1,6 @@
 """Shutdown of a process that Lightning has spawned."""
 
+import multiprocessing
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from src.strategies.ddp_spawn import DDPSpawn
+from src.utils import signals
 from src.utils.signals import Stopped
 
 
@@ -26,6 +28,8 @@ def test_loggers_of_a_failed_run_are_marked_failed(error: BaseException, monkeyp
         raise error
 
     strategy, logger = DDPSpawn(), Logger()
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=0))
+    monkeypatch.setattr(signals, "prepare_started_process", lambda parent: None)
     strategy._configure_launcher()
     monkeypatch.setattr(_MultiProcessingLauncher, "_wrapping_function", fail)
     with pytest.raises(type(error)):
