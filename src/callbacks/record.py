@@ -43,6 +43,7 @@ class RunRecord(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log only now, after every check that may refuse to resume the run."""
         self._log_settings(trainer)
+        trainer.last_step = trainer.datamodule.total_steps
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 logger.cut(self._resumed_at)

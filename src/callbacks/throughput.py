@@ -78,7 +78,8 @@ class Throughput(L.Callback):
         if self._counter:
             self._estimate_step_flops(trainer)
         if should_report:
-            self._report(trainer, pl_module)
+            if trainer.global_step > 1 or trainer.log_every_n_steps == 1:  # the first step is a warm-up
+                self._report(trainer, pl_module)
             self._reset_timers()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

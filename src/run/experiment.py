@@ -20,6 +20,7 @@ from src.run.trainer import build_trainer, to_user_error
 from src.run.trainer_patches import patch_trainer
 from src.strategies.compatibility import check_can_train
 from src.utils.errors import UserError
+from src.utils.log_points import log_first_and_last_step
 from src.utils.malloc import tune_malloc
 from src.utils.signals import Stopped
 
@@ -150,6 +151,7 @@ def _build_module(cfg: DictConfig, trainer: L.Trainer) -> L.LightningModule:
     if not getattr(module, "takes_batch", False):
         trainer.num_sanity_val_steps = 1  # src/callbacks/monitor_check.py then checks its metrics
     patch_trainer(trainer, module)
+    log_first_and_last_step(trainer)
     use_sample_dropout(module)
     check_can_train(trainer.strategy, module)
     if cfg.predict and not is_overridden("predict_step", module):

@@ -12,6 +12,7 @@ _IGNORED_WARNINGS = [
     "does not have many workers",
     "dataloader is not resumable",
     "Checkpoint directory .* exists",
+    "smaller than the logging interval",  # the first and the last step are logged anyway
     "The dirpath has changed",  # for an evaluation, which has a folder of its own
     "LeafSpec",
     "The `srun` command is available",
