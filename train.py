@@ -6,7 +6,10 @@ Heavy imports are late: the workers of a run import this file too, and `--help` 
 import sys
 from pathlib import Path
 
-import hydra
+try:
+    import hydra
+except ModuleNotFoundError:
+    sys.exit(f"error: {sys.executable} has no Hydra: run `make install`, then `source .venv/bin/activate`")
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from src.cli.messages import explain, explain_yaml
 from src.cli.shorthands import (
     missing_folder,
     with_found_runs,
@@ -18,11 +19,9 @@ from src.cli.shorthands import (
     with_saved_sweep,
     without_null_choices,
 )
-from src.utils.errors import UserError, similar_names, suggest
-from src.utils.flatten import flatten_config
+from src.utils.errors import UserError
 
 _PROJECT = Path(__file__).parents[2]
-_CONF = _PROJECT / "conf"
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own variable: with 1, every error keeps its traceback
 TRACEBACK_WANTED = os.environ.get(_FULL_ERROR) == "1"
 
@@ -48,7 +47,9 @@ def run_application(main: Callable[[], None]) -> int:
         print("stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
     except (HydraException, OmegaConfBaseException) as error:
-        return _fail(explain(error))
+        return _fail(explain(error, sys.argv[1:]))
+    except yaml.MarkedYAMLError as error:
+        return _fail(explain_yaml(error))
     except OSError as error:
         option = missing_folder(sys.argv)
         if option is None:
@@ -84,50 +85,3 @@ def _multirun_first(argv: list[str]) -> list[str]:
 def _fail(message: str) -> int:
     print(f"error: {message}", file=sys.stderr)
     return 1
-
-
-def explain(error: Exception) -> str:
-    """Return Hydra's message as one line, with a hint which names exist."""
-    if cause := _user_error(error):  # a resolver in conf/train.yaml raised it
-        return str(cause)
-    if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
-        return _explain_choice(*str(error.missing_cfg_file).rsplit("/", 1))
-    message = str(error).splitlines()[0]
-    # Hydra gives the name of the option in its message only: _apply_overrides_to_config in
-    # https://github.com/facebookresearch/hydra/blob/v1.3.2/hydra/_internal/config_loader_impl.py
-    if unknown := re.match(r"Could not override '([\w.]+)'", message):
-        return _explain_option(unknown[1])
-    return f"{message} {error.__cause__}".splitlines()[0] if error.__cause__ else message
-
-
-def _user_error(error: BaseException | None) -> UserError | None:
-    """Return the first UserError among the error and its contexts, or None."""
-    while error is not None and not isinstance(error, UserError):
-        error = error.__context__
-    return error
-
-
-def _explain_choice(group: str, name: str) -> str:
-    if group.startswith("hydra/"):
-        return f"{group}={name}: not installed here; it comes with pip install '.[sweeps]'"
-    choices = [file.stem for file in (_CONF / group).glob("[!_]*.yaml")]
-    return f"{group}={name}: there is no {name} in conf/{group}; {suggest(name, choices)}"
-
-
-def _explain_option(option: str) -> str:
-    options = _options()
-    names = sorted(name for name in options if name.endswith(f".{option}")) or similar_names(option, options)
-    hint = f"did you mean {' or '.join(names)}?" if names else "python train.py --cfg job lists all"
-    return f"{option} is no option here; {hint} (+{option}=... passes it on anyway)"
-
-
-def _options() -> set[str]:
-    """Return the names of the options in the files under conf/, as the command line spells them."""
-    names: set[str] = set()
-    for file in _CONF.glob("**/*.yaml"):
-        text = file.read_text()
-        package = re.match(r"# @package (\S+)", text)
-        prefix = package[1] if package else str(file.parent.relative_to(_CONF))
-        names |= flatten_config(yaml.safe_load(text) or {}, prefix.replace("_global_", "").strip(".")).keys()
-    internal = re.compile(r"(hydra|runtime)\b|.*\bdefaults$|.*\b_")
-    return {name for name in names if not internal.match(name)}

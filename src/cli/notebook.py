@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from src.cli.main import explain, refuse_internal_options
-from src.cli.shorthands import with_saved_overrides, without_null_choices
+from src.cli.main import refuse_internal_options
+from src.cli.messages import explain, explain_yaml
+from src.cli.shorthands import with_found_runs, with_saved_overrides, without_null_choices
 from src.run.folder import remove_if_unused
 from src.sweeps.resolvers import register_resolvers
 from src.utils.errors import UserError
@@ -74,8 +76,8 @@ def compose(*overrides: str) -> DictConfig:
     if flags := [word for word in overrides if word.startswith("-")]:
         raise UserError(f"{flags[0]} is for the command line: give overrides; for a sweep, call train in a loop")
     refuse_internal_options(overrides)
-    words = without_null_choices(with_saved_overrides(["train.py", *overrides]))[1:]
-    with _hydra_initialized():
+    words = without_null_choices(with_saved_overrides(with_found_runs(["train.py", *overrides])))[1:]
+    with _hydra_initialized(words):
         cfg = hydra.compose("train", words)
     cfg.runtime.overrides = words
     OmegaConf.set_readonly(cfg, True)
@@ -95,7 +97,7 @@ def train(cfg: DictConfig) -> Result:
     from src.launch.start import launch
 
     trainers: list[L.Trainer] = []
-    with _hydra_initialized(), _process_restored():
+    with _hydra_initialized(list(cfg.runtime.overrides)), _process_restored():
         folder = _make_run_folder(cfg)
         own_copy = cfg.copy()
         OmegaConf.set_readonly(own_copy, False)
@@ -119,14 +121,16 @@ def _make_run_folder(cfg: DictConfig) -> Path:
 
 
 @contextmanager
-def _hydra_initialized() -> Iterator[None]:
-    """Let Hydra find conf/, and turn its errors into those of a user."""
+def _hydra_initialized(words: list[str]) -> Iterator[None]:
+    """Let Hydra find conf/, and turn its errors at these overrides into those of a user."""
     register_resolvers()
     try:
         with hydra.initialize_config_dir(str(_CONF), version_base="1.3"):
             yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error)) from error
+        raise UserError(explain(error, words)) from error
+    except yaml.MarkedYAMLError as error:
+        raise UserError(explain_yaml(error)) from error
 
 
 @contextmanager

@@ -1,14 +1,17 @@
 """Details of the command line, tested without starting a process."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
 from src.cli.main import _load_env_file, _multirun_first
+from src.cli.messages import explain
 from src.launch.config_sync import _check_equal
 from src.run.folder import CONFIG, remove_if_unused, run_and_sweep_id
 from src.run.resolve import as_tags
@@ -39,7 +42,17 @@ def test_env_file_sets_only_missing_variables(tmp_path: Path, monkeypatch: pytes
         ("model=null", "model=null: give one of airbench, mlp"),
         ("runtime.run_id=1", "runtime.run_id=1: the program sets `runtime` when a run starts"),
         ("hydra/job_logging=default", "hydra/job_logging=default: each rank logs to logs/rankN.log"),
-        ("model.depth=2", "model.depth is no option here; did you mean"),
+        ("model.depth=2", "model.depth is no option here; model=vit and model=wide_resnet have it"),
+        ("logger.wandb.nam=x", "logger.wandb.nam is no option here; did you mean"),
+        ("strategy.microbatches=8", "strategy=hybrid and strategy=pipeline have it"),
+        ("callbacks.ema.decay=0.5", "callbacks.ema.decay is no option here; callbacks=ema has it"),
+        ("trainer.deterministic=warn", "+trainer.deterministic=... passes it on to lightning.Trainer"),
+        ("trainer.min_epoch=2", "trainer.min_epoch is no option here; did you mean +trainer.min_epochs"),
+        ("+optimizer.lr=2", "+optimizer.lr: there is such an option; leave out the +"),
+        ("hydra/sweeper=ax", "hydra/sweeper=ax: there is no ax in conf/hydra/sweeper; known: basic, optuna"),
+        ("model=mlp,vit", "model=mlp,vit: add -m for a run with each of the values"),
+        ("trainer.max_epochs = 3", "trainer.max_epochs = 3: write NAME=VALUE without a space around `=`"),
+        ("model=", "model=: give one of airbench, mlp"),
         ("+model.depth=2", "src.models.resnet9.resnet9 has no option `depth`"),
         ("nowhere.nothing=2", "python train.py --cfg job lists all"),
         ("hydra.run.dir=/proc/nothing", "hydra.run.dir=/proc/nothing: cannot make that folder"),
@@ -51,6 +64,35 @@ def test_errors_name_the_option(word: str, hint: str, small: list[str], tmp_path
     folder = [] if word.startswith("hydra") else [f"run_dir={tmp_path / 'run'}"]
     _, err = run_here(*small, word, "trainer.accelerator=cpu", *folder, code=1)
     assert hint in error_line(err)
+
+
+def test_error_in_a_users_yaml_names_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.write_text("# @package _global_\ntrainer:\n  max_epochs: 5\n seed: 5\n")
+    _, err = run_here(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine", code=1)
+    assert f"{file} line 4 is no valid YAML" in error_line(err)
+
+
+def test_says_that_hydra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hydra", None)  # as if it were not installed
+    _, err = run_here(code=1)
+    assert "has no Hydra: run `make install`, then `source .venv/bin/activate`" in error_line(err)
+
+
+def test_unknown_options_of_a_sweep(tmp_path: Path) -> None:
+    _, err = run_here("-m", "model=mlp,vit", "lr=4", f"hydra.sweep.dir={tmp_path}", code=1)
+    assert "lr is no option here; did you mean optimizer.lr?" in error_line(err)
+
+
+def test_joins_a_value_after_a_space_to_its_option() -> None:
+    words = ["seed=1", "trainer.max_epochs=", "3"]
+    assert explain(OverrideParseException("3", "..."), words).startswith("trainer.max_epochs= 3: write NAME=VALUE")
+
+
+def test_names_the_extra_of_launchers_that_are_not_installed() -> None:
+    error = MissingConfigException("...", missing_cfg_file="hydra/launcher/joblib")
+    assert explain(error, []) == "hydra/launcher=joblib: not installed here; it comes with pip install '.[sweeps]'"
 
 
 @pytest.mark.parametrize("override", ["model=vit", "model.width=4", "scheduler=cosine", "scheduler.warmup=0.1"])
