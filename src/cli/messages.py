@@ -34,7 +34,8 @@ def explain(error: Exception, words: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
         return _explain_syntax(error.override, words)
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
-        return _explain_choice(*str(error.missing_cfg_file).rsplit("/", 1), words)
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        return _explain_choice(group, name, words)
     # Hydra gives the names of options in its messages only: validate_sweep_overrides_legal and
     # _apply_overrides_to_config in
     # https://github.com/facebookresearch/hydra/blob/v1.3.2/hydra/_internal/config_loader_impl.py

@@ -1,7 +1,7 @@
 """Check options by the signature and the type hints of their class, before anything is built."""
 
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from os import PathLike
 from types import NoneType, UnionType
@@ -53,9 +53,9 @@ def _target_nodes(node: Any, name: str = "") -> Iterator[tuple[str, dict[str, An
         yield from _target_nodes(child, f"{name}.{key}".strip("."))
 
 
-def _type_hints(target: Callable[..., Any]) -> dict[str, Any]:
+def _type_hints(target: Any) -> dict[str, Any]:
     try:
-        return typing.get_type_hints(target.__init__ if isinstance(target, type) else target)
+        return typing.get_type_hints(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
     except (AttributeError, NameError, TypeError):  # such as names that only type checkers import
         return {}
 

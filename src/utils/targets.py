@@ -16,7 +16,7 @@ def locate(option: str, target: str) -> Callable[..., Any]:
     Raises:
         UserError: if there is none, or its package is not installed.
     """
-    module = _import_module(f"{option}={target}", target)
+    module: Any = _import_module(f"{option}={target}", target)
     names = target.removeprefix(module.__name__).split(".")[1:]
     try:
         return reduce(getattr, names, module)
