@@ -78,7 +78,7 @@ class RunRecord(L.Callback):
         banner = {
             "strategy": f"{strategy}, {trainer.world_size} process(es) on {module.device.type}",
             "precision": trainer.precision,
-            "data": f"{data.source.description}, {len(data.splits['train'])} to train on",
+            "data": f"{data.source.description}, {len(data.splits['train'])} images",
             "batch": f"{batch} = {dp_size} x {micro_batches} micro-batches x {per_device} per device",
             "batch norm sees": self._batch_norm_samples(module, per_device, dp_size),
             "learning rate": f"{group.get('initial_lr', group['lr']):g} after scaling, {data.total_steps} steps",

@@ -17,7 +17,8 @@ _IGNORED_WARNINGS = [
     "LeafSpec",
     "The `srun` command is available",
     "torch.distributed is disabled, unavailable or uninitialized",
-    "Couldn't infer the batch indices",  # a prediction has its samples' indices in its batch
+    "Couldn't infer the batch indices",  # a batch has the indices of its samples
+    "torch.distributed.nn.functional.all_gather is deprecated",  # Lightning calls it
 ]
 
 

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 
 from src.run.devices import runs_in_single_process
 from src.run.experiment import run
 from src.utils.errors import UserError
+from tests.support.commands import run_here
 from tests.support.pool import Pool
 from tests.support.runs import STRATEGIES, compose, fit
 
@@ -75,6 +77,15 @@ def test_larger_images_are_cropped_and_scaled(trained: Path, small: list[str], t
     assert len(list(csv.DictReader((folder / "predictions.csv").open()))) == 2
     assert (gray["file"], white["file"]) == ("gray.png", "white.jpg")
     assert gray["class"] == white["class"]
+
+
+def test_shows_in_wandb_as_a_prediction(trained: Path, images: Path, small: list[str], folder: Path) -> None:
+    task = [*small, *TASK, *PREDICT, "logger=none", "trainer.accelerator=cpu"]
+    out, err = run_here(*task, f"ckpt_path={trained}", f"predict={images}", f"run_dir={folder}")
+    assert "the classes of 90 images are in" in out
+    assert ".py:" not in out + err, "no warning"
+    runtime = OmegaConf.load(folder / "config.yaml").runtime
+    assert (runtime.job_type, runtime.group) == ("predict", trained.parents[1].name)
 
 
 def test_refuses_files_that_are_no_images(trained: Path, small: list[str], tmp_path: Path, folder: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from omegaconf import OmegaConf
 
 from tests.support.commands import (
@@ -193,8 +194,12 @@ def test_shows_the_error_of_the_rank_that_failed_first(small: list[str], tmp_pat
 def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     """Train two ranks with wandb, check the run folder, evaluate and continue it, and try another network."""
     folder = tmp_path / "run with space"
-    out, err = run(*small, *TINY, *TWO, f"hydra.run.dir='{folder}'", WANDB_MODE="offline")
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (32, 32)).save(tmp_path / "images" / "black.png")
+    task = [*small, *TINY, *TWO, f"predict={tmp_path}/images"]
+    out, err = run(*task, f"hydra.run.dir='{folder}'", WANDB_MODE="offline")
     assert "Traceback" not in err
+    assert ".py:" not in out + err, "no warning"
     assert out.count("DDP, 2 process(es) on cpu") == 1
     for fact in (
         "32 = 2 x 1 micro-batches x 16 per device",

@@ -63,7 +63,7 @@ def run_here(*arguments: str, code: int = 0, program: str = "train.py") -> tuple
     A new process takes seconds to import torch. The command must not start other processes.
     """
     out, err = io.StringIO(), io.StringIO()
-    with _restored(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with restored(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         os.chdir(ROOT)
         sys.argv = [program, *arguments]
         try:
@@ -83,7 +83,7 @@ def run_here(*arguments: str, code: int = 0, program: str = "train.py") -> tuple
 
 
 @contextlib.contextmanager
-def _restored() -> Iterator[None]:
+def restored() -> Iterator[None]:
     """Restore arguments, working directory, logging and warnings afterwards."""
     root, lightning = logging.getLogger(), logging.getLogger("lightning.pytorch")
     folder, argv, level, handlers = Path.cwd(), sys.argv, root.level, (root.handlers[:], lightning.handlers[:])
