@@ -15,8 +15,8 @@ from src.models.metrics import WeightedMean
 from src.models.module import Module
 from src.models.views import average_over_views, check_views
 from src.optim.groups import build_optimizer, override_hyperparameters, scaling_factor
-from src.optim.schedulers import TorchSchedule, as_torch_schedule, scheduler_config
-from src.optim.schedules import Schedule, lr_multiplier
+from src.optim.schedulers import as_torch_schedule, scheduler_config
+from src.optim.schedules import lr_multiplier
 from src.utils.errors import UserError
 from src.utils.log_points import is_log_point
 
@@ -47,7 +47,7 @@ class ImageClassifier(Module):
         self,
         net: nn.Module,
         optimizer: partial[Optimizer],
-        schedule: Schedule | TorchSchedule,
+        schedule: Any,
         reference_batch_size: int = 128,
         lr_scaling: str = "linear",
         label_smoothing: float = 0.0,
