@@ -18,9 +18,9 @@ import src
 import src.run.trainer
 from src import compose, load_run, train
 from src.cli.notebook import Result
-from src.models.classifier import ImageClassifier
 from src.run.experiment import assemble
 from src.utils.errors import UserError
+from src.utils.signals import Stopped
 from tests.support import runs
 from tests.support.commands import TINY, TWO, run_here, steps
 from tests.support.comparison import check_last_checkpoints, check_same_rows
@@ -108,16 +108,30 @@ def test_changes_belong_to_the_overrides(tiny: list[str]) -> None:
         compose(*tiny).seed = 1
 
 
-def test_interrupt_is_an_interrupt(tiny: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning ends the process, and ignores all later interrupts."""
+@pytest.mark.parametrize(
+    ("place", "raised", "options"),
+    [
+        ("src.models.classifier.ImageClassifier.training_step", KeyboardInterrupt(), []),
+        ("src.launch.start.launch_workers", Stopped(signal.SIGINT), TWO),
+    ],
+)
+def test_interrupt_stays_an_interrupt(
+    place: str,
+    raised: BaseException,
+    options: list[str],
+    tiny: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lightning and the launcher turn it into the end of the process, and Lightning ignores all later ones."""
 
     def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise raised
 
     handler = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(ImageClassifier, "training_step", interrupt)
+    monkeypatch.setattr(place, interrupt)
     with pytest.raises(KeyboardInterrupt):
-        train(compose(*tiny, f"run_dir={folder}"))
+        train(compose(*tiny, *options, f"run_dir={folder}"))
     assert signal.getsignal(signal.SIGINT) == handler
 
 

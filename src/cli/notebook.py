@@ -142,8 +142,9 @@ def _process_restored() -> Iterator[None]:
         with warnings.catch_warnings():
             yield
     except SystemExit as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # Lightning turns it into an exit
-            raise error.__context__ from None
+        # Lightning and the launcher of several ranks turn an interrupt into an exit.
+        if isinstance(error.__context__, KeyboardInterrupt) or error.code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt from None
         raise
     finally:
         signal.signal(signal.SIGINT, interrupt)  # which Lightning ignores after an interrupt
