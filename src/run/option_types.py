@@ -33,7 +33,7 @@ def check_target_options(cfg: DictConfig) -> None:
     Raises:
         UserError: if a class does not exist or lacks an option, or an option is of another type.
     """
-    nodes = _target_nodes(OmegaConf.to_container(cfg))
+    nodes = _target_nodes(OmegaConf.to_container(cfg, resolve=True))
     # `module.net` is a copy of `model`, whose options the user has set: short names come first.
     for name, node in sorted(nodes, key=lambda item: item[0].count(".")):
         target = locate(f"{name}._target_", node["_target_"])

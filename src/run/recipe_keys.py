@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,30 @@ def refuse_unknown_keys(cfg: DictConfig, hydra_cfg: Any) -> None:
     choices = hydra_cfg.runtime.choices  # without the groups for which a list is chosen
     if not any(choices.get(group, "a list") for group in _RECIPES):
         return  # the check takes about half as long as the composition
-    known: Tree = {}
-    recipes = []
-    for group, file, package in _chosen_files(hydra_cfg):
-        tree = _load(file, package)
-        if group in _RECIPES:
-            recipes.append((file, tree))
-        else:
-            _merge(known, tree)
-    for file, tree in recipes:
-        for name, value in _new_keys(tree, known):
-            _check_accepted(cfg, name, value, file, known)
+    known, recipes = _load_files(hydra_cfg)
+    for file, tree in recipes.items():
+        for parent, key, value in _new_keys(tree, known):
+            if not (key.startswith("_") or (isinstance(value, dict) and "_target_" in value)):
+                _check_accepted(cfg, parent, key, file, known)
         _merge(known, tree)
+
+
+def _load_files(hydra_cfg: Any) -> tuple[Tree, dict[Any, Tree]]:
+    """Return the configuration without recipes, and the content of each recipe by its path.
+
+    Raises:
+        UserError: if a recipe lacks its first line.
+    """
+    known: Tree = {}
+    recipes = {}
+    for group, file, package in _chosen_files(hydra_cfg):
+        if package == group in _RECIPES:
+            raise UserError(f"{file}: begin it with the line `# @package _global_`; its keys have no effect without it")
+        if group in _RECIPES:
+            recipes[file] = _load(file, package)
+        else:
+            _merge(known, _load(file, package))
+    return known, recipes
 
 
 def _chosen_files(hydra_cfg: Any) -> Iterator[tuple[str, Any, str]]:
@@ -52,13 +65,13 @@ def _chosen_files(hydra_cfg: Any) -> Iterator[tuple[str, Any, str]]:
     folders = [
         Path(source.path) if source.schema == "file" else files(source.path)
         for source in hydra_cfg.runtime.config_sources
-        if source.path  # Hydra's schema has none
+        if source.schema == "file" or (source.schema == "pkg" and find_spec(source.path))
     ]
     for default in chosen:
         group = f"{default.config_path}".partition("/")[0]
-        if group != "hydra":
-            paths = [folder / f"{default.config_path}.yaml" for folder in folders]
-            yield group, next(path for path in paths if path.is_file()), default.package
+        paths = [folder / f"{default.config_path}.yaml" for folder in folders]
+        if group != "hydra" and (file := next((path for path in paths if path.is_file()), None)):
+            yield group, file, default.package
 
 
 def _load(file: Any, package: str) -> Tree:
@@ -79,25 +92,22 @@ def _merge(known: Tree, tree: Tree) -> None:
             known[key] = value
 
 
-def _new_keys(tree: Tree, known: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each key of `tree` that `known` lacks."""
+def _new_keys(tree: Tree, known: Tree, parent: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield the parent's name, the key and the value of each key of `tree` that `known` lacks."""
     for key, value in tree.items():
         if key not in known:
-            yield f"{prefix}{key}", value
+            yield parent, str(key), value
         elif isinstance(value, dict) and isinstance(known[key], dict):
-            yield from _new_keys(value, known[key], f"{prefix}{key}.")
+            yield from _new_keys(value, known[key], f"{parent}.{key}".strip("."))
 
 
-def _check_accepted(cfg: DictConfig, name: str, value: Any, file: Any, known: Tree) -> None:
-    """Check that a new key describes an object, or belongs to one whose class accepts it.
+def _check_accepted(cfg: DictConfig, parent: str, key: str, file: Any, known: Tree) -> None:
+    """Check that a new key belongs to an object whose class accepts it.
 
     Raises:
         UserError: if not.
     """
-    parent, _, key = name.rpartition(".")
-    if key.startswith("_") or (isinstance(value, dict) and "_target_" in value):
-        return
-    options = _all_names(known)
+    options, name = _all_names(known), f"{parent}.{key}".strip(".")
     if target := OmegaConf.select(cfg, f"{parent}._target_"):
         accepted = accepted_options(locate(f"{parent}._target_", target))
         if accepted is None or key in accepted:
@@ -105,7 +115,8 @@ def _check_accepted(cfg: DictConfig, name: str, value: Any, file: Any, known: Tr
         options |= {f"{parent}.{option}" for option in accepted}
     elif _is_inside_object(cfg, parent):
         return  # a mapping that is the value of an option
-    raise UserError(f"{file}: {name} is no option here; {nearest_options(name, options)}")
+    hint = "nest the keys, one per line" if name in options else nearest_options(name, options)
+    raise UserError(f"{file}: {name} is no option here; {hint}")
 
 
 def _is_inside_object(cfg: DictConfig, name: str) -> bool:

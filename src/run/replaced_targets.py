@@ -27,8 +27,8 @@ def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> list[str
     messages = []
     for name in given:
         node_name, _, key = name.rpartition(".")
-        if key == "_target_" and node_name:
-            node = OmegaConf.select(cfg, node_name)
+        node = OmegaConf.select(cfg, node_name) if key == "_target_" else None
+        if node and key in node:
             dropped = [option for option in _unaccepted(node, name) if f"{node_name}.{option}" not in given]
             with open_dict(node):
                 for option in dropped:

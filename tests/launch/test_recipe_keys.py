@@ -7,6 +7,7 @@ import pytest
 
 from src.run.recipe_keys import refuse_unknown_keys
 from src.sweeps.resolvers import register_resolvers
+from src.utils.errors import UserError
 from tests.support.commands import error_line, run_here
 from tests.support.runs import CONF
 
@@ -35,6 +36,7 @@ def write(folder: Path, **recipes: str) -> str:
         ("max_epochs: 5", "max_epochs is no option here; did you mean trainer.max_epochs?"),
         ("launch: {max_restart: 1}", "launch.max_restart is no option here; did you mean launch.max_restarts"),
         ("trainer: {min_epoch: 5}", "trainer.min_epoch is no option here; did you mean trainer.min_epochs"),
+        ("trainer.max_epochs: 5", "trainer.max_epochs is no option here; nest the keys"),
         ("optimizer: {_target_: torch.optim.Adagrad, mu: 1}", "optimizer.mu is no option here"),
     ],
 )
@@ -43,6 +45,13 @@ def test_refuses_unknown_keys(recipe: str, hint: str, tmp_path: Path) -> None:
     search = write(tmp_path, parent=recipe, mine="defaults:\n  - parent\nseed: 3")
     _, err = run_here(search, "experiment=[quickstart,mine]", f"run_dir={tmp_path / 'run'}", code=1)
     assert f"{tmp_path}/experiment/parent.yaml: {hint}" in error_line(err)
+
+
+def test_refuses_a_recipe_without_package(tmp_path: Path) -> None:
+    search = write(tmp_path, mine="")
+    (tmp_path / "experiment" / "mine.yaml").write_text("trainer: {max_epochs: 5}\n")
+    with pytest.raises(UserError, match="mine.yaml: begin it with the line"):
+        check(search, "experiment=mine")
 
 
 @pytest.mark.parametrize(
