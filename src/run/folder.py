@@ -1,5 +1,6 @@
 """The run folder and the run id; a continued run keeps both."""
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -12,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from src.utils.errors import UserError
 
 CONFIG = "config.yaml"
+_SWEEP_ID = "sweep_id"  # a file in the folder of a sweep
 _PROJECT = Path(__file__).parents[2]
 
 
@@ -101,7 +103,7 @@ def run_and_sweep_id(folder: Path, is_sweep: bool) -> tuple[str, str | None]:
 
     A continued run keeps its saved ids, and a W&B agent sets them in the environment. Otherwise the run id is the name
     of the run folder, in a sweep preceded by the name of the sweep folder, and a random number. Two folders may have
-    the same name.
+    the same name. The sweep id is the same for all jobs.
     """
     if (folder / CONFIG).is_file():
         saved = saved_config(folder).runtime
@@ -110,5 +112,19 @@ def run_and_sweep_id(folder: Path, is_sweep: bool) -> tuple[str, str | None]:
         return os.environ["WANDB_RUN_ID"], os.environ["WANDB_SWEEP_ID"]
     token = secrets.token_hex(3)
     if is_sweep:
-        return f"{folder.parent.name}-{folder.name}-{token}", folder.parent.name
+        return f"{folder.parent.name}-{folder.name}-{token}", _sweep_id(folder.parent)
     return f"{folder.name}-{token}", None
+
+
+def _sweep_id(sweep: Path) -> str:
+    """Return the id in the sweep's folder. The first job writes it; several jobs may start at once."""
+    file, token = sweep / _SWEEP_ID, secrets.token_hex(3)
+    if not file.exists():
+        own = sweep / f".{_SWEEP_ID}.{token}"
+        own.write_text(f"{sweep.name}-{token}")
+        with contextlib.suppress(OSError):  # another job was faster, or the file system has no hard links
+            os.link(own, file)
+        if not file.exists():
+            own.replace(file)
+        own.unlink(missing_ok=True)
+    return file.read_text()

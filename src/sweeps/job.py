@@ -4,7 +4,7 @@ import multiprocessing
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import nan
 from pathlib import Path
@@ -61,13 +61,14 @@ class _JobTimer:
 
 def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
     """Run the job, and write its record at the start and at the end, whatever the end is."""
-    job.status, job.error = "running", ""
+    job.status, job.error, job.metric = "running", "", cfg.optimized_metric or ""
     job.write(folder)
     timer = _JobTimer()
     try:
         if cfg.fit and not cfg.ckpt_path and (newest := newest_checkpoint(folder)):
             cfg.ckpt_path = str(newest)
-        job.metrics = launch(cfg, timer.reserve_then_restart)
+        with _arguments(HydraConfig.get().overrides.task):
+            job.metrics = launch(cfg, timer.reserve_then_restart)
         job.result = _result(cfg.optimized_metric, job.metrics)
         job.status = "finished"
     except Exception as error:
@@ -81,6 +82,17 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
     finally:
         job.seconds = timer.seconds()
         job.write(folder)
+
+
+@contextmanager
+def _arguments(overrides: Iterable[str]) -> Iterator[None]:
+    """Give the ranks, which inherit `sys.argv`, the job's overrides. W&B records them as the run's arguments."""
+    before = sys.argv
+    sys.argv = [before[0], *overrides]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def _result(name: str | None, metrics: dict[str, float]) -> float | None:

@@ -25,7 +25,8 @@ class Job:
 
     overrides: list[str]
     status: str = "running"
-    result: float | None = None  # the optimized metric
+    metric: str = ""  # the name of the optimized metric
+    result: float | None = None  # its value
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0  # duration since its last start
     error: str = ""

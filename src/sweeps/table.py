@@ -13,20 +13,23 @@ from src.sweeps.record import DONE, Job, read_jobs
 from src.utils.files import atomic_write
 
 _MAX_ERROR_LENGTH = 80  # characters of a job's error that the table shows
-_SHOWN_COLUMNS = ("job", "overrides", "result", "seconds", "status", "seeds", "mean", "std")  # on the terminal
 
 
 def report(sweep: Path) -> bool:
     """Print the tables, write `sweep.csv` and `seeds.csv`; return whether every job has finished."""
     named_jobs = list(read_jobs(sweep))
     jobs = [job for _, job in named_jobs]
+    metric = next((job.metric for job in jobs if job.metric), "result")
     overrides = _differing_overrides([job.overrides for job in jobs])
-    rows = [_job_row(name, job, differing) for (name, job), differing in zip(named_jobs, overrides, strict=True)]
+    rows = [
+        _job_row(name, job, differing, metric) for (name, job), differing in zip(named_jobs, overrides, strict=True)
+    ]
     _write(sweep / "sweep.csv", rows)
-    _print(f"{len(rows)} jobs in {sweep}", [_shown_cells(row) for row in rows])
-    if seed_rows := _seed_rows(jobs, overrides):
+    shown = ("job", "overrides", metric, "seconds", "status")
+    _print(f"{len(rows)} jobs in {sweep}", [_shown_cells(row, shown) for row in rows])
+    if seed_rows := _seed_rows(jobs, overrides, metric):
         _write(sweep / "seeds.csv", seed_rows)
-        _print("over seeds", [_shown_cells(row) for row in seed_rows])
+        _print("over seeds", [_shown_cells(row, tuple(row)) for row in seed_rows])
     return all(job.status in DONE for job in jobs)
 
 
@@ -39,12 +42,12 @@ def _differing_overrides(overrides: list[list[str]]) -> list[list[str]]:
     ]
 
 
-def _job_row(name: str, job: Job, overrides: list[str]) -> dict[str, Any]:
-    """Return the table cells of one job; all its metrics come last."""
+def _job_row(name: str, job: Job, overrides: list[str], metric: str) -> dict[str, Any]:
+    """Return the table cells of one job: the optimized metric has the third column, the others come last."""
     cells = {
         "job": name,
         "overrides": " ".join(overrides),
-        "result": job.result,
+        metric: job.result,
         "seconds": f"{job.seconds:.1f}",
         "status": "killed" if job.status == "running" else job.status,
         "error": _last_line(job.error),
@@ -57,7 +60,7 @@ def _last_line(error: str) -> str:
     return (error.strip().splitlines() or [""])[-1]
 
 
-def _seed_rows(jobs: list[Job], overrides: list[list[str]]) -> list[dict[str, Any]]:
+def _seed_rows(jobs: list[Job], overrides: list[list[str]], metric: str) -> list[dict[str, Any]]:
     """Return the mean and standard deviation of the results of jobs that differ only in the seed."""
     results: dict[str, list[float]] = {}  # by the other overrides
     for job, differing in zip(jobs, overrides, strict=True):
@@ -65,15 +68,20 @@ def _seed_rows(jobs: list[Job], overrides: list[list[str]]) -> list[dict[str, An
         if job.result is not None and len(others) < len(differing):
             results.setdefault(" ".join(others), []).append(job.result)
     return [
-        {"overrides": others, "seeds": len(values), "mean": statistics.mean(values), "std": statistics.stdev(values)}
+        {
+            "overrides": others,
+            "seeds": len(values),
+            f"{metric} mean": statistics.mean(values),
+            f"{metric} std": statistics.stdev(values),
+        }
         for others, values in results.items()
         if len(values) > 1
     ]
 
 
-def _shown_cells(row: dict[str, Any]) -> dict[str, str]:
-    """Return the cells that the terminal shows, as text."""
-    cells = {name: row[name] for name in _SHOWN_COLUMNS if name in row}
+def _shown_cells(row: dict[str, Any], columns: tuple[str, ...]) -> dict[str, str]:
+    """Return the cells of these columns as text, for the terminal."""
+    cells = {name: row[name] for name in columns}
     if row.get("error"):
         cells["status"] += f": {row['error'][:_MAX_ERROR_LENGTH]}"
     return {name: f"{value:.4f}" if isinstance(value, float) else str(value or "") for name, value in cells.items()}

@@ -108,6 +108,17 @@ def test_accepts_options_that_the_module_uses_in_part() -> None:
         refuse_unused_groups(cfg, ["scheduler=cosine"])
 
 
+def test_equal_sweep_folders_have_different_ids(tmp_path: Path) -> None:
+    """All jobs of a sweep have the same one."""
+    ids = []
+    for sweep in ("a", "b"):
+        for job in ("0", "1"):
+            (tmp_path / sweep / "exp" / job).mkdir(parents=True)
+            ids.append(run_and_sweep_id(tmp_path / sweep / "exp" / job, is_sweep=True)[1])
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+    assert sorted(path.name for path in (tmp_path / "a" / "exp").iterdir()) == ["0", "1", "sweep_id"]
+
+
 def test_null_chooses_nothing(small: list[str], tmp_path: Path) -> None:
     tiny = [*small, *TINY, "trainer.max_epochs=1", "experiment=null", "callbacks=null", "logger=null"]
     run_here(*tiny, f"run_dir={tmp_path / 'run'}")

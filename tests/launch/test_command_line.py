@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from omegaconf import OmegaConf
+from PIL import Image
 
 from tests.support.commands import (
     PARITY,
@@ -286,7 +286,8 @@ def test_sweep_gives_each_job_its_own_folder(small: list[str], tmp_path: Path) -
     finals = [torch.load(tmp_path / "sweep" / job / "checkpoints" / "last.ckpt")["state_dict"] for job in "01"]
     for name, tensor in finals[0].items():
         assert torch.allclose(finals[1][name], tensor, rtol=1e-3, atol=1e-4), name
-    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "multirun.yaml", "sweep.csv"]
+    names = ["0", "1", "multirun.yaml", "sweep.csv", "sweep_id"]
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == names
 
 
 @pytest.mark.slow

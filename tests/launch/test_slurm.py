@@ -97,7 +97,7 @@ def test_sweep_of_jobs_on_two_nodes(slurm: Slurm, small: list[str], tmp_path: Pa
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     rows = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
     assert [row["status"] for row in rows] == ["finished", "finished"]
-    assert len({row["result"] for row in rows}) == 2
+    assert len({row["val/acc"] for row in rows}) == 2
     reference = fit(compose(tmp_path / "single", *small, "experiment=parity", "optimizer.lr=0.05"))
     (job,) = [row["job"] for row in rows if "0.05" in row["overrides"]]
     found = torch.load(tmp_path / "sweep" / job / "checkpoints" / "last.ckpt")["state_dict"]

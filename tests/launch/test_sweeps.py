@@ -56,16 +56,19 @@ def test_sweep_continues_after_a_failed_job(fate: str, error: str, small: list[s
     assert [row["status"] for row in table] == ["failed", "finished"]
     assert [row["overrides"] for row in table] == [f"callbacks.failonlastrank.what={what}" for what in fates]
     assert error in table[0]["error"]
-    assert float(table[1]["result"]) == float(table[1]["val/acc"])
+    assert list(table[1])[:4] == ["job", "overrides", "val/acc", "seconds"]
     assert "failed: " in out
     assert "job 0 failed: " in err
     assert len(reports_of(folder / "1")) == 2
-    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "multirun.yaml", "sweep.csv"]
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "multirun.yaml", "sweep.csv", "sweep_id"]
     recorded = read_runs(folder)
     ids = [OmegaConf.load(folder / str(job) / "config.yaml").runtime.run_id for job in range(2)]
     assert [run["run_id"] for run in recorded] == ids
     assert [name.rpartition("-")[0] for name in ids] == ["sweep-0", "sweep-1"]
-    assert {run["run_group"] for run in recorded} == {"sweep"}
+    assert {run["run_group"] for run in recorded} == {(folder / "sweep_id").read_text()}
+    for what, run_of_job in zip(fates, recorded, strict=True):
+        assert f"callbacks.failonlastrank.what={what}" in run_of_job["args"]
+    assert not any("-m" in run["args"] for run in recorded)
 
 
 @pytest.mark.slow
@@ -94,11 +97,11 @@ def test_stopped_sweep_resumes(small: list[str], tmp_path: Path) -> None:
     assert [int(row["step"]) for row in rows(metrics) if row["train/loss"]] == list(range(33))
     table = rows(folder / "sweep.csv")
     assert {row["overrides"]: row["status"] for row in table} == {f"seed={seed}": "finished" for seed in range(3)}
-    results = [float(row["result"]) for row in table]
+    results = [float(row["val/acc"]) for row in table]
     (over_seeds,) = rows(folder / "seeds.csv")
     assert over_seeds["seeds"] == "3"
-    assert float(over_seeds["mean"]) == pytest.approx(statistics.mean(results))
-    assert float(over_seeds["std"]) == pytest.approx(statistics.stdev(results))
+    assert float(over_seeds["val/acc mean"]) == pytest.approx(statistics.mean(results))
+    assert float(over_seeds["val/acc std"]) == pytest.approx(statistics.stdev(results))
     assert "std" in out
 
 
@@ -155,8 +158,8 @@ def test_stopped_optuna_sweep_resumes(small: list[str], tmp_path: Path) -> None:
     rates = [reports_of(folder / str(trial))[0]["values"]["lr"] for trial in range(3)]
     assert len(set(rates)) == 3
     assert all(0.001 <= rate <= 0.1 for rate in rates)
-    best = max(table, key=lambda row: float(row["result"]))
-    assert f"best: trial {best['job']} with {float(best['result']):.4f}" in out
+    best = max(table, key=lambda row: float(row["val/acc"]))
+    assert f"best: trial {best['job']} with {float(best['val/acc']):.4f}" in out
 
 
 @pytest.mark.slow

@@ -18,6 +18,11 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return the settings of all offline runs below a folder."""
-    runs = {record["run"]["run_id"]: record["run"] for record in reversed(read_records(folder)) if "run" in record}
-    return list(reversed(runs.values()))
+    """Return the settings of all offline runs below a folder, and their arguments as `args`."""
+    runs: dict[str, dict[str, Any]] = {}
+    for record in read_records(folder):
+        if "run" in record:
+            latest = runs.setdefault(record["run"]["run_id"], record["run"])
+        elif "environment" in record:
+            latest["args"] = record["environment"]["environment"].get("args", [])
+    return list(runs.values())
