@@ -21,7 +21,7 @@ class GuardedLogger:
     def __init__(self, logger: Logger) -> None:
         self._type, self._logger = type(logger), cast(Any, logger)
 
-    @property  # type: ignore[override]
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return self._type
 
@@ -86,7 +86,7 @@ class _GuardedExperiment:
     def __init__(self, guard: GuardedLogger) -> None:
         object.__setattr__(self, "_guard", guard)
 
-    @property  # type: ignore[override]
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._guard.get_experiment())
 

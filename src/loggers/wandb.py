@@ -33,7 +33,7 @@ class AsyncWandbLogger(WandbLogger):
         folder: the run folder, for wandb's files.
         name: the displayed name of the run.
         log_model: whether to upload the final checkpoints as artifacts; "all" uploads each one when it is saved.
-        options: other arguments of `wandb.init`.
+        options: other arguments of Lightning's WandbLogger and of `wandb.init`.
 
     Raises:
         UserError: if `log_model` or the environment variable WANDB_MODE has no valid value.
@@ -91,7 +91,7 @@ class AsyncWandbLogger(WandbLogger):
         settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=1.0)
         if "WANDB_INIT_TIMEOUT" not in os.environ:
             settings.init_timeout = _CONNECT_TIMEOUT
-        self._wandb_init |= {"settings": settings, "mode": online_or_offline()}
+        self._wandb_init |= {"settings": settings, "mode": "offline" if self._offline else online_or_offline()}
         if self._wandb_init["mode"] == "online":
             try:
                 return super().experiment

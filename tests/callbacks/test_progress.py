@@ -37,7 +37,8 @@ def render(screen: io.StringIO, width: int, metrics: dict[str, float]) -> str:
     trainer: Any = SimpleNamespace(progress_bar_callback=bar, state=state, sanity_checking=False, training=True)
     trainer.progress_bar_metrics, trainer.loggers = metrics, [SimpleNamespace(version="run-1a2b")]
     bar._init_progress(trainer)
-    assert bar.progress is not None and bar._console is not None
+    assert bar.progress is not None
+    assert bar._console is not None
     bar.train_progress_bar_id = bar._add_task(1563, "Epoch 18/19")
     bar.progress.update(bar.train_progress_bar_id, completed=1351)
     bar._update_metrics(trainer, None)  # type: ignore[arg-type]

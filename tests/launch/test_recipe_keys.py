@@ -50,7 +50,7 @@ def test_refuses_unknown_keys(recipe: str, hint: str, tmp_path: Path) -> None:
 def test_refuses_a_recipe_without_package(tmp_path: Path) -> None:
     search = write(tmp_path, mine="")
     (tmp_path / "experiment" / "mine.yaml").write_text("trainer: {max_epochs: 5}\n")
-    with pytest.raises(UserError, match="mine.yaml: begin it with the line"):
+    with pytest.raises(UserError, match=r"mine\.yaml: begin it with the line"):
         check(search, "experiment=mine")
 
 

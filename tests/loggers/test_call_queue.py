@@ -11,7 +11,8 @@ from tests.support.commands import wait_until
 
 
 def test_only_the_end_of_the_run_waits_for_calls() -> None:
-    calls, may_write, done = CallQueue(), threading.Event(), []
+    calls, may_write = CallQueue(), threading.Event()
+    done: list[int] = []
     calls.put(may_write.wait, 60)
     for step in range(20):
         calls.put(done.append, step)
@@ -34,7 +35,8 @@ def test_result_is_that_of_the_last_call() -> None:
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_calls_that_are_not_urgent_wait_for_an_urgent_one_or_the_end(ends: bool) -> None:
-    calls, done = CallQueue(), []
+    calls = CallQueue()
+    done: list[Any] = []
     calls.put(done.append, "options", urgent=False)
     assert not wait_until(lambda: bool(done), 0.2)
     if not ends:
@@ -45,7 +47,8 @@ def test_calls_that_are_not_urgent_wait_for_an_urgent_one_or_the_end(ends: bool)
 
 def test_calls_that_are_not_urgent_are_executed_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("src.loggers.call_queue._MAX_DELAY", 0.1)
-    calls, done = CallQueue(), []
+    calls = CallQueue()
+    done: list[Any] = []
     calls.put(done.append, "options", urgent=False)
     assert wait_until(lambda: bool(done), 60)
 
@@ -55,10 +58,12 @@ def test_error_reaches_the_caller_and_later_calls_are_skipped(error: BaseExcepti
     def fail() -> None:
         raise error
 
-    calls, done = CallQueue(), []
+    calls = CallQueue()
+    done: list[Any] = []
     may_fail = threading.Event()
-    for function, *arguments in [(may_fail.wait, 60), (fail,), (done.append, 1)]:
-        calls.put(function, *arguments)
+    calls.put(may_fail.wait, 60)
+    calls.put(fail)
+    calls.put(done.append, 1)
     may_fail.set()
     uses: list[Any] = [calls.wait, lambda: calls.put(done.append, 2), lambda: calls.run(lambda: done.append(3))]
     for use in uses:

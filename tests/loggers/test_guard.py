@@ -1,12 +1,13 @@
 """No failure of a logger ends a training run: the logger is dropped with one warning."""
 
+import inspect
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core.imports import RequirementCache
@@ -22,7 +23,8 @@ class Fragile(Logger):
 
     def __init__(self, fails: list[str] | None = None) -> None:
         super().__init__()
-        self.fails, self.rows, self.starts = fails or [], [], 0
+        self.fails, self.starts = fails or [], 0
+        self.rows: list[Any] = []
 
     def _check(self, method: str) -> None:
         if method in self.fails:
@@ -81,7 +83,7 @@ METHODS = ("experiment", "log_hyperparams", "log_metrics", "version", "after_sav
 
 @pytest.mark.parametrize("method", METHODS)
 def test_failed_logger_is_dropped_with_one_warning(method: str, caplog: pytest.LogCaptureFixture) -> None:
-    logger = GuardedLogger(Fragile([method]))  # type: ignore[arg-type]
+    logger = GuardedLogger(Fragile([method]))
     use(logger)
     use(logger)
     warning = f"Fragile failed, and training continues without it: OSError: no space left for {method}"
@@ -112,9 +114,10 @@ def test_experiment_starts_at_its_first_use() -> None:
 def test_experiment_is_a_dummy_above_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     logger: Any = GuardedLogger(original := Fragile())
-    assert isinstance(logger.experiment, DummyExperiment)
-    logger.experiment.config.update({"width": 2})
-    logger.experiment["images"][0].upload("file")
+    experiment: Any = logger.experiment
+    experiment.config.update({"width": 2})
+    experiment["images"][0].upload("file")
+    assert isinstance(experiment, DummyExperiment)
     assert original.starts == 0
 
 
@@ -144,5 +147,8 @@ def test_run_continues_without_a_failed_logger(
 def test_missing_package_is_one_line(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = RequirementCache("a_missing_package>=1.0")
     monkeypatch.setattr("lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE", missing)
+    cfg = compose(folder, *small, "logger=mlflow")
     with pytest.raises(UserError, match=r"MLFlowLogger: .*pip install.*a_missing_package"):
-        run(compose(folder, *small, "logger=mlflow"))
+        run(cfg)
+    options = {name: value for name, value in cfg.logger.mlflow.items() if name != "_target_"}
+    inspect.signature(MLFlowLogger).bind(**options)

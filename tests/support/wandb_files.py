@@ -24,5 +24,5 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
         if "run" in record:
             latest = runs.setdefault(record["run"]["run_id"], record["run"])
         elif "environment" in record:
-            latest["args"] = record["environment"]["environment"].get("args", [])
+            latest["args"] = next(iter(record["environment"].values()), {}).get("args", [])
     return list(runs.values())
