@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 import signal
 import sys
 from multiprocessing.spawn import get_preparation_data
@@ -18,6 +19,7 @@ import src
 import src.run.trainer
 from src import compose, load_run, train
 from src.cli.notebook import Result
+from src.models.classifier import ImageClassifier
 from src.run.experiment import assemble
 from src.utils.errors import UserError
 from src.utils.signals import Stopped
@@ -106,6 +108,24 @@ def test_errors_are_one_line(word: str, message: str, tiny: list[str], folder: P
 def test_changes_belong_to_the_overrides(tiny: list[str]) -> None:
     with pytest.raises(ReadonlyConfigError):
         compose(*tiny).seed = 1
+
+
+def test_interrupted_run_goes_on_in_the_same_process(
+    tiny: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = ImageClassifier.training_step
+
+    def interrupted_step(self: ImageClassifier, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(ImageClassifier, "training_step", interrupted_step)
+    with pytest.raises(KeyboardInterrupt):
+        train(compose(*tiny, f"run_dir={folder}", "trainer.max_epochs=4"))
+    assert len(steps(folder)) < 40
+    monkeypatch.undo()
+    assert steps(train(compose(f"ckpt_path={folder}")).folder) == list(range(45))
 
 
 @pytest.mark.parametrize(

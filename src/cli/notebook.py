@@ -23,6 +23,7 @@ from src.cli.messages import explain, explain_yaml
 from src.cli.shorthands import with_found_runs, with_saved_overrides, without_null_choices
 from src.run.folder import remove_if_unused
 from src.sweeps.resolvers import register_resolvers
+from src.utils import signals
 from src.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def train(cfg: DictConfig) -> Result:
     Raises:
         UserError: if an option is invalid, or training fails for a reason that the user can fix.
         RankFailedError: if a rank of several failed for another reason.
-        KeyboardInterrupt: if the user interrupted the run, which `ckpt_path` continues from its last save.
+        KeyboardInterrupt: if the user interrupted the run; `ckpt_path` goes on from where it was saved.
     """
     from src.launch.start import launch
 
@@ -135,19 +136,21 @@ def _hydra_initialized(words: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _process_restored() -> Iterator[None]:
-    """Restore what a run changes in its process: logging, warnings and the handler of an interrupt."""
-    root, interrupt = logging.getLogger(), signal.getsignal(signal.SIGINT)
+    """Restore what a run changes in its process: logging, warnings and the handlers of signals."""
+    signal_handlers = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     try:
         with warnings.catch_warnings():
             yield
     except SystemExit as error:
-        # Lightning and the launcher of several ranks turn an interrupt into an exit.
-        if isinstance(error.__context__, KeyboardInterrupt) or error.code == 128 + signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise
+        # A run turns an interrupt into an exit, after it has saved, and so does Lightning before a run can save.
+        if error.code != 128 + signal.SIGINT and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        signals.forget_requests()
+        raise KeyboardInterrupt from None
     finally:
-        signal.signal(signal.SIGINT, interrupt)  # which Lightning ignores after an interrupt
+        signals.restore_handlers(signal_handlers)
         logging.captureWarnings(False)
         for handler in set(root.handlers) - set(handlers):
             handler.close()

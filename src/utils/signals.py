@@ -95,6 +95,11 @@ def requested() -> int:
     return int(Path(flag).read_text()) if flag and Path(flag).exists() else 0
 
 
+def forget_requests() -> None:
+    """Let this process run again after a stop, as a notebook does."""
+    _received.clear()
+
+
 @contextmanager
 def forward_to_workers() -> Iterator[None]:
     """In a launcher, forward the first signal to the workers; a second signal ends them at once."""
