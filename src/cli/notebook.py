@@ -137,7 +137,7 @@ def _hydra_initialized(words: list[str]) -> Iterator[None]:
 @contextmanager
 def _process_restored() -> Iterator[None]:
     """Restore what a run changes in its process: logging, warnings and the handlers of signals."""
-    signal_handlers = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    signal_handlers: dict[int, Any] = {number: signal.getsignal(number) for number in signals.SIGNALS}
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     try:
