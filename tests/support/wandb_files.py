@@ -23,6 +23,6 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
     for record in read_records(folder):
         if "run" in record:
             latest = runs.setdefault(record["run"]["run_id"], record["run"])
-        elif "environment" in record:
-            latest["args"] = next(iter(record["environment"].values()), {}).get("args", [])
+        elif "args" in record.get("environment", {}):
+            latest["args"] = record["environment"]["args"]
     return list(runs.values())
