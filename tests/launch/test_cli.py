@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -130,7 +131,7 @@ def test_default_folders_are_those_of_the_project(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("CIFAR_ROOT", raising=False)
     assert compose(tmp_path, "data=shapes").data.root == str(ROOT / "data")
     assert compose(tmp_path, "data=shapes", "data.root=typed").data.root == "typed"
-    folders = OmegaConf.load(ROOT / "conf" / "train.yaml").hydra
+    folders: Any = OmegaConf.load(ROOT / "conf" / "train.yaml").hydra
     for folder in (folders.run, folders.sweep):
         assert "${project_path:runs}" in str(OmegaConf.to_container(folder)["dir"])
 

@@ -45,7 +45,10 @@ class Plain(L.LightningModule):
         self.log("test/loss", F.cross_entropy(self(x), y), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        groups = [{"params": self.head.parameters(), "lr": 0.02}, {"params": [*self.layers.parameters()]}]
+        groups: list[dict[str, Any]] = [
+            {"params": self.head.parameters(), "lr": 0.02},
+            {"params": [*self.layers.parameters()]},
+        ]
         groups.append({"params": self.encoder.parameters()})
         optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
