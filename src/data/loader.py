@@ -48,10 +48,7 @@ def _ignore_interrupt(worker: int) -> None:
 
 
 class HostBatches(DataLoader[Batch]):
-    """A DataLoader whose workers start when the first batch is requested.
-
-    Lightning calls `iter()` before it sets the epoch of the sampler; workers that prefetch would use the previous one.
-    """
+    """A DataLoader that reports a UserError of a worker in one line, without the worker's traceback."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         try:
