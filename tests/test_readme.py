@@ -90,7 +90,7 @@ def overrides(words: tuple[str, ...], finished_run: Path, local_data: dict[str, 
 
 @pytest.mark.parametrize("words", [words for words in commands(GUIDE) if words not in TRAINED_HERE], ids=" ".join)
 def test_builds(overrides: list[str], folder: Path) -> None:
-    trainer, module, data = assemble(compose(folder, *overrides))
+    trainer, module, data = assemble(compose(folder, "logger=wandb", *overrides))  # the default, with its options
     assert trainer.max_epochs in (1, 2)
     assert list(module.parameters())
     assert data.source
