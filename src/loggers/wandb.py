@@ -94,7 +94,9 @@ class AsyncWandbLogger(WandbLogger):
         self._wandb_init |= {"settings": settings, "mode": "offline" if self._offline else online_or_offline()}
         if self._wandb_init["mode"] == "online":
             try:
-                return super().experiment
+                run: Any = super().experiment
+                _log.info("wandb: %s", run.url)
+                return run
             except Exception as error:
                 _log.warning("wandb cannot start online: %s", str(error).strip().split("\n")[0])
                 self._wandb_init["mode"] = "offline"

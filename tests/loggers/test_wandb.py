@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import WandbLogger
 
+from src.loggers.guard import GuardedLogger
 from src.loggers.wandb import AsyncWandbLogger, finish_run
 from src.run.experiment import run
 from src.utils.errors import UserError
@@ -25,6 +26,7 @@ from tests.support.wandb_files import read_records, read_runs
 # service, and once did so forever.
 SCRIPT = """
 import json, os, sys
+from src.loggers.guard import GuardedLogger
 from src.loggers.wandb import AsyncWandbLogger, online_or_offline
 AsyncWandbLogger("project", "id", "folder", "name", log_model=False)
 assert "wandb" not in sys.modules, "its import would delay the first step"
@@ -80,6 +82,36 @@ def test_goes_offline_if_the_server_does_not_answer(small: list[str], tmp_path: 
     out, err = run_command(*task, WANDB_API_KEY=KEY, WANDB_MODE="online", HOME=str(tmp_path))
     assert "wandb cannot start online" in out + err
     assert list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_shows_the_address_of_an_online_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    started = SimpleNamespace(url="https://wandb.ai/me/cifar/runs/1")
+    monkeypatch.setattr("src.loggers.wandb.online_or_offline", lambda: "online")
+    monkeypatch.setattr(WandbLogger, "experiment", property(lambda _: started))
+    with caplog.at_level("INFO"):
+        assert AsyncWandbLogger("project", "id", str(tmp_path), "name", log_model=False).experiment is started
+    assert caplog.messages == [f"wandb: {started.url}"]
+
+
+@pytest.mark.parametrize("uses_experiment", [False, True])
+def test_run_that_cannot_start_is_dropped_with_one_warning(
+    uses_experiment: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: Any) -> None:
+        raise AttributeError("no attribute `init`")  # as in a broken installation
+
+    monkeypatch.setattr(AsyncWandbLogger, "_start", fail)
+    logger: Any = GuardedLogger(AsyncWandbLogger("project", "id", "folder", "name", log_model=False))
+    logger.log_metrics({"loss": 1.0}, 1)
+    if uses_experiment:
+        logger.experiment.config.update({"width": 1})
+        logger.experiment.summary["best"] = logger.experiment.use_artifact("model:best").download()
+    logger.finalize("success")
+    logger.finalize("success")
+    warning = "AsyncWandbLogger failed, and training continues without it: AttributeError: no attribute `init`"
+    assert caplog.messages == [warning]
 
 
 class Published(L.Callback):
