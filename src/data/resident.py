@@ -27,7 +27,7 @@ def should_keep_on_device(split: ImageSplit, device: torch.device, choice: str |
     if not isinstance(images, Tensor):
         if choice is True:
             raise UserError(
-                "data.device_resident=true, but images are read when needed: set data.source.in_memory=true"
+                "data.device_resident=true, but the images are not in memory: set data.device_resident=auto"
             )
         return False
     if choice != "auto" or num_workers:

@@ -1,4 +1,4 @@
-"""Images and labels in a NumPy file: `x_train`, `y_train`, `x_test`, `y_test` and perhaps `x_val`, `y_val`."""
+"""Images and labels in NumPy files: `x_train`, `y_train`, `x_test`, `y_test` and perhaps `x_val`, `y_val`."""
 
 import zipfile
 from collections.abc import Sequence
@@ -8,17 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from src.data.sources.source import Images
 from src.utils.errors import UserError
+
+_REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 
 
 class ArrayFile:
-    """The arrays of an `.npz` file, in the names and the layout of Keras's datasets.
+    """Arrays in the names and the layout of Keras's datasets.
 
     Images are uint8 (n, height, width, channels), (n, channels, height, width) or, with one channel, (n, height,
     width). Labels are integers, (n,) or (n, 1).
 
     Args:
-        file: path of the file.
+        file: an `.npz` file, which is read at the start, or a folder of `.npy` files, whose images are read when they
+            are fetched.
         image_shape: (channels, height, width) of the images, which tells the layouts apart.
         classes: names of the classes in the order of the labels; None means their numbers.
     """
@@ -29,40 +33,63 @@ class ArrayFile:
         self.file, self.image_shape, self.classes = Path(file), tuple(image_shape), classes or []
 
     def prepare(self, root: Path) -> None:
-        """Check that the file has all arrays.
+        """Check that there are all arrays.
 
         Raises:
-            UserError: if it is missing, is no `.npz` file, or lacks an array.
+            UserError: if the file cannot be read, or lacks an array.
         """
-        required = {"x_train", "y_train", "x_test", "y_test"}
-        if missing := sorted(required - self._names()):
-            raise UserError(f"data.source.file={self.file} has no array {missing[0]}: it needs {sorted(required)}")
+        if missing := [name for name in _REQUIRED if name not in self._names()]:
+            raise UserError(f"data.source.file={self.file} has no array {missing[0]}: it needs {', '.join(_REQUIRED)}")
 
     def has_val(self, root: Path) -> bool:
         return {"x_val", "y_val"} <= self._names()
 
-    def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
+    def load(self, root: Path, split: str) -> tuple[Images, Tensor]:
         """Return the split's images, (n, channels, height, width), and labels, (n,) int64.
 
         Raises:
             UserError: if the labels are no integers.
         """
-        with np.load(self.file) as arrays:
-            images, labels = torch.from_numpy(arrays[f"x_{split}"]), torch.from_numpy(arrays[f"y_{split}"])
+        images: Images
+        if self.file.is_dir():
+            images = _MappedImages(self.file / f"x_{split}.npy", self.image_shape)
+            labels = torch.from_numpy(np.load(self.file / f"y_{split}.npy"))
+        else:
+            with np.load(self.file) as arrays:
+                images = _channels_first(torch.from_numpy(arrays[f"x_{split}"]), self.image_shape)
+                labels = torch.from_numpy(arrays[f"y_{split}"])
         if labels.is_floating_point():
             raise UserError(f"data.source.file={self.file}: y_{split} has {labels.dtype} values: store integers")
-        return self._channels_first(images), labels.flatten().long()
-
-    def _channels_first(self, images: Tensor) -> Tensor:
-        channels, height, width = self.image_shape
-        shape = tuple(images.shape[1:])
-        if shape == (height, width, channels) != self.image_shape:
-            return images.permute(0, 3, 1, 2).contiguous()
-        return images[:, None] if shape == (height, width) else images
+        return images, labels.flatten().long()
 
     def _names(self) -> set[str]:
+        if self.file.is_dir():
+            return {file.stem for file in self.file.glob("*.npy")}
         try:
             with np.load(self.file) as arrays:
                 return set(arrays)
         except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
             raise UserError(f"data.source.file={self.file} is no .npz file that can be read ({error})") from None
+
+
+class _MappedImages:
+    """The images of a `.npy` file, which are read when they are fetched."""
+
+    def __init__(self, file: Path, image_shape: tuple[int, ...]) -> None:
+        self.file, self.image_shape = file, image_shape
+
+    def __len__(self) -> int:
+        return len(np.load(self.file, mmap_mode="r"))
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        # Each call opens the file, because a worker would get a copy of the array instead of its mapping.
+        array = np.load(self.file, mmap_mode="r")
+        return _channels_first(torch.from_numpy(array[index.numpy()]), self.image_shape)
+
+
+def _channels_first(images: Tensor, image_shape: tuple[int, ...]) -> Tensor:
+    channels, height, width = image_shape
+    shape = tuple(images.shape[1:])
+    if shape == (height, width, channels) != image_shape:
+        return images.permute(0, 3, 1, 2).contiguous()
+    return images[:, None] if shape == (height, width) else images
