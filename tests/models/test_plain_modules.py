@@ -12,14 +12,15 @@ from tests.support.experiments import SHORT
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit, fit_ranks
 
-MODULES = {
-    "plain": "_target_: tests.support.modules.Plain\n",
-    "template": """
-_target_: tests.support.modules.TemplateStyle
+PARTS = """
 net: ${model}
 optimizer: {_target_: torch.optim.RMSprop, _partial_: true, lr: 0.001}
 scheduler: {_target_: torch.optim.lr_scheduler.ReduceLROnPlateau, _partial_: true, mode: max, patience: 0}
-""",
+"""
+MODULES = {
+    "plain": "_target_: tests.support.modules.Plain\n",
+    "template": f"_target_: tests.support.modules.TemplateStyle\n{PARTS}",
+    "loss": f"_target_: tests.support.modules.WithLoss\n{PARTS}",
 }
 TWO = "trainer.devices=2"
 
@@ -82,8 +83,9 @@ def test_resumes_under_another_strategy(task: list[str], pool: Pool, folder: Pat
             "callbacks.best monitors val_acc, which validation does not log .it logs val",
         ),
         (["module=template", "strategy=pipeline"], "strategy=Pipeline needs TemplateStyle.loss"),
+        (["module=loss", "strategy=pipeline"], "strategy=Pipeline needs WithLoss.takes_batch"),
     ],
-    ids=["no network", "no metric", "no loss"],
+    ids=["no network", "no metric", "no loss", "no Batch"],
 )
 def test_refused_before_training(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=message):

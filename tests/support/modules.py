@@ -98,3 +98,10 @@ class OwnParameter(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.ones(()))
+
+
+class WithLoss(TemplateStyle):
+    """A module with a `loss`, whose steps take pairs."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(outputs, batch[1])

@@ -53,7 +53,11 @@ class Pipeline(ShardedStateStrategy):
         UserError: if an option does not suit the ranks, the blocks, the micro-batches or the precision.
     """
 
-    module_needs: ClassVar = {"net": "the network to split", "loss": "which maps logits and a Batch to a weighted sum"}
+    module_needs: ClassVar = {
+        "net": "the network to split",
+        "loss": "which maps logits and a Batch to a weighted sum",
+        "takes_batch": "which is True if its steps take a Batch",
+    }
 
     def __init__(
         self,
