@@ -43,7 +43,8 @@ class MonitorCheck(L.Callback):
         Raises:
             UserError: if another callback waits for validation.
         """
-        if sum(trainer.num_val_batches):
+        data: Any = trainer.datamodule
+        if data.evaluated_samples("val"):
             return
         for name, callback in self.callbacks.items():
             monitor = getattr(callback, "monitor", None) or ""

@@ -16,6 +16,12 @@ from tests.support.runs import compose, fit
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32"]
 
 
+def test_accepts_validation_that_comes_later(small: list[str], folder: Path) -> None:
+    """Lightning sets up the validation data before the first epoch that ends with a validation."""
+    late = ["callbacks=early_stopping", "trainer.check_val_every_n_epoch=2", "trainer.max_epochs=2"]
+    assert "val/acc" in fit(compose(folder, *small, *MLP, *late)).metrics
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_stops_without_improvement(devices: int, pool: Pool, small: list[str], folder: Path) -> None:
     stopping = ["callbacks=[default,early_stopping]", "callbacks.early_stopping.patience=2", "optimizer.lr=0"]
