@@ -2,7 +2,7 @@
 
 import multiprocessing
 import signal
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch.multiprocessing as mp
@@ -51,7 +51,8 @@ class _Launcher(_MultiProcessingLauncher):
             signals.restore_handlers(handlers)
 
     def _wrapping_function(self, process_idx: int, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        signals.prepare_started_process(cast(Any, multiprocessing.parent_process()).pid)
+        parent: Any = multiprocessing.parent_process()
+        signals.prepare_started_process(parent.pid)
         try:
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except BaseException as error:

@@ -133,7 +133,7 @@ def test_default_folders_are_those_of_the_project(tmp_path: Path, monkeypatch: p
     assert compose(tmp_path, "data=shapes", "data.root=typed").data.root == "typed"
     folders: Any = OmegaConf.load(ROOT / "conf" / "train.yaml").hydra
     for folder in (folders.run, folders.sweep):
-        assert "${project_path:runs}" in str(OmegaConf.to_container(folder)["dir"])
+        assert "${project_path:runs}" in OmegaConf.to_yaml(folder)
 
 
 def test_drawn_seed_is_recorded_and_kept(small: list[str], tmp_path: Path) -> None:
