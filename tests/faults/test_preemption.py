@@ -4,15 +4,10 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
-import lightning as L
 import pytest
 import torch
 
-from src.checkpoint.run_files import stop_message
-from src.data.datamodule import ImageDataModule
-from src.run.experiment import run as run_experiment
 from src.utils import signals
 from tests.support.commands import (
     PARITY,
@@ -104,69 +99,6 @@ def test_second_signal_ends_the_run_at_once(
     assert code == 128 + number
     assert time.monotonic() - before < 10
     assert f"stopped by {number.name}; {folder} has no checkpoint yet" in err
-
-
-def test_interrupt_saves_and_stops(
-    small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A single process without a launcher; the tests with several processes are slow."""
-    monkeypatch.setattr(signals, "_received", [])
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(signals.Stopped) as stopped:
-            fit(compose(folder, *small, *PARITY), Interrupt())
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert stopped.value.code == 128 + signal.SIGINT
-    assert 3 <= torch.load(folder / "checkpoints" / "last.ckpt")["global_step"] < 20
-    assert "Ctrl-C again stops at once" in capfd.readouterr().err
-
-
-def test_interrupt_before_training(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning ends an interrupted process with exit code 1, here during a download."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(ImageDataModule, "prepare_data", interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_experiment(compose(folder, *small, *PARITY))
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class Interrupt(L.Callback):
-    """Send this process SIGINT at the third step."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-@pytest.mark.parametrize(
-    ("number", "pause", "is_second"),
-    [
-        (signal.SIGINT, 0.1, False),
-        (signal.SIGINT, 0.5, True),
-        (signal.SIGTERM, 0.5, False),
-        (signal.SIGTERM, 3.0, True),
-    ],
-)
-def test_late_copies_are_no_second_request(
-    number: signal.Signals, pause: float, is_second: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(signals, "_received", [(number, time.monotonic() - pause)])
-    assert signals.record_signal(number) == is_second
-
-
-@pytest.mark.parametrize(("saved", "end"), [(True, "ckpt_path=RUN goes on from its last save"), (False, "RUN has no")])
-def test_message_names_only_existing_checkpoints(saved: bool, end: str, folder: Path) -> None:
-    (folder / "checkpoints").mkdir(parents=True)
-    if saved:
-        (folder / "checkpoints" / "last.ckpt").touch()
-    assert f"stopped by SIGINT; {end}".replace("RUN", str(folder)) in stop_message(signal.SIGINT, folder)
 
 
 @pytest.mark.slow
