@@ -8,6 +8,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from src.strategies.batch_norm_cuda import NormalizeOnCUDA
 from src.utils.tensors import upcast_half
 
 
@@ -32,7 +33,7 @@ class GlobalBatchNorm(TorchSyncBatchNorm):
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """Batch normalization by statistics of all ranks: torch's kernels on a GPU, an equivalent implementation elsewhere.
+    """Batch normalization by statistics of all ranks: torch's kernels on CUDA, an equivalent implementation elsewhere.
 
     The input is (n, channels, ...). Every rank must hold the same number of samples; the sampler ensures it. The class
     is no subclass of torch's SyncBatchNorm, because DistributedDataParallel refuses that on a CPU.
@@ -46,8 +47,22 @@ class SyncedBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or dist.get_world_size(self.process_group) == 1:
             return super().forward(input)
-        if input.is_cuda:
-            return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
+        return self._forward_on_cuda(input) if input.is_cuda else self._forward_on_cpu(input)
+
+    def _forward_on_cuda(self, input: Tensor) -> Tensor:
+        """Let the kernel update the running statistics if it can: it needs a number as momentum, and its own type."""
+        stats_type = upcast_half(input.new_empty(0)).dtype
+        args, has_type = (input, self.weight, self.bias), getattr(self.running_mean, "dtype", None) == stats_type
+        if self.momentum is not None and has_type:
+            self.num_batches_tracked.add_(1)
+            running = (self.running_mean, self.running_var, self.momentum)
+            return NormalizeOnCUDA.apply(*args, *running, self.eps, self.process_group)
+        mean, var = torch.zeros(2, input.shape[1], dtype=stats_type, device=input.device)
+        output = NormalizeOnCUDA.apply(*args, mean, var, 1.0, self.eps, self.process_group)
+        self._update_running(mean, unbiased_var=var)
+        return output
+
+    def _forward_on_cpu(self, input: Tensor) -> Tensor:
         values = upcast_half(input)
         mean, var = _global_moments(values.detach(), self.process_group)
         count = _values_per_channel(input, self.process_group)
@@ -61,7 +76,9 @@ class SyncedBatchNorm(_BatchNorm):
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        factor: Any = self.momentum
+        if factor is None:  # the mean over all batches; a tensor, because a number would have to wait for the GPU
+            factor = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(unbiased_var.to(self.running_var.dtype), factor)
 

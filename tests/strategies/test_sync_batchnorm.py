@@ -1,6 +1,8 @@
 """Batch normalization over all ranks equals that of one process on the full batch, with gradients and buffers."""
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,16 +11,18 @@ from torch import Tensor, nn
 
 from src.run.experiment import assemble
 from src.strategies.sync_batchnorm import GlobalBatchNorm, SyncedBatchNorm
+from tests.support import batch_norm_kernels
 from tests.support.pool import Pool
 from tests.support.runs import compose
 
-SHAPES = {"1d": (8, 5), "1d long": (8, 5, 3), "2d": (8, 5, 4, 4)}
+SHAPES = {"1d": (8, 5), "1d long": (8, 5, 3), "2d": (8, 5, 4, 4), "3d": (8, 5, 2, 3, 2)}
+OPTIONS: list[dict[str, Any]] = [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}]
+KINDS = [nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
 
 
-def layer(shape: tuple[int, ...], **options: object) -> nn.Module:
+def layer(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    kind = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
-    norm = kind(5, dtype=torch.float64, **options)  # type: ignore[arg-type]
+    norm = KINDS[len(shape) - 2](5, dtype=dtype, **options)
     if norm.affine:
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
@@ -35,33 +39,60 @@ def step(norm: nn.Module, x: Tensor, weights: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "x": x.grad} | {name: grad for name, grad in parameters.items() if grad is not None}
 
 
-def step_on_rank(shape: tuple[int, ...], options: dict[str, object], x: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    dist.init_process_group("gloo")
+def step_on_rank(
+    shape: tuple[int, ...], options: dict[str, Any], x: Tensor, weights: Tensor, kernels: str
+) -> dict[str, Tensor]:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    norm = GlobalBatchNorm().apply(nn.Sequential(layer(shape, **options)))
-    result = step(norm[0], x[rank::world], weights[rank::world])  # type: ignore[index]
-    return result | dict(norm[0].named_buffers())  # type: ignore[index]
+    norm: Any = GlobalBatchNorm().apply(nn.Sequential(layer(shape, **options)))[0]  # type: ignore[index]
+    batch_norm_kernels.register()
+    with mock.patch.object(SyncedBatchNorm, "_forward_on_cpu", getattr(SyncedBatchNorm, f"_forward_on_{kernels}")):
+        result = step(norm, x[rank::world], weights[rank::world])
+        norm.eval()
+        assert norm(x[rank::world]).shape == x[rank::world].shape
+    return result | dict(norm.named_buffers())
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}], ids=str
-)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_agrees_with_single_process(shape: tuple[int, ...], options: dict[str, object], pool: Pool) -> None:
+def inputs(shape: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x = 3 + torch.randn(shape, dtype=torch.float64, generator=generator)
-    weights = torch.randn(shape, dtype=torch.float64, generator=generator)
-    norm = layer(shape, **options)
-    alone = step(norm, x, weights) | dict(norm.named_buffers())
-    ranks = pool.run(2, step_on_rank, shape, options, x, weights)
+    return [shift + torch.randn(shape, dtype=torch.float64, generator=generator) for shift in (3, 0)]
+
+
+def check(ranks: list[dict[str, Tensor]], alone: dict[str, Tensor], **tolerance: float) -> None:
+    """Check that the ranks computed what a single process does."""
     for name, expected in alone.items():
         parts = [rank[name] for rank in ranks]
         if name in ("y", "x"):
-            got = torch.empty_like(expected)
+            got = torch.empty_like(parts[0].repeat(2, *[1] * (expected.ndim - 1)))
             got[0::2], got[1::2] = parts
         else:
             got = sum(parts) if name.startswith("grad") else parts[1]
-        assert torch.allclose(got, expected.to(got.dtype), rtol=1e-11, atol=1e-11), name
+        assert torch.allclose(got.to(expected.dtype), expected, **tolerance), name
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "cuda"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_agrees_with_single_process(shape: tuple[int, ...], options: dict[str, Any], kernels: str, pool: Pool) -> None:
+    norm = layer(shape, **options)
+    alone = step(norm, *inputs(shape)) | dict(norm.named_buffers())
+    ranks = pool.run(2, step_on_rank, shape, options, *inputs(shape), kernels)
+    check(ranks, alone, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("stats_type", [torch.float32, torch.bfloat16], ids=str)
+def test_cuda_kernels_in_half_precision(stats_type: torch.dtype, pool: Pool) -> None:
+    """The input has type bfloat16 and channels last; the layer has the same type, or float32 as under autocast."""
+    shape = SHAPES["2d"]
+    x, weights = (values.to(torch.bfloat16, memory_format=torch.channels_last) for values in inputs(shape))
+    norm = layer(shape).float()
+    alone = step(norm, x.float(), weights.float()) | dict(norm.named_buffers())
+    ranks = pool.run(2, step_on_rank, shape, {"dtype": stats_type}, x, weights, "cuda")
+    assert ranks[0]["y"].dtype == ranks[0]["x"].dtype == torch.bfloat16
+    assert ranks[0]["running_var"].dtype == ranks[0]["grad of weight"].dtype == stats_type
+    assert ranks[0]["y"].is_contiguous(memory_format=torch.channels_last)
+    check(ranks, alone, rtol=0.02, atol=0.05)
 
 
 def test_apply_and_revert_keep_parameters_and_names() -> None:
