@@ -4,6 +4,7 @@ Each step copies the network to every GPU and gathers the outputs on the first o
 interpreter. Batch normalization sees the part of the batch on its GPU, and keeps the statistics of the first GPU.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import lightning as L
@@ -18,17 +19,19 @@ from src.utils.errors import UserError
 class _Replica(nn.Module):
     """The network on one GPU, for its part of the batch.
 
-    DataParallel scatters the (n, ...) images and their (n,) dropout keys together.
+    DataParallel scatters the (n, ...) images and their (n,) dropout keys together. Its threads are new, and the type of
+    autocast belongs to a thread, so the main thread hands over its type; without it they would compute in float16.
     """
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
 
-    def forward(self, input: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, keys: Tensor | None, autocast_type: torch.dtype | None) -> Tensor:
         if keys is not None:
             set_keys(dropouts(self), keys)
-        return type(self.net).forward(self.net, input)  # the instance's `forward` is that of all GPUs
+        with torch.autocast(input.device.type, autocast_type, enabled=autocast_type is not None):
+            return type(self.net).forward(self.net, input)  # the instance's `forward` is that of all GPUs
 
 
 class DP(ParallelStrategy):
@@ -67,13 +70,8 @@ class DP(ParallelStrategy):
         net: Any = self.lightning_module.net
         if getattr(self.lightning_module, "should_compile", False):
             raise UserError("module.compile=true compiles the full network, which strategy=dp copies in every step")
-        replicas = nn.DataParallel(_Replica(net), self.parallel_devices)
-        layers = dropouts(net)
-
-        def forward(image: Tensor) -> Tensor:
-            return replicas(image, layers[0].keys if layers and net.training else None)
-
-        net.forward = forward  # assigning the module instead would register its parameters a second time
+        # Assigning the module instead would register its parameters a second time.
+        net.forward = _forward_on_all(net, self.parallel_devices)
 
     def model_to_device(self) -> None:
         self.lightning_module.to(self.root_device)
@@ -89,3 +87,16 @@ class DP(ParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj
+
+
+def _forward_on_all(net: nn.Module, devices: list[torch.device] | None) -> Callable[[Tensor], Tensor]:
+    """Return a function that computes the output of the network for a batch on all devices."""
+    replicas = nn.DataParallel(_Replica(net), devices)
+    layers = dropouts(net)
+
+    def forward(image: Tensor) -> Tensor:
+        kind = image.device.type
+        autocast_type = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return replicas(image, layers[0].keys if layers and net.training else None, autocast_type)
+
+    return forward

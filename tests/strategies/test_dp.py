@@ -1,13 +1,17 @@
 """DataParallel without GPUs: it is refused, and everything but torch's own part works."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor, nn
 
 from src.run.experiment import run
-from src.strategies.dp import DP
+from src.strategies.dp import DP, _forward_on_all
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import SHORT
@@ -38,3 +42,30 @@ def test_refuses_a_batch_that_does_not_divide(small: list[str], folder: Path, mo
     monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
     with pytest.raises(UserError, match=r"set data.batch_size="):
         fit(compose(folder, *small, *PARITY, "data.batch_size=33"))
+
+
+class OneThread(nn.Module):
+    """DataParallel with one replica: like torch's, it enables autocast in a new thread, with that thread's type."""
+
+    def __init__(self, module: nn.Module, devices: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any) -> Tensor:
+        enabled = torch.is_autocast_enabled("cpu")
+
+        def work() -> Tensor:
+            with torch.autocast("cpu", enabled=enabled):
+                return self.module(*inputs)
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(work).result()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_replicas_compute_in_the_autocast_type_of_the_run(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn, "DataParallel", OneThread)
+    net = nn.Linear(3, 2)
+    forward = _forward_on_all(net, devices=None)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        assert forward(torch.ones(4, 3)).dtype == dtype
