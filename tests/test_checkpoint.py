@@ -1,12 +1,14 @@
-"""Weights of another run as a start."""
+"""Weights of another run as a start, and the tensors in a checkpoint file."""
 
 import logging
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from src.checkpoint.integrity import read_weights
+from src.checkpoint.io import AtomicCheckpointIO
 from src.checkpoint.weights import load_network
 from src.run.experiment import assemble
 from src.utils.errors import UserError
@@ -88,3 +90,24 @@ def test_resumed_run_ignores_init_from(trained: Path, small: list[str], folder: 
     first = fit(compose(folder, *task, "trainer.max_epochs=1"))
     second = fit(compose(folder, *task, f"ckpt_path={folder}/checkpoints/last.ckpt", "trainer.max_epochs=2"))
     assert all(torch.equal(second.initial[name], tensor) for name, tensor in first.final.items())
+
+
+class OnGPU(Tensor):
+    """A tensor that only `cpu` turns into a plain one, in which it stands for a tensor of a GPU."""
+
+    def cpu(self, *_: object, **__: object) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def test_a_checkpoint_has_tensors_of_the_cpu_only(tmp_path: Path) -> None:
+    def state(on_gpu: bool) -> dict[str, object]:
+        weights, mean = (torch.arange(4.0).as_subclass(OnGPU if on_gpu else Tensor) for _ in range(2))
+        optimizer = {"state": {0: {"exp_avg": mean, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
+        return {"state_dict": {"net.weight": weights}, "optimizer_states": [optimizer], "powersgd": {"memory": (mean,)}}
+
+    checkpoint = state(on_gpu=True) | {"sharded": torch.empty(3, device="meta")}
+    AtomicCheckpointIO().save_checkpoint(checkpoint, tmp_path / "last.ckpt")
+    assert type(checkpoint["state_dict"]["net.weight"]) is OnGPU  # type: ignore[index]
+    saved = torch.load(tmp_path / "last.ckpt")  # refuses a subclass
+    assert saved.pop("sharded").is_meta
+    assert str(saved) == str(state(on_gpu=False))

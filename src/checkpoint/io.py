@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from src.checkpoint import sharded
 from src.checkpoint.integrity import read_checkpoint
@@ -23,7 +25,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint under a temporary name, syncs it and renames it."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
-        """Write the file.
+        """Write the file, with tensors of the CPU only, so that plain `torch.load` opens it on a machine without GPUs.
 
         Raises:
             UserError: if the disk is full or not writable; an existing file does not change.
@@ -33,7 +35,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             file.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(file) as temporary:
                 with temporary.open("wb") as stream:
-                    torch.save(checkpoint, stream)
+                    torch.save(tree_map_only(Tensor, _to_cpu, checkpoint), stream)
                 if file.name == LAST and file.exists():
                     _link_or_copy(file, file.with_name(PREVIOUS))
         except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError for some OSErrors
@@ -53,6 +55,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def remove_checkpoint(self, path: _PATH) -> None:
         super().remove_checkpoint(path)
         sharded.remove_unused_folders(Path(path))
+
+
+def _to_cpu(tensor: Tensor) -> Tensor:
+    """Return a copy in CPU memory, or the tensor itself if it is there, or a meta tensor of a sharded checkpoint."""
+    return tensor if tensor.is_meta else tensor.cpu()
 
 
 def write_error(file: Path, cause: OSError) -> UserError:
