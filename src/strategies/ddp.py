@@ -123,7 +123,10 @@ class DDP(DDPStrategy):
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         """Wrap the module in DDP; do not broadcast buffers if synchronized batch normalization keeps them equal."""
         norms = [norm for norm in model.modules() if isinstance(norm, SyncedBatchNorm)]
-        ddp = super()._setup_model(model)
+        # Lightning builds DDP on a side stream, for capture in a CUDA graph (strategies/ddp.py:194 in 2.6.6).
+        # Gradients would then accumulate on that stream, and each backward pass would wait for the other one:
+        # https://github.com/Lightning-AI/pytorch-lightning/issues/21567
+        ddp = DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
         if sum(len(norm._buffers) for norm in norms) == len(list(model.buffers())):
             ddp.broadcast_buffers = False  # the constructor argument warns since torch 2.13
         return ddp

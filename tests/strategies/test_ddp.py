@@ -3,14 +3,17 @@
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from src.run.experiment import assemble
+from src.strategies.ddp import DDP
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_replicas, check_resumed, distances
 from tests.support.experiments import SHORT
@@ -75,6 +78,17 @@ def test_broadcasts_buffers_only_where_they_differ(synced: bool, pool: Pool, sma
     for found in pool.run(2, count_collectives, cfg):
         assert (found["gloo:broadcast"] > 0) is not synced
         assert found["gloo:all_reduce"] >= 3
+
+
+def test_is_built_on_the_stream_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients accumulate on the stream on which DDP is built."""
+    strategy, built = DDP(bucket_cap_mb=5), mock.Mock()
+    monkeypatch.setattr("src.strategies.ddp.DistributedDataParallel", built)
+    monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [1])
+    monkeypatch.setattr("torch.cuda.Stream", mock.Mock(side_effect=AssertionError("a side stream")))
+    net = nn.Linear(3, 2)
+    assert strategy._setup_model(net) is built.return_value
+    built.assert_called_once_with(net, device_ids=[1], bucket_cap_mb=5, gradient_as_bucket_view=True)
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
