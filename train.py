@@ -23,6 +23,10 @@ from src.utils.gc_pause import gc_paused
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict[str, float] | float:
+    if cfg.doctor:
+        from src.doctor.examination import examine
+
+        return examine(cfg)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         with gc_paused():
             from src.sweeps.job import run_job

@@ -14,6 +14,7 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 LAYERS = [  # from the top down: a folder of src/ imports from those below it, and from itself
     "cli",  # the command line and its output
     "sweeps",  # jobs of a multirun
+    "doctor",  # checks before a run
     "launch",  # starts the ranks
     "run",  # one run on one rank
     "callbacks",

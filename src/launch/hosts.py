@@ -79,3 +79,24 @@ def _parse_endpoint(endpoint: str | None) -> tuple[str, int]:
         return parse_rendezvous_endpoint(endpoint, default_port=29500)
     except ValueError as error:
         raise UserError(f"launch.endpoint={endpoint}: give HOST:PORT of one of the hosts ({error})") from None
+
+
+def check_endpoint(endpoint: str | None, max_restarts: int) -> str:
+    """Check that this host can listen on the ports of `launch.endpoint`, or else that it finds the endpoint's host.
+
+    Raises:
+        UserError: if the endpoint is missing or invalid, its host is unknown, or a port is not free.
+    """
+    if not endpoint:
+        raise UserError("trainer.num_nodes: several hosts need launch.endpoint=HOST:PORT of one, or torchrun or srun")
+    host, port = _parse_endpoint(endpoint)
+    ports = [port + 1, *(port + 2 * attempt for attempt in range(max_restarts + 1))]
+    if _is_this_host(host):
+        for number in ports:
+            check_port_is_free(number, "launch.endpoint")
+        return f"{', '.join(map(str, sorted(ports)))} of this host are free"
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise UserError(f"launch.endpoint={endpoint}: this host does not find {host} ({error.strerror})") from None
+    return f"{', '.join(map(str, sorted(ports)))} of {host} ({address})"

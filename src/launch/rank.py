@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from src.launch.all_reduce import measure_all_reduce
 from src.run.devices import device_count
 from src.utils.gc_pause import gc_paused
 from src.utils.process_group import close_process_group
@@ -17,9 +18,13 @@ from src.utils.signals import Stopped
 def run_rank(cfg: DictConfig, rank: int, keep: Callable[[Any], None] | None = None) -> dict[str, float]:
     """Run the experiment in this process; return the final metrics, and give `keep` the trainer.
 
+    With doctor=true, measure an all-reduce instead.
+
     After an error the process group stays open: closing it would fail the other ranks before this one has reported its
     error, and NCCL might wait for them.
     """
+    if cfg.doctor:
+        return measure_all_reduce(cfg)
     with gc_paused():
         from src.run.experiment import run  # late: it imports Lightning, which a process that only launches never uses
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.data.sources.download import Archive, extract, fetch
+from src.data.sources.download import Archive, check_archive, extract, fetch
 from src.utils.errors import UserError
 from src.utils.files import file_lock
 
@@ -46,6 +46,18 @@ class CIFAR10:
             with file_lock(root / self.archive.name):
                 if not self._folder(root):  # another process may have extracted it during the wait
                     extract(self.archive, fetch(self.archive, root, self.urls), root)
+
+    def check(self, root: Path) -> str:
+        """Return which images are there, or what `prepare` will do; nothing is written or downloaded.
+
+        Raises:
+            UserError: if a file is corrupt, or the archive can neither be found nor downloaded.
+        """
+        folder = self._folder(root)
+        if folder is None:
+            return check_archive(self.archive, root, self.urls)
+        train, test = (len(self.load(root, split)[1]) for split in ("train", "test"))
+        return f"{self.description} in {folder}, {train} training and {test} test images"
 
     def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
         """Return the split's images, (n, 3, 32, 32) uint8, and labels, (n,) int64.

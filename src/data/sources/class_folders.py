@@ -35,6 +35,11 @@ class ClassFolders:
             if not (root / split).is_dir():
                 raise UserError(f"data.root={root}: there is no folder `{split}` in it, with a folder for each class")
 
+    def check(self, root: Path) -> str:
+        """Check the folders as `prepare` does, and return the number of classes."""
+        self.prepare(root)
+        return f"{len(_folders(root / 'train'))} classes in {root / 'train'}"
+
     def has_val(self, root: Path) -> bool:
         return (root / "val").is_dir()
 

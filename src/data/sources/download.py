@@ -13,9 +13,12 @@ from urllib.error import HTTPError
 from rich.progress import Progress
 
 from src.utils.errors import UserError
+from src.utils.files import check_can_store
 
 _TIMEOUT = 20.0  # seconds without a byte before the next URL is tried
+_CHECK_TIMEOUT = 5.0  # seconds for a URL to answer a request without a download
 _BLOCK = 1 << 20
+_SPACE = 500_000_000  # bytes for an archive and its content
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,36 @@ def fetch(archive: Archive, root: Path, urls: list[str]) -> Path:
             partial.unlink()  # otherwise the next start would ask the server to continue a complete file
             raise
         return partial.replace(file)
-    raise UserError(
+    raise _unavailable(archive, root, reasons)
+
+
+def check_archive(archive: Archive, root: Path, urls: list[str]) -> str:
+    """Return what `fetch` and `extract` will do; nothing is downloaded.
+
+    Raises:
+        UserError: if no URL answers, the existing file is corrupt, or `root` cannot hold the data.
+    """
+    file, reasons = root / archive.name, []
+    space = check_can_store(root, "data.root", _SPACE)
+    if file.exists():
+        _check(file, archive)
+        return f"{file} is complete, and will be extracted; {space}"
+    for url in urls:
+        request = urllib.request.Request(f"{url.rstrip('/')}/{archive.name}", method="HEAD")
+        try:
+            with urllib.request.urlopen(request, timeout=_CHECK_TIMEOUT) as response:
+                size = int(response.headers.get("Content-Length", 0))
+        except OSError as error:
+            reasons.append(f"{url}: {getattr(error, 'reason', error)}")
+            continue
+        return f"{request.full_url} ({size / 1e6:.0f} MB) will be downloaded to {root}; {space}"
+    raise _unavailable(archive, root, reasons)
+
+
+def _unavailable(archive: Archive, root: Path, reasons: list[str]) -> UserError:
+    return UserError(
         f"{archive.name} is not in {root} and cannot be downloaded ({'; '.join(reasons)}):\n"
-        f"  put the archive at {file.resolve()},\n"
+        f"  put the archive at {(root / archive.name).resolve()},\n"
         f"  or set data.root=/path/to/it (or $CIFAR_ROOT) to a folder that has it,\n"
         f"  or train on synthetic images, which need no download: data=shapes"
     )

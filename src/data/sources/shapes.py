@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.utils.files import atomic_write, file_lock
+from src.utils.files import atomic_write, check_can_store, file_lock
 
 _SIZE = 32
 _CHUNK = 2_000  # images generated at a time, which limits the memory
@@ -93,6 +93,17 @@ class Shapes:
                     images, labels = generate_images(self.sizes[split], seed=["train", "test"].index(split))
                     with atomic_write(file) as temporary, temporary.open("wb") as stream:
                         np.savez(stream, images=images, labels=labels)
+
+    def check(self, root: Path) -> str:
+        """Return whether the images exist; they are not generated.
+
+        Raises:
+            UserError: if they do not exist, and `root` cannot hold them.
+        """
+        if all(self._file(root, split).exists() for split in self.sizes):
+            return f"{self.description} in {root / 'shapes'}"
+        size = 2 * sum(self.sizes.values()) * 3 * _SIZE**2
+        return f"{self.description} will be generated in {root / 'shapes'}; {check_can_store(root, 'data.root', size)}"
 
     def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
         """Return the split's images, (n, 3, 32, 32) uint8, and labels, (n,) int64."""
