@@ -29,7 +29,7 @@ _SCRIPT = """\
 #!/bin/bash
 {options}
 
-srun {command}
+srun --wait=300 {command}
 code=$?
 if [ "$code" -eq {stopped} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"

@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 
 from src.utils.errors import UserError
+from src.utils.process_group import set_timeouts_after
 from src.utils.watchdog import Watchdog
 
 
@@ -27,6 +28,7 @@ class Heartbeat(L.Callback):
         self._watchdog = Watchdog(timeout)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        set_timeouts_after(self._watchdog.timeout)
         self._watchdog.arm(self.folder, trainer.global_rank)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -36,16 +38,16 @@ class Heartbeat(L.Callback):
         self._watchdog.disarm()
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self._watchdog.beat()
+        self._watchdog.begin_batch()
 
     def on_validation_batch_start(self, *_: Any) -> None:
-        self._watchdog.beat()
+        self._watchdog.begin_batch()
 
     def on_test_batch_start(self, *_: Any) -> None:
-        self._watchdog.beat()
+        self._watchdog.begin_batch()
 
     def on_predict_batch_start(self, *_: Any) -> None:
-        self._watchdog.beat()
+        self._watchdog.begin_batch()
 
     def on_save_checkpoint(self, *_: Any) -> None:
         self._watchdog.beat()

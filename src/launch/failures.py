@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from src.utils.errors import UserError
-from src.utils.rank_log import log_file
+from src.utils.rank_log import batches_file, log_file
 
 _PREFIX = f"{UserError.__name__}: "
 # The innermost call of a rank that waits for other ranks is in one of these folders.
@@ -107,12 +107,31 @@ def _hang_message(stacks: dict[int, list[str]], raised: set[int], run_dir: str) 
     """
     candidates = {rank: stack for rank, stack in stacks.items() if stack or rank not in raised}
     hung = [rank for rank, stack in candidates.items() if not _is_waiting(stack)]
+    batches = {rank: _batches(run_dir, rank) for rank in stacks}
     messages = []
-    for rank in hung or candidates:
+    for rank in _behind(hung or list(candidates), batches):
         stack = "\n    ".join(candidates[rank])
         stack = stack or "no stack was written: the process was stopped, or is stuck in the kernel"
-        messages.append(f"rank {rank} hangs; its log is {log_file(run_dir, rank)}\n    {stack}")
+        place = f"rank {rank} hangs at batch {batches[rank]} of {max(batches.values())}"
+        messages.append(f"{place}; its log is {log_file(run_dir, rank)}\n    {stack}")
     return "no step within launch.timeout; " + "\n".join(messages)
+
+
+def _behind(ranks: list[int], batches: dict[int, int]) -> list[int]:
+    """Return those of the ranks that have begun the fewest batches.
+
+    Stacks do not tell on a GPU, where a rank waits for the others in any call that waits for the device.
+    """
+    fewest = min(batches[rank] for rank in ranks)
+    return [rank for rank in ranks if batches[rank] == fewest]
+
+
+def _batches(run_dir: str, rank: int) -> int:
+    """Return the number of batches that a rank had begun, as its watchdog wrote it; 0 if it has none."""
+    try:
+        return int(batches_file(run_dir, rank).read_text())
+    except (FileNotFoundError, ValueError):
+        return 0
 
 
 def _is_waiting(stack: list[str]) -> bool:

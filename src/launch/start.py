@@ -7,6 +7,7 @@ gets that very object. No command line is rebuilt, and a job of a sweep leaves n
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,8 +22,10 @@ from src.launch.config_sync import sync_config
 from src.launch.external import check_world_size, detect_cluster_environment, rendezvous
 from src.launch.hosts import rendezvous_hosts
 from src.launch.rank import run_rank
+from src.launch.rank_exit import exit_started_rank
 from src.launch.workers import launch_workers
 from src.run.devices import device_count, runs_in_single_process
+from src.run.folder import remove_if_unused
 from src.run.resolve import resolve_config
 from src.utils.errors import UserError
 
@@ -75,7 +78,15 @@ def _join_started_ranks(
         if rank > 0:
             raise SystemExit(1) from None
         raise
-    return run_rank(cfg, rank, keep)
+    with os.fdopen(os.dup(2), "w") as terminal:  # above rank zero, stderr becomes the rank's log
+        try:
+            return run_rank(cfg, rank, keep)
+        except Exception as error:
+            if dist.is_initialized():
+                if isinstance(error, UserError):
+                    remove_if_unused(Path(cfg.run_dir))
+                exit_started_rank(error, cfg.run_dir, rank, terminal)
+            raise
 
 
 def _sync_hosts(cfg: DictConfig) -> tuple[DictConfig, int]:

@@ -2,10 +2,8 @@
 
 import logging
 import os
-import re
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,17 +15,13 @@ from src.checkpoint.run_files import stop_message
 from src.launch.failures import RankFailedError, first_error, log_sizes
 from src.launch.hosts import rendezvous_settings
 from src.launch.rank import run_rank
+from src.launch.rank_exit import ERROR_FILE, exit_worker
 from src.run.devices import runs_in_single_process
 from src.run.resume import with_newest_checkpoint
 from src.utils import signals
-from src.utils.errors import UserError
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 _ELASTIC_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)  # signals that the elastic launcher handles
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-# A collective raises an error with one of these words if a peer has exited.
-_PEER_LOST = re.compile("gloo|nccl|connection|socket|peer|timed out", re.IGNORECASE)
-_REPORT_DELAY = 10.0  # seconds, enough for the launcher to see which rank failed first
 
 
 def launch_workers(cfg: DictConfig, processes: int, node_rank: int = 0) -> dict[str, float]:
@@ -127,7 +121,7 @@ def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
 
     signals.prepare_started_process(launcher)
     _silence_launchers()
-    rank, error_file = int(os.environ["RANK"]), os.environ[_ERROR_FILE]
+    rank, error_file = int(os.environ["RANK"]), os.environ[ERROR_FILE]
     if runs_in_single_process(cfg):
         _remove_launcher_variables()
     try:
@@ -135,13 +129,11 @@ def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
     except signals.Stopped as stopped:
         return stopped.number
     except Exception as error:
-        os.environ[_ERROR_FILE] = error_file  # which `_remove_launcher_variables` removes
+        os.environ[ERROR_FILE] = error_file  # which `_remove_launcher_variables` removes
         # The report must exist before the sockets close, because their end fails the other ranks.
         get_error_handler().record_exception(error)
         if dist.is_initialized():
-            logging.shutdown()
-            _delay_secondary_failure(error)
-            os._exit(1)  # the interpreter's own exit may abort in a process group that is still open
+            exit_worker(error)
         raise
 
 
@@ -150,15 +142,6 @@ def _remove_launcher_variables() -> None:
     for name in list(os.environ):
         if name.startswith(_LAUNCHER_VARIABLES):
             del os.environ[name]
-
-
-def _delay_secondary_failure(error: Exception) -> None:
-    """If this rank failed only because a peer exited, wait until the launcher ends it, as that peer failed first."""
-    if isinstance(error, UserError) or not _PEER_LOST.search(f"{type(error).__name__} {error}"):
-        return
-    deadline = time.monotonic() + _REPORT_DELAY
-    while not signals.requested() and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def _silence_launchers() -> None:

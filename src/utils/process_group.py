@@ -1,10 +1,23 @@
-"""Close the process group safely."""
+"""Timeouts of the process groups, and their safe end."""
 
 import time
+from datetime import timedelta
 
 import torch.distributed as dist
 
 _PAUSE = 0.05  # seconds, so that gloo's threads can take the GIL
+_MARGIN = timedelta(minutes=5)
+
+
+def set_timeouts_after(seconds: float) -> None:
+    """Let the collectives of all process groups fail some minutes after the watchdog, whose timeout is in seconds.
+
+    The watchdog names the rank that hangs. NCCL names and ends one that waits for it: by default after half an hour,
+    and after ten minutes in the subgroups of a device mesh, which take no timeout.
+    """
+    if dist.is_available() and dist.is_initialized():
+        for group in dist.distributed_c10d._world.pg_map:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds) + _MARGIN, group)
 
 
 def close_process_group() -> None:

@@ -27,6 +27,11 @@ def log_file(run_dir: str | Path, rank: int) -> Path:
     return Path(run_dir) / "logs" / f"rank{rank}.log"
 
 
+def batches_file(run_dir: str | Path, rank: int) -> Path:
+    """Return the path of the file that has the number of batches which a rank has begun."""
+    return log_file(run_dir, rank).with_suffix(".batches")
+
+
 def open_log(file: Path) -> int:
     """Open a log for appending, and create its folder if it is missing; return the file descriptor."""
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,18 @@ def test_shows_the_error_of_the_rank_that_failed_first(small: list[str], tmp_pat
     assert "rank1.log" in err
 
 
+@pytest.mark.slow
+def test_a_rank_that_raises_ends_all_under_torchrun(small: list[str], tmp_path: Path) -> None:
+    """The other rank waits for it in a collective."""
+    arguments = [*small, *TINY, "logger=none", *TWO, callback("RaiseOnRankOne"), f"run_dir={tmp_path}/run"]
+    before = time.monotonic()
+    _, err = run(*arguments, program=TORCHRUN, code=1)
+    assert time.monotonic() - before < 60
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert lines == [f"error: rank 1 failed (RuntimeError: only here); its log is {tmp_path}/run/logs/rank1.log"]
+    assert "Traceback" in (tmp_path / "run" / "logs" / "rank1.log").read_text()
+
+
 def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     """Train two ranks with wandb, check the run folder, evaluate and continue it, and try another network."""
     folder = tmp_path / "run with space"
@@ -276,7 +289,7 @@ def test_rank_zero_configures_all_ranks_under_slurm(small: list[str], tmp_path: 
     assert "done: " in printed[0][1]
     assert "done: " not in printed[1][1]
     (folder,) = tmp_path.iterdir()
-    assert {file.name for file in (folder / "logs").iterdir()} == {"rank0.log", "rank1.log"}
+    assert {file.name for file in (folder / "logs").glob("*.log")} == {"rank0.log", "rank1.log"}
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from src.launch.failures import first_error
-from src.utils.rank_log import log_file
+from src.utils.rank_log import batches_file, log_file
 
 WAITING, BUSY = "torch/distributed/c10d.py", "src/models/slow.py"
 
@@ -34,17 +34,24 @@ def test_names_the_global_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("innermost", "raised", "named"),
+    ("innermost", "batches", "raised", "named"),
     [
-        ([WAITING, BUSY], False, [1]),
-        ([None, BUSY], True, [1]),  # lost its peer before its own timeout
-        ([None, BUSY], False, [0, 1]),  # rank 0 is stopped or stuck in the kernel; rank 1 may wait for it on a GPU
-        ([None, WAITING], False, [0]),
-        ([WAITING, WAITING], False, [0, 1]),
-        ([BUSY, BUSY], False, [0, 1]),
+        ([WAITING, BUSY], [7, 7], False, [1]),
+        ([None, BUSY], [7, 7], True, [1]),  # lost its peer before its own timeout
+        ([None, BUSY], [7, 7], False, [0, 1]),  # rank 0 is stopped or stuck in the kernel; rank 1 may wait on a GPU
+        ([None, BUSY], [7, 8], False, [0]),  # the host of rank 1 was ahead of its GPU
+        ([None, WAITING], [7, 7], False, [0]),
+        ([WAITING, WAITING], [7, 7], False, [0, 1]),
+        ([WAITING, WAITING], [8, 7], False, [1]),  # in different collectives
+        ([BUSY, BUSY], [7, 7], False, [0, 1]),
+        ([BUSY, BUSY], [8, 7], False, [1]),
+        ([WAITING, BUSY], [7, 8], False, [1]),  # which waits for nobody, so that rank 0 waits for it
+        ([BUSY, BUSY], [None, None], False, [0, 1]),  # before the first batch
     ],
 )
-def test_names_hung_ranks(innermost: list[str | None], raised: bool, named: list[int], tmp_path: Path) -> None:
+def test_names_hung_ranks(
+    innermost: list[str | None], batches: list[int | None], raised: bool, named: list[int], tmp_path: Path
+) -> None:
     if raised:
         report = tmp_path / "errors" / "0" / "error.json"
         report.parent.mkdir(parents=True)
@@ -55,5 +62,9 @@ def test_names_hung_ranks(innermost: list[str | None], raised: bool, named: list
         log.parent.mkdir(exist_ok=True)
         dump = f'Timeout (0:00:08)!\nThread 0x1 (most recent call first):\n  File "/{place}", line 1 in step\n'
         log.write_text(dump if place else "it begins\n")
+        if batches[rank] is not None:
+            batches_file(tmp_path, rank).write_text(f"{batches[rank]:>12}\n")
     error = str(first_error(Failed(tmp_path / "errors"), str(tmp_path), {}))
-    assert [rank for rank in range(2) if f"rank {rank} hangs" in error] == named
+    most = max(number or 0 for number in batches)
+    places = {rank: f"rank {rank} hangs at batch {batches[rank] or 0} of {most};" for rank in range(2)}
+    assert [rank for rank, place in places.items() if place in error] == named

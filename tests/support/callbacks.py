@@ -1,5 +1,6 @@
 """Callbacks for runs that the command line starts: they delay, hang, raise, kill or report."""
 
+import atexit
 import os
 import signal
 import time
@@ -29,10 +30,11 @@ class HangOnRankOne(L.Callback):
 
 
 class RaiseOnRankOne(L.Callback):
-    """Raise in the third step, on rank one only."""
+    """Raise in the third step, on rank one only; its exit handlers wait, as one of Lightning does for NCCL's peers."""
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 2:
+            atexit.register(time.sleep, 100)
             raise RuntimeError("only here")
 
 
