@@ -1,15 +1,22 @@
-"""Shutdown of a process that Lightning has spawned."""
+"""Compilation in the processes that Lightning spawns, and their shutdown."""
 
 import multiprocessing
+import pickle
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
+from src.run.experiment import assemble
 from src.strategies.ddp_spawn import DDPSpawn
 from src.utils import signals
 from src.utils.signals import Stopped
+from tests.support.runs import compose
 
 
 class Logger:
@@ -35,3 +42,20 @@ def test_loggers_of_a_failed_run_are_marked_failed(error: BaseException, monkeyp
     with pytest.raises(type(error)):
         strategy.launcher._wrapping_function(0, SimpleNamespace(loggers=[logger]))
     assert logger.messages == ["failed"]
+
+
+def test_compiles_in_the_spawned_process(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module loses its compiled functions when it is pickled, so `setup` compiles it."""
+    graphs: list[Any] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    options = ["model=mlp", "strategy=ddp_spawn", "trainer.devices=2", "module.compile=true"]
+    _, module, _ = assemble(compose(folder, *small, *options))
+    spawned = pickle.loads(ForkingPickler.dumps(module))
+    spawned.setup("fit")
+    spawned(torch.rand(2, 3, 32, 32))
+    assert graphs
