@@ -99,4 +99,5 @@ def _describe(measured: dict[str, float]) -> str:
     if processes == 1:
         return "one process, which sends nothing"
     bandwidth = 2 * (processes - 1) / processes * size / measured["seconds"]
-    return f"{processes} processes, {size / 2**20:.0f} MiB in {1e3 * measured['seconds']:.1f} ms, {bandwidth / 1e9:.2f} GB/s"
+    milliseconds = 1e3 * measured["seconds"]
+    return f"{processes} processes, {size / 2**20:.0f} MiB in {milliseconds:.1f} ms, {bandwidth / 1e9:.2f} GB/s"

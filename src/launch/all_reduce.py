@@ -20,7 +20,7 @@ from src.utils.process_group import close_process_group
 
 _TIMEOUT = 60.0  # seconds for the ranks to arrive, and as many for their communication
 _SIZE = 16 << 20  # float32 numbers, 64 MiB
-_DURATION = 2.0  # seconds of repetitions
+_DURATION = 1.0  # seconds of repetitions
 _ADVICE = {
     "gloo": "set GLOO_SOCKET_IFNAME to the network interface that connects the hosts",
     "nccl": (
@@ -38,7 +38,8 @@ def measure_all_reduce(cfg: DictConfig) -> dict[str, float]:
     Raises:
         UserError: if a rank does not arrive, the communication hangs, the result is wrong, or versions differ.
     """
-    faulthandler.dump_traceback_later(3 * _TIMEOUT, exit=True)  # in case the main thread hangs as well
+    # The main thread may hang as well. Descriptor 2 is stderr, whatever a notebook has made of `sys.stderr`.
+    faulthandler.dump_traceback_later(3 * _TIMEOUT, exit=True, file=2)
     try:
         rank, world_size, local_rank, store = _connect()
         values = torch.ones(_SIZE, device=_device(cfg, local_rank))

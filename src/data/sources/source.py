@@ -26,8 +26,8 @@ class ImageSource(Protocol):
     A source with its own validation images also has a method `has_val(root)`. If that returns true, `load` takes the
     split `val`, and no training images are held out.
 
-    For `doctor=true`, a source may have a method `check(root)`. It returns which images are there or what `prepare` will
-    do, and raises UserError if that will fail; it writes and downloads nothing.
+    For `doctor=true`, a source may have a method `check(root)`. It returns which images are there or what `prepare`
+    will do, and raises UserError if that will fail; it writes and downloads nothing.
     """
 
     description: str
