@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS ?= --constraint constraints.txt # empty: the newest versions that pyproject.toml allows
 
-.PHONY: install train test test-all parity bench lint format clean
+.PHONY: install train doctor test test-all parity bench lint format clean
 
 install: $(STAMP)
 
@@ -16,6 +16,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: install
 	$(BIN)/python train.py experiment=quickstart $(ARGS)
+
+# Checks of this machine for a run: ARGS="strategy=ddp trainer.devices=4"
+doctor: install
+	$(BIN)/python train.py doctor=true $(ARGS)
 
 # Some minutes: what every change waits for.
 test: install lint

@@ -69,7 +69,7 @@ def _reduce_on_all_ranks(cfg: DictConfig, report: Report) -> dict[str, float]:
     if is_srun_missing():  # this rank would wait in vain for the others
         report.add(Finding("all-reduce", False, "not started, because the job has several tasks, but no srun"))
         return {}
-    _keep_run_folder_unchanged(cfg)
+    _adapt_to_all_reduce(cfg)
     measured: dict[str, float] = {}
 
     def reduce(cfg: DictConfig) -> str:
@@ -82,10 +82,10 @@ def _reduce_on_all_ranks(cfg: DictConfig, report: Report) -> dict[str, float]:
     return measured
 
 
-def _keep_run_folder_unchanged(cfg: DictConfig) -> None:
-    """Change the options that would resume or restart a run, which may be in progress in the run folder.
+def _adapt_to_all_reduce(cfg: DictConfig) -> None:
+    """Turn off the options that would resume or restart a run: one may be in progress in the run folder.
 
-    On a single host, the launcher also starts a process per device for a strategy that starts its own.
+    On a single host, the launcher starts a process per device, also for a strategy that has only one or starts its own.
     """
     cfg.fit, cfg.resume, cfg.launch.max_restarts = False, None, 0
     if cfg.trainer.num_nodes == 1 and not detect_cluster_environment():

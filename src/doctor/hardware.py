@@ -18,7 +18,8 @@ def processes_per_host(cfg: DictConfig) -> int:
     """Return the configured number of devices per host, whether this machine has them or not."""
     devices = cfg.trainer.devices
     if devices in ("auto", -1):
-        return int(os.environ.get("LOCAL_WORLD_SIZE", torch.accelerator.device_count() or 1))
+        gpus = 0 if cfg.trainer.accelerator == "cpu" else torch.accelerator.device_count()
+        return int(os.environ.get("LOCAL_WORLD_SIZE", gpus or 1))
     return devices if isinstance(devices, int) else len(devices)
 
 

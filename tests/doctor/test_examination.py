@@ -11,13 +11,14 @@ from src.doctor.finding import Finding
 from src.doctor.report import Report
 from src.launch import all_reduce
 from src.utils.errors import UserError
-from tests.support.commands import TWO, error_line, run, run_here
+from tests.support.commands import error_line, run, run_here
 
 QUICK = ["doctor=true", "trainer.accelerator=cpu", "logger=none"]
 
 
 def test_two_processes(small: list[str], tmp_path: Path) -> None:
-    out, _ = run(*small, *QUICK, *TWO, f"run_dir={tmp_path / 'run'}")
+    """Lightning would start the ranks of this strategy itself."""
+    out, _ = run(*small, *QUICK, "strategy=ddp_spawn", "trainer.devices=2", f"run_dir={tmp_path / 'run'}")
     assert "problem" not in out.replace("no problem", "")
     assert "\nok      all-reduce     2 processes, 64 MiB in " in out
     assert "\nok      clocks " in out
@@ -65,9 +66,13 @@ def test_names_ranks_that_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_communication_that_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang() -> dict[str, float]:
+        time.sleep(1)
+        return {}
+
     monkeypatch.setattr(all_reduce, "_TIMEOUT", 0.1)
     with pytest.raises(UserError, match=r"2 processes by nccl has not ended .* NCCL_DEBUG=INFO shows where"):
-        all_reduce._run_in_time(lambda: time.sleep(1) or {}, "nccl", 2)
+        all_reduce._run_in_time(hang, "nccl", 2)
 
 
 def test_wrong_sum_is_noticed() -> None:

@@ -180,3 +180,23 @@ def test_link_cut_permanently(hosts: Hosts, weights: Any, small: list[str], tmp_
     command = [sys.executable, *TRAIN[:1], f"ckpt_path={run}", "trainer.num_nodes=1", "trainer.devices=2"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     check(tmp_path, weights(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("external", [False, True], ids=["same command", "torchrun"])
+def test_doctor_on_two_hosts(external: bool, hosts: Hosts, small: list[str], tmp_path: Path) -> None:
+    """Each host is checked: by its launcher, or by its first rank, which prints problems only."""
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    task = [str(ROOT / "train.py"), "doctor=true", "logger=none", *small, *ON_TWO, "strategy=ddp", "trainer.devices=1"]
+    start = torchrun(hosts.addresses[0], 1) if external else [sys.executable]
+    endpoint = [] if external else [f"launch.endpoint={hosts.addresses[0]}:{PORT}"]
+    started = []
+    for host, name in enumerate(("a", "b")):
+        (tmp_path / name).mkdir()
+        command = [*start, *task, *endpoint, runs_in(tmp_path / name)]
+        started.append(hosts.start(host, command, logs[host], tmp_path / name))
+    assert wait_for_all(started, logs) == [0, 0]
+    assert "\nok      all-reduce     2 processes, 64 MiB in " in logs[0].read_text()
+    assert "checks, no problem" in logs[0].read_text()
+    assert ("\nok      data " in logs[1].read_text()) is not external
+    assert not list(tmp_path.glob("*/runs/*"))
