@@ -116,7 +116,7 @@ class ImageClassifier(Module):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         data = self.trainer.datamodule
         factor = scaling_factor(self.lr_scaling, data.global_batch_size, self.reference_batch_size)
-        optimizer = build_optimizer(self.net, self.optimizer, factor, prefix="net.")
+        optimizer = build_optimizer(self.net, self.optimizer, factor, "net.", self.allows_fused_optimizer)
         scheduler: Any = scheduler_config(optimizer, self.schedule, data.total_steps)
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 

@@ -78,7 +78,8 @@ class GAN(Module):
         if self.trainer.precision == "16-mixed":
             raise UserError("trainer.precision=16-mixed scales one loss, and a GAN has two: use bf16-mixed or 32-true")
         networks = {"generator.": self.generator, "discriminator.": self.discriminator}
-        return [build_optimizer(net, self.optimizer, 1.0, prefix) for prefix, net in networks.items()]
+        fused = self.allows_fused_optimizer
+        return [build_optimizer(net, self.optimizer, 1.0, prefix, fused) for prefix, net in networks.items()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another network; when training resumes, use the configured hyper-parameters.

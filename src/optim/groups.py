@@ -1,17 +1,20 @@
 """Build the optimizer: no weight decay for vectors, and a learning rate scaled with the batch size."""
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import Adam, Optimizer
 
 from src.optim.schedules import unwrap_partial
 from src.utils.errors import UserError, suggest
 
 _RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
+_FUSED_DEVICES = ("cuda",)
 
 
 def scaling_factor(rule: str, batch_size: int, reference: int) -> float:
@@ -28,11 +31,14 @@ def scaling_factor(rule: str, batch_size: int, reference: int) -> float:
     return _RULES[rule](batch_size / reference)
 
 
-def build_optimizer(net: nn.Module, factory: partial[Any], lr_factor: float, prefix: str) -> Optimizer:
+def build_optimizer(
+    net: nn.Module, factory: partial[Any], lr_factor: float, prefix: str, allow_fused: bool = True
+) -> Optimizer:
     """Build the optimizer over two groups: matrices and filters, and vectors (biases, norms) without weight decay.
 
     A parameter's name is `prefix` and its name in the network. The optimizer's state dict contains the names as
-    `param_names`, so that a checkpoint assigns moments to weights by name.
+    `param_names`, so that a checkpoint assigns moments to weights by name. On CUDA the fused implementation is the
+    default where torch has one, unless `allow_fused` is false: it launches one kernel for many tensors.
 
     Raises:
         UserError: if the learning rate is not a number of at least zero, or the optimizer refuses its arguments.
@@ -49,10 +55,23 @@ def build_optimizer(net: nn.Module, factory: partial[Any], lr_factor: float, pre
             "weight_decay": 0.0,
         },
     ]
+    fused = {"fused": True} if allow_fused and _can_fuse(factory, [parameter for _, parameter in named]) else {}
     try:
-        return unwrap_partial(factory)([group for group in groups if group["params"]], lr=lr * lr_factor)
+        return unwrap_partial(factory)([group for group in groups if group["params"]], lr=lr * lr_factor, **fused)
     except (TypeError, ValueError) as error:
         raise UserError(f"`optimizer` cannot be built: {error}") from error
+
+
+def _can_fuse(factory: partial[Any], parameters: list[nn.Parameter]) -> bool:
+    """Return whether the fused implementation exists for these parameters, and the user has chosen no other."""
+    has_fused = "fused" in inspect.signature(factory.func).parameters
+    if not has_fused or {"fused", "foreach", "differentiable"} & factory.keywords.keys():
+        return False
+    if any(parameter.device.type not in _FUSED_DEVICES for parameter in parameters):
+        return False
+    # torch 2.13 has sharding rules for _fused_adam_ and _fused_adamw_ only (distributed/tensor/_ops/_pointwise_ops.py).
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    return not is_sharded or issubclass(factory.func, Adam)
 
 
 def override_hyperparameters(

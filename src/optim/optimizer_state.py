@@ -1,11 +1,14 @@
 """Optimizer state by parameter name: merged from all ranks, and sharded again."""
 
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+
+_IMPLEMENTATION = ("fused", "foreach")  # keys of a parameter group
 
 
 def merge(states: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
@@ -50,18 +53,21 @@ def shard(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Return the part of a full optimizer state that belongs to `optimizer` on this rank.
 
     The result has only this rank's parameters, and shards of the tensors of sharded parameters. Parameters are matched
-    by `param_names`, so their order does not matter.
+    by `param_names`, so their order does not matter. The implementation is that of `optimizer`, also in `saved`: torch
+    takes it from the checkpoint, which may be from another device, and ZeroRedundancyOptimizer reads `saved` again.
     """
     saved_indices: dict[str, int] = {}
     for saved_group in saved["param_groups"]:
         saved_indices |= _indices_by_name(saved_group)
-    state, param_groups = {}, []
-    for group, own_group in zip(optimizer.param_groups, optimizer.state_dict()["param_groups"], strict=True):
-        for parameter, (name, index) in zip(group["params"], _indices_by_name(own_group).items(), strict=True):
+    state, param_groups, numbers = {}, [], count()
+    for group in optimizer.param_groups:
+        indices = list(islice(numbers, len(group["params"])))  # as in the state dict, which ZeRO refuses to give
+        for parameter, name, index in zip(group["params"], group["param_names"], indices, strict=True):
             if moments := saved["state"].get(saved_indices[name]):
                 state[index] = {key: shard_like(value, parameter) for key, value in moments.items()}
-        saved_group = next(one for one in saved["param_groups"] if one["name"] == own_group["name"])
-        param_groups.append(saved_group | {"params": own_group["params"], "param_names": own_group["param_names"]})
+        saved_group = next(one for one in saved["param_groups"] if one["name"] == group["name"])
+        saved_group |= {key: group[key] for key in _IMPLEMENTATION if key in group}
+        param_groups.append(saved_group | {"params": indices, "param_names": group["param_names"]})
     return {"state": state, "param_groups": param_groups}
 
 
