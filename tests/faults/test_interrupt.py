@@ -81,7 +81,7 @@ class InterruptWorkers(L.Callback):
             workers = set(multiprocessing.active_children()) - self.others
             assert workers
             for worker in workers:
-                for _ in range(2):
+                for _again in range(2):
                     os.kill(int(str(worker.pid)), signal.SIGINT)
                     time.sleep(0.4)
 
