@@ -85,7 +85,7 @@ def _check_test(cfg: DictConfig, trainer: L.Trainer) -> None:
     if cfg.test not in (True, False, "best"):
         raise UserError(f"test={cfg.test}: give true, false or best")
     if cfg.test == "best" and cfg.fit and not _best_callback(trainer):
-        raise UserError("test=best needs the best checkpoint: add `best` to `callbacks`, or set test=true")
+        raise UserError("test=best needs callbacks.best: leave callbacks.best=null out, or set test=true")
 
 
 def _checkpoint_to_test(cfg: DictConfig, trainer: L.Trainer) -> str | None:

@@ -39,7 +39,7 @@ def test_tests_the_best_checkpoint(strategy: str, pool: Pool, small: list[str], 
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["test=best", "callbacks=checkpoint"], "test=best needs the best checkpoint: add `best`"),
+        (["test=best", "callbacks.best=null"], "test=best needs callbacks.best: leave callbacks.best=null out"),
         (["test=bst"], "test=bst: give true, false or best"),
         (["test=best", "trainer.limit_val_batches=0", "trainer.max_steps=1"], "training has validated nothing"),
     ],
