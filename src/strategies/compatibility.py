@@ -15,14 +15,14 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
         UserError: if the module uses manual optimization and the strategy keeps no full replicas, or the module lacks
             an attribute that the strategy needs, such as `loss`.
     """
+    if not module.automatic_optimization and not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
+        raise UserError(
+            f"strategy={type(strategy).__name__} supports only one optimizer, but {type(module).__name__} optimizes "
+            "manually, with several: set strategy=ddp, or auto"
+        )
     for name, meaning in getattr(strategy, "module_needs", {}).items():
         if not hasattr(module, name):
             raise UserError(
                 f"strategy={type(strategy).__name__} needs {type(module).__name__}.{name}, {meaning}: add it, or use "
                 "strategy=ddp or fsdp"
             )
-    if not module.automatic_optimization and not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
-        raise UserError(
-            f"strategy={type(strategy).__name__} supports only one optimizer, but {type(module).__name__} optimizes "
-            "manually, with several: set strategy=ddp, or auto"
-        )
