@@ -21,6 +21,7 @@ from src.utils.process_group import close_process_group
 _TIMEOUT = 60.0  # seconds for the ranks to arrive, and as many for their communication
 _SIZE = 16 << 20  # float32 numbers, 64 MiB
 _DURATION = 1.0  # seconds of repetitions
+_CLOCK_ROUNDS = 5
 _ADVICE = {
     "gloo": "set GLOO_SOCKET_IFNAME to the network interface that connects the hosts",
     "nccl": (
@@ -128,7 +129,8 @@ def _measure(values: Tensor, store: dist.Store, rank: int, world_size: int) -> d
     first = _time_all_reduce(values)
     if not torch.all(values == world_size):
         raise UserError(f"the sum of {world_size} ones is {values.mean():g}: test the memory and the links of the GPUs")
-    result = {"processes": world_size, "bytes": values.nbytes, "clock_difference": _compare_processes()}
+    _check_versions()
+    result = {"processes": world_size, "bytes": values.nbytes, "clock_difference": _clock_difference()}
     if world_size == 1:
         return result | {"seconds": 0.0}
     slowest = torch.tensor(first, device=values.device)
@@ -147,21 +149,36 @@ def _time_all_reduce(values: Tensor) -> float:
     return time.perf_counter() - begun
 
 
-def _compare_processes() -> float:
-    """Return the largest difference between the clocks of the processes, in seconds.
+def _check_versions() -> None:
+    """Check that all processes have the same versions of torch and NCCL.
 
     Raises:
-        UserError: if their versions of torch or NCCL differ.
+        UserError: if not.
     """
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
-    processes: list[Any] = [None] * dist.get_world_size()
-    dist.barrier()
-    dist.all_gather_object(processes, (time.time(), torch.__version__, nccl))
-    clocks, *_ = zip(*processes, strict=True)
-    for rank, (_, *versions) in enumerate(processes):
-        if versions != list(processes[0][1:]):
+    versions = _gather((torch.__version__, nccl))
+    for rank, other in enumerate(versions):
+        if other != versions[0]:
             raise UserError(
-                f"rank {rank} has torch and NCCL {versions}, rank 0 has {list(processes[0][1:])}: "
-                "install the same versions on all hosts"
+                f"rank {rank} has torch {other[0]} and NCCL {other[1]}, but rank 0 has {versions[0][0]} and "
+                f"{versions[0][1]}: install the same versions on all hosts"
             )
-    return max(clocks) - min(clocks)
+
+
+def _clock_difference() -> float:
+    """Return the largest difference between the clocks of the processes, in seconds.
+
+    It is the least of several rounds, because a busy host may delay a process after the barrier.
+    """
+    differences = []
+    for _ in range(_CLOCK_ROUNDS):
+        dist.barrier()
+        clocks = _gather(time.time())
+        differences.append(max(clocks) - min(clocks))
+    return min(differences)
+
+
+def _gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -78,3 +78,16 @@ def test_communication_that_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_sum_is_noticed() -> None:
     with pytest.raises(UserError, match="the sum of 1 ones is 0"):
         all_reduce._measure(torch.zeros(2), HashStore(), rank=0, world_size=1)
+
+
+def test_different_versions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "_gather", lambda value: [value, ("2.6.0", (2, 21, 5))])
+    with pytest.raises(UserError, match=r"rank 1 has torch 2.6.0 and NCCL \(2, 21, 5\), but rank 0 has"):
+        all_reduce._check_versions()
+
+
+def test_clock_difference_is_the_least_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = iter([[0.0, 9.0], [0.0, 3.0], [0.0, 5.0], [0.0, 4.0], [0.0, 8.0]])
+    monkeypatch.setattr(all_reduce, "_gather", lambda value: next(rounds))
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    assert all_reduce._clock_difference() == 3.0
