@@ -29,7 +29,7 @@ _SCRIPT = """\
 #!/bin/bash
 {options}
 
-srun --wait=300 {command}
+srun --cpus-per-task={cpus} --wait=300 {command}
 code=$?
 if [ "$code" -eq {stopped} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"
@@ -45,11 +45,15 @@ def script(cfg: DictConfig, overrides: list[str], folder: Path, arguments: argpa
     devices = cfg.trainer.devices if isinstance(cfg.trainer.devices, int) else len(cfg.trainer.devices or [])
     if cfg.trainer.devices == "auto" or devices < 1:
         raise UserError(f"trainer.devices={cfg.trainer.devices}: a job asks for a number of devices per node; give one")
+    tasks = 1 if runs_in_single_process(cfg) else devices
+    uses_gpus = cfg.trainer.accelerator != "cpu"
+    cpus = (arguments.cpus_per_device or (4 if uses_gpus else 1)) * devices // tasks
     options = {
         "job-name": arguments.name,
         "nodes": cfg.trainer.num_nodes,
-        "ntasks-per-node": 1 if runs_in_single_process(cfg) else devices,
-        **({} if cfg.trainer.accelerator == "cpu" else {"gpus-per-node": devices}),
+        "ntasks-per-node": tasks,
+        **({"gpus-per-node": devices} if uses_gpus else {}),
+        "cpus-per-task": cpus,
         "time": arguments.time,
         "signal": f"USR1@{arguments.save_before}",
         "output": folder / "slurm.out",
@@ -59,7 +63,7 @@ def script(cfg: DictConfig, overrides: list[str], folder: Path, arguments: argpa
     words = ["--requeue", *(f"--{name}={value}" for name, value in options.items()), *arguments.option]
     command = [sys.executable, str(ROOT / "train.py"), *overrides, f"run_dir={folder}", "resume=auto"]
     lines = "\n".join(f"#SBATCH {word}" for word in words)
-    return _SCRIPT.format(options=lines, command=shlex.join(command), stopped=128 + signal.SIGUSR1)
+    return _SCRIPT.format(options=lines, cpus=cpus, command=shlex.join(command), stopped=128 + signal.SIGUSR1)
 
 
 def main() -> None:
@@ -69,6 +73,9 @@ def main() -> None:
     parser.add_argument("--time", default="1:00:00", help="time limit of the job (default: %(default)s)")
     parser.add_argument(
         "--save-before", type=int, default=120, help="seconds before the limit to stop (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cpus-per-device", type=int, help="CPU cores for each GPU (default: 4), or each process on CPUs (default: 1)"
     )
     parser.add_argument("--option", action="append", default=[], help="passed on to sbatch: --option=--partition=gpu")
     parser.add_argument("--dry-run", action="store_true", help="only print the script")

@@ -120,7 +120,8 @@ class Throughput(L.Callback):
             if self._gaps:  # there are none with a log point at each batch
                 report["data_fraction"] = gap / batch
             if self._peak_flops and self._step_flops:
-                report["mfu"] = self._step_flops / step / trainer.world_size / self._peak_flops
+                devices = trainer.num_devices * trainer.num_nodes  # `strategy=dp` has several in one process
+                report["mfu"] = self._step_flops / step / devices / self._peak_flops
         # Tensors on the CPU, so that logging them does not wait for the GPU.
         module.log_dict({f"throughput/{name}": torch.tensor(value) for name, value in report.items()})
         self._reports.append(report)

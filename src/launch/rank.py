@@ -8,7 +8,8 @@ import torch
 from omegaconf import DictConfig
 
 from src.launch.all_reduce import measure_all_reduce
-from src.run.devices import device_count
+from src.launch.external import detect_cluster_environment
+from src.run.devices import device_count, runs_in_single_process
 from src.utils.gc_pause import gc_paused
 from src.utils.process_group import close_process_group
 from src.utils.rank_log import log_to_folder
@@ -29,8 +30,8 @@ def run_rank(cfg: DictConfig, rank: int, keep: Callable[[Any], None] | None = No
         from src.run.experiment import run  # late: it imports Lightning, which a process that only launches never uses
 
     log_to_folder(cfg.run_dir, rank)
-    if cfg.trainer.accelerator == "cpu":
-        _limit_threads(device_count(cfg.trainer))
+    if device_count(cfg.trainer) > 1 and not runs_in_single_process(cfg):
+        torch.set_num_threads(max(1, _cores_per_rank(device_count(cfg.trainer))))
     try:
         metrics = run(cfg, keep)
     except Stopped:  # all ranks stop at the same step, so closing fails none of them
@@ -40,7 +41,14 @@ def run_rank(cfg: DictConfig, rank: int, keep: Callable[[Any], None] | None = No
     return metrics
 
 
-def _limit_threads(processes: int) -> None:
-    """Give this process its fraction of the CPU cores; torch would use all of them in each process."""
-    if processes > 1:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+def _cores_per_rank(ranks: int) -> int:
+    """Return the CPU cores for each of the ranks of this node; torch would use all of them in each process.
+
+    GPU ranks need them as well, for data that is read or transformed on the host. A task of SLURM that has cores of its
+    own sees only those.
+    """
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    if isinstance(detect_cluster_environment(), SLURMEnvironment) and "SLURM_CPUS_PER_TASK" in os.environ:
+        return int(os.environ["SLURM_CPUS_PER_TASK"])
+    return len(os.sched_getaffinity(0)) // ranks

@@ -8,11 +8,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import ParallelStrategy
 from torch.utils.flop_counter import FlopCounterMode
 
 from src.data.augment.augmentation import Augmentation
 from src.models.flops import flops_per_sample
 from src.run.experiment import assemble
+from src.strategies.dp import DP
 from tests.support.pool import Pool
 from tests.support.runs import CONF, compose, fit
 
@@ -107,14 +109,19 @@ def test_prints_medians_at_the_end(small: list[str], folder: Path, caplog: pytes
         assert name in message
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "hybrid"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "hybrid", "dp"])
 def test_counts_the_full_network_under_every_strategy(
-    strategy: str, pool: Pool, small: list[str], folder: Path
+    strategy: str, pool: Pool, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`mfu` times peak times time equals the counted operations of the full network; only rank zero logs."""
     options = ["model=resnet9", "model.width=4", "data.batch_size=32", "trainer.limit_train_batches=3"]
     few = [*options, "trainer.log_every_n_steps=3", "trainer.max_epochs=1", "callbacks.throughput.peak_tflops=1"]
-    pool.run(2, fit, compose(folder, *small, *few, f"strategy={strategy}", "trainer.devices=2"))
+    cfg = compose(folder, *small, *few, f"strategy={strategy}", "trainer.devices=2")
+    if strategy == "dp":
+        monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
+        fit(cfg)
+    else:
+        pool.run(2, fit, cfg)
     (row,) = rows(folder)
     assert set(row) >= NAMES | {"throughput/mfu"}
     done = row["throughput/mfu"] * 2 * 1e12 * row["throughput/step_ms"] / 1000

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
+from src.launch import rank
+from src.run.devices import resolve_devices
 from src.sweeps.devices import _reserve_gpus
 from src.sweeps.record import Job, job_folder
 from src.sweeps.table import report
+from src.utils.errors import UserError
 from src.utils.locks import hold_lock, try_lock
 
 SPAWN = mp.get_context("spawn")
@@ -83,3 +87,47 @@ def test_job_killed_with_its_launcher_counts_as_failed(tmp_path: Path, capsys: p
         Job([f"seed={number}"], status).write(tmp_path / str(number))
     assert not report(tmp_path)
     assert "killed" in capsys.readouterr().out
+
+
+SLURM_TASK = {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
+SLURM_TASK |= {"SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "6"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "single_process", "variables", "threads"),
+    [
+        ({"accelerator": "cpu", "devices": 4}, False, {}, 2),
+        ({"accelerator": "cuda", "devices": [0, 1, 3]}, False, {}, 3),
+        ({"accelerator": "cuda", "devices": 16}, False, {}, 1),
+        ({"accelerator": "cuda", "devices": 4}, False, SLURM_TASK, 6),  # of its own
+        ({"accelerator": "cuda", "devices": 4}, False, SLURM_TASK | {"SLURM_NTASKS": "1"}, 2),  # four ranks in one task
+        ({"accelerator": "cuda", "devices": 4}, True, {}, None),
+        ({"accelerator": "cuda", "devices": 1}, False, {}, None),
+    ],
+)
+def test_ranks_divide_the_cores(
+    trainer: dict[str, Any],
+    single_process: bool,
+    variables: dict[str, str],
+    threads: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers: list[int] = []
+    monkeypatch.setattr(rank, "log_to_folder", lambda *_: None)
+    monkeypatch.setattr("src.run.experiment.run", lambda *_: {})
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
+    for name in variables:
+        monkeypatch.setenv(name, variables[name])
+    cfg = {"run_dir": "", "trainer": trainer, "strategy": {"single_process": single_process}}
+    rank.run_rank(OmegaConf.create(cfg), rank=0)
+    assert numbers == ([] if threads is None else [threads])
+
+
+def test_names_the_binding_that_hides_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(UserError, match=r"trainer.devices=4, but SLURM shows this task one GPU.* srun --gpu-bind=none"):
+        resolve_devices("cuda", 4)

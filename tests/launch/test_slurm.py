@@ -75,12 +75,16 @@ def test_batch_script_follows_the_configuration() -> None:
         "optimizer.lr=0.1",
         "--option=--partition=gpu",
     ]
-    command = ["--dry-run", "--time=4:00:00", "--save-before=60"]
+    command = ["--dry-run", "--time=4:00:00", "--save-before=60", "--cpus-per-device=8"]
     text, _ = run_here(*command, *words, program="scripts.submit")
     for line in ("--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--time=4:00:00", "--signal=USR1@60"):
         assert f"#SBATCH {line}\n" in text
     assert "#SBATCH --partition=gpu\n" in text
+    assert "#SBATCH --cpus-per-task=8\n" in text
+    assert "\nsrun --cpus-per-task=8 " in text, "srun does not take it from the job"
     assert "strategy=fsdp trainer.num_nodes=2 trainer.devices=4 optimizer.lr=0.1 run_dir=/" in text
+    text, _ = run_here(*command, "strategy=dp", "trainer.devices=4", program="scripts.submit")
+    assert "#SBATCH --cpus-per-task=32\n" in text
     _, err = run_here(*command, "strategy=fsdp", program="scripts.submit", code=1)
     assert err == "error: trainer.devices=auto: a job asks for a number of devices per node; give one\n"
 
