@@ -32,7 +32,7 @@ def test_process_groups_wait_for_the_watchdog(heartbeat: Heartbeat) -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
     arm(heartbeat)
     for group in [dist.group.WORLD, *mesh.get_all_groups()]:
-        timeout = group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
         assert timeout == timedelta(seconds=1000, minutes=5)
 
 
