@@ -6,6 +6,7 @@ function is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable
 2014), in two's-complement 64-bit arithmetic.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -45,18 +46,22 @@ def hash_ints(*parts: int | Tensor, device: torch.device | str = "cpu") -> Tenso
     return torch.tensor(state, device=device) if isinstance(state, int) else state
 
 
-def _draw(keys: Tensor, draw: int | Tensor) -> Tensor:
-    return _mix(keys + _wrap((draw + 1) * _GOLDEN))
-
-
 def uniform(keys: Tensor, draw: int) -> Tensor:
     """Return float32 numbers in [0, 1), in the shape of `keys`; `draw` distinguishes the uses of one key."""
-    return _shift_right(_draw(keys, draw), 40).float() * 2.0**-24
+    return _shift_right(_mix(keys + _wrap((draw + 1) * _GOLDEN)), 40).float() * 2.0**-24
 
 
-def integers(keys: Tensor, draw: int | Tensor, high: int) -> Tensor:
-    """Return int64 numbers in [0, high), one for each key; a tensor `draw` broadcasts with the keys."""
-    return (_shift_right(_draw(keys, draw), 32) * high) >> 32
+def integers(keys: Tensor, draws: tuple[int, ...], highs: tuple[int, ...]) -> Tensor:
+    """Return int64 numbers in [0, high), as (draws, n): one for each draw with its `high`, and each of (n,) keys."""
+    offsets, bounds = _draw_constants(draws, highs, keys.device)
+    return (_shift_right(_mix(keys + offsets), 32) * bounds) >> 32
+
+
+@functools.cache
+def _draw_constants(draws: tuple[int, ...], highs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the offsets of the draws and the bounds, (draws, 1), cached because a transfer needs a synchronization."""
+    offsets = [_wrap((draw + 1) * _GOLDEN) for draw in draws]
+    return torch.tensor(offsets, device=device)[:, None], torch.tensor(highs, device=device)[:, None]
 
 
 def normal(keys: Tensor, count: int) -> Tensor:

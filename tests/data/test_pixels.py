@@ -26,7 +26,7 @@ def test_depends_on_the_sample_not_on_its_position() -> None:
 
 def test_crop_and_flip_agrees_with_explicit_padding() -> None:
     image_keys = keys(torch.arange(64))
-    rows, columns = integers(image_keys, 0, 9), integers(image_keys, 1, 9)
+    rows, columns = integers(image_keys, (0, 1), (9, 9))
     mirrored = uniform(image_keys, 2) < 0.5
     padded = torch.nn.functional.pad(IMAGES.float(), (4, 4, 4, 4), mode="reflect").to(torch.uint8)
     result = crop_and_flip(IMAGES, image_keys, 4, True)
@@ -54,7 +54,7 @@ def test_alternating_flips_mirror_each_image_every_second_epoch() -> None:
 def test_crops_of_rectangular_images(padding: int, channels: int) -> None:
     images = torch.arange(200 * channels * 10 * 16).mul(7919).remainder(251).view(200, channels, 10, 16).float()
     image_keys = keys(torch.arange(200))
-    rows, columns = integers(image_keys, 0, 2 * padding + 1), integers(image_keys, 1, 2 * padding + 1)
+    rows, columns = integers(image_keys, (0, 1), (2 * padding + 1, 2 * padding + 1))
     padded = torch.nn.functional.pad(images, (padding,) * 4, mode="reflect")
     result = crop_and_flip(images, image_keys, padding, False)
     for k in range(200):
@@ -109,7 +109,7 @@ def test_hash_looks_random() -> None:
     assert abs(float(values.std()) - 12**-0.5) < 0.005
     neighbors = torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1]
     assert abs(float(neighbors)) < 0.01
-    assert torch.equal(integers(hash_ints(0, torch.arange(1000)), 0, 7).unique(), torch.arange(7))
+    assert torch.equal(integers(hash_ints(0, torch.arange(1000)), (0,), (7,)).unique(), torch.arange(7))
 
 
 def test_hash_of_integers_equals_that_of_tensors() -> None:

@@ -26,12 +26,11 @@ def crop_and_flip(image: Tensor, keys: Tensor, padding: int, flip: bool | Tensor
         flip: whether to mirror a random half of the images, or (n,) bool that selects the mirrored ones.
     """
     count, channels, height, width = image.shape
-    draws = torch.arange(2, device=keys.device)[:, None]  # draw 0 for the rows, draw 1 for the columns
-    top, left = integers(keys, draws, 2 * padding + 1)
+    top, left, is_kept = integers(keys, (0, 1, 2), (2 * padding + 1, 2 * padding + 1, 2))
     rows = _source_positions(height, padding, image.device).index_select(0, top)
     columns = _source_positions(width, padding, image.device).index_select(0, left)
     if flip is not False:
-        mirrored = flip if isinstance(flip, Tensor) else random_flip(keys)
+        mirrored = flip if isinstance(flip, Tensor) else is_kept == 0  # the same images as in `random_flip`
         columns = torch.where(mirrored[:, None], width - 1 - columns, columns)
     source = (rows * width)[:, :, None] + columns[:, None, :]  # (n, height, width) indices into a flat image
     source = source.view(count, 1, -1).expand(-1, channels, -1)
@@ -57,8 +56,7 @@ def cutout(image: Tensor, keys: Tensor, size: int) -> Tensor:
     Images are (n, channels, height, width), keys (n,).
     """
     height, width = image.shape[-2:]
-    top = integers(keys, 3, height)[:, None] - size // 2
-    left = integers(keys, 4, width)[:, None] - size // 2
+    top, left = integers(keys, (3, 4), (height, width))[..., None] - size // 2
     rows = torch.arange(height, device=image.device) - top  # (n, height), counted from the square's first row
     columns = torch.arange(width, device=image.device) - left
     in_rows, in_columns = (rows >= 0) & (rows < size), (columns >= 0) & (columns < size)

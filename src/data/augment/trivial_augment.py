@@ -1,31 +1,39 @@
 """TrivialAugment for a batch on its device: one random operation per image, at a random strength.
 
 Müller and Hutter, "TrivialAugment: tuning-free yet state-of-the-art data augmentation" (2021), the wide search space:
-14 operations at 31 strengths. Every operation is computed for every image, and each image keeps one result: to select
-the images of an operation would need a host-device synchronization.
+14 operations at 31 strengths. Every image goes through all operations, with neutral coefficients for all but its own:
+to select the images of an operation would need a host-device synchronization. A GPU is busy with the number of kernels,
+not with their size, so operations share kernels.
 """
 
+import functools
 import math
-from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from src.data.hashing import integers, uniform
+from src.data.hashing import integers
 
 OPERATIONS = (
     *("identity", "shear x", "shear y", "translate x", "translate y", "rotate", "brightness", "color", "contrast"),
     *("sharpness", "posterize", "solarize", "autocontrast", "equalize"),
 )
 _LEVELS = 31
+# One column per coefficient: its value for the operations that use it, in units of the level with or without sign.
+_SIGNED = (
+    *({"rotate": math.radians(135)}, {"shear x": 0.99}, {"shear y": 0.99}, {"translate y": 32.0}),
+    *({"translate x": 32.0}, {"brightness": 0.99}, {"color": 0.99, "contrast": 0.99}, {"sharpness": 0.99}),
+)
+_UNSIGNED = ({"posterize": 6.0}, {"solarize": -1.0})
+_OFFSETS = ({"rotate": 1.0}, {}, {"solarize": 1.0})  # of the rotation's center, and of the columns without sign
 
 
 def trivial_augment(image: Tensor, keys: Tensor) -> Tensor:
     """Apply one random operation to each of (n, 3, height, width) uint8 images; `keys` are (n,)."""
-    operation = integers(keys, 5, len(OPERATIONS))
-    level = integers(keys, 6, _LEVELS) / (_LEVELS - 1)
-    signed_level = torch.where(uniform(keys, 7) < 0.5, -level, level)
-    return apply_operations(image, operation, level, signed_level)
+    operation, level, sign = integers(keys, (5, 6, 7), (len(OPERATIONS), _LEVELS, 2))
+    strength = level / (_LEVELS - 1)
+    return apply_operations(image, operation, strength, strength.copysign(sign - 0.5))
 
 
 def apply_operations(image: Tensor, operation: Tensor, level: Tensor, signed_level: Tensor) -> Tensor:
@@ -37,92 +45,138 @@ def apply_operations(image: Tensor, operation: Tensor, level: Tensor, signed_lev
         level: (n,) strengths in [0, 1].
         signed_level: (n,) strengths in [-1, 1], for operations that have a direction.
     """
-    matrix, offset = _affine_maps(operation, signed_level, image.shape[-2:])
-    pixels = _warp(image, matrix, offset).float()
-    result = pixels  # of an operation that only moves pixels
-    operation, level, signed_level = (values.view(-1, 1, 1, 1) for values in (operation, level, signed_level))
-    for name, recolored in _recolored(pixels, level, signed_level):
-        result = torch.where(operation == OPERATIONS.index(name), recolored, result)
-    return result.clamp(0, 255).to(torch.uint8)
+    signed, unsigned, offset = _coefficients(image.device).index_select(0, operation).split((8, 2, 3), 1)
+    amount = signed * signed_level[:, None]
+    moved = _warp(image, amount[:, :5], offset[:, :1])
+    contrast, autocontrast, equalize = _masks(image.device).index_select(1, operation)
+    pixels = _stretch_histograms(moved, autocontrast, equalize)
+    pixels = _blend(pixels, 1 + amount[:, 5:], contrast)
+    exponent, threshold = torch.addcmul(offset[:, 1:], unsigned, level[:, None])[..., None, None].split(1, 1)
+    pixels = pixels - pixels.remainder(exponent.round().exp2())  # posterize
+    pixels = torch.where(pixels >= 255 * threshold, 255 - pixels, pixels)  # solarize
+    return pixels.clamp_(0, 255).to(torch.uint8)
 
 
-def _affine_maps(operation: Tensor, signed_level: Tensor, size: torch.Size) -> tuple[Tensor, Tensor]:
-    """Return the (n, 2, 2) matrices and (n, 2) offsets that map an output pixel (row, column) to its source.
-
-    An image with a color operation gets the identity.
-    """
-    angle = _only_for("rotate", operation, signed_level * math.radians(135))
-    shear_x = _only_for("shear x", operation, 0.99 * signed_level)
-    shear_y = _only_for("shear y", operation, 0.99 * signed_level)
-    source_row = torch.stack([angle.cos(), shear_y - angle.sin()], -1)
-    source_column = torch.stack([shear_x + angle.sin(), angle.cos()], -1)
-    matrix = torch.stack([source_row, source_column], -2)
-    pixels = (32 * signed_level).trunc()
-    shift = [_only_for("translate y", operation, pixels), _only_for("translate x", operation, pixels)]
-    # A rotation keeps the image's center, the other operations keep pixel (0, 0).
-    center = [_only_for("rotate", operation, torch.full_like(signed_level, (side - 1) / 2)) for side in size]
-    fixed = torch.stack(center, -1)
-    return matrix, fixed - (matrix @ fixed[:, :, None]).squeeze(-1) + torch.stack(shift, -1)
+@functools.cache
+def _coefficients(device: torch.device) -> Tensor:
+    """Return the coefficients as (operations, columns): `_SIGNED`, `_UNSIGNED` and `_OFFSETS`."""
+    neutral = (*(0.0 for _ in (*_SIGNED, *_UNSIGNED)), 0.0, 0.0, math.inf)  # no pixel reaches an infinite threshold
+    columns = zip((*_SIGNED, *_UNSIGNED, *_OFFSETS), neutral, strict=True)
+    rows = [[column.get(name, default) for name in OPERATIONS] for column, default in columns]
+    return torch.tensor(rows, dtype=torch.float32, device=device).T.contiguous()
 
 
-def _only_for(name: str, operation: Tensor, value: Tensor) -> Tensor:
-    """Return the value of each image whose operation is `name`, and 0 for the others."""
-    return torch.where(operation == OPERATIONS.index(name), value, 0.0)
+@functools.cache
+def _masks(device: torch.device) -> Tensor:
+    """Return which operation is contrast, autocontrast and equalize, as (3, operations) bool."""
+    names = ("contrast", "autocontrast", "equalize")
+    return torch.tensor([[name == operation for operation in OPERATIONS] for name in names], device=device)
 
 
-def _warp(image: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
-    """Take each output pixel from the pixel nearest to its source; pixels from outside the image are black."""
-    count, channels, height, width = image.shape
-    rows = torch.arange(height, dtype=torch.float32, device=image.device)[:, None]
-    columns = torch.arange(width, dtype=torch.float32, device=image.device)
-    matrix, offset = matrix[..., None, None], offset[..., None, None]  # to broadcast with the pixels
-    position = matrix[:, :, 0] * rows + matrix[:, :, 1] * columns + offset  # (n, 2, height, width)
-    row, column = position.round().long().unbind(1)
-    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-    source = (row.clamp(0, height - 1) * width + column.clamp(0, width - 1)).view(count, 1, -1)
-    warped = image.flatten(2).gather(2, source.expand(-1, channels, -1)).view_as(image)
-    return torch.where(inside[:, None], warped, 0)
-
-
-def _recolored(pixels: Tensor, level: Tensor, signed_level: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the result of each color operation on all images.
+def _warp(image: Tensor, amount: Tensor, is_rotated: Tensor) -> Tensor:
+    """Take each output pixel from the pixel nearest to its source; pixels from outside the image are black.
 
     Args:
-        pixels: (n, 3, height, width) floats in [0, 255].
-        level: (n, 1, 1, 1) strengths in [0, 1].
-        signed_level: (n, 1, 1, 1) strengths in [-1, 1].
+        image: (n, 3, height, width) uint8.
+        amount: (n, 5) angles, shears along x and y, and shifts along y and x.
+        is_rotated: (n, 1) ones for rotated images, and zeros.
     """
-    factor = 1 + 0.99 * signed_level
-    red, green, blue = pixels.split(1, dim=1)
-    gray = (0.299 * red + 0.587 * green + 0.114 * blue).round()
-    yield "brightness", factor * pixels
-    yield "color", torch.lerp(gray.expand_as(pixels), pixels, factor)
-    yield "contrast", torch.lerp(gray.mean((1, 2, 3), keepdim=True).round().expand_as(pixels), pixels, factor)
-    yield "sharpness", torch.lerp(_smooth(pixels), pixels, factor)
-    step = torch.exp2((6 * level).round())
-    yield "posterize", (pixels / step).floor() * step
-    yield "solarize", torch.where(pixels >= 255 * (1 - level), 255 - pixels, pixels)
-    low, high = pixels.amin((2, 3), keepdim=True), pixels.amax((2, 3), keepdim=True)
-    yield "autocontrast", torch.where(high > low, (pixels - low) * 255 / (high - low).clamp_min(1), pixels)
-    yield "equalize", _equalize(pixels)
+    count, channels, height, width = image.shape
+    rows, columns, last, center = _grid(height, width, image.device)
+    matrix, offset = _affine_maps(amount, is_rotated * center)
+    matrix, offset = matrix[..., None, None], offset[..., None, None]  # to broadcast with the pixels
+    position = (matrix[:, :, 0] * rows + matrix[:, :, 1] * columns + offset).round_()  # (n, 2, height, width)
+    nearest = position.clamp_min(0).minimum(last)
+    is_inside = (nearest == position).all(1)
+    row, column = nearest.long().unbind(1)
+    source = torch.add(column, row, alpha=width).view(count, 1, -1)
+    warped = image.flatten(2).gather(2, source.expand(-1, channels, -1)).view_as(image)
+    return warped * is_inside[:, None]
 
 
-def _smooth(pixels: Tensor) -> Tensor:
-    """Blur (n, 3, height, width) pixels slightly with a 3 x 3 kernel; the border stays as it is."""
-    rows = pixels[:, :, :-2] + pixels[:, :, 1:-1] + pixels[:, :, 2:]
-    around = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
-    smooth = pixels.clone()
-    smooth[:, :, 1:-1, 1:-1] = ((around + 4 * pixels[:, :, 1:-1, 1:-1]) / 13).round()
-    return smooth
+@functools.cache
+def _grid(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the rows and columns of the pixels, the last of both as (2, 1, 1), and the center (row, column)."""
+    rows = torch.arange(height, dtype=torch.float32, device=device)[:, None]
+    columns = torch.arange(width, dtype=torch.float32, device=device)
+    last = torch.tensor([height - 1, width - 1], dtype=torch.float32, device=device)
+    return rows, columns, last[:, None, None], last / 2
 
 
-def _equalize(pixels: Tensor) -> Tensor:
-    """Equalize the histogram of each channel: all values then occur equally often, as far as integers allow."""
-    flat = pixels.flatten(2).long()
-    counts = torch.zeros(*flat.shape[:2], 256, dtype=torch.int64, device=pixels.device)
-    counts.scatter_add_(2, flat, torch.ones_like(flat))
-    last = counts.gather(2, flat.amax(2, keepdim=True))
-    step = (flat.shape[2] - last) // 255
+def _affine_maps(amount: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the (n, 2, 2) matrices and (n, 2) offsets that map an output pixel (row, column) to its source.
+
+    `amount` is that of `_warp`, and `fixed` are the (n, 2) points that keep their places: a rotation keeps the image's
+    center, the other operations keep pixel (0, 0).
+    """
+    angle, shear_x, shear_y = amount[:, :3].unbind(1)
+    cos, sin = angle.cos(), angle.sin()
+    matrix = torch.stack([cos, shear_y - sin, shear_x + sin, cos], -1).view(-1, 2, 2)
+    return matrix, fixed - (matrix @ fixed[:, :, None]).squeeze(-1) + amount[:, 3:].trunc()
+
+
+def _stretch_histograms(image: Tensor, autocontrast: Tensor, equalize: Tensor) -> Tensor:
+    """Return the images as floats, some of them with stretched or equalized histograms of each channel.
+
+    Args:
+        image: (n, 3, height, width) uint8.
+        autocontrast, equalize: (n,) bool.
+    """
+    values = image.flatten(2).long()
+    low, high = values.aminmax(dim=2, keepdim=True)
+    pixels = _equalization(values, high, equalize[:, None, None]).gather(2, values)
+    spread = high - low
+    stretched = (pixels - low).mul_(255).div_(spread.clamp_min(1))
+    return torch.where(autocontrast[:, None, None] & (spread > 0), stretched, pixels).view(image.shape)
+
+
+def _equalization(values: Tensor, high: Tensor, selected: Tensor) -> Tensor:
+    """Return the new value of each value as (n, 3, 256) floats: all then occur equally often, as far as integers allow.
+
+    Images that are not selected keep their values. So do channels of one value, or with too few pixels.
+
+    Args:
+        values: (n, 3, pixels) int64.
+        high: (n, 3, 1) greatest values.
+        selected: (n, 1, 1) bool.
+    """
+    every_value, one = _histogram_constants(values.device)
+    counts = torch.zeros(*values.shape[:2], 256, dtype=torch.int64, device=values.device)
+    counts.scatter_add_(2, values, one.expand_as(values))
+    step = (values.shape[2] - counts.gather(2, high)) // 255
     below = counts.cumsum(2) - counts
     table = (below + step // 2) // step.clamp_min(1)
-    return torch.where(step > 0, table.gather(2, flat), flat).clamp(0, 255).view_as(pixels).float()
+    return torch.where(selected & (step > 0), table, every_value)
+
+
+@functools.cache
+def _histogram_constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the 256 values as floats, and an integer one."""
+    return torch.arange(256, dtype=torch.float32, device=device), torch.ones((), dtype=torch.int64, device=device)
+
+
+def _blend(pixels: Tensor, factor: Tensor, contrast: Tensor) -> Tensor:
+    """Return each image's blend with black, its gray or mean, or its blurred version.
+
+    Args:
+        pixels: (n, 3, height, width) floats.
+        factor: (n, 3) fractions of the image: in its blend with black, with gray, and with the blurred image.
+        contrast: (n,) bool that selects the mean of the image instead of its gray.
+    """
+    brightness, color, sharpness = factor[..., None, None].split(1, 1)
+    weights = _gray_weights(pixels.device)
+    red, green, blue = (pixels * weights).split(1, dim=1)
+    gray = (red + green).add_(blue).round_()
+    gray = torch.where(contrast[:, None, None, None], gray.mean((1, 2, 3), keepdim=True).round_(), gray)
+    blended = torch.lerp(gray.expand_as(pixels), pixels, color).mul_(brightness)
+    center = pixels[:, :, 1:-1, 1:-1]
+    around = F.avg_pool2d(pixels, 3, 1, divisor_override=1)
+    smooth = torch.add(around, center, alpha=4).div_(13).round_()
+    inner = blended[:, :, 1:-1, 1:-1]
+    inner.copy_(torch.lerp(smooth, inner, sharpness))  # the border stays as it is
+    return blended
+
+
+@functools.cache
+def _gray_weights(device: torch.device) -> Tensor:
+    return torch.tensor([0.299, 0.587, 0.114], dtype=torch.float32, device=device)[:, None, None]
