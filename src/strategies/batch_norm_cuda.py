@@ -37,9 +37,8 @@ class NormalizeOnCUDA(torch.autograd.Function):
         means, inv_stds = gathered.view(ranks, 2, -1).unbind(1)
         # The variant with one count for all ranks copies it from the host's memory, for which the host waits.
         counts = own.new_full((ranks,), input.numel() // input.shape[1])
-        mean, inv_std = torch.batch_norm_gather_stats_with_counts(
-            input, means, inv_stds, running_mean, running_var, momentum, eps, counts
-        )
+        merge = _merge_in_graph if torch.compiler.is_compiling() else torch.batch_norm_gather_stats_with_counts
+        mean, inv_std = merge(input, means, inv_stds, running_mean, running_var, momentum, eps, counts)
         ctx.save_for_backward(input, weight, mean, inv_std)
         ctx.group = group
         return torch.batch_norm_elemt(input, weight, bias, mean, inv_std, eps)
@@ -61,6 +60,28 @@ class NormalizeOnCUDA(torch.autograd.Function):
                 grad_output, input, mean, inv_std, weight, sum_g, sum_gx, counts
             )
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
+
+
+@torch.library.custom_op("project::merge_batch_norm_stats", mutates_args=("running_mean", "running_var"))
+def _merge_in_graph(
+    input: Tensor,
+    means: Tensor,
+    inv_stds: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Call torch's kernel, which does not declare to a compiler that it changes the running statistics."""
+    return torch.batch_norm_gather_stats_with_counts(
+        input, means, inv_stds, running_mean, running_var, momentum, eps, counts
+    )
+
+
+@_merge_in_graph.register_fake
+def _(input: Tensor, means: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return means.new_empty(means.shape[1]), means.new_empty(means.shape[1])
 
 
 def _sum_over_ranks(values: list[Tensor], group: Any) -> tuple[Tensor, ...]:

@@ -40,7 +40,7 @@ def step(norm: nn.Module, x: Tensor, weights: Tensor) -> dict[str, Tensor]:
 
 
 def step_on_rank(
-    shape: tuple[int, ...], options: dict[str, Any], x: Tensor, weights: Tensor, kernels: str
+    shape: tuple[int, ...], options: dict[str, Any], x: Tensor, weights: Tensor, kernels: str, compiled: bool = False
 ) -> dict[str, Tensor]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -48,6 +48,9 @@ def step_on_rank(
     norm: Any = GlobalBatchNorm().apply(nn.Sequential(layer(shape, **options)))[0]  # type: ignore[index]
     batch_norm_kernels.register()
     with mock.patch.object(SyncedBatchNorm, "_forward_on_cpu", getattr(SyncedBatchNorm, f"_forward_on_{kernels}")):
+        if compiled:
+            torch._dynamo.reset()
+            norm.forward = torch.compile(norm.forward, backend="aot_eager", fullgraph=True)
         result = step(norm, x[rank::world], weights[rank::world])
         norm.eval()
         assert norm(x[rank::world]).shape == x[rank::world].shape
@@ -78,6 +81,14 @@ def test_agrees_with_single_process(shape: tuple[int, ...], options: dict[str, A
     norm = layer(shape, **options)
     alone = step(norm, *inputs(shape)) | dict(norm.named_buffers())
     ranks = pool.run(2, step_on_rank, shape, options, *inputs(shape), kernels)
+    check(ranks, alone, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": None}], ids=str)
+def test_compiles_as_one_graph(options: dict[str, Any], pool: Pool) -> None:
+    norm = layer(SHAPES["2d"], **options)
+    alone = step(norm, *inputs(SHAPES["2d"])) | dict(norm.named_buffers())
+    ranks = pool.run(2, step_on_rank, SHAPES["2d"], options, *inputs(SHAPES["2d"]), "cuda", True)
     check(ranks, alone, rtol=1e-11, atol=1e-11)
 
 
