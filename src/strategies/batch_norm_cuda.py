@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name is deprecated
+
 
 class NormalizeOnCUDA(torch.autograd.Function):
     """Normalization of an (n, channels, ...) input by the moments of all ranks, which also update the running ones.
@@ -33,7 +35,7 @@ class NormalizeOnCUDA(torch.autograd.Function):
         input, ranks = _dense(input), dist.get_world_size(group)
         own = torch.cat(torch.batch_norm_stats(input, eps))
         gathered = own.new_empty(ranks * len(own))
-        dist.all_gather_into_tensor(gathered, own, group=group)
+        _all_gather(gathered, own, group=group)
         means, inv_stds = gathered.view(ranks, 2, -1).unbind(1)
         # The variant with one count for all ranks copies it from the host's memory, for which the host waits.
         counts = own.new_full((ranks,), input.numel() // input.shape[1])
