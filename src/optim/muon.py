@@ -94,41 +94,67 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, group)
+            if parameters := [parameter for parameter in group["params"] if parameter.grad is not None]:
+                self._step(parameters, group)
         return loss
 
-    def _step(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, is_orthogonal = self.state[parameter], group["orthogonal"]
+    def _step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        gradients: Any = [parameter.grad for parameter in parameters]
+        if not group["orthogonal"]:
+            gradients = torch._foreach_add(gradients, parameters, alpha=group["weight_decay"])
+        momenta = [self._momentum(parameter) for parameter in parameters]
+        torch._foreach_mul_(momenta, group["momentum"])
+        torch._foreach_add_(momenta, gradients)
+        updates: Any = torch._foreach_add(gradients, momenta, alpha=group["momentum"])
+        if group["orthogonal"]:
+            full = orthogonalize([to_full_tensor(update) for update in updates], group["iterations"])
+            updates = [shard_like(update, parameter) for update, parameter in zip(full, parameters, strict=True)]
+            _shrink(parameters, group)
+        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+
+    def _momentum(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        gradient = parameter.grad
-        assert gradient is not None
-        if not is_orthogonal:
-            gradient = gradient.add(parameter, alpha=group["weight_decay"])
-        momentum = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
-        update = gradient.add(momentum, alpha=group["momentum"])
-        if is_orthogonal:
-            update = shard_like(orthogonalize(to_full_tensor(update), group["iterations"]), parameter)
-            if group["unit_filters"]:
-                parameter.mul_(len(parameter) ** 0.5 / parameter.norm())
-            else:
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(update, alpha=-group["lr"])
+        return state["momentum_buffer"]
 
 
-def orthogonalize(update: Tensor, iterations: int) -> Tensor:
-    """Return the (outputs, ...) tensor with the singular values, as a matrix with one row per output, near one.
+def _shrink(parameters: list[Tensor], group: dict[str, Any]) -> None:
+    """Scale filters to a mean norm of one, or apply their weight decay, in place."""
+    if not group["unit_filters"]:
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        return
+    scales: Any = torch._foreach_reciprocal(torch._foreach_norm(parameters))
+    torch._foreach_mul_(scales, [len(parameter) ** 0.5 for parameter in parameters])
+    torch._foreach_mul_(parameters, scales)
+
+
+def orthogonalize(updates: list[Tensor], iterations: int) -> list[Tensor]:
+    """Return (outputs, inputs, ...) tensors with the singular values, as matrices with a row per output, near one.
 
     Each Newton-Schulz iteration applies an odd polynomial of degree five to the singular values. They end between about
-    0.7 and 1.2. bfloat16 is precise enough for that; only float64 tensors are computed in their own type.
+    0.7 and 1.2. bfloat16 is precise enough for that; only float64 tensors are computed in their own type. Tensors of
+    equal shape are computed together.
     """
-    matrix = update.flatten(1).to(torch.float64 if update.dtype == torch.float64 else torch.bfloat16)
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if is_tall else matrix
-    x = x / (x.norm() + 1e-7)
+    results: dict[int, Tensor] = {}
+    for shape in dict.fromkeys(update.shape for update in updates):
+        indices = [index for index, update in enumerate(updates) if update.shape == shape]
+        # The order of a matrix's columns has no effect. With the channels last, channels-last filters need no copy.
+        moved = [updates[index].movedim(1, -1) for index in indices]
+        batch = _iterate(torch.stack([update.flatten(1) for update in moved]), iterations)
+        for index, result in zip(indices, batch.unflatten(2, moved[0].shape[1:]), strict=True):
+            results[index] = result.movedim(-1, 1)
+    return [results[index] for index in range(len(updates))]
+
+
+def _iterate(matrices: Tensor, iterations: int) -> Tensor:
+    """Orthogonalize (n, rows, columns) matrices."""
+    x = matrices.to(torch.float64 if matrices.dtype == torch.float64 else torch.bfloat16)
+    is_tall = x.shape[1] > x.shape[2]
+    x = x.mT if is_tall else x
+    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(iterations):
-        gram = x @ x.T
-        x = _LINEAR * x + (_CUBIC * gram + _QUINTIC * gram @ gram) @ x
-    return (x.T if is_tall else x).reshape(update.shape).to(update.dtype)
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=_CUBIC, alpha=_QUINTIC)
+        x = torch.baddbmm(x, polynomial, x, beta=_LINEAR)
+    return (x.mT if is_tall else x).to(matrices.dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from scripts.benchmarks.launches import OperationCounter
 from src.models.airbench import airbench
 from src.optim.groups import build_optimizer
 from src.optim.muon import muon, orthogonalize
@@ -33,11 +34,31 @@ def take_steps(net: nn.Module, optimizer: Optimizer, steps: int = 3) -> dict[str
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_update_has_singular_values_near_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
-    update = orthogonalize(gradient, 8)
+    update = orthogonalize([gradient], 8)[0]
     assert (update.shape, update.dtype) == (gradient.shape, dtype)
     values = torch.linalg.svdvals(update.flatten(1).double())
     assert 0.6 < values.min() <= values.max() < 1.3
-    assert torch.equal(orthogonalize(gradient * 1024, 8), update) or dtype == torch.float64
+    assert torch.equal(orthogonalize([gradient * 1024], 8)[0], update) or dtype == torch.float64
+
+
+def test_tensors_of_equal_shape_are_orthogonalized_together() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 4, 3, 3), (8, 20), (8, 4, 3, 3), (20, 8), (8, 36)]
+    updates = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    updates[2] = updates[2].to(memory_format=torch.channels_last)
+    for found, update in zip(orthogonalize(updates, 5), updates, strict=True):
+        assert torch.allclose(found, orthogonalize([update], 5)[0], rtol=0, atol=1e-12)
+        columns = orthogonalize([update.flatten(1)], 5)[0].view_as(update)
+        assert torch.allclose(found, columns, rtol=0, atol=1e-12), "the order of the columns has no effect"
+
+
+def test_step_launches_few_kernels() -> None:
+    net = airbench(10, (8, 16, 16))
+    optimizer = build(net, unit_filters=True, iterations=3)
+    take_steps(net, optimizer, 1)
+    with OperationCounter() as counter:
+        optimizer.step()
+    assert sum(counter.counts[""].values()) < 100
 
 
 def test_groups_parameters_by_role() -> None:
