@@ -12,7 +12,9 @@ from src.utils.errors import UserError
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Keeps one checkpoint: the state at the end of the latest epoch, after its validation, or at a later step.
+    """Keeps one checkpoint: the state at the end of an epoch, after its validation, or at a later step.
+
+    The end of the last epoch is always saved.
 
     Lightning's ModelCheckpoint does not fit. Its saves at a step or a time replace the save at the end of the epoch, a
     time interval costs a broadcast at every step, and `save_last` skips epochs in which the monitored metric did not
@@ -21,6 +23,7 @@ class LastCheckpoint(ModelCheckpoint):
 
     Args:
         dirpath: folder of the checkpoint.
+        every_n_epochs: epochs between saves; None for a save at the end of the run only.
         every_n_train_steps: optimizer steps between additional saves.
         train_time_interval: time after the last save at which a rank requests another, as the arguments of timedelta,
             such as {minutes: 10}.
@@ -33,14 +36,16 @@ class LastCheckpoint(ModelCheckpoint):
     def __init__(
         self,
         dirpath: str,
+        every_n_epochs: int | None = 1,
         every_n_train_steps: int | None = None,
         train_time_interval: dict[str, float] | None = None,
         filename: str = "last",
     ) -> None:
         super().__init__(dirpath, filename, enable_version_counter=False, save_on_train_epoch_end=True)
-        if every_n_train_steps is not None and every_n_train_steps < 1:
-            raise UserError(f"callbacks.checkpoint.every_n_train_steps={every_n_train_steps}: give at least 1, or null")
-        self._step_interval = every_n_train_steps
+        for name, interval in {"every_n_epochs": every_n_epochs, "every_n_train_steps": every_n_train_steps}.items():
+            if interval is not None and interval < 1:
+                raise UserError(f"callbacks.checkpoint.{name}={interval}: give at least 1, or null")
+        self._epoch_interval, self._step_interval = every_n_epochs, every_n_train_steps
         self._time_interval = _to_seconds(train_time_interval)
         self._saved_at = time.monotonic()
         self._consensus = RankConsensus()
@@ -60,6 +65,12 @@ class LastCheckpoint(ModelCheckpoint):
             should_save = bool(self._consensus.poll(trainer, self._is_time_over)) or should_save
         if should_save and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        data: Any = trainer.datamodule
+        is_last = trainer.should_stop or trainer.global_step >= data.total_steps
+        if is_last or (self._epoch_interval and (trainer.current_epoch + 1) % self._epoch_interval == 0):
+            super().on_train_epoch_end(trainer, pl_module)
 
     def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
         super()._save_checkpoint(trainer, filepath)

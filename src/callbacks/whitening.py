@@ -13,8 +13,8 @@ from src.utils.errors import UserError
 class InitWhitening(L.Callback):
     """Computes the filters from training images, before a strategy shards or splits the network.
 
-    All ranks get the filters of rank zero. Filters that were loaded from a checkpoint (`ckpt_path` or `init_from`) are
-    kept.
+    A rank with a GPU computes there. All ranks get the filters of rank zero. Filters that were loaded from a checkpoint
+    (`ckpt_path` or `init_from`) are kept.
 
     Args:
         images: number of training images for the computation.
@@ -39,10 +39,16 @@ class InitWhitening(L.Callback):
         for layer in self._layers:
             if not layer.has_computed_filters:
                 images = split[torch.arange(min(self.images, len(split)))].image
+                images = images.to(_computing_device(trainer.strategy.root_device))
                 filters = layer.compute_filters(normalize(images, data.mean, data.std, torch.float32))
-                layer.weight.data.copy_(trainer.strategy.broadcast(filters))
+                layer.weight.data.copy_(trainer.strategy.broadcast(filters.cpu()))
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         data: Any = trainer.datamodule
         for layer in self._layers:
             layer.trains_bias = trainer.global_step < self.bias_fraction * data.total_steps
+
+
+def _computing_device(root: torch.device) -> torch.device:
+    """Return the rank's device if it is CUDA: it computes in float64, which not all other devices have."""
+    return root if root.type == "cuda" else torch.device("cpu")

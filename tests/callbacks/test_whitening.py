@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from src.callbacks.whitening import _computing_device
 from src.utils.errors import UserError
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
@@ -60,6 +61,12 @@ def test_speedrun_trains_on_all_images_without_warnings(
     record = fit(compose(folder, *small, "experiment=speedrun", *tiny), test=True)
     assert sorted(index for batch in record.indices[:20] for index in batch) == list(range(400))
     assert not [str(warning.message) for warning in recwarn if "DataLoader" in str(warning.message)]
-    assert sorted(file.name for file in (folder / "checkpoints").iterdir()) == ["last.ckpt", "previous.ckpt"]
+    assert sorted(file.name for file in (folder / "checkpoints").iterdir()) == ["last.ckpt"], "it saves once"
+    assert torch.load(folder / "checkpoints" / "last.ckpt")["global_step"] == 40
     assert {"test/acc", "test/acc_tta"} <= record.metrics.keys()
     assert not {"val/acc", "val/loss"} & record.metrics.keys()
+
+
+@pytest.mark.parametrize(("root", "expected"), [("cpu", "cpu"), ("cuda:1", "cuda:1"), ("mps", "cpu")])
+def test_computes_on_cuda(root: str, expected: str) -> None:
+    assert _computing_device(torch.device(root)) == torch.device(expected)

@@ -55,6 +55,23 @@ def test_saves_by_steps_and_at_the_end_of_each_epoch(small: list[str], folder: P
     assert torch.load(folder / "c" / "checkpoints" / "previous.ckpt")["global_step"] == 20
 
 
+@pytest.mark.parametrize(
+    ("every", "end", "expected"),
+    [
+        ("2", ["trainer.max_epochs=3", "trainer.max_steps=-1"], [22, 33]),
+        ("null", ["trainer.max_epochs=3", "trainer.max_steps=15"], [15]),
+        ("null", ["callbacks=[default,early_stopping]", "optimizer.lr=0", "trainer.max_epochs=20"], [22]),
+    ],
+)
+def test_saves_by_epochs_and_at_the_end(
+    every: str, end: list[str], expected: list[int], small: list[str], folder: Path
+) -> None:
+    mlp = ["model=mlp", "~model.width", "model.hidden=[16]", "callbacks.best=null", "trainer.max_steps=-1"]
+    stop = ["callbacks.early_stopping.patience=1"] if "early" in end[0] else []
+    cfg = compose(folder, *small, *PARITY, *mlp, *end, *stop, f"callbacks.checkpoint.every_n_epochs={every}")
+    assert saved_at(cfg) == expected
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_saves_by_time(devices: int, pool: Pool, small: list[str], folder: Path) -> None:
     """Two ranks save together although their clocks differ."""
@@ -73,7 +90,10 @@ def saved_at_with_slow_steps(cfg: Any) -> list[int]:
     return saves.steps
 
 
-@pytest.mark.parametrize("wrong", ["every_n_train_steps=0", "train_time_interval=5", "train_time_interval={lunes: 3}"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["every_n_epochs=0", "every_n_train_steps=0", "train_time_interval=5", "train_time_interval={lunes: 3}"],
+)
 def test_refuses_invalid_intervals(wrong: str, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=f"callbacks.checkpoint.{wrong.partition('=')[0]}"):
         fit(compose(folder, *small, *PARITY, f"callbacks.checkpoint.{wrong}"))
