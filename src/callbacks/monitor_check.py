@@ -24,16 +24,17 @@ class MonitorCheck(L.Callback):
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Check the metrics of a module that was not written for this template; others have no sanity check.
 
+        A module may log nothing in the sanity check, and Lightning checks other metrics when they are due.
+
         Raises:
             UserError: if validation did not log a metric.
         """
         logged = trainer.callback_metrics
         for name, callback in self.callbacks.items():
-            monitor = getattr(callback, "monitor", None)
-            if monitor is not None and monitor not in logged:
+            monitor = getattr(callback, "monitor", None) or ""
+            if logged and monitor.startswith("val") and monitor not in logged:
                 raise UserError(
-                    f"{name} monitors {monitor}, which validation does not log (it logs "
-                    f"{', '.join(logged) or 'nothing'}): "
+                    f"{name} monitors {monitor}, which validation does not log (it logs {', '.join(logged)}): "
                     f"set {name}.monitor and {name}.mode, or {name}=null"
                 )
 

@@ -3,6 +3,9 @@
 from typing import Any
 
 import lightning as L
+import torch
+
+from src.utils.errors import UserError
 
 
 class SchedulerSteps(L.Callback):
@@ -24,10 +27,48 @@ class SchedulerSteps(L.Callback):
             if config.interval == "step":
                 config.frequency *= trainer.accumulate_grad_batches
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Check that the metric of ReduceLROnPlateau is new whenever it takes a step.
+
+        Raises:
+            UserError: if there is no validation, or not as often.
+        """
+        data: Any = trainer.datamodule
+        every = trainer.check_val_every_n_epoch or 1
+        for config in _plateau_configs(trainer):
+            if not config.monitor.startswith("val"):
+                continue
+            if not data.evaluated_samples("val"):
+                raise UserError(f"scheduler.monitor={config.monitor}: the run has no validation; set data.val_fraction")
+            if config.frequency % every:
+                raise UserError(
+                    f"scheduler.frequency={config.frequency}, but validation is every {every} epochs "
+                    f"(trainer.check_val_every_n_epoch): set scheduler.frequency={every}"
+                )
+
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         metrics = self._restored_metrics | trainer.callback_metrics
-        for config in trainer.lr_scheduler_configs:
-            if not config.reduce_on_plateau or config.interval != "epoch" or config.monitor not in metrics:
-                continue
-            if config.scheduler.last_epoch < trainer.current_epoch // config.frequency:
+        for config in _plateau_configs(trainer):
+            is_due = config.scheduler.last_epoch < trainer.current_epoch // config.frequency
+            if is_due and config.monitor in metrics:
                 pl_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
+            _check_equal_rates(trainer, config)
+
+
+def _plateau_configs(trainer: L.Trainer) -> list[Any]:
+    configs = trainer.lr_scheduler_configs
+    return [config for config in configs if config.reduce_on_plateau and config.interval == "epoch"]
+
+
+def _check_equal_rates(trainer: L.Trainer, config: Any) -> None:
+    """Check that the metric has led all ranks to the same learning rates. Every rank must call it.
+
+    Raises:
+        UserError: on all ranks, if they differ.
+    """
+    rates = torch.tensor([group["lr"] for group in config.scheduler.optimizer.param_groups])
+    gathered = trainer.strategy.all_gather(rates.to(trainer.strategy.root_device)).view(-1, len(rates))
+    if (gathered != gathered[0]).any():
+        raise UserError(
+            f"{config.monitor} and so the learning rate differ between the ranks: log it with sync_dist=True"
+        )

@@ -15,7 +15,7 @@ from src.models.metrics import WeightedMean
 from src.models.module import Module
 from src.models.views import average_over_views, check_views
 from src.optim.groups import build_optimizer, override_hyperparameters, scaling_factor
-from src.optim.schedulers import as_torch_schedule, scheduler_config
+from src.optim.schedulers import as_torch_schedule, check_same_kind, scheduler_config
 from src.optim.schedules import lr_multiplier
 from src.utils.errors import UserError
 from src.utils.log_points import is_log_point
@@ -126,12 +126,16 @@ class ImageClassifier(Module):
         A scheduler of torch may have changed any of them, so that those of the checkpoint stay.
 
         Raises:
-            UserError: if the checkpoint is of another network or another kind of optimizer.
+            UserError: if the checkpoint is of another network, or another kind of optimizer or scheduler.
         """
         check_fits(checkpoint["state_dict"], self.state_dict())
-        if not self.trainer.training or not checkpoint.get("optimizer_states") or as_torch_schedule(self.schedule):
+        if not self.trainer.training or not checkpoint.get("optimizer_states"):
             return
-        optimizer = self.configure_optimizers()["optimizer"]
+        own: Any = self.configure_optimizers()
+        optimizer, scheduler = own["optimizer"], own["lr_scheduler"]["scheduler"]
+        check_same_kind(checkpoint["lr_schedulers"][0], scheduler)
+        if as_torch_schedule(self.schedule):
+            return
         step, steps = checkpoint["global_step"], self.trainer.datamodule.total_steps
         saved = checkpoint["optimizer_states"][0]
         override_hyperparameters(saved, optimizer, lambda group: lr_multiplier(self.schedule, group, step, steps))

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from src.utils.errors import UserError
+
 _IMPLEMENTATION = ("fused", "foreach")  # keys of a parameter group
 
 
@@ -55,17 +57,26 @@ def shard(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     The result has only this rank's parameters, and shards of the tensors of sharded parameters. Parameters are matched
     by `param_names`, so their order does not matter. The implementation is that of `optimizer`, also in `saved`: torch
     takes it from the checkpoint, which may be from another device, and ZeroRedundancyOptimizer reads `saved` again.
+
+    Raises:
+        UserError: if the state lacks a parameter or a group.
     """
     saved_indices: dict[str, int] = {}
-    for saved_group in saved["param_groups"]:
-        saved_indices |= _indices_by_name(saved_group)
+    saved_groups = {group["name"]: group for group in saved["param_groups"]}
+    for group in saved_groups.values():
+        saved_indices |= _indices_by_name(group)
+    for group in optimizer.param_groups:
+        if group["name"] not in saved_groups or not saved_indices.keys() >= set(group["param_names"]):
+            raise UserError(
+                f"the optimizer in ckpt_path has other parameters in `{group['name']}`: set it as in that run"
+            )
     state, param_groups, numbers = {}, [], count()
     for group in optimizer.param_groups:
         indices = list(islice(numbers, len(group["params"])))  # as in the state dict, which ZeRO refuses to give
         for parameter, name, index in zip(group["params"], group["param_names"], indices, strict=True):
             if moments := saved["state"].get(saved_indices[name]):
                 state[index] = {key: shard_like(value, parameter) for key, value in moments.items()}
-        saved_group = next(one for one in saved["param_groups"] if one["name"] == group["name"])
+        saved_group = saved_groups[group["name"]]
         saved_group |= {key: group[key] for key in _IMPLEMENTATION if key in group}
         param_groups.append(saved_group | {"params": indices, "param_names": group["param_names"]})
     return {"state": state, "param_groups": param_groups}

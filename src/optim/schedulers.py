@@ -78,3 +78,13 @@ def scheduler_config(optimizer: Optimizer, schedule: Any, steps: int) -> dict[st
         "frequency": torch_schedule.frequency,
         "monitor": torch_schedule.monitor,
     }
+
+
+def check_same_kind(saved: dict[str, Any], scheduler: LRScheduler) -> None:
+    """Check that a scheduler can continue from a saved state.
+
+    Raises:
+        UserError: if the state is of another kind of scheduler.
+    """
+    if saved.keys() != scheduler.state_dict().keys():
+        raise UserError("ckpt_path is a run with another kind of `scheduler`: set it as in that run")

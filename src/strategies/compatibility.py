@@ -21,7 +21,7 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
             "manually, with several: set strategy=ddp, or auto"
         )
     for name, meaning in getattr(strategy, "module_needs", {}).items():
-        if not hasattr(module, name):
+        if not getattr(module, name, None):
             raise UserError(
                 f"strategy={type(strategy).__name__} needs {type(module).__name__}.{name}, {meaning}: add it, or use "
                 "strategy=ddp or fsdp"

@@ -68,7 +68,8 @@ class FSDP(ShardedStateStrategy):
         Raises:
             UserError: if a parameter belongs to the module itself, outside of its networks.
         """
-        if own := [name for name, _ in module.named_parameters(recurse=False)]:
+        in_networks = {weight for net in _networks(module) for weight in net.parameters()}
+        if own := [name for name, weight in module.named_parameters() if weight not in in_networks]:
             raise UserError(
                 f"strategy=fsdp gathers the weights of a network when it is called, but {own[0]} belongs to "
                 f"{type(module).__name__} itself: move it into a network, or use strategy=ddp"
@@ -89,11 +90,11 @@ class FSDP(ShardedStateStrategy):
 
 
 def _networks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of a module that have parameters; those of a list or a dictionary stand for themselves."""
+    """Yield the children of a module that have parameters and a forward pass; a list stands for its modules."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _networks(child)
-        elif next(child.parameters(), None) is not None:
+        elif not isinstance(child, nn.ParameterList | nn.ParameterDict) and next(child.parameters(), None) is not None:
             yield child
 
 

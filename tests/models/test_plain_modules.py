@@ -9,7 +9,7 @@ from src.run.experiment import run
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.experiments import SHORT
-from tests.support.pool import Pool
+from tests.support.pool import Pool, RankFailed
 from tests.support.runs import Record, compose, fit, fit_ranks
 
 PARTS = """
@@ -93,10 +93,22 @@ def test_refused_before_training(overrides: list[str], message: str, task: list[
     assert not (folder / "checkpoints").exists()
 
 
+def of_class(name: str) -> list[str]:
+    return ["module=plain", f"module._target_=tests.support.modules.{name}"]
+
+
 def test_fsdp_refuses_a_parameter_of_the_module_itself(task: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match="but temperature belongs to OwnParameter itself"):
-        run(
-            compose(
-                folder, *task, "module=plain", "module._target_=tests.support.modules.OwnParameter", "strategy=fsdp"
-            )
-        )
+        run(compose(folder, *task, *of_class("OwnParameter"), "strategy=fsdp"))
+
+
+def test_fsdp_shards_lists_of_parameters(task: list[str], pool: Pool, folder: Path) -> None:
+    listed = [*task, *of_class("ListedParameters"), "trainer.max_steps=3"]
+    reference = fit(compose(folder / "single", *listed))
+    assert_agree(pool.run(2, fit, compose(folder, *listed, "strategy=fsdp", TWO)), reference)
+
+
+def test_ranks_stop_if_their_learning_rates_differ(task: list[str], pool: Pool, folder: Path) -> None:
+    longer = ["trainer.max_steps=15", "trainer.max_epochs=3", "strategy=ddp", TWO]
+    with pytest.raises(RankFailed, match="val/acc and so the learning rate differ between the ranks"):
+        pool.run(2, fit, compose(folder, *task, *of_class("UnsyncedPlateau"), *longer))

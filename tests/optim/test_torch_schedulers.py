@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from src.optim.parameter_names import name_parameters
 from src.run.experiment import run
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances
@@ -33,7 +36,7 @@ def task(small: list[str]) -> list[str]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_agrees_with_single_process(schedule: str, task: list[str], pool: Pool, folder: Path) -> None:
     """Group normalization makes accumulation the same experiment."""
-    chosen = [*task, *SCHEDULES[schedule], "optimizer._target_=torch.optim.RMSprop", "~optimizer.nesterov"]
+    chosen = [*task, *SCHEDULES[schedule], "optimizer._target_=torch.optim.RMSprop"]
     chosen.append("model.norm=group")
     reference = fit(compose(folder / "single", *chosen))
     two = ["strategy=fsdp", "trainer.devices=2", "trainer.accumulate_grad_batches=2"]
@@ -63,10 +66,32 @@ def test_the_plateau_lowers_the_learning_rate(task: list[str], folder: Path) -> 
     [
         ([*SCHEDULES["epoch"], "scheduler.interval=batch"], "scheduler.interval=batch"),
         (["scheduler=torch", "scheduler.scheduler._target_=torch.optim.lr_scheduler.StepLR"], "StepLR: .*step_size"),
-        (["optimizer._target_=torch.optim.LBFGS", "~optimizer.nesterov"], "`optimizer` cannot be built"),
+        (["optimizer._target_=torch.optim.LBFGS"], "`optimizer` cannot be built"),
+        (
+            [*SCHEDULES["plateau"], "trainer.limit_val_batches=0"],
+            "scheduler.monitor=val/loss: the run has no",
+        ),
+        ([*SCHEDULES["plateau"], "trainer.check_val_every_n_epoch=2"], "set scheduler.frequency=2"),
     ],
-    ids=["interval", "missing argument", "optimizer"],
+    ids=["interval", "missing argument", "optimizer", "no validation", "rare validation"],
 )
 def test_refuses(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=message):
         run(compose(folder, *task, *overrides))
+
+
+@pytest.mark.parametrize(("first", "second"), [("epoch", "plateau"), ("plateau", "constant"), ("constant", "epoch")])
+def test_refuses_to_resume_with_another_scheduler(first: str, second: str, task: list[str], folder: Path) -> None:
+    chosen = SCHEDULES | {"constant": []}
+    run(compose(folder / "a", *task, *chosen[first], "trainer.max_steps=2"))
+    with pytest.raises(UserError, match="another kind of `scheduler`"):
+        run(compose(folder / "b", *task, *chosen[second], f"ckpt_path={folder}/a/checkpoints/last.ckpt"))
+
+
+def test_names_refuse_what_no_checkpoint_could_restore() -> None:
+    net, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(UserError, match="group 0 of SGD has a parameter that is not in Linear"):
+        name_parameters(torch.optim.SGD(other.parameters(), lr=1.0), net)
+    twins = [{"params": [weight], "name": "same"} for weight in net.parameters()]
+    with pytest.raises(UserError, match="two parameter groups of SGD have the same `name`"):
+        name_parameters(torch.optim.SGD(twins, lr=1.0), net)

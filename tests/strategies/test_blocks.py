@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from src.strategies.pipeline.blocks import ordered_blocks
 from src.strategies.pipeline.split import cut
+from src.strategies.pipeline.stage import keep_own_stages
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import SHORT
@@ -72,23 +73,41 @@ class TwoBlocks(nn.Module):
         return self.pass_forward(self, x)
 
 
+def frozen(net: TwoBlocks, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = net.first(x)
+    return net.second(x)
+
+
+def layer_drop(net: TwoBlocks, x: Tensor) -> Tensor:
+    return net.second(x if net.training and torch.rand(()) < 1e-6 else net.first(x))
+
+
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
         (lambda net, x: net.second(net.first(x)) if x.sum() > 0 else x, "cannot be traced"),
         (lambda net, x: F.dropout(net.second(net.first(x)), 0.1, net.training), "another in training"),
-        (lambda net, x: net.second(net.first(x)) + torch.rand(2, 3, 8, 8), "do not compose"),
+        (lambda net, x: net.second(net.first(x)) + torch.rand(2, 3, 8, 8), "draws random numbers"),
+        (layer_drop, "draws random numbers"),
+        (frozen, "do not compose"),
+        (lambda net, x: net.second(net.first(x)) * torch.tensor(0.5 if net.training else 1.0), "creates tensors"),
     ],
-    ids=["depends on values", "dropout without a layer", "random numbers"],
+    ids=["depends on values", "dropout function", "random numbers", "layer drop", "frozen block", "constant"],
 )
 def test_refuses_what_it_cannot_split(forward: Callable[[TwoBlocks, Tensor], Tensor], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ordered_blocks(TwoBlocks(forward), IMAGES)
 
 
-def test_accepts_constants() -> None:
-    net = TwoBlocks(lambda net, x: net.second(net.first(x)) * torch.linspace(0, 1, 8))
-    assert len(ordered_blocks(net, IMAGES)) == 2
+def test_reads_buffers_when_it_runs() -> None:
+    """A checkpoint may hold another value of the buffer."""
+    net = TwoBlocks(lambda net, x: net.second(net.first(x)) * torch.sigmoid(net.scale))
+    net.register_buffer("scale", torch.zeros(1))
+    blocks = ordered_blocks(net, IMAGES)
+    stages = keep_own_stages(net, [blocks[:1], blocks[1:]], [0, 0], 0)
+    net.scale.fill_(2.0)
+    assert torch.equal(stages[1](stages[0](IMAGES)), net(IMAGES))
 
 
 def test_refuses_a_parameter_of_two_stages() -> None:

@@ -92,6 +92,38 @@ class TemplateStyle(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/acc"}}
 
 
+class UnsyncedPlateau(Plain):
+    """ReduceLROnPlateau on a metric that each rank computes for itself."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/acc", -float(self.current_epoch * self.global_rank))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/acc"}}
+
+
+class Scaled(nn.Module):
+    """A convolution and a list of parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, width, 3, padding=1)
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * self.scales[0].sum() * self.scales[1].sum()
+
+
+class ListedParameters(Plain):
+    """A network whose parameters are in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder: nn.Module = Scaled(4)
+
+
 class OwnParameter(Plain):
     """A parameter of the module itself, outside of its networks."""
 

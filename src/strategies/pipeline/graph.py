@@ -5,10 +5,12 @@ and so replaces the modules: dropout, synchronized batch normalization and evalu
 """
 
 import inspect
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,6 +22,8 @@ _ADVICE = "make the network an nn.Sequential of its blocks, or use strategy=ddp 
 
 class _BlockTracer(fx.Tracer):
     """Tracer that records a call of a block as one node."""
+
+    proxy_buffer_attributes = True  # otherwise a value computed from a buffer would be a constant
 
     def __init__(self, blocks: Sequence[str]) -> None:
         super().__init__()
@@ -36,7 +40,7 @@ class _Measurement(fx.Interpreter):
         with FlopCounterMode(display=False) as counter:
             value = super().run_node(n)
         n.meta["flops"] = counter.get_total_flops()
-        n.meta["value"] = torch.empty_like(value, device="meta") if isinstance(value, Tensor) else None
+        n.meta["value"] = torch.empty_like(value, device="meta").detach() if isinstance(value, Tensor) else None
         return value
 
 
@@ -49,28 +53,42 @@ def trace(net: nn.Module, blocks: Sequence[str], images: Tensor) -> fx.Graph:
         images: (n, channels, height, width) images, random ones: with zeros a ReLU would make no difference.
 
     Raises:
-        UserError: if the forward pass cannot be traced, takes more than the images, is different in training, or the
-            graph computes something else.
+        UserError: if the forward pass cannot be traced, takes more than the images, is different in training, draws
+            random numbers or creates tensors outside of the blocks, or the graph computes something else.
     """
     if len(inspect.signature(net.forward).parameters) != 1:
         raise UserError(f"a pipeline passes the images alone to the forward pass of `model`: {_ADVICE}")
-    attributes = set(vars(net))
     with _mode(net, training=True):
         in_training = str(_record(net, blocks))
-    for constant in set(vars(net)) - attributes:  # the tracer numbers the constants that it stores in the network
-        delattr(net, constant)
-    with _mode(net, training=False), torch.no_grad():
+    with _mode(net, training=False):
         graph = _record(net, blocks)
-        expected = net(images)
-        found = _Measurement(net, graph=graph).run(images)
+        expected, found = net(images), _Measurement(net, graph=graph).run(images)
     if str(graph) != in_training:
         raise UserError(
             "the forward pass of `model` is another in training than in evaluation, outside of its blocks: use layers "
             f"such as nn.Dropout instead of functions, or {_ADVICE}"
         )
-    if not (isinstance(found, Tensor) and torch.allclose(found, expected, rtol=1e-3, atol=1e-5)):
+    if not _are_equal(net, expected, found):
         raise UserError(f"the blocks of `model` do not compose its forward pass: {_ADVICE}")
     return graph
+
+
+def _are_equal(net: nn.Module, expected: Any, found: Any) -> bool:
+    """Return whether two outputs have the same values, and gradients for the same parameters.
+
+    A tracer does not see `torch.no_grad()`.
+    """
+    if not (isinstance(expected, Tensor) and isinstance(found, Tensor)):
+        return False
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-5) or found.requires_grad != expected.requires_grad:
+        return False
+    weights = [weight for weight in net.parameters() if weight.requires_grad]
+    if not expected.requires_grad or not weights:
+        return True
+    pairs = zip(
+        *(torch.autograd.grad(output.sum(), weights, allow_unused=True) for output in (expected, found)), strict=True
+    )
+    return all((one is None) == (other is None) for one, other in pairs)
 
 
 def extract(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
@@ -99,11 +117,24 @@ def extract(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequen
 
 
 def _record(net: nn.Module, blocks: Sequence[str]) -> fx.Graph:
+    attributes, random_state = set(vars(net)), _random_state()
     try:
-        return _BlockTracer(blocks).trace(net)
+        graph = _BlockTracer(blocks).trace(net)
     except Exception as error:  # the forward pass may do anything with the tracer's objects
         cause = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"the forward pass of `model` cannot be traced ({cause}): {_ADVICE}") from error
+    if _random_state() != random_state:
+        raise UserError(f"the forward pass of `model` draws random numbers outside of its blocks: {_ADVICE}")
+    if set(vars(net)) != attributes:  # the tracer keeps constants in the network
+        raise UserError(
+            f"the forward pass of `model` creates tensors outside of its blocks: register them as buffers, or {_ADVICE}"
+        )
+    return graph
+
+
+def _random_state() -> tuple[Any, ...]:
+    """Return the states of the generators that a forward pass may use while it is traced, on the CPU."""
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
 
 
 @contextmanager
