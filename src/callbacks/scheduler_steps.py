@@ -52,7 +52,7 @@ class SchedulerSteps(L.Callback):
             is_due = config.scheduler.last_epoch < trainer.current_epoch // config.frequency
             if is_due and config.monitor in metrics:
                 pl_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
-            _check_equal_rates(trainer, config)
+            _check_equal_on_ranks(trainer, config)
 
 
 def _plateau_configs(trainer: L.Trainer) -> list[Any]:
@@ -60,15 +60,16 @@ def _plateau_configs(trainer: L.Trainer) -> list[Any]:
     return [config for config in configs if config.reduce_on_plateau and config.interval == "epoch"]
 
 
-def _check_equal_rates(trainer: L.Trainer, config: Any) -> None:
-    """Check that the metric has led all ranks to the same learning rates. Every rank must call it.
+def _check_equal_on_ranks(trainer: L.Trainer, config: Any) -> None:
+    """Check that a scheduler has seen the same metric on all ranks. Every rank must call it.
 
     Raises:
-        UserError: on all ranks, if they differ.
+        UserError: on all ranks, if not: their learning rates would differ.
     """
-    rates = torch.tensor([group["lr"] for group in config.scheduler.optimizer.param_groups])
-    gathered = trainer.strategy.all_gather(rates.to(trainer.strategy.root_device)).view(-1, len(rates))
-    if (gathered != gathered[0]).any():
+    scheduler = config.scheduler
+    state = torch.tensor([scheduler.best, scheduler.num_bad_epochs], device=trainer.strategy.root_device)
+    states = trainer.strategy.all_gather(state).view(-1, len(state))
+    if (states != states[0]).any():
         raise UserError(
             f"{config.monitor} and so the learning rate differ between the ranks: log it with sync_dist=True"
         )
