@@ -97,6 +97,7 @@ class ImageDataModule(L.LightningDataModule):
         if not self.splits:
             sets = load_sets(self.source, self.root, self.num_classes, self.image_shape)
             self.splits = divide(sets, self.val_fraction, self.train_samples, self.seed)
+        self.augment.samples = len(self.splits["train"].dataset.labels)
         dp_size, _, num_microbatches = self.parallel
         samples, is_mixed = len(self.splits["train"]), bool(self.augment.mixers)
         check_global_batch(self.global_batch_size, dp_size, self.accumulate * num_microbatches, samples, is_mixed)

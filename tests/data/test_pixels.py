@@ -5,6 +5,7 @@ import hashlib
 import pytest
 import torch
 
+from src.data.augment.augmentation import Augmentation
 from src.data.augment.pixels import alternating_flip, crop_and_flip, cutout, normalize, sample_keys
 from src.data.hashing import hash_ints, integers, permutation, uniform
 
@@ -37,14 +38,24 @@ def test_crop_and_flip_agrees_with_explicit_padding() -> None:
     assert set(rows.tolist()) == set(columns.tolist()) == set(range(9))
 
 
+@pytest.mark.parametrize("flip", [True, "alternating"])
+def test_keys_of_an_epoch_are_those_of_its_samples(flip: bool | str) -> None:
+    augmentation, index = Augmentation(flip=flip, cutout=8), torch.tensor([5, 3, 99] * 21 + [0])
+    expected = augmentation.augment_pixels(IMAGES, 7, 3, index)
+    blanked = augmentation.apply_cutout(IMAGES, 7, 3, index)
+    augmentation.samples = 100
+    assert torch.equal(augmentation.augment_pixels(IMAGES, 7, 3, index), expected)
+    assert torch.equal(augmentation.apply_cutout(IMAGES, 7, 3, index), blanked)
+
+
 def test_alternating_flips_mirror_each_image_every_second_epoch() -> None:
     index = torch.arange(1000)
-    first, second, third = (alternating_flip(0, epoch, index) for epoch in range(3))
+    first, second, third = (alternating_flip(keys(index), epoch) for epoch in range(3))
     assert torch.equal(first, third)
     assert torch.equal(first, ~second)
     assert 400 < int(first.sum()) < 600
-    assert torch.equal(alternating_flip(0, 1, index.flip(0)), second.flip(0))
-    assert not torch.equal(alternating_flip(1, 0, index), first)
+    assert torch.equal(alternating_flip(keys(index.flip(0)), 1), second.flip(0))
+    assert not torch.equal(alternating_flip(keys(index, seed=1), 0), first)
     flipped = crop_and_flip(IMAGES, keys(index[:64]), 0, second[:64])
     assert torch.equal(flipped, torch.where(second[:64, None, None, None], IMAGES.flip(-1), IMAGES))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from src.data.augment import mixing
-from src.data.augment.pixels import alternating_flip, crop_and_flip, cutout, sample_keys
+from src.data.augment.pixels import all_sample_keys, alternating_flip, crop_and_flip, cutout, sample_keys
 from src.data.augment.trivial_augment import trivial_augment
 from src.utils.errors import UserError
 
@@ -25,9 +25,14 @@ class Augmentation:
         transforms: functions of single images, (channels, height, width) uint8, which return the same shape and type;
             they run first, on the host (src/data/transforms.py).
 
+    Attributes:
+        samples: number of samples of the dataset, if known. Their keys are then computed once per epoch.
+
     Raises:
         UserError: if a value is out of its range.
     """
+
+    samples: int | None = None
 
     def __init__(
         self,
@@ -53,17 +58,19 @@ class Augmentation:
 
     def augment_pixels(self, image: Tensor, seed: int, epoch: int, index: Tensor) -> Tensor:
         """Transform and crop (n, channels, height, width) uint8 images; `index` holds their (n,) sample indices."""
-        keys = sample_keys(seed, epoch, index)
+        keys = self._keys(seed, epoch, index)
         if self.trivial:
             image = trivial_augment(image, keys)
         if self.crop_padding or self.flip:
-            flip = alternating_flip(seed, epoch, index) if self.flip == "alternating" else bool(self.flip)
+            flip = (
+                alternating_flip(self._keys(seed, 0, index), epoch) if self.flip == "alternating" else bool(self.flip)
+            )
             image = crop_and_flip(image, keys, self.crop_padding, flip)
         return image
 
     def apply_cutout(self, image: Tensor, seed: int, epoch: int, index: Tensor) -> Tensor:
         """Cut a square out of each of (n, channels, height, width) normalized images, if `cutout` is set."""
-        return cutout(image, sample_keys(seed, epoch, index), self.cutout) if self.cutout else image
+        return cutout(image, self._keys(seed, epoch, index), self.cutout) if self.cutout else image
 
     def mix(self, image: Tensor, target: Tensor, seed: int, step: int, num_classes: int) -> tuple[Tensor, Tensor]:
         """Mix the normalized images of a step, if a mixer is set, and their (n,) class indices with them.
@@ -78,3 +85,8 @@ class Augmentation:
             mix, alpha = self.mixers[rng.integers(len(self.mixers))]
             image, target = mix(image, target, alpha, rng)
         return image, target
+
+    def _keys(self, seed: int, epoch: int, index: Tensor) -> Tensor:
+        if self.samples is None:
+            return sample_keys(seed, epoch, index)
+        return all_sample_keys(seed, epoch, self.samples, index.device).index_select(0, index)
