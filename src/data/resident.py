@@ -32,9 +32,6 @@ def should_keep_on_device(split: ImageSplit, device: torch.device, choice: str |
         return False
     if choice != "auto" or num_workers:
         return choice is True
-    images = split.dataset.images
-    if not isinstance(images, Tensor):
-        return False
     if images.device == device:
         return True
     return device.type == "cuda" and images.nbytes <= _MAX_FRACTION * torch.cuda.mem_get_info(device)[0]
