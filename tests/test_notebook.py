@@ -21,6 +21,7 @@ from src import compose, load_run, train
 from src.cli.notebook import Result
 from src.models.classifier import ImageClassifier
 from src.run.experiment import assemble
+from src.utils import signals
 from src.utils.errors import UserError
 from src.utils.signals import Stopped
 from tests.support import runs
@@ -126,6 +127,20 @@ def test_interrupted_run_goes_on_in_the_same_process(
     assert len(steps(folder)) < 40
     monkeypatch.undo()
     assert steps(train(compose(f"ckpt_path={folder}")).folder) == list(range(45))
+
+
+def test_late_interrupt_stops_no_later_run(tiny: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose last batch has been tested ends as usual."""
+
+    def interrupt(self: ImageClassifier) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(ImageClassifier, "on_test_epoch_end", interrupt)
+    result = train(compose(*tiny, f"run_dir={folder}", "trainer.max_epochs=1"))
+    assert "test/loss" in result.metrics
+    assert not signals.requested()
+    assert signal.getsignal(signal.SIGINT) == handler
 
 
 @pytest.mark.parametrize(

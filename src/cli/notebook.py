@@ -147,9 +147,9 @@ def _process_restored() -> Iterator[None]:
         # A run turns an interrupt into an exit, after it has saved, and so does Lightning before a run can save.
         if error.code != 128 + signal.SIGINT and not isinstance(error.__context__, KeyboardInterrupt):
             raise
-        signals.forget_requests()
         raise KeyboardInterrupt from None
     finally:
+        signals.forget_requests()  # also one that came after the last step, which would stop the next run
         signals.restore_handlers(signal_handlers)
         logging.captureWarnings(False)
         for handler in set(root.handlers) - set(handlers):

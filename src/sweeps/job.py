@@ -17,6 +17,7 @@ from src.run.folder import is_rank_zero
 from src.run.resume import newest_checkpoint
 from src.sweeps.devices import reserve_devices
 from src.sweeps.record import DONE, Job
+from src.utils import signals
 from src.utils.errors import UserError
 from src.utils.locks import hold_lock
 
@@ -60,7 +61,11 @@ class _JobTimer:
 
 
 def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
-    """Run the job, and write its record at the start and at the end, whatever the end is."""
+    """Run the job, and write its record at the start and at the end, whatever the end is.
+
+    Raises:
+        Stopped: if a signal came meanwhile.
+    """
     job.status, job.error, job.metric = "running", "", cfg.optimized_metric or ""
     job.write(folder)
     timer = _JobTimer()
@@ -82,6 +87,9 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
     finally:
         job.seconds = timer.seconds()
         job.write(folder)
+    if number := signals.requested():  # it came too late for this job, and must stop the sweep
+        print(f"sweep={folder.parent} goes on with the sweep", file=sys.stderr)
+        raise signals.Stopped(number)
 
 
 @contextmanager

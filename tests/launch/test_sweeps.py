@@ -17,6 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
+from src.utils import signals
 from tests.support.commands import ROOT, TINY, TORCHRUN, TWO, callback, error_line, run, run_here, slow, start
 from tests.support.wandb_files import read_runs
 
@@ -103,6 +104,27 @@ def test_stopped_sweep_resumes(small: list[str], tmp_path: Path) -> None:
     assert float(over_seeds["val/acc mean"]) == pytest.approx(statistics.mean(results))
     assert float(over_seeds["val/acc std"]) == pytest.approx(statistics.stdev(results))
     assert "std" in out
+
+
+def test_interrupt_after_the_last_step_of_a_job_stops_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(*_: Any) -> dict[str, float]:
+        with signals.forward_to_workers():
+            os.kill(os.getpid(), signal.SIGINT)
+        return {"val/acc": 0.5}
+
+    monkeypatch.setattr(signals, "_received", [])
+    monkeypatch.setattr("src.sweeps.job.launch", launch)
+    handlers = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    try:
+        _, err = run_here("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", code=128 + signal.SIGINT)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert f"sweep={tmp_path}/sweep goes on with the sweep" in err
+    assert json.loads((tmp_path / "sweep" / "0" / "job.json").read_text())["status"] == "finished"
+    assert not (tmp_path / "sweep" / "1").exists()
 
 
 @pytest.mark.slow
