@@ -14,15 +14,18 @@ def locate(option: str, target: str) -> Callable[..., Any]:
     """Import the class or function `target`, which the configuration gives as `option`.
 
     Raises:
-        UserError: if there is none, or its package is not installed.
+        UserError: if there is none, or its package is not installed, or `target` names something else.
     """
     module: Any = _import_module(f"{option}={target}", target)
     names = target.removeprefix(module.__name__).split(".")[1:]
     try:
-        return reduce(getattr, names, module)
+        found = reduce(getattr, names, module)
     except AttributeError as error:
         hint = suggest(names[0], [name for name in vars(module) if not name.startswith("_")])
         raise UserError(f"{option}={target}: {module.__name__} has no {'.'.join(names)}; {hint}") from error
+    if not callable(found):
+        raise UserError(f"{option}={target}: {target} is a {type(found).__name__}; give a class or a function")
+    return found  # type: ignore[no-any-return]
 
 
 def _import_module(word: str, target: str) -> ModuleType:

@@ -30,6 +30,8 @@ from tests.support.runs import compose
             "model._target_=timn.Net: there is no package `timn`; install it .pip install",
         ),
         (["model._target_=src.models.mlp.mpl"], "src.models.mlp has no mpl; did you mean mlp"),
+        (["model._target_=torch.float32"], "model._target_=torch.float32: .* is a dtype; give a class or a function"),
+        (["model._target_=src.models"], "model._target_=src.models: .* is a module; give a class or a function"),
         (["+callbacks.mine={_target_: tests.launch.broken.Mine}"], "there is no package `not_installed`"),
     ],
 )
