@@ -1,5 +1,6 @@
 """Refuse unknown keys in the files of `experiment`, `preset` and `debug`, which Hydra adds without a check."""
 
+import re
 from collections.abc import Iterator
 from importlib.resources import files
 from importlib.util import find_spec
@@ -21,6 +22,8 @@ Tree = dict[str, Any]
 def refuse_unknown_keys(cfg: DictConfig, hydra_cfg: Any) -> None:
     """Check that the chosen recipes set only options that exist without them, or that a class accepts.
 
+    A recipe may also have variables of its own: keys at the root that it interpolates, such as `${base_lr}`.
+
     Args:
         cfg: the composed configuration.
         hydra_cfg: Hydra's own configuration.
@@ -34,7 +37,8 @@ def refuse_unknown_keys(cfg: DictConfig, hydra_cfg: Any) -> None:
     known, recipes = _load_files(hydra_cfg)
     for file, tree in recipes.items():
         for parent, key, value in _new_keys(tree, known):
-            if not (key.startswith("_") or (isinstance(value, dict) and "_target_" in value)):
+            is_object = isinstance(value, dict) and "_target_" in value
+            if not (key.startswith("_") or is_object or (not parent and _is_variable(key, tree))):
                 _check_accepted(cfg, parent, key, file, known)
         _merge(known, tree)
 
@@ -99,6 +103,11 @@ def _new_keys(tree: Tree, known: Tree, parent: str = "") -> Iterator[tuple[str, 
             yield parent, str(key), value
         elif isinstance(value, dict) and isinstance(known[key], dict):
             yield from _new_keys(value, known[key], f"{parent}.{key}".strip("."))
+
+
+def _is_variable(key: str, tree: Tree) -> bool:
+    """Return whether a value of the recipe interpolates its key `key`."""
+    return re.search(rf"\$\{{{re.escape(key)}[.\[}}]", str(tree)) is not None
 
 
 def _check_accepted(cfg: DictConfig, parent: str, key: str, file: Any, known: Tree) -> None:

@@ -37,6 +37,8 @@ def write(folder: Path, **recipes: str) -> str:
         ("launch: {max_restart: 1}", "launch.max_restart is no option here; did you mean launch.max_restarts"),
         ("trainer: {min_epoch: 5}", "trainer.min_epoch is no option here; did you mean trainer.min_epochs"),
         ("trainer.max_epochs: 5", "trainer.max_epochs is no option here; nest the keys"),
+        ("base_lr: 0.2\noptimizer: {lr: '${base}'}", "base_lr is no option here"),
+        ("trainer: {base: 5, max_epochs: '${base}'}", "trainer.base is no option here"),
         ("optimizer: {_target_: torch.optim.Adagrad, mu: 1}", "optimizer.mu is no option here"),
     ],
 )
@@ -62,6 +64,8 @@ def test_refuses_a_recipe_without_package(tmp_path: Path) -> None:
         "defaults:\n  - override /optimizer: adamw\noptimizer: {eps: 1.0e-7, betas: [0.5, 0.9]}",
         "model: {_target_: torch.nn.LazyLinear, out_features: 3}",
         "logger: {wandb: null}",
+        "base_lr: 0.2\noptimizer: {lr: '${base_lr}'}",
+        "sizes: {batch: 64}\ndata: {batch_size: '${sizes.batch}'}",
         "hydra: {sweep: {dir: here}}",
     ],
 )
