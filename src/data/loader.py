@@ -1,6 +1,9 @@
 """The DataLoader of a rank: batches from the device, or fetched on the host."""
 
+import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +13,7 @@ from src.data.batch import Batch
 from src.data.resident import ResidentBatches, should_keep_on_device
 from src.data.sampler import Batches
 from src.data.splits import ImageSplit
+from src.utils import signals
 from src.utils.errors import UserError
 
 
@@ -38,13 +42,26 @@ def build_loader(
         batch_size=None,
         num_workers=num_workers,
         pin_memory=pin,
-        worker_init_fn=_ignore_interrupt,
+        worker_init_fn=_outlive_stop_requests,
     )
 
 
-def _ignore_interrupt(worker: int) -> None:
-    """Let a worker process outlive Ctrl-C, after which the rank still fetches a batch, saves and stops."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _outlive_stop_requests(worker: int) -> None:
+    """Let a worker process outlive signals to all processes: the rank still fetches a batch, saves and stops.
+
+    Of SIGTERM, only the rank's own counts, by which DataLoader ends a worker that hangs.
+    """
+    for number in set(signals.SIGNALS) - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":  # macOS does not tell who sent a signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        threading.Thread(target=_exit_when_terminated_by, args=[os.getppid()], daemon=True).start()
+
+
+def _exit_when_terminated_by(rank: int) -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
+        pass
+    os._exit(0)  # with another code, DataLoader would report a failed worker
 
 
 class HostBatches(DataLoader[Batch]):

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from src.checkpoint.run_files import stop_message
+from src.data import loader
 from src.data.datamodule import ImageDataModule
 from src.run import experiment
 from src.utils import signals
@@ -71,7 +73,7 @@ def test_interrupt_while_the_ranks_start(small: list[str], folder: Path) -> None
 
 
 class InterruptWorkers(L.Callback):
-    """Send the workers of the DataLoader SIGINT twice, as a terminal does."""
+    """Send the workers of the DataLoader each signal twice, from another process as schedulers do."""
 
     def __init__(self) -> None:
         self.others = set(multiprocessing.active_children())
@@ -80,15 +82,39 @@ class InterruptWorkers(L.Callback):
         if trainer.global_step == 2:
             workers = set(multiprocessing.active_children()) - self.others
             assert workers
-            for worker in workers:
-                for _again in range(2):
-                    os.kill(int(str(worker.pid)), signal.SIGINT)
-                    time.sleep(0.4)
+            for number in (*signals.SIGNALS, *signals.SIGNALS):
+                send(number, *workers)
+                time.sleep(0.15)
 
 
-def test_data_workers_outlive_an_interrupt(small: list[str], folder: Path) -> None:
+def send(number: int, *processes: Any) -> None:
+    subprocess.run(["kill", f"-{number}", *(str(process.pid) for process in processes)], check=True)
+
+
+def test_data_workers_outlive_stop_requests(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_INTERRUPT_WINDOW", 0.1)
+    monkeypatch.setattr(signals, "_DUPLICATE_WINDOW", 0.1)
     words = ["data.num_workers=1", "data.device_resident=false", "trainer.limit_val_batches=0"]
     assert len(fit(compose(folder, *small, *PARITY, *words), InterruptWorkers()).losses) == 20
+
+
+def _hang(is_ready: Any) -> None:
+    loader._outlive_stop_requests(0)
+    is_ready.set()
+    time.sleep(60)
+
+
+def test_rank_ends_a_data_worker_that_hangs() -> None:
+    is_ready = multiprocessing.Event()
+    worker = multiprocessing.Process(target=_hang, args=[is_ready], daemon=True)
+    worker.start()
+    assert is_ready.wait(30)
+    send(signal.SIGTERM, worker)
+    worker.join(0.3)
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0
 
 
 @pytest.mark.parametrize(
