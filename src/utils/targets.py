@@ -25,7 +25,7 @@ def locate(option: str, target: str) -> Callable[..., Any]:
         raise UserError(f"{option}={target}: {module.__name__} has no {'.'.join(names)}; {hint}") from error
     if not callable(found):
         raise UserError(f"{option}={target}: {target} is a {type(found).__name__}; give a class or a function")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _import_module(word: str, target: str) -> ModuleType:
