@@ -17,8 +17,11 @@ from src.models.views import average_over_views, check_views
 from src.optim.groups import build_optimizer, override_hyperparameters, scaling_factor
 from src.optim.schedulers import as_torch_schedule, check_same_kind, scheduler_config
 from src.optim.schedules import lr_multiplier
-from src.utils.errors import UserError
+from src.utils.errors import UserError, suggest
 from src.utils.log_points import is_log_point
+
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # with CUDA graphs
+_COMPILE_MODES = ("default", "max-autotune-no-cudagraphs", *_GRAPH_MODES)
 
 
 class ImageClassifier(Module):
@@ -35,12 +38,13 @@ class ImageClassifier(Module):
         label_smoothing: fraction of the target spread evenly over the classes (Szegedy et al., 2015).
         tta: test-time augmentation for `test/acc_tta`, the accuracy of logits averaged over views of each image:
             `mirror`, or `shift`, which adds shifts by one pixel; null for none.
-        compile: compile the network's forward pass as one graph, in each process; parameter names do not change.
+        compile: compile the network's forward pass as one graph, in each process; parameter names do not change. Or
+            the mode of torch.compile, such as `max-autotune`.
         channels_last: use the channels-last memory format for images and filters, with which convolutions are faster
             on CPUs and GPUs.
 
     Raises:
-        UserError: if `label_smoothing` or `tta` is not valid.
+        UserError: if `label_smoothing`, `tta` or `compile` is not valid.
     """
 
     def __init__(
@@ -52,13 +56,15 @@ class ImageClassifier(Module):
         lr_scaling: str = "linear",
         label_smoothing: float = 0.0,
         tta: str | None = None,
-        compile: bool = False,
+        compile: bool | str = False,
         channels_last: bool = True,
     ) -> None:
         super().__init__()
         if not 0 <= label_smoothing <= 1:
             raise UserError(f"module.label_smoothing={label_smoothing}: give a fraction between 0 and 1")
         check_views(tta)
+        if isinstance(compile, str) and compile not in _COMPILE_MODES:
+            raise UserError(f"module.compile={compile}: give true, false or a mode: {suggest(compile, _COMPILE_MODES)}")
         self.net, self.tta = net, tta
         has_convolutions = any(isinstance(module, nn.Conv2d) for module in net.modules())
         self.memory_format = torch.channels_last if channels_last and has_convolutions else torch.contiguous_format
@@ -66,7 +72,8 @@ class ImageClassifier(Module):
         self.optimizer, self.schedule = optimizer, schedule
         self.reference_batch_size, self.lr_scaling = reference_batch_size, lr_scaling
         self.label_smoothing = label_smoothing
-        self.should_compile = compile  # strategies that cannot compile the network read it
+        self.should_compile = bool(compile)  # strategies that cannot compile the network read it
+        self.compile_mode = compile if isinstance(compile, str) else None
         self._is_compiled = False
         self.mean_loss, self.accuracy, self.accuracy_tta = WeightedMean(), WeightedMean(), WeightedMean()
         self._step_sums: Tensor | None = None  # sums of loss and correct samples over the step's micro-batches
@@ -77,12 +84,14 @@ class ImageClassifier(Module):
             metric.reset()
         if self.should_compile and not self._is_compiled:
             # Dynamo skips the file of nn.Sequential, so `net.compile()` would compile each block separately.
-            self.net.forward = torch.compile(self.net.forward)
+            self.net.forward = torch.compile(self.net.forward, mode=self.compile_mode)
             self._is_compiled = True
 
     def forward(self, image: Tensor) -> Tensor:
         """Map (n, channels, height, width) images to (n, classes) logits."""
-        return self.net(image.contiguous(memory_format=self.memory_format))
+        logits = self.net(image.contiguous(memory_format=self.memory_format))
+        # The next replay of a CUDA graph overwrites its output, and test-time augmentation needs several.
+        return logits.clone() if self.compile_mode in _GRAPH_MODES else logits
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the samples' losses times `batch.weight`, from (n, classes) logits; it has no side effects.

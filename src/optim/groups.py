@@ -71,7 +71,7 @@ def _can_fuse(factory: partial[Any], parameters: list[nn.Parameter]) -> bool:
         return False
     # torch 2.13 has sharding rules for _fused_adam_ and _fused_adamw_ only (distributed/tensor/_ops/_pointwise_ops.py).
     is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-    return not is_sharded or issubclass(factory.func, Adam)
+    return not is_sharded or (isinstance(factory.func, type) and issubclass(factory.func, Adam))
 
 
 def override_hyperparameters(

@@ -19,7 +19,7 @@ from tests.support.runs import compose
         (["trainer.max_epochs=ten"], "trainer.max_epochs=ten: give an integer or null"),
         (["trainer.gradient_clip_val=abc"], "trainer.gradient_clip_val=abc: give a number or null"),
         (["optimizer.lr=abc"], "optimizer.lr=abc: give a number"),
-        (["module.compile=yes"], "module.compile=yes: give true or false"),
+        (["module.channels_last=yes"], "module.channels_last=yes: give true or false"),
         (["model=mlp", "model.hidden=[a]"], r"model.hidden=\['a'\]: give a list, each element an integer"),
         (["data.mean=0.5"], "data.mean=0.5: give a list, each element a number"),
         (["data.std=[0.5,0.5]"], r"data.std=\[0.5, 0.5\]: give one value for each of the 3 channels"),

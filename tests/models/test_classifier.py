@@ -92,6 +92,30 @@ def test_a_network_is_compiled_as_one_graph(model: str, folder: Path, monkeypatc
     assert products == layers
 
 
+@pytest.mark.parametrize(("option", "mode"), [("true", None), ("default", "default"), ("max-autotune", "max-autotune")])
+def test_compiles_in_the_given_mode(
+    option: str, mode: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[str | None] = []
+    logits = torch.zeros(2, 10)  # the memory of a CUDA graph's output, which each replay overwrites
+
+    def replay(function: object, mode: str | None) -> object:
+        modes.append(mode)
+        return lambda image: logits
+
+    monkeypatch.setattr(torch, "compile", replay)
+    _, module, _ = assemble(compose(folder, *MLP[:2], f"module.compile={option}"))
+    module.setup("fit")
+    outputs = module(torch.zeros(2, 3, 32, 32))
+    assert modes == [mode]
+    assert (outputs is logits) == (mode != "max-autotune")
+
+
+def test_refuses_an_unknown_compile_mode(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"module.compile=max-autotun: .* did you mean max-autotune"):
+        assemble(compose(folder, *MLP[:2], "module.compile=max-autotun"))
+
+
 def test_clips_gradients(small: list[str], folder: Path) -> None:
     free = fit(compose(folder / "free", *small, *MLP))
     clipped = fit(compose(folder, *small, *MLP, "trainer.gradient_clip_val=1e-6", "optimizer.weight_decay=0"))

@@ -26,7 +26,8 @@ _SIGNED = (
     *({"translate x": 32.0}, {"brightness": 0.99}, {"color": 0.99, "contrast": 0.99}, {"sharpness": 0.99}),
 )
 _UNSIGNED = ({"posterize": 6.0}, {"solarize": -1.0})
-_OFFSETS = ({"rotate": 1.0}, {}, {"solarize": 1.0})  # of the rotation's center, and of the columns without sign
+# Columns that are added: of the center of a rotation, and to the columns without sign.
+_OFFSETS: tuple[dict[str, float], ...] = ({"rotate": 1.0}, {}, {"solarize": 1.0})
 
 
 def trivial_augment(image: Tensor, keys: Tensor) -> Tensor:
