@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS ?= --constraint constraints.txt # empty: the newest versions that pyproject.toml allows
 
-.PHONY: install train doctor test test-all parity bench lint format clean
+.PHONY: install train doctor test test-all parity dry-gpu bench lint format clean
 
 install: $(STAMP)
 
@@ -31,6 +31,10 @@ test-all: install lint
 
 parity: install
 	$(BIN)/python -m scripts.parity
+
+# The CUDA code path on a machine without a GPU. ARGS=--write keeps the new numbers of operations.
+dry-gpu: install
+	$(BIN)/python -m scripts.dry_gpu $(ARGS)
 
 bench: install
 	$(BIN)/python -m scripts.bench $(ARGS)

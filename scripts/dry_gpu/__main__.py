@@ -1,0 +1,44 @@
+"""Execute the CUDA code path of `trainer.fit` without a GPU, and compare it with docs/benchmarks/dry-gpu.md.
+
+The exit code is 1 if a run fails, has an unknown host-device synchronization between log points, or launches another
+number of operations than the page says. `--write` then writes the new numbers.
+"""
+
+import argparse
+import sys
+
+from scripts.dry_gpu.library import load_library, reason_to_skip
+
+
+def main() -> int:
+    """Run the cases; print the table and the problems."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only runs whose name contains this")
+    parser.add_argument("--write", action="store_true", help="write the table to the page, instead of a comparison")
+    parser.add_argument("--operations", action="store_true", help="print the operations by name")
+    options = parser.parse_args()
+    if reason := reason_to_skip():
+        print(f"skipped: {reason}")
+        return 0
+    load_library()
+    from scripts.dry_gpu import report
+    from scripts.dry_gpu.cases import CASES
+    from scripts.dry_gpu.pool import run_cases
+
+    kept, failures = report.read_rows(), 0
+    for case, result in run_cases([case for case in CASES if options.only in case.title]):
+        print(report.row(case, result), flush=True)
+        if options.operations:
+            print("\n".join(f"  {phase}: {names}" for phase, names in result.operations.items()))
+        if options.write and not result.error:
+            kept[case.title] = report.row(case, result)
+        if found := report.problems(case, result, kept):
+            failures += 1
+            print("\n".join(f"  {problem}" for problem in found), flush=True)
+    if options.write:
+        report.write_rows([kept[case.title] for case in CASES if case.title in kept])
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The CUDA code path runs on fake tensors, without synchronizations, and launches as many operations as documented."""
+
+import json
+from inspect import getsourcelines
+from typing import Any
+
+import pytest
+
+from scripts.dry_gpu.cases import CASES
+from scripts.dry_gpu.library import reason_to_skip
+from scripts.dry_gpu.measure import PHASES
+from scripts.dry_gpu.report import read_rows
+from tests.gpu import sabotages
+from tests.gpu.dry_runs import QUICK
+from tests.support.commands import run
+
+pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=f"{reason_to_skip()}")
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    """Return the results of the quick runs and the sabotages, by name."""
+    return json.loads(run(program=["-m", "tests.gpu.dry_runs"])[0].splitlines()[-1])
+
+
+@pytest.mark.parametrize("title", QUICK)
+def test_run_is_as_documented(results: Results, title: str) -> None:
+    assert results[title]["problems"] == []
+    assert sum(results[title]["result"]["operations"]["forward and loss"].values()) > 40
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "kind"),
+    [
+        ("ItemInLoss", "item"),
+        ("MaskInAugmentation", "nonzero or boolean mask"),
+        ("CopyToDevice", "blocking copy from cpu to cuda"),
+    ],
+)
+def test_detects_a_synchronization(results: Results, sabotage: str, kind: str) -> None:
+    line = getsourcelines(getattr(sabotages, sabotage).synchronize)[1] + 2  # after the decorator and the signature
+    expected = f"2 x {kind} in tests/gpu/sabotages.py:{line} < "  # once in each of two steps
+    assert [problem for problem in results["sabotaged"]["problems"] if problem.startswith(expected)]
+
+
+def test_detects_another_operation(results: Results) -> None:
+    assert results["default"]["result"]["operations"].keys() == {*PHASES} - {"callbacks"}
+    assert results["sabotaged"]["result"]["operations"]["callbacks"] == {"_to_copy": 1}
+    assert [problem for problem in results["sabotaged"]["problems"] if problem.startswith("dry-gpu.md has")]
+
+
+def test_page_has_a_row_for_each_run() -> None:
+    assert list(read_rows()) == [case.title for case in CASES]
+
+
+@pytest.mark.slow
+def test_all_runs_are_as_documented() -> None:
+    run(program=["-m", "scripts.dry_gpu"])
