@@ -1,0 +1,87 @@
+"""Run on NVIDIA GPUs what the test suite cannot show on CPUs, and write a table of verdicts.
+
+Each case is a process of its own with a time limit, so that no case stops the others. All cases take some ten minutes
+on one GPU. A complete run writes docs/benchmarks/gpu.md, ready to commit. The exit code is 1 if a case failed.
+`--accelerator cpu` exercises on a CPU everything that can run without a GPU, on tiny networks.
+"""
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from scripts.gpu_check.case import Case, Session
+from scripts.gpu_check.cases import cases
+from scripts.gpu_check.process import ROOT, TIMED_OUT, last_line, run_limited
+from scripts.gpu_check.report import Outcome, markdown, write
+
+PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
+
+
+def main() -> int:
+    """Run the chosen cases in order, and print each outcome at once."""
+    options = _parse()
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as temporary:
+        session = Session(options.accelerator, options.devices, Path(temporary), options.peer)
+        chosen = [case for case in cases(session) if re.search(options.only, case.name)]
+        if not chosen:
+            sys.exit(f"error: --only {options.only}: no case; there are {', '.join(c.name for c in cases(session))}")
+        output = options.output or (PAGE if session.on_gpu and not options.only else None)
+        outcomes: list[Outcome] = []
+        for case in chosen:
+            outcome = run_case(case, session)
+            outcomes.append(outcome)
+            print(f"{outcome.verdict:<9}{outcome.name:<20}{outcome.seconds:5.0f} s  {outcome.figure}", flush=True)
+            if output:
+                write(markdown(outcomes, session.on_gpu), output)
+        print(f"written to {output}" if output else "\n" + markdown(outcomes, session.on_gpu))
+    return int(any(outcome.verdict == "FAILED" for outcome in outcomes))
+
+
+def run_case(case: Case, session: Session) -> Outcome:
+    """Run a case in its own process; without a result, its exit code or the last line of its log is the figure."""
+    folder = session.folder / case.name
+    folder.mkdir()
+    result, log = folder / "result.json", folder / "log"
+    values = {"accelerator": session.accelerator, "devices": session.devices, "folder": str(folder)}
+    values["peer"] = str(session.peer) if session.peer else ""
+    child = [sys.executable, "-m", "scripts.gpu_check.child", case.name, str(result), json.dumps(values)]
+    start = time.monotonic()
+    code = run_limited(child, log, case.limit)
+    seconds = time.monotonic() - start
+    if code is TIMED_OUT:
+        return Outcome(case.name, "FAILED", seconds, f"not finished within {case.limit} s: {last_line(log)}")
+    if not result.exists():
+        return Outcome(case.name, "FAILED", seconds, f"ended with {code}: {last_line(log)}")
+    verdict, figure = json.loads(result.read_text())
+    if verdict == "FAILED":
+        print(log.read_text(errors="replace")[-3000:], file=sys.stderr)
+    return Outcome(case.name, verdict, seconds, figure)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="NAME", help="only cases whose name matches; not for the page")
+    parser.add_argument("--output", type=Path, help=f"Markdown file (default: {PAGE.relative_to(ROOT)})")
+    parser.add_argument("--accelerator", choices=["gpu", "cpu"], default="gpu")
+    parser.add_argument("--devices", type=int, help="GPUs to use (default: all), or processes on a CPU (default: 2)")
+    parser.add_argument("--peer", type=Path, help="the speedrun record's own file, timed beside experiment=speedrun")
+    options = parser.parse_args()
+    if options.accelerator == "gpu" and not torch.cuda.is_available():
+        sys.exit("error: torch finds no NVIDIA GPU here; --accelerator cpu runs the cases that need none")
+    available = torch.cuda.device_count() if options.accelerator == "gpu" else 2
+    options.devices = options.devices or available
+    if options.accelerator == "gpu" and options.devices > available:
+        sys.exit(f"error: --devices {options.devices}, but this machine has {available} GPUs")
+    if options.peer and not options.peer.is_file():
+        sys.exit(f"error: --peer {options.peer}: there is no such file")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

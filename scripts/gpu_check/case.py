@@ -1,0 +1,54 @@
+"""A case of the check: a function that returns its figure, or raises if the outcome is wrong."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class NotHere(Exception):  # noqa: N818 - it is no error
+    """The case cannot run on this machine; the message says why."""
+
+
+class CheckFailedError(Exception):
+    """The outcome of a case is wrong; the message says what was expected."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """What every case is given.
+
+    Attributes:
+        accelerator: `gpu`, or `cpu` to exercise the cases without a GPU.
+        devices: number of GPUs, or of processes on a CPU.
+        folder: the case's own empty folder; its siblings belong to the other cases.
+        peer: a program to time beside the speedrun, or None.
+    """
+
+    accelerator: str
+    devices: int
+    folder: Path
+    peer: Path | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.accelerator == "gpu"
+
+    def need_gpu(self, reason: str) -> None:
+        """Raise NotHere without a GPU."""
+        if not self.on_gpu:
+            raise NotHere(reason)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named check, which runs in a process of its own for at most `limit` seconds."""
+
+    name: str
+    check: Callable[[Session], str]
+    limit: int = 120
+
+
+def expect(condition: bool, message: str) -> None:
+    """Raise CheckFailedError with the message unless the condition holds."""
+    if not condition:
+        raise CheckFailedError(message)

@@ -1,0 +1,31 @@
+"""The list of the cases: quick and telling ones first."""
+
+from scripts.gpu_check.case import Case, Session
+from scripts.gpu_check.numbers import cpu_parity, hashes, sync_batch_norm
+from scripts.gpu_check.strategies import STRATEGIES, data_parallel, device_counts, strategy_check
+from scripts.gpu_check.suite import short_run, waits
+
+
+def cases(session: Session) -> list[Case]:
+    """Return the cases for this many devices."""
+    found = [
+        Case("short-run", short_run),
+        Case("hashes", hashes, 60),
+        Case("parity", cpu_parity),
+        Case("waits", waits, 180),
+        Case("sync-batch-norm", sync_batch_norm, 60),
+        *(Case(f"{name}-x1", strategy_check(name, 1)) for name in STRATEGIES),
+    ]
+    if session.devices > 1:
+        found += several_devices(session.devices)
+    return found
+
+
+def several_devices(devices: int) -> list[Case]:
+    """Return the cases for two and more devices."""
+    counts = {name: device_counts(name, devices) for name in STRATEGIES if name != "auto"}
+    return [
+        *(Case(f"{name}-x{count}", strategy_check(name, count)) for name, count in counts.items()),
+        Case("ddp-listed", strategy_check("ddp", list(range(1, devices, 2)))),
+        Case("dp", data_parallel),
+    ]
