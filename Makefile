@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS ?= --constraint constraints.txt # empty: the newest versions that pyproject.toml allows
 
-.PHONY: install train doctor test test-all parity dry-gpu bench lint format clean
+.PHONY: install train doctor test test-all parity dry-gpu bench gpu-check lint format clean
 
 install: $(STAMP)
 
@@ -38,6 +38,10 @@ dry-gpu: install
 
 bench: install
 	$(BIN)/python -m scripts.bench $(ARGS)
+
+# On a machine with GPUs, some ten minutes: writes docs/benchmarks/gpu.md. PEER=FILE times the speedrun's record as well.
+gpu-check: install
+	$(BIN)/python -m scripts.gpu_check $(if $(PEER),--peer $(PEER)) $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

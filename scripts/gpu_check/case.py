@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-class NotHere(Exception):  # noqa: N818 - it is no error
+class NotHere(Exception):
     """The case cannot run on this machine; the message says why."""
 
 
@@ -45,7 +45,7 @@ class Case:
 
     name: str
     check: Callable[[Session], str]
-    limit: int = 120
+    limit: float = 120
 
 
 def expect(condition: bool, message: str) -> None:

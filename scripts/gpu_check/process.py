@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +26,8 @@ def run_limited(command: list[str], log: Path, limit: float) -> int | None:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
         _signal_group(process.pid, signal.SIGTERM)
-        time.sleep(_GRACE)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE)
         return TIMED_OUT
     finally:
         _signal_group(process.pid, signal.SIGKILL)

@@ -36,7 +36,9 @@ def markdown(outcomes: list[Outcome], on_gpu: bool) -> str:
     lines = [
         "# GPU check",
         "",
-        f"Written by `{command}` on {date.today()}: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()),
+        f"Written by `{command}` on {date.today()}: "
+        + ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+        + ". [Cases](gpu-check.md) explains the cases.",
         "",
         "| | |",
         "| --- | --- |",

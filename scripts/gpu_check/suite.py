@@ -9,7 +9,9 @@ from scripts.gpu_check.training import TINY, middle, run
 
 def short_run(session: Session) -> str:
     """Train the default model for two epochs; 20,000 images on a GPU."""
-    size = ["data.source.train_size=20000", "data.source.test_size=2000"] if session.on_gpu else ["model.width=4", *TINY]
+    size = (
+        ["data.source.train_size=20000", "data.source.test_size=2000"] if session.on_gpu else ["model.width=4", *TINY]
+    )
     result = run(session, "run", *size, "trainer.max_epochs=2")
     speed, memory = (middle(result, f"throughput/{name}") for name in ("samples_per_sec", "peak_memory_mib"))
     if session.on_gpu:

@@ -55,7 +55,7 @@ def difference(one: Result, other: Result) -> float:
     states = [_weights(result) for result in (one, other)]
     expect(states[0].keys() == states[1].keys(), "the checkpoints have different tensors")
     weights = [_relative(tensor, states[1][name]) for name, tensor in states[0].items()]
-    return max(losses + weights)
+    return float(torch.tensor(losses + weights).max())  # NaN if one is
 
 
 def expect_equal(one: Result, other: Result) -> str:

@@ -1,0 +1,103 @@
+"""The GPU check runs its cases on a CPU, notices wrong outcomes, and survives cases that fail."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.gpu_check import numbers
+from scripts.gpu_check.__main__ import run_case
+from scripts.gpu_check.case import Case, CheckFailedError, Session
+from scripts.gpu_check.cases import cases
+from scripts.gpu_check.profile import busy_share
+from scripts.gpu_check.report import Outcome, markdown
+from scripts.gpu_check.speed import run_seconds
+from scripts.gpu_check.training import expect_equal
+from src.cli.notebook import Result
+from tests.support.commands import run_here
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    return Session("cpu", 2, tmp_path)
+
+
+def result(folder: Path, loss: float, weight: float) -> Result:
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.csv").write_text(f"step,train/loss\n1,{loss!r}\n")
+    torch.save({"state_dict": {"w": torch.tensor([weight])}}, folder / "checkpoints" / "last.ckpt")
+    return Result({}, folder)
+
+
+def test_writes_a_table(tmp_path: Path) -> None:
+    page = tmp_path / "gpu.md"
+    run_here("--accelerator", "cpu", "--only", "hashes", "--output", str(page), program="scripts.gpu_check.__main__")
+    assert "| hashes | ok | " in page.read_text()
+
+
+@NO_GPU
+def test_a_machine_without_gpu_gets_one_line() -> None:
+    _, err = run_here(program="scripts.gpu_check.__main__", code=1)
+    assert err.count("\n") == 1
+    assert "torch finds no NVIDIA GPU" in err
+
+
+def test_a_case_that_hangs_or_dies_fails_alone(session: Session) -> None:
+    hung = run_case(Case("hashes", numbers.hashes, limit=0.1), session)
+    assert (hung.verdict, hung.figure[:23]) == ("FAILED", "not finished within 0.1")
+    died = run_case(Case("unknown", numbers.hashes), session)
+    assert (died.verdict, died.figure[:12]) == ("FAILED", "ended with 1")
+
+
+def test_cases_have_different_names() -> None:
+    for devices in (1, 2, 3, 8):
+        names = [case.name for case in cases(Session("gpu", devices, Path()))]
+        assert len(names) == len(set(names))
+    assert {"hsdp-x8", "pipeline-x4", "dp", "stop-torchrun"} <= set(names)
+
+
+def test_wrong_random_numbers_are_noticed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = iter([torch.zeros(3), torch.ones(3)])
+    monkeypatch.setattr(numbers, "uniform", lambda *_: next(values))
+    with pytest.raises(CheckFailedError, match=r"uniforms differ from the CPU's in 100.00%"):
+        numbers.hashes(session)
+
+
+@pytest.mark.parametrize(("loss", "weight"), [(1 + 1e-6, 1.0), (1.0, 1 + 1e-6), (1.0, float("nan"))])
+def test_different_runs_are_noticed(loss: float, weight: float, tmp_path: Path) -> None:
+    expected = result(tmp_path / "a", 1.0, 1.0)
+    assert expect_equal(result(tmp_path / "b", 1.0, 1.0), expected) == "0e+00"
+    with pytest.raises(CheckFailedError, match="relative difference"):
+        expect_equal(result(tmp_path / "c", loss, weight), expected)
+
+
+def test_busy_share_counts_overlapping_kernels_once() -> None:
+    assert busy_share([(0, 2), (1, 3), (2, 2.5), (6, 8)]) == pytest.approx(5 / 8)
+
+
+def test_reads_the_times_of_the_record(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "|  run     |  epoch  |  train_acc  |  time_seconds  |\n"
+        "|  warmup  |  1      |  0.94       |  5.0           |\n"
+        "|          |  eval  |              |  9.0           |\n"
+        "|  0       |  1      |  0.94       |  2.5           |\n"
+        "|          |  eval  |              |  2.6           |\n"
+        "Mean: 0.94    Std: 0.001\n"
+    )
+    assert run_seconds(log) == [2.6]
+
+
+def test_the_table_shows_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = markdown([Outcome("a", "ok", 1.2, "fine"), Outcome("b", "FAILED", 60, "x | y\nz")], on_gpu=False)
+    assert "1 ok, 1 FAILED" in page
+    assert "| b | **FAILED** | 60 | x \\| y z |" in page
+
+
+@pytest.mark.slow
+def test_every_case_runs_on_a_cpu(tmp_path: Path) -> None:
+    page = tmp_path / "gpu.md"
+    out, _ = run_here("--accelerator", "cpu", "--output", str(page), program="scripts.gpu_check.__main__")
+    assert out.count("\nnot here ") == 2  # dp, and the program of the record
