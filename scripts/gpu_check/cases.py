@@ -2,7 +2,7 @@
 
 from scripts.gpu_check.case import Case, Session
 from scripts.gpu_check.compilation import compiled
-from scripts.gpu_check.faults import FAULT_LIMIT, LAUNCHERS, MESSAGES, fault_check
+from scripts.gpu_check.faults import FAULT_LIMIT, LAUNCHERS, MESSAGES, fault_check, torchrun
 from scripts.gpu_check.numbers import cpu_parity, hashes, sync_batch_norm
 from scripts.gpu_check.profile import profile
 from scripts.gpu_check.speed import PEER_LIMIT, peer, resnet18_flops, speedrun
@@ -13,14 +13,15 @@ from scripts.gpu_check.suite import short_run, waits
 def cases(session: Session) -> list[Case]:
     """Return the cases for this many devices."""
     found = [
-        Case("short-run", short_run),
+        Case("short-run", short_run(1)),
         Case("hashes", hashes, 60),
         Case("parity", cpu_parity),
         Case("waits", waits, 180),
         Case("sync-batch-norm", sync_batch_norm, 60),
         *(Case(f"{name}-x1", strategy_check(name, 1)) for name in STRATEGIES),
         Case("compile", compiled, 180),
-        Case("profile", profile),
+        Case("profile", profile(compile=False)),
+        Case("profile-compiled", profile(compile=True), 180),
         Case("resnet18-mfu", resnet18_flops),
         Case("speedrun", speedrun(compile=False)),
         Case("speedrun-compiled", speedrun(compile=True), 240),
@@ -35,8 +36,10 @@ def several_devices(devices: int) -> list[Case]:
         return []
     counts = {name: device_counts(name, devices) for name in STRATEGIES if name != "auto"}
     return [
+        Case(f"short-run-x{devices}", short_run(devices)),
         *(Case(f"{name}-x{count}", strategy_check(name, count), 180) for name, count in counts.items()),
         Case("ddp-listed", strategy_check("ddp", list(range(1, devices, 2)))),
         Case("dp", data_parallel),
+        Case("torchrun", torchrun),
         *(Case(f"{kind}-{by}", fault_check(kind, by), FAULT_LIMIT) for kind in MESSAGES for by in LAUNCHERS),
     ]

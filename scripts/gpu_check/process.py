@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TIMED_OUT = None  # the exit code of a command that was ended at its limit
-_GRACE = 5.0  # seconds between SIGTERM, after which torchrun ends its workers, and SIGKILL
+_GRACE = 40.0  # seconds from SIGTERM to SIGKILL; torchrun kills a stopped worker after 30
 
 
 def run_limited(command: list[str], log: Path, limit: float) -> int | None:

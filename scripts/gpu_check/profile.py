@@ -1,7 +1,7 @@
 """torch's profiler on some steps of the default model: kernels per step, and the share of time the GPU is busy."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
@@ -13,7 +13,8 @@ from scripts.gpu_check.training import run
 
 FIRST, STEPS = 20, 10  # the first profiled step, and the number of them
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events in a trace
-_LAUNCHES = ("LaunchKernel", "GraphLaunch")
+_LAUNCHES = ("LaunchKernel", "GraphLaunch")  # parts of names of calls, in the two categories of the next line
+_CALLS = ("cuda_runtime", "cuda_driver")
 
 
 class ProfileSteps(L.Callback):
@@ -35,21 +36,33 @@ class ProfileSteps(L.Callback):
             self.profiler.export_chrome_trace(self.file)
 
 
-def profile(session: Session) -> str:
-    """Profile the default model on one device; on a CPU, count its operations."""
+def profile(compile: bool) -> Callable[[Session], str]:
+    """Return the check that profiles the default model in bfloat16 on one device."""
+    return lambda session: summary(_trace(session, f"module.compile={str(compile).lower()}"), session.on_gpu)
+
+
+def _trace(session: Session, *options: str) -> list[dict[str, Any]]:
+    """Return the events of the profiled steps."""
     file, size = session.folder / "trace.json", ["model.width=4", "data.batch_size=8"] * (not session.on_gpu)
     callback = f"+callbacks.profile={{_target_: scripts.gpu_check.profile.ProfileSteps, file: {file}}}"
     data = ["data.source.train_size=8000", "data.source.test_size=500", "test=false"]
     length = [f"trainer.max_steps={FIRST + 2 * STEPS}", f"trainer.log_every_n_steps={FIRST + 2 * STEPS}"]
-    run(session, "run", *data, *size, *length, callback)
-    events = json.loads(file.read_text())["traceEvents"]
-    if not session.on_gpu:
+    precision = "trainer.precision=bf16-mixed"
+    run(session, "run", *data, *size, *length, precision, *options, callback)
+    events: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
+    return events
+
+
+def summary(events: list[dict[str, Any]], on_gpu: bool) -> str:
+    """Return the counts per step and the GPU's busy share, which the profiler's own cost lowers."""
+    if not on_gpu:
         operations = sum(event.get("cat") == "cpu_op" for event in events)
         expect(operations > 0, "the trace has no operation")
         return f"{operations / STEPS:.0f} operations per step, nested ones included"
     work = [(event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") in _DEVICE_WORK]
     expect(bool(work), "the trace has no kernel: may this user profile the GPU?")
-    launches = sum(any(name in event.get("name", "") for name in _LAUNCHES) for event in events)
+    calls = [event["name"] for event in events if event.get("cat") in _CALLS]
+    launches = sum(any(part in name for part in _LAUNCHES) for name in calls)
     return f"{launches / STEPS:.0f} launches, {len(work) / STEPS:.0f} kernels per step; GPU busy {busy_share(work):.0%}"
 
 

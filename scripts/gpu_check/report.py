@@ -29,7 +29,7 @@ class Outcome(NamedTuple):
     figure: str
 
 
-def markdown(outcomes: list[Outcome], on_gpu: bool) -> str:
+def markdown(outcomes: list[Outcome], hardware: dict[str, str]) -> str:
     """Return the page; FAILED stands out in it."""
     command = shlex.join(["python", "-m", "scripts.gpu_check", *sys.argv[1:]])
     counts = Counter(outcome.verdict for outcome in outcomes)
@@ -42,7 +42,7 @@ def markdown(outcomes: list[Outcome], on_gpu: bool) -> str:
         "",
         "| | |",
         "| --- | --- |",
-        *(f"| {name} | {value} |" for name, value in machine(on_gpu).items()),
+        *(f"| {name} | {value} |" for name, value in hardware.items()),
         "",
         "| case | verdict | seconds | figure |",
         "| --- | --- | --- | --- |",

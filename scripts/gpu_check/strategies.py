@@ -48,5 +48,4 @@ def data_parallel(session: Session) -> str:
 
 def device_counts(strategy: str, devices: int) -> int:
     """Return the number of devices on which a strategy can use all of them."""
-    even = devices - devices % 2
-    return {"pipeline": min(devices, MOST_STAGES), "hsdp": even, "hybrid": even}.get(strategy, devices)
+    return min(devices, MOST_STAGES) if strategy == "pipeline" else devices

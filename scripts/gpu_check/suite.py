@@ -1,23 +1,26 @@
 """A short run of the default model, and the test suite's own check for host-device synchronizations."""
 
 import sys
+from collections.abc import Callable
 
 from scripts.gpu_check.case import Session, expect
 from scripts.gpu_check.process import last_line, run_limited
 from scripts.gpu_check.training import TINY, middle, run
 
 
-def short_run(session: Session) -> str:
-    """Train the default model for two epochs; 20,000 images on a GPU."""
-    size = (
-        ["data.source.train_size=20000", "data.source.test_size=2000"] if session.on_gpu else ["model.width=4", *TINY]
-    )
-    result = run(session, "run", *size, "trainer.max_epochs=2")
-    speed, memory = (middle(result, f"throughput/{name}") for name in ("samples_per_sec", "peak_memory_mib"))
-    if session.on_gpu:
+def short_run(devices: int) -> Callable[[Session], str]:
+    """Return the check that trains the default model for two epochs; on 20,000 images on GPUs."""
+
+    def check(session: Session) -> str:
+        large, tiny = ["data.source.train_size=20000", "data.source.test_size=2000"], ["model.width=4", *TINY]
+        size = large if session.on_gpu else tiny
+        result = run(session, "run", *size, "trainer.max_epochs=2", devices=devices)
+        speed, memory = (middle(result, f"throughput/{name}") for name in ("samples_per_sec", "peak_memory_mib"))
         accuracy = result.metrics["test/acc"]
-        expect(accuracy > 0.5, f"accuracy {accuracy:.3f} after two epochs, over 0.5 expected")
-    return f"{speed:,.0f} images/s, {memory:.0f} MiB, accuracy {result.metrics['test/acc']:.3f}"
+        expect(accuracy > 0.5 or not session.on_gpu, f"accuracy {accuracy:.3f} after two epochs, over 0.5 expected")
+        return f"{speed:,.0f} images/s, {memory:.0f} MiB, accuracy {accuracy:.3f}"
+
+    return check
 
 
 def waits(session: Session) -> str:
@@ -25,6 +28,6 @@ def waits(session: Session) -> str:
     chosen = "on_a_gpu" if session.on_gpu else "between_log_points and default"
     log = session.folder / "tests.log"
     tests = [sys.executable, "-m", "pytest", "tests/test_synchronizations.py", "-k", chosen, "--durations=0"]
-    code = run_limited(tests, log, 170)
+    code = run_limited(tests, log, 150)
     expect(code == 0 and " passed" in last_line(log), f"pytest ended with {code}: {last_line(log)}")
     return last_line(log).partition(" in ")[0]
