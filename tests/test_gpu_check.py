@@ -80,8 +80,11 @@ def test_busy_share_counts_overlapping_kernels_once() -> None:
 def test_summary_of_a_trace() -> None:
     kernels = [{"cat": "kernel", "name": "gemm", "ts": start, "dur": 1.0} for start in range(0, 80, 2)]
     calls = [{"cat": "cuda_runtime", "name": name} for name in ["cudaLaunchKernel"] * 40 + ["cudaEventRecord"] * 9]
-    other = [{"cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 1000.0}, {"name": "process_name", "ph": "M"}]
-    assert summary([*kernels, *calls, *other], True) == "4 launches, 4 kernels per step; GPU busy 51%"
+    host = {"cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 1000.0}
+    assert (
+        summary([*kernels, *calls, host, {"name": "process_name"}], on_gpu=True)
+        == "4 launches, 4 kernels per step; GPU busy 51%"
+    )
 
 
 def test_reads_the_times_of_the_record(tmp_path: Path) -> None:

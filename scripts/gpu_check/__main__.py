@@ -66,7 +66,7 @@ def run_case(case: Case, session: Session) -> Outcome:
 
 
 def _usable(devices: int) -> int:
-    """Return the largest power of two, at most 8: the parity runs divide batches of 16 images by 4 micro-batches too."""
+    """Return the largest power of two, at most 8: parity runs divide batches of 16 images by 4 micro-batches too."""
     return min(8, 1 << (devices.bit_length() - 1))
 
 

@@ -17,7 +17,7 @@ def short_run(devices: int) -> Callable[[Session], str]:
         result = run(session, "run", *size, "trainer.max_epochs=2", devices=devices)
         speed, memory = (middle(result, f"throughput/{name}") for name in ("samples_per_sec", "peak_memory_mib"))
         accuracy = result.metrics["test/acc"]
-        expect(accuracy > 0.5 or not session.on_gpu, f"accuracy {accuracy:.3f} after two epochs, over 0.5 expected")
+        expect(accuracy > 0.7 or not session.on_gpu, f"accuracy {accuracy:.3f} after two epochs; a CPU has 0.80")
         return f"{speed:,.0f} images/s, {memory:.0f} MiB, accuracy {accuracy:.3f}"
 
     return check
