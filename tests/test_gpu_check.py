@@ -1,6 +1,7 @@
 """The GPU check runs its cases on a CPU, notices wrong outcomes, and survives cases that fail."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from scripts.gpu_check.__main__ import run_case
 from scripts.gpu_check.case import Case, CheckFailedError, Session
 from scripts.gpu_check.cases import cases
 from scripts.gpu_check.profile import busy_share, summary
-from scripts.gpu_check.report import Outcome, markdown
+from scripts.gpu_check.report import Outcome, machine, markdown
 from scripts.gpu_check.speed import run_seconds
 from scripts.gpu_check.training import expect_equal
 from src.cli.notebook import Result
@@ -104,6 +105,18 @@ def test_the_table_shows_failures() -> None:
     page = markdown([Outcome("a", "ok", 1.2, "fine"), Outcome("b", "FAILED", 60, "x | y\nz")], {"GPUs": "none"})
     assert "1 ok, 1 FAILED" in page
     assert "| b | **FAILED** | 60 | x \\| y z |" in page
+
+
+@NO_GPU
+def test_the_hardware_of_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="NVIDIA A100", total_memory=80 * 2**30, major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 21, 5))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    hardware = machine(on_gpu=True)
+    assert hardware["GPUs"] == "2 x NVIDIA A100, 80 GiB, sm_80"
+    assert hardware["CUDA"].endswith("NCCL 2.21.5, driver unknown")
 
 
 @pytest.mark.slow

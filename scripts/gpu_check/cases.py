@@ -14,10 +14,10 @@ def cases(session: Session) -> list[Case]:
     """Return the cases for this many devices."""
     found = [
         Case("short-run", short_run(1)),
-        Case("hashes", hashes, 60),
+        Case("hashes", hashes),
         Case("parity", cpu_parity),
         Case("waits", waits, 180),
-        Case("sync-batch-norm", sync_batch_norm, 60),
+        Case("sync-batch-norm", sync_batch_norm),
         *(Case(f"{name}-x1", strategy_check(name, 1)) for name in STRATEGIES),
         Case("compile", compiled, 180),
         Case("profile", profile(compile=False)),
