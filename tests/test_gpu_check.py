@@ -107,6 +107,11 @@ def test_the_table_shows_failures() -> None:
     assert "| b | **FAILED** | 60 | x \\| y z |" in page
 
 
+def test_an_unknown_case_gets_one_line() -> None:
+    _, err = run_here("--accelerator", "cpu", "--only", "nothing", program="scripts.gpu_check.__main__", code=1)
+    assert err.startswith("error: --only nothing matches no case; there are short-run, hashes")
+
+
 @NO_GPU
 def test_the_hardware_of_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(name="NVIDIA A100", total_memory=80 * 2**30, major=8, minor=0)

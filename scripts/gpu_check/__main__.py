@@ -28,13 +28,10 @@ def main() -> int:
     options = _parse()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as temporary:
         session = Session(options.accelerator, _usable(options.devices), Path(temporary), options.peer)
-        chosen = [case for case in cases(session) if re.search(options.only, case.name)]
-        if not chosen:
-            sys.exit(f"error: --only {options.only}: no case; there are {', '.join(c.name for c in cases(session))}")
         output = options.output or (PAGE if session.on_gpu and not options.only else None)
         outcomes: list[Outcome] = []
         hardware = machine(session.on_gpu)
-        for case in chosen:
+        for case in _choose(session, options.only):
             outcome = run_case(case, session)
             outcomes.append(outcome)
             print(f"{outcome.verdict:<9}{outcome.name:<20}{outcome.seconds:5.0f} s  {outcome.figure}", flush=True)
@@ -42,6 +39,14 @@ def main() -> int:
                 write(markdown(outcomes, hardware), output)
         print(f"written to {output}" if output else "\n" + markdown(outcomes, hardware))
     return int(any(outcome.verdict == "FAILED" for outcome in outcomes))
+
+
+def _choose(session: Session, only: str) -> list[Case]:
+    """Return the cases whose name matches the regular expression."""
+    known = cases(session)
+    if chosen := [case for case in known if re.search(only, case.name)]:
+        return chosen
+    sys.exit(f"error: --only {only} matches no case; there are {', '.join(case.name for case in known)}")
 
 
 def run_case(case: Case, session: Session) -> Outcome:
