@@ -1,6 +1,7 @@
 """Weights of another run as a start, and the tensors in a checkpoint file."""
 
 import logging
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -95,15 +96,18 @@ def test_resumed_run_ignores_init_from(trained: Path, small: list[str], folder: 
 class OnGPU(Tensor):
     """A tensor that only `cpu` turns into a plain one, in which it stands for a tensor of a GPU."""
 
+    is_cpu = False
+
     def cpu(self, *_: object, **__: object) -> Tensor:
-        return self.as_subclass(Tensor)
+        return self.clone().as_subclass(Tensor)
 
 
 def test_a_checkpoint_has_tensors_of_the_cpu_only(tmp_path: Path) -> None:
     def state(on_gpu: bool) -> dict[str, object]:
         weights, mean = (torch.arange(4.0).as_subclass(OnGPU if on_gpu else Tensor) for _ in range(2))
         optimizer = {"state": {0: {"exp_avg": mean, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
-        return {"state_dict": {"net.weight": weights}, "optimizer_states": [optimizer], "powersgd": {"memory": (mean,)}}
+        sections = {"optimizer_states": [optimizer], "powersgd": {"memory": (mean,)}}
+        return {"state_dict": OrderedDict({"net.weight": weights}), **sections}
 
     checkpoint = state(on_gpu=True) | {"sharded": torch.empty(3, device="meta")}
     AtomicCheckpointIO().save_checkpoint(checkpoint, tmp_path / "last.ckpt")
@@ -111,3 +115,24 @@ def test_a_checkpoint_has_tensors_of_the_cpu_only(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "last.ckpt")  # refuses a subclass
     assert saved.pop("sharded").is_meta
     assert str(saved) == str(state(on_gpu=False))
+
+
+def test_tied_weights_of_a_gpu_are_saved_once(tmp_path: Path) -> None:
+    weight = torch.ones(4).as_subclass(OnGPU)
+    weights = {"embedding": weight.detach(), "head": weight.detach(), "other": weight.detach().clone()}
+    AtomicCheckpointIO().save_checkpoint({"state_dict": weights}, tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt")["state_dict"]
+    assert len({tensor.data_ptr() for tensor in saved.values()}) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["strategy=fsdp"], ["strategy=fsdp", "strategy.sharded_checkpoints=true"], ["callbacks=ema"]]
+)
+def test_present_weights_are_not_migrated(options: list[str], small: list[str], folder: Path) -> None:
+    """`torch.nn.Module.load_state_dict` passes the version of a module in the checkpoint, by which the module migrates weights."""
+    task = [*small, "data.batch_size=32", *options, "model._target_=tests.support.networks.versioned"]
+    fit(compose(folder, *task, "trainer.max_steps=1"))
+    file = f"{folder}/checkpoints/last.ckpt"
+    load_network(file, "run", ["tests"])
+    fit(compose(folder / "started", *task, f"init_from={file}", "trainer.max_steps=1"))
+    fit(compose(folder / "resumed", *task, f"ckpt_path={file}", "trainer.max_steps=2"))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from src.utils.errors import UserError
-from src.utils.tensors import to_local, upcast_half
+from src.utils.tensors import to_local, upcast_half, with_versions
 
 
 class EMA(L.Callback):
@@ -77,7 +77,8 @@ class EMA(L.Callback):
         module_holds_average = bool(self._training_weights)
         current = checkpoint["state_dict"]
         self._swap_weights(pl_module)
-        swapped = {name: tensor.clone() for name, tensor in trainer.strategy.lightning_module_state_dict().items()}
+        other = trainer.strategy.lightning_module_state_dict()
+        swapped = with_versions({name: tensor.clone() for name, tensor in other.items()}, current)
         self._swap_weights(pl_module)
         average, training = (current, swapped) if module_holds_average else (swapped, current)
         checkpoint["state_dict"], checkpoint["training_state_dict"] = average, training

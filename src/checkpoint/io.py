@@ -17,6 +17,7 @@ from src.checkpoint.integrity import read_checkpoint
 from src.checkpoint.run_files import LAST, PREVIOUS
 from src.utils.errors import UserError
 from src.utils.files import atomic_write
+from src.utils.tensors import with_versions
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             file.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(file) as temporary:
                 with temporary.open("wb") as stream:
-                    torch.save(tree_map_only(Tensor, _to_cpu, checkpoint), stream)
+                    torch.save(_to_cpu(checkpoint), stream)
                 if file.name == LAST and file.exists():
                     _link_or_copy(file, file.with_name(PREVIOUS))
         except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError for some OSErrors
@@ -57,9 +58,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         sharded.remove_unused_folders(Path(path))
 
 
-def _to_cpu(tensor: Tensor) -> Tensor:
-    """Return a copy in CPU memory, or the tensor itself if it is there, or a meta tensor of a sharded checkpoint."""
-    return tensor if tensor.is_meta else tensor.cpu()
+def _to_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the checkpoint with tensors in CPU memory, but for the meta tensors of a sharded one."""
+    copies: dict[Any, Tensor] = {}  # tied weights are different tensors with the same memory
+
+    def copy(tensor: Tensor) -> Tensor:
+        if tensor.is_cpu or tensor.is_meta:
+            return tensor
+        key = (tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in copies:
+            copies[key] = tensor.cpu()
+        return copies[key]
+
+    copied = tree_map_only(Tensor, copy, checkpoint)
+    return copied | {
+        section: with_versions(copied[section], checkpoint[section])
+        for section in sharded.WEIGHTS
+        if section in checkpoint
+    }
 
 
 def write_error(file: Path, cause: OSError) -> UserError:

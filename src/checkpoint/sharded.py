@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from src.utils.tensors import with_versions
+
 SHARDS = "shards"
 WEIGHTS = ("state_dict", "training_state_dict")  # `src/callbacks/ema.py` adds the second
 
@@ -143,7 +145,8 @@ def map_tensors(checkpoint: dict[str, Any], function: Callable[[str, Tensor], An
     for section in WEIGHTS:
         if section in checkpoint:
             tensors = checkpoint[section].items()
-            result[section] = {name: function(f"{section}.{name}", tensor) for name, tensor in tensors}
+            mapped = {name: function(f"{section}.{name}", tensor) for name, tensor in tensors}
+            result[section] = with_versions(mapped, checkpoint[section])
     if "optimizer_states" in checkpoint:
         states = enumerate(checkpoint["optimizer_states"])
         result["optimizer_states"] = [_map_moments(state, f"optimizer_states.{i}", function) for i, state in states]

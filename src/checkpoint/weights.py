@@ -12,10 +12,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from src.checkpoint.integrity import read_run_checkpoint, read_weights
 from src.checkpoint.run_files import checkpoint_file
 from src.utils.errors import UserError
+from src.utils.tensors import with_versions
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +37,8 @@ def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.
     config: Any = OmegaConf.create(checkpoint.get("config", ""))
     try:
         net = build_trusted(config.module.net, ("src.models", *trust), f"{option}={path}")
-        net.load_state_dict({name.removeprefix("net."): tensor for name, tensor in checkpoint["state_dict"].items()})
+        consume_prefix_in_state_dict_if_present(checkpoint["state_dict"], "net.")
+        net.load_state_dict(checkpoint["state_dict"])
     except (HydraException, OmegaConfBaseException, RuntimeError) as error:
         cause = str(error).splitlines()[0]
         raise UserError(f"{option}={path} is not a checkpoint of a classifier: {cause}") from error
@@ -96,7 +99,8 @@ def load_initial_weights(module: nn.Module, path: str) -> None:
         raise UserError(
             f"init_from={path} contains another network than this run's `model`: they differ in {mismatched[0]}"
         )
-    module.load_state_dict({name: saved[name] for name in own if name not in resized}, strict=False)
+    fitting = {name: saved[name] for name in own if name not in resized}
+    module.load_state_dict(with_versions(fitting, saved), strict=False)
     if resized:
         there, here = len(saved[resized[0]]), len(own[resized[0]])
         _log.info("init_from: %s classes there, %s here: %s start afresh", there, here, " and ".join(resized))

@@ -16,7 +16,7 @@ from src.checkpoint import sharded
 from src.checkpoint.integrity import corruption_error, read_checkpoint
 from src.checkpoint.io import write_error
 from src.optim.optimizer_state import merge, shard, shard_like
-from src.utils.tensors import to_full_tensor
+from src.utils.tensors import to_full_tensor, with_versions
 
 
 class ShardedStateStrategy(ModelParallelStrategy):
@@ -35,6 +35,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
         super().__init__(save_distributed_checkpoint=False, **kwargs)
         self.sharded_checkpoints = sharded_checkpoints
         self._full_names: list[str] = []  # all tensors of the full network, in order; empty until it is parallelized
+        self._versions: dict[str, Any] = {}  # an empty state dict with the versions of the modules of the full network
 
     @abstractmethod
     def parallelize(self, module: L.LightningModule) -> None:
@@ -65,7 +66,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if not self._full_names:  # test after fit finds the network parallelized already
-            self._full_names = list(model.state_dict())
+            full = model.state_dict()
+            self._full_names, self._versions = list(full), with_versions({}, full)
             if self._layer_sync:
                 self._layer_sync.apply(model)
             assert self.lightning_module is not None
@@ -126,7 +128,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
         merged: dict[str, Tensor] = {}
         for part in self.gather_state(own):
             merged |= part
-        return {name: merged[name] for name in self._full_names} if self.is_global_zero else {}
+        ordered = {name: merged[name] for name in self._full_names} if self.is_global_zero else {}
+        return with_versions(ordered, self._versions)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._checkpoint_path = Path(checkpoint_path)
@@ -143,7 +146,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
         """Return the part of the full tensors that this rank holds."""
         assert self.lightning_module is not None
         own = self.lightning_module.state_dict()
-        return {name: shard_like(saved[name], tensor) for name, tensor in own.items() if name in saved}
+        parts = {name: shard_like(saved[name], tensor) for name, tensor in own.items() if name in saved}
+        return with_versions(parts, saved)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         saved = zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
