@@ -129,7 +129,7 @@ def test_tied_weights_of_a_gpu_are_saved_once(tmp_path: Path) -> None:
     "options", [[], ["strategy=fsdp"], ["strategy=fsdp", "strategy.sharded_checkpoints=true"], ["callbacks=ema"]]
 )
 def test_present_weights_are_not_migrated(options: list[str], small: list[str], folder: Path) -> None:
-    """`torch.nn.Module.load_state_dict` passes the version of a module in the checkpoint, by which the module migrates weights."""
+    """A checkpoint keeps the version of each module, by which the module migrates old weights."""
     task = [*small, "data.batch_size=32", *options, "model._target_=tests.support.networks.versioned"]
     fit(compose(folder, *task, "trainer.max_steps=1"))
     file = f"{folder}/checkpoints/last.ckpt"

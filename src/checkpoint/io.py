@@ -20,6 +20,7 @@ from src.utils.files import atomic_write
 from src.utils.tensors import with_versions
 
 _log = logging.getLogger(__name__)
+_HYPER_PARAMETERS, _TYPE = "hyper_parameters", "hparams_type"  # keys of Lightning's checkpoints
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -36,7 +37,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             file.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(file) as temporary:
                 with temporary.open("wb") as stream:
-                    torch.save(_to_cpu(checkpoint), stream)
+                    torch.save(_to_cpu(_without_objects(checkpoint)), stream)
                 if file.name == LAST and file.exists():
                     _link_or_copy(file, file.with_name(PREVIOUS))
         except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError for some OSErrors
@@ -56,6 +57,23 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def remove_checkpoint(self, path: _PATH) -> None:
         super().remove_checkpoint(path)
         sharded.remove_unused_folders(Path(path))
+
+
+def _without_objects(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the checkpoint with those hyper-parameters of a module only that can be read without running code."""
+    kept = {key: value for key, value in checkpoint.items() if key != _TYPE}
+    if _HYPER_PARAMETERS in kept:
+        kept[_HYPER_PARAMETERS] = {key: value for key, value in kept[_HYPER_PARAMETERS].items() if _is_plain(value)}
+    return kept
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether torch.load reads a value with weights_only=True."""
+    if type(value) is dict:
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (str, bytes, bool, int, float, Tensor)
 
 
 def _to_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -74,6 +74,15 @@ def test_resumes_under_another_strategy(task: list[str], pool: Pool, folder: Pat
     check_resumed([resumed], reference, done=5)
 
 
+def test_weights_only_checkpoint_can_be_read(task: list[str], folder: Path) -> None:
+    """Lightning calls no callback for it; the hyper-parameters contain the network."""
+    options = ["module=template", "+callbacks.best.save_weights_only=true", "trainer.max_epochs=1"]
+    fit(compose(folder, *task, *options))
+    saved = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
+    assert saved["hyper_parameters"] == {"compile": False}
+    assert "optimizer_states" not in saved
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
