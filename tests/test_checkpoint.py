@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from omegaconf.basecontainer import BaseContainer
 from torch import Tensor
 
 from src.checkpoint.integrity import read_weights
@@ -73,7 +75,9 @@ def test_refuses_inner_layers_of_another_width(small: list[str], folder: Path) -
         assemble(compose(folder, *small, *GAN, "module.latent=5", f"init_from={folder}/checkpoints/last.ckpt"))
 
 
-@pytest.mark.parametrize("target", ["torch.hub.load", "pathlib.Path.touch", "src.models.vit.torch.load"])
+@pytest.mark.parametrize(
+    "target", ["torch.hub.load", "pathlib.Path.touch", "src.models.vit.torch.load", "src.models.mlp.OrderedDict"]
+)
 def test_checkpoint_builds_nothing_but_models(target: str, trained: Path, tmp_path: Path) -> None:
     checkpoint = torch.load(trained)
     checkpoint["config"] = f"module: {{net: {{_target_: {target}, self: {tmp_path}/made}}}}"
@@ -84,6 +88,19 @@ def test_checkpoint_builds_nothing_but_models(target: str, trained: Path, tmp_pa
     with pytest.raises(UserError, match="is not a checkpoint of a training run"):
         load_network(f"{tmp_path}/bare.ckpt", "feature_checkpoint")
     assert not (tmp_path / "made").exists()
+
+
+def test_checkpoint_calls_no_resolver(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook may have registered `eval`."""
+    calls: list[str] = []
+    monkeypatch.setattr(BaseContainer, "_resolvers", {})
+    OmegaConf.register_new_resolver("call", calls.append)
+    checkpoint = torch.load(trained)
+    checkpoint["config"] = checkpoint["config"].replace("num_classes: 10", 'num_classes: "\\x24{call:1}"')
+    torch.save(checkpoint, tmp_path / "malicious.ckpt")
+    with pytest.raises(UserError, match=r"the configuration in run=.*malicious.ckpt has interpolations"):
+        load_network(f"{tmp_path}/malicious.ckpt", "run")
+    assert not calls
 
 
 def test_resumed_run_ignores_init_from(trained: Path, small: list[str], folder: Path) -> None:

@@ -236,6 +236,19 @@ def test_loaded_network_classifies_as_predict_does(result: Result, images: torch
     assert {Path(file).name: name for file, name in classes.items()} == dict(rows)
 
 
+def test_class_names_are_those_of_the_checkpoint(result: Result, tmp_path: Path) -> None:
+    """The source of the data is not built: it may not know the names before it reads the data, or be any code."""
+    checkpoint = torch.load(result.folder / "checkpoints" / "last.ckpt")
+    assert load_run(result.folder).classes == checkpoint["ImageDataModule"]["classes"]
+    checkpoint["config"] = checkpoint["config"].replace("src.data.sources", "os.system")
+    checkpoint["ImageDataModule"]["classes"] = list("abcdefghij")
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    assert load_run(tmp_path / "other.ckpt").classes == list("abcdefghij")
+    del checkpoint["ImageDataModule"]
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    assert load_run(tmp_path / "other.ckpt").classes == list("0123456789")
+
+
 def test_loads_sharded_checkpoints(tiny: list[str], folder: Path) -> None:
     sharded = train(compose(*tiny, "strategy=fsdp", "strategy.sharded_checkpoints=true", f"run_dir={folder}"))
     assert list((folder / "checkpoints").glob("last.*.shards"))

@@ -97,7 +97,7 @@ class _Features(nn.Module):
 
 
 def _trained_features(feature_checkpoint: str) -> _Features:
-    net, config = load_network(feature_checkpoint, "callbacks.frechet.feature_checkpoint")
+    net, config, _ = load_network(feature_checkpoint, "callbacks.frechet.feature_checkpoint")
     return _Features(net, list(config.data.mean), list(config.data.std))
 
 

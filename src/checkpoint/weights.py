@@ -1,8 +1,8 @@
 """Load the network of another run, or initialize a module with its weights."""
 
 import logging
-import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.utils._pytree import tree_leaves
 
 from src.checkpoint.integrity import read_run_checkpoint, read_weights
 from src.checkpoint.run_files import checkpoint_file
@@ -20,10 +21,13 @@ from src.utils.errors import UserError
 from src.utils.tensors import with_versions
 
 _log = logging.getLogger(__name__)
+_DATA_MODULE = "ImageDataModule"  # the key of its state, with the names of the classes
 
 
-def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.Module, DictConfig]:
-    """Return the network of a checkpoint, with its weights, and the configuration of its run.
+def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.Module, DictConfig, list[str]]:
+    """Return the network of a checkpoint, with its weights; the configuration of its run; the names of its classes.
+
+    The names are empty if the checkpoint has none.
 
     Args:
         path: a checkpoint, or a run folder with its latest one.
@@ -35,23 +39,25 @@ def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.
     """
     checkpoint = read_run_checkpoint(checkpoint_file(Path(path)), option, moments=False)
     config: Any = OmegaConf.create(checkpoint.get("config", ""))
+    if any("${" in str(value) for value in tree_leaves(OmegaConf.to_container(config))):
+        raise UserError(f"refused: the configuration in {option}={path} has interpolations, which a run never saves")
     try:
-        net = build_trusted(config.module.net, ("src.models", *trust), f"{option}={path}")
+        net = _build_trusted(config.module.net, ("src.models", *trust), f"{option}={path}")
         consume_prefix_in_state_dict_if_present(checkpoint["state_dict"], "net.")
         net.load_state_dict(checkpoint["state_dict"])
-    except (HydraException, OmegaConfBaseException, RuntimeError) as error:
+    except (HydraException, OmegaConfBaseException, ImportError, RuntimeError) as error:
         cause = str(error).splitlines()[0]
         raise UserError(f"{option}={path} is not a checkpoint of a classifier: {cause}") from error
-    return net, config
+    return net, config, checkpoint.get(_DATA_MODULE, {}).get("classes", [])
 
 
-def build_trusted(node: DictConfig, packages: Sequence[str], origin: str) -> Any:
+def _build_trusted(node: DictConfig, packages: Sequence[str], origin: str) -> Any:
     """Build the object that a checkpoint's configuration describes, only with code of the packages.
 
     Raises:
         UserError: if it would run other code; the message names `origin`.
     """
-    for target in [node._target_, *_targets(OmegaConf.to_container(node, resolve=True))]:
+    for target in [node._target_, *_targets(OmegaConf.to_container(node))]:
         if not _is_in(target, packages):
             raise UserError(
                 f"refused: {origin} would run {target}, which is not in {' or '.join(packages)}. If that is your code, "
@@ -68,14 +74,16 @@ def _targets(node: Any) -> list[str]:
 
 
 def _is_in(target: str, packages: Sequence[str]) -> bool:
-    """Return whether a target is a name in a file of the packages; a longer path would reach the file's imports."""
-    module = target.rpartition(".")[0]
+    """Return whether a file of the packages defines a target, and does not only import it."""
+    module, _, name = target.rpartition(".")
     if not any(f"{module}.".startswith(f"{package}.") for package in packages):
         return False
     try:
-        return module in sys.modules or find_spec(module) is not None
+        if find_spec(module) is None:
+            return False
     except ImportError:  # the path goes on behind a file
         return False
+    return getattr(getattr(import_module(module), name, None), "__module__", None) == module
 
 
 def load_initial_weights(module: nn.Module, path: str) -> None:

@@ -6,11 +6,11 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from src.checkpoint.run_files import CHECKPOINTS
-from src.checkpoint.weights import build_trusted, load_network
+from src.checkpoint.weights import load_network
 from src.data.image_files import ImageFolder
 from src.utils.errors import UserError, suggest
 
@@ -41,12 +41,12 @@ class Run:
     Attributes:
         net: the network in evaluation mode; it maps normalized images to logits.
         config: the resolved configuration, as in config.yaml.
-        trust: packages besides `src` whose code the configuration may name.
+        classes: the names of the classes, in the order of the probabilities.
     """
 
     net: nn.Module
     config: DictConfig
-    trust: Sequence[str] = ()
+    classes: list[str]
 
     @cached_property
     def classifier(self) -> Classifier:
@@ -58,12 +58,6 @@ class Run:
         if not {"mean", "std"} <= self.config.data.keys():
             raise UserError("data.mean or data.std is not set in this run: normalize the images, and call `net`")
         return Classifier(self.net, self.config.data.mean, self.config.data.std).eval()
-
-    @cached_property
-    def classes(self) -> list[str]:
-        """The names of the classes, in the order of the probabilities."""
-        source = build_trusted(self.config.data.source, ("src.data.sources", *self.trust), "data.source")
-        return list(source.classes)
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> Tensor:
@@ -95,8 +89,9 @@ def load_run(run: str | Path, checkpoint: str = "last", trust: Sequence[str] = (
     Raises:
         UserError: if there is no such checkpoint, or its network comes from a package that is not trusted.
     """
-    net, config = load_network(str(_find_checkpoint(Path(run), checkpoint)), "run", trust)
-    return Run(net.eval(), config, trust)
+    net, config, classes = load_network(str(_find_checkpoint(Path(run), checkpoint)), "run", trust)
+    numbers = [str(number) for number in range(OmegaConf.select(config, "data.num_classes", default=0))]
+    return Run(net.eval(), config, classes or numbers)
 
 
 def _find_checkpoint(run: Path, name: str) -> Path:
