@@ -1,7 +1,7 @@
 """Guard of the configured loggers: the failure of a logger never ends a training run."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -71,13 +71,19 @@ class GuardedLogger:
 
 
 class NullExperiment(DummyExperiment):
-    """Experiment without effect: its attributes, items and return values are itself, so every chain of them works."""
+    """Empty experiment without effect: its attributes, items and return values are itself, so every chain works."""
 
     def __getattr__(self, _: str) -> Any:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> "NullExperiment":
         return self
+
+    def __iter__(self) -> Iterator[Any]:  # without it, Python iterates over the items forever
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
 
 
 class _GuardedExperiment:
@@ -98,6 +104,9 @@ class _GuardedExperiment:
 
     def __getitem__(self, key: Any) -> Any:
         return self._guard.call(lambda: self._guard.get_experiment()[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._guard.call(lambda: iter(self._guard.get_experiment())))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._guard.call(lambda: self._guard.get_experiment().__setitem__(key, value))

@@ -121,6 +121,18 @@ def test_experiment_is_a_dummy_above_rank_zero(monkeypatch: pytest.MonkeyPatch) 
     assert original.starts == 0
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_iteration_over_an_experiment_ends(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", rank)
+    logger: Any = GuardedLogger(Fragile(["experiment"]))
+    experiment = logger.experiment
+    for part in (experiment, experiment.rows):
+        assert next(iter(part), None) is None
+    assert dict(experiment.config) == {}
+    assert len(experiment.rows) == 0
+    assert "loss" not in experiment.summary
+
+
 def test_run_continues_without_a_failed_logger(
     small: list[str], folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
