@@ -6,11 +6,9 @@ from typing import Any, cast
 import lightning as L
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.loggers.csv import CSVLogger
-from src.strategies.sync_batchnorm import SyncedBatchNorm
 
 _log = logging.getLogger(__name__)
 
@@ -25,11 +23,12 @@ class RunRecord(L.Callback):
         self.config = config
         self._resumed_at = 0  # optimizer step
         self._restored_metrics: dict[str, float] = {}
-        self._num_parameters = 0
+        self._num_parameters, self._num_batch_norms = 0, 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not self._num_parameters:  # a later setup may find the network sharded or split
             self._num_parameters = sum(weight.numel() for weight in pl_module.parameters())
+            self._num_batch_norms = sum(isinstance(part, _BatchNorm) for part in pl_module.modules())
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = OmegaConf.to_yaml(self.config)
@@ -80,7 +79,7 @@ class RunRecord(L.Callback):
             "precision": trainer.precision,
             "data": f"{data.source.description}, {len(data.splits['train'])} images",
             "batch": f"{batch} = {dp_size} x {micro_batches} micro-batches x {per_device} per device",
-            "batch norm sees": self._batch_norm_samples(module, per_device, dp_size),
+            "batch norm sees": self._batch_norm_samples(per_device, dp_size),
             "learning rate": f"{group.get('initial_lr', group['lr']):g} after scaling, {data.total_steps} steps",
             "parameters": f"{self._num_parameters:,}",
             "run folder": self.config.run_dir,
@@ -89,9 +88,7 @@ class RunRecord(L.Callback):
             banner["goes on from"] = f"{self.config.ckpt_path}, step {self._resumed_at}"
         return banner
 
-    def _batch_norm_samples(self, module: nn.Module, per_device: int, dp_size: int) -> str:
-        norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
-        if not norms:
+    def _batch_norm_samples(self, per_device: int, dp_size: int) -> str:
+        if not self._num_batch_norms:
             return "nothing: there is none"
-        is_synchronized = any(isinstance(norm, SyncedBatchNorm) for norm in norms)
-        return f"{per_device * dp_size if is_synchronized else per_device} samples"
+        return f"{per_device * dp_size if self.config.trainer.sync_batchnorm else per_device} samples"

@@ -27,6 +27,20 @@ class SchedulerSteps(L.Callback):
             if config.interval == "step":
                 config.frequency *= trainer.accumulate_grad_batches
 
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Check the metric of ReduceLROnPlateau in a module that was not written for this template.
+
+        Raises:
+            UserError: if validation logs other metrics.
+        """
+        logged = trainer.callback_metrics
+        for config in trainer.lr_scheduler_configs:
+            monitor = config.monitor or ""
+            if config.reduce_on_plateau and logged and monitor.startswith("val") and monitor not in logged:
+                raise UserError(
+                    f"ReduceLROnPlateau monitors {monitor}, but validation logs {', '.join(logged)}: name one"
+                )
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Check that the metric of ReduceLROnPlateau is new whenever it takes a step.
 

@@ -38,7 +38,7 @@ class Throughput(L.Callback):
         self.peak_tflops = peak_tflops
         self._peak_flops: float | None = None  # of one device, per second
         self._step_flops: float | None = None  # over all processes
-        self._counter: FlopCounterMode | None = None  # counts the first batch of a module without `loss`
+        self._counter: FlopCounterMode | None = None  # counts the first batch if the FLOPs are not known before
         self._reports: list[dict[str, float]] = []
         self._batch_start: float | None  # of the latest batch; None if a pause interrupted it
         self._batch_end: float | None  # of the latest batch; None while it runs and after a pause
@@ -49,7 +49,8 @@ class Throughput(L.Callback):
         if stage == "fit" and trainer.is_global_zero:
             self._peak_flops = self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(trainer, pl_module.device)
             if getattr(pl_module, "takes_batch", False) and hasattr(pl_module, "loss"):
-                self._step_flops = flops_per_sample(pl_module, data.image_shape) * data.global_batch_size
+                sample_flops = flops_per_sample(pl_module, data.image_shape)
+                self._step_flops = sample_flops * data.global_batch_size if sample_flops else None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._reports = []

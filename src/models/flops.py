@@ -14,8 +14,8 @@ _DTYPES = {"64": torch.float64, "bf": torch.bfloat16, "16": torch.float16}
 _NUM_SAMPLES = 2  # batch normalization needs more than one
 
 
-def flops_per_sample(module: Any, image_shape: tuple[int, int, int]) -> float:
-    """Return the FLOPs per training sample of a module that has `loss`.
+def flops_per_sample(module: Any, image_shape: tuple[int, int, int]) -> float | None:
+    """Return the FLOPs per training sample of a module that has `loss`, or None if its forward pass reads values.
 
     The measurement runs on the meta device: it computes nothing and changes no weight, buffer or random generator. It
     must run before a strategy shards or splits the network.
@@ -34,7 +34,12 @@ def flops_per_sample(module: Any, image_shape: tuple[int, int, int]) -> float:
     # Without this, dynamo would skip the compilation of these functions for the rest of the process.
     eager = torch.compiler.set_stance("force_eager")
     with torch.random.fork_rng(devices=[]), eager:
-        total = measure_flops(module, lambda: functional_call(module, state, image), lambda y: module.loss(y, batch))
+        try:
+            total = measure_flops(
+                module, lambda: functional_call(module, state, image), lambda y: module.loss(y, batch)
+            )
+        except (RuntimeError, NotImplementedError):  # meta tensors have no values
+            return None
     return total / _NUM_SAMPLES
 
 

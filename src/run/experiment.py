@@ -154,6 +154,8 @@ def _build_module(cfg: DictConfig, trainer: L.Trainer) -> L.LightningModule:
     log_first_and_last_step(trainer)
     use_sample_dropout(module)
     check_can_train(trainer.strategy, module)
+    if cfg.test and not is_overridden("test_step", module):
+        raise UserError(f"test={cfg.test}: {type(module).__name__} has no test_step; add one, or set test=false")
     if cfg.predict and not is_overridden("predict_step", module):
         raise UserError(
             f"predict={cfg.predict}: {type(module).__name__} does not classify images; choose another `module`"

@@ -15,14 +15,14 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
         UserError: if the module uses manual optimization and the strategy keeps no full replicas, or the module lacks
             an attribute that the strategy needs, such as `loss`.
     """
+    name, module_name = type(strategy).__name__.removesuffix("Strategy").lower(), type(module).__name__
     if not module.automatic_optimization and not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
         raise UserError(
-            f"strategy={type(strategy).__name__} supports only one optimizer, but {type(module).__name__} optimizes "
-            "manually, with several: set strategy=ddp, or auto"
+            f"strategy={name} supports only one optimizer, but {module_name} optimizes manually, with several: set "
+            "strategy=ddp, or auto"
         )
-    for name, meaning in getattr(strategy, "module_needs", {}).items():
-        if not getattr(module, name, None):
+    for attribute, meaning in getattr(strategy, "module_needs", {}).items():
+        if not getattr(module, attribute, None):
             raise UserError(
-                f"strategy={type(strategy).__name__} needs {type(module).__name__}.{name}, {meaning}: add it, or use "
-                "strategy=ddp or fsdp"
+                f"strategy={name} needs {module_name}.{attribute}, {meaning}: add it, or use strategy=ddp or fsdp"
             )

@@ -192,5 +192,5 @@ def test_refuses_invalid_options(small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match="gradient_clip_val"):
         run(compose(folder, *TASK, *small, *SHORT, "trainer.gradient_clip_val=1.0"))
     _, module, _ = assemble(compose(folder, *TASK, *small, *SHORT))
-    with pytest.raises(UserError, match=r"strategy=ModelParallelStrategy .* set strategy=ddp"):
+    with pytest.raises(UserError, match=r"strategy=modelparallel .* set strategy=ddp"):
         check_can_train(ModelParallelStrategy(), module)

@@ -86,15 +86,16 @@ def test_weights_only_checkpoint_can_be_read(task: list[str], folder: Path) -> N
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["strategy=pipeline"], "strategy=Pipeline needs Plain.net, the network to split"),
+        (["strategy=pipeline"], "strategy=pipeline needs Plain.net, the network to split"),
         (
             ["callbacks.best.monitor=val_acc"],
             "callbacks.best monitors val_acc, which validation does not log .it logs val",
         ),
-        (["module=template", "strategy=pipeline"], "strategy=Pipeline needs TemplateStyle.loss"),
-        (["module=loss", "strategy=pipeline"], "strategy=Pipeline needs WithLoss.takes_batch"),
+        (["module=template", "strategy=pipeline"], "strategy=pipeline needs TemplateStyle.loss"),
+        (["module=template", "test=true"], "test=True: TemplateStyle has no test_step; add one, or set test=false"),
+        (["module=loss", "strategy=pipeline"], "strategy=pipeline needs WithLoss.takes_batch"),
     ],
-    ids=["no network", "no metric", "no loss", "no Batch"],
+    ids=["no network", "no metric", "no loss", "no test", "no Batch"],
 )
 def test_refused_before_training(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=message):
