@@ -79,8 +79,8 @@ class _Operations(TorchDispatchMode):
             self.counter.collectives[name.strip("_")] += 1
         elif _uses_cuda(args, kwargs, result) and not func.is_view and name not in _NO_LAUNCH:
             self.counter.operations.setdefault(self.counter.phase, Counter())[name] += 1
-            if copy := _blocking_copy(name, args, kwargs, result):
-                SYNCHRONIZATIONS.report(copy)
+            if wait := _blocking_copy(name, args, kwargs, result) or _masked_assignment(name, args):
+                SYNCHRONIZATIONS.report(wait)
         return result
 
 
@@ -94,3 +94,11 @@ def _blocking_copy(name: str, args: Any, kwargs: Any, result: Any) -> str | None
         return None
     source: torch.device = args[name == "copy_"].device
     return f"blocking copy from {source.type} to {result.device.type}" if source.type != result.device.type else None
+
+
+def _masked_assignment(name: str, args: Any) -> str | None:
+    """Describe an assignment of several values to the elements that a mask selects, which CUDA counts first."""
+    if name not in ("index_put", "index_put_", "_index_put_impl_") or args[2].numel() <= 1:
+        return None
+    is_mask = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return "assignment to a boolean mask" if is_mask else None

@@ -13,7 +13,7 @@ QUICK = [
     "pipeline, 1f1b, rank 3 of 4",
     "hsdp, 128 replicas, rank 513 of 1,024",
 ]
-SABOTAGES = ["ItemInLoss", "MaskInAugmentation", "CopyToDevice"]
+SABOTAGES = ["ItemInLoss", "MaskInAugmentation", "MaskedAssignment", "CopyToDevice"]
 
 
 def main() -> None:

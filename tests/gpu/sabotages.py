@@ -44,6 +44,17 @@ class MaskInAugmentation(L.Callback):
         augmentation.augment_pixels = augment_pixels
 
 
+class MaskedAssignment(L.Callback):
+    """Assigns to the elements that a boolean mask selects."""
+
+    @staticmethod
+    def synchronize(x: Tensor) -> None:
+        x[x > 0] = torch.ones(len(x), device=x.device)
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        self.synchronize(torch.zeros(8, device=loss.device))
+
+
 class CopyToDevice(L.Callback):
     """Sends a tensor from pageable memory, which is also one more operation."""
 

@@ -35,6 +35,7 @@ def test_run_is_as_documented(results: Results, title: str) -> None:
     [
         ("ItemInLoss", "item"),
         ("MaskInAugmentation", "nonzero or boolean mask"),
+        ("MaskedAssignment", "assignment to a boolean mask"),
         ("CopyToDevice", "blocking copy from cpu to cuda"),
     ],
 )
