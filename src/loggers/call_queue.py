@@ -9,10 +9,10 @@ _MAX_DELAY = 10.0  # seconds before calls that are not urgent are executed
 
 
 class CallQueue:
-    """Executes calls in a background thread, in order, until one fails.
+    """Executes calls in a background thread, in order.
 
-    A call that is not urgent waits for the first urgent one, at most ten seconds. The exception of a call is raised by
-    the next method of the queue, and later calls are skipped.
+    A call that is not urgent waits for the first urgent one, at most ten seconds. The next method of the queue
+    raises the exception of a call that failed; the other calls are executed.
     """
 
     def __init__(self) -> None:
@@ -27,12 +27,12 @@ class CallQueue:
 
     def put(self, function: Callable[..., Any], *args: Any, urgent: bool = True) -> "Future[Any]":
         """Append a call."""
-        self._raise_error()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "logger")
         if urgent:
             self._may_start.set()
         self._last = self._thread.submit(self._execute, function, args)
+        self._raise_error()
         return self._last
 
     def run(self, function: Callable[[], Any]) -> Any:
@@ -51,8 +51,6 @@ class CallQueue:
         self._raise_error()
 
     def _execute(self, function: Callable[..., Any], args: Any) -> Any:
-        if self._error is not None:
-            return None
         self._thread_id = threading.get_ident()
         self._may_start.wait(_MAX_DELAY)
         try:
@@ -62,5 +60,6 @@ class CallQueue:
             return None
 
     def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

@@ -1,6 +1,8 @@
 """Guard of the configured loggers: the failure of a logger never ends a training run."""
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -9,17 +11,22 @@ from lightning.pytorch.loggers.logger import DummyExperiment, DummyLogger, Logge
 from lightning.pytorch.utilities import rank_zero_only
 
 _log = logging.getLogger(__name__)
+_MAX_FAILURES = 3  # of the same method in a row
+_MAX_SECONDS = 10.0  # of a call that fails, since training waits for it
 
 
 class GuardedLogger:
-    """Proxy of a logger. If a call fails, a warning says so, and from then on all calls do nothing.
+    """Proxy of a logger. A call that fails does nothing, and the first one is reported by a warning.
 
+    After three failures of a method in a row, or one that takes longer than ten seconds, all calls do nothing.
     Callbacks find a logger by its class, so `isinstance` reports the class of that logger. `experiment` is a proxy as
     well, which gets the real object at its first use. Lightning asks for it when a run starts, and would wait for it.
     """
 
     def __init__(self, logger: Logger) -> None:
         self._type, self._logger = type(logger), cast(Any, logger)
+        self._failures: Counter[str] = Counter()  # in a row, by method
+        self._has_warned = False
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -36,38 +43,55 @@ class GuardedLogger:
         except AttributeError:  # `hasattr` asks for an attribute that does not exist
             raise
         except Exception as error:
-            self._drop(error)
-            value = getattr(self._logger, name)
+            self._record_failure(name, error)
+            value = getattr(_null_logger(), name)
         return self.guard(value)
 
     def guard(self, value: Any) -> Any:
         """Return an attribute of the logger, which may be a method."""
-        return partial(self.call, value) if callable(value) and not self._is_dropped else value
+        has_effect = callable(value) and not isinstance(value, NullExperiment) and not self._is_dropped
+        return partial(self.call, value) if has_effect else value
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function. If it fails, drop the logger."""
+        """Call a function. If it fails, record that."""
+        name, start = getattr(function, "__name__", ""), time.monotonic()
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         except (Exception, SystemExit) as error:  # wandb exits as well
-            self._drop(error)
+            self._record_failure(name, error, time.monotonic() - start)
             return NullExperiment()
+        self._failures.pop(name, None)
+        return result
 
     def get_experiment(self) -> Any:
         """Return the logger's experiment, which may take seconds to start."""
-        return self.call(lambda: self._logger.experiment)
+        return self.call(self._start_experiment)
+
+    def _start_experiment(self) -> Any:
+        return self._logger.experiment
 
     @property
     def _is_dropped(self) -> bool:
         return isinstance(self._logger, DummyLogger)
 
-    def _drop(self, error: BaseException) -> None:
+    def _record_failure(self, method: str, error: BaseException, seconds: float = 0.0) -> None:
+        """Warn of the first failure of the logger, and of the one that drops it."""
         if self._is_dropped:
             return
-        self._logger = DummyLogger()
-        self._logger._experiment = NullExperiment()
-        cause = str(error).strip().split("\n")[0]
-        name, kind = self._type.__name__, type(error).__name__
-        _log.warning("%s failed, and training continues without it: %s: %s", name, kind, cause)
+        self._failures[method] += 1
+        if self._failures[method] == _MAX_FAILURES or seconds > _MAX_SECONDS:
+            self._logger = _null_logger()
+        if self._is_dropped or not self._has_warned:
+            outcome = "training continues without it" if self._is_dropped else "training continues"
+            cause = str(error).strip().split("\n")[0]
+            _log.warning("%s failed, and %s: %s: %s", self._type.__name__, outcome, type(error).__name__, cause)
+        self._has_warned = True
+
+
+def _null_logger() -> Any:
+    logger = DummyLogger()
+    logger._experiment = NullExperiment()  # type: ignore[assignment]
+    return logger
 
 
 class NullExperiment(DummyExperiment):
