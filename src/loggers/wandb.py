@@ -36,7 +36,7 @@ class AsyncWandbLogger(WandbLogger):
         options: other arguments of Lightning's WandbLogger and of `wandb.init`.
 
     Raises:
-        UserError: if `log_model` or the environment variable WANDB_MODE has no valid value.
+        UserError: if `log_model` or the environment variable WANDB_MODE has no valid value, or `mode` is given.
     """
 
     def __init__(
@@ -44,6 +44,8 @@ class AsyncWandbLogger(WandbLogger):
     ) -> None:
         if log_model not in (False, True, "all"):
             raise UserError(f"logger.wandb.log_model={log_model}: give false, true or all")
+        if "mode" in options:
+            raise UserError("logger.wandb.mode has no effect: set logger.wandb.offline=true or WANDB_MODE")
         mode = os.environ.get("WANDB_MODE")
         if mode and mode not in _MODES:
             raise UserError(f"WANDB_MODE={mode}: {suggest(mode, _MODES)}")
@@ -87,11 +89,8 @@ class AsyncWandbLogger(WandbLogger):
         import wandb
 
         Path(str(self.save_dir)).mkdir(parents=True, exist_ok=True)
-        # By default wandb writes its file every 15 seconds, so a run killed before that would have none.
-        settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=1.0)
-        if "WANDB_INIT_TIMEOUT" not in os.environ:
-            settings.init_timeout = _CONNECT_TIMEOUT
-        self._wandb_init |= {"settings": settings, "mode": "offline" if self._offline else online_or_offline()}
+        mode = "offline" if self._offline else online_or_offline()
+        self._wandb_init |= {"settings": _settings(self._wandb_init.get("settings") or {}), "mode": mode}
         if self._wandb_init["mode"] == "online":
             try:
                 run: Any = super().experiment
@@ -106,6 +105,21 @@ class AsyncWandbLogger(WandbLogger):
             _log.info("wandb is offline: `wandb leet %s/wandb` shows it", self.save_dir)
             _log.info("`wandb sync %s/wandb/offline-*` uploads it", self.save_dir)
         return super().experiment
+
+
+def _settings(given: Any) -> Any:
+    """Return the template's settings of wandb, updated by those that the user gave, a mapping or wandb.Settings."""
+    import wandb
+
+    # By default wandb writes its file every 15 seconds, so a run killed before that would have none.
+    settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=1.0)
+    if "WANDB_INIT_TIMEOUT" not in os.environ:
+        settings.init_timeout = _CONNECT_TIMEOUT
+    if isinstance(given, wandb.Settings):
+        settings.update_from_settings(given)
+    else:
+        settings.update_from_dict(dict(given))
+    return settings
 
 
 def online_or_offline() -> str:

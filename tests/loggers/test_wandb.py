@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import WandbLogger
+from wandb import Settings
 
 from src.loggers.guard import GuardedLogger
 from src.loggers.wandb import AsyncWandbLogger, finish_run
@@ -62,6 +63,20 @@ def test_refuses_an_unknown_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "onlin")
     with pytest.raises(UserError, match="WANDB_MODE=onlin: did you mean online"):
         AsyncWandbLogger("project", "id", "folder", "name", log_model=False)
+
+
+def test_refuses_a_mode() -> None:
+    with pytest.raises(UserError, match=r"logger.wandb.mode has no effect: set .* WANDB_MODE"):
+        AsyncWandbLogger("project", "id", "folder", "name", log_model=False, mode="disabled")
+
+
+def test_settings_of_the_user_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(WandbLogger, "experiment", property(lambda logger: logger._wandb_init["settings"]))
+    for given in ({"x_disable_stats": True, "init_timeout": 5}, Settings(x_disable_stats=True, init_timeout=5)):
+        logger = AsyncWandbLogger("project", "id", str(tmp_path), "name", log_model=False, settings=given)
+        used = logger.experiment
+        assert (used.x_disable_stats, used.init_timeout, used.console) == (True, 5, "off")
 
 
 def test_wandb_does_not_change_how_a_run_ends(
