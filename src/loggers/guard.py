@@ -90,7 +90,7 @@ class GuardedLogger:
 
 def _null_logger() -> Any:
     logger = DummyLogger()
-    logger._experiment = NullExperiment()  # type: ignore[assignment]
+    logger._experiment = NullExperiment()
     return logger
 
 

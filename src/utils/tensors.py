@@ -32,5 +32,5 @@ def with_versions(tensors: Mapping[str, Any], source: Mapping[str, Any]) -> Orde
     """
     result = OrderedDict(tensors)
     if hasattr(source, "_metadata"):
-        result._metadata = source._metadata  # type: ignore[attr-defined]
+        result._metadata = source._metadata
     return result
