@@ -1,5 +1,8 @@
 """The GPU check runs its cases on a CPU, notices wrong outcomes, and survives cases that fail."""
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +18,9 @@ from scripts.gpu_check.report import Outcome, machine, markdown
 from scripts.gpu_check.speed import run_seconds
 from scripts.gpu_check.training import expect_equal
 from src.cli.notebook import Result
-from tests.support.commands import run_here
+from tests.support.commands import ROOT, run_here, wait_until
 
+SLEEP = "import os, sys, time; open(sys.argv[1] + '/pid', 'w').write(str(os.getpid())); time.sleep(60)"
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -50,6 +54,19 @@ def test_a_case_that_hangs_or_dies_fails_alone(session: Session) -> None:
     assert (hung.verdict, hung.figure[:23]) == ("FAILED", "not finished within 0.1")
     died = run_case(Case("unknown", numbers.hashes), session)
     assert (died.verdict, died.figure[:12]) == ("FAILED", "ended with 1")
+
+
+def test_a_check_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
+    command = (
+        f"run_limited([{sys.executable!r}, '-c', {SLEEP!r}, {str(tmp_path)!r}], Path({str(tmp_path / 'log')!r}), 60)"
+    )
+    program = f"from pathlib import Path; from scripts.gpu_check.process import *; exit_on_sigterm(); {command}"
+    outer = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    assert wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", 30)
+    outer.terminate()
+    assert outer.wait(30) == 128 + signal.SIGTERM
+    inner = Path("/proc") / (tmp_path / "pid").read_text()
+    assert wait_until(lambda: not inner.exists(), 5)
 
 
 def test_cases_have_different_names() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from scripts.gpu_check.case import Case, Session
 from scripts.gpu_check.cases import cases
-from scripts.gpu_check.process import ROOT, TIMED_OUT, last_line, run_limited
+from scripts.gpu_check.process import ROOT, TIMED_OUT, exit_on_sigterm, last_line, run_limited
 from scripts.gpu_check.report import Outcome, machine, markdown, write
 
 PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
@@ -99,4 +99,5 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     sys.exit(main())

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from scripts.gpu_check.case import CheckFailedError, NotHere, Session
 from scripts.gpu_check.cases import cases
+from scripts.gpu_check.process import exit_on_sigterm
 
 
 def main() -> None:
+    exit_on_sigterm()
     name, result, session_json = sys.argv[1:]
     values = json.loads(session_json)
     peer = Path(values["peer"]) if values["peer"] else None
@@ -21,7 +23,7 @@ def main() -> None:
         outcome = ("not here", str(reason))
     except CheckFailedError as error:
         outcome = ("FAILED", str(error))
-    except BaseException as error:
+    except Exception as error:
         traceback.print_exc()
         outcome = ("FAILED", f"{type(error).__name__}: {error}")
     Path(result).write_text(json.dumps(outcome))

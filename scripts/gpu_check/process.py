@@ -4,11 +4,17 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TIMED_OUT = None  # the exit code of a command that was ended at its limit
 _GRACE = 40.0  # seconds from SIGTERM to SIGKILL; torchrun kills a stopped worker after 30
+
+
+def exit_on_sigterm() -> None:
+    """Let SIGTERM raise SystemExit, so that `run_limited` ends its command, which is in a session of its own."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def run_limited(command: list[str], log: Path, limit: float) -> int | None:
