@@ -111,8 +111,6 @@ CASES = [*_ONE_GPU, *_ONE_RANK, *_FOUR_GPUS, *_MANY_GPUS]
 
 # What is known to make the host wait, by a part of its line: an open issue of this project or of torch.
 KNOWN_SYNCHRONIZATIONS = {
-    "torch/nn/modules/_functions.py": "torch's SyncBatchNorm selects the ranks that have samples by a mask",
     "torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py": "torch draws on the host, and synchronizes",
     "torch/distributed/algorithms/model_averaging/utils.py": "torch synchronizes before it averages the weights",
-    "torch/amp/grad_scaler.py": "the scaler asks for overflows if the optimizer is not fused",
 }

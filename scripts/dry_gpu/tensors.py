@@ -41,7 +41,7 @@ def install_tensors() -> None:
     for types in (_optimizer_types, _foreach_types):
         types.append(FakeTensor)  # otherwise optimizers and clipping treat each tensor separately
     torch.autograd.set_multithreading_enabled(False)  # one FakeTensorMode cannot serve a thread for each device
-    _implement_batch_norm()
+    _implement_kernels()
 
 
 def _item(mode: Any, func: Any, tensor: FakeTensor) -> Any:
@@ -107,8 +107,8 @@ def _save(*args: Any, **kwargs: Any) -> None:
         _torch_save(*args, **kwargs)
 
 
-def _implement_batch_norm() -> None:
-    """Give the shapes of torch's kernels for synchronized batch normalization, which exist for CUDA only."""
+def _implement_kernels() -> None:
+    """Give the shapes of torch's kernels without a meta implementation: batch normalization, fused optimizers."""
 
     def channels(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         half = x.dtype in (torch.bfloat16, torch.float16)
@@ -126,3 +126,5 @@ def _implement_batch_norm() -> None:
     library.impl("batch_norm_elemt", lambda x, *_: torch.empty_like(x))
     library.impl("batch_norm_backward_reduce", sums)
     library.impl("batch_norm_backward_elemt", lambda grad, x, *_: torch.empty_like(x))
+    for name in ("_fused_sgd_", "_fused_adagrad_"):  # in place
+        library.impl(name, lambda *args, **kwargs: None)

@@ -40,9 +40,9 @@ def hashes(session: Session) -> str:
 _EXACT: list[tuple[str, Callable[[Tensor, Tensor], Tensor]]] = [
     ("hashes", lambda index, image: sample_keys(1, 2, index)),
     ("uniforms", lambda index, image: uniform(sample_keys(1, 2, index), 3)),
-    ("integers", lambda index, image: integers(sample_keys(1, 2, index), 3, 9)),
+    ("integers", lambda index, image: integers(sample_keys(1, 2, index), (3, 4), (9, 32))),
     ("crops", lambda index, image: crop_and_flip(image, sample_keys(1, 2, index), 4, True)),
-    ("flips", lambda index, image: crop_and_flip(image, index, 0, alternating_flip(1, 3, index))),
+    ("flips", lambda index, image: crop_and_flip(image, index, 0, alternating_flip(sample_keys(1, 0, index), 3))),
     ("cutout", lambda index, image: cutout(image.float(), sample_keys(1, 2, index), 8)),
 ]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_refuses_what_it_cannot_split(forward: Callable[[TwoBlocks, Tensor], Ten
 
 def test_reads_buffers_when_it_runs() -> None:
     """A checkpoint may hold another value of the buffer."""
-    net = TwoBlocks(lambda net, x: net.second(net.first(x)) * torch.sigmoid(net.scale))
+    net: Any = TwoBlocks(lambda net, x: net.second(net.first(x)) * torch.sigmoid(cast(Any, net).scale))
     net.register_buffer("scale", torch.zeros(1))
     blocks = ordered_blocks(net, IMAGES)
     stages = keep_own_stages(net, [blocks[:1], blocks[1:]], [0, 0], 0)

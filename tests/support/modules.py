@@ -121,7 +121,11 @@ class ListedParameters(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder: nn.Module = Scaled(4)
+        self.encoder = nn.Sequential()
+        self.scaled = Scaled(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.scaled(x))
 
 
 class OwnParameter(Plain):

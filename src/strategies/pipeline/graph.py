@@ -134,7 +134,8 @@ def _record(net: nn.Module, blocks: Sequence[str]) -> fx.Graph:
 
 def _random_state() -> tuple[Any, ...]:
     """Return the states of the generators that a forward pass may use while it is traced, on the CPU."""
-    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+    numpy_state: Any = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist()
 
 
 @contextmanager
