@@ -97,6 +97,7 @@ _FOUR_GPUS = [
     *(Case(name, options, world=4, rank=rank) for name, options in _PIPELINES.items() for rank in (0, 3)),
     Case("fsdp, ema, clipping", "strategy=fsdp callbacks=ema trainer.gradient_clip_val=1.0", world=4),
     Case("fsdp, bf16-mixed", "strategy=fsdp trainer.precision=bf16-mixed", world=4),
+    Case("ddp, compiled", "strategy=ddp module.compile=true", world=4),
     Case("fsdp, compiled", "strategy=fsdp module.compile=true", world=4),
     Case("ddp, resumed", "strategy=ddp", world=4, resumes=True),
     Case("fsdp, resumed", "strategy=fsdp", world=4, resumes=True),
