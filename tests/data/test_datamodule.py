@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 
 from src.data.augment.pixels import normalize
 from src.run.build import build
@@ -175,9 +176,11 @@ def test_data_can_be_seen_without_a_trainer(small: list[str], folder: Path) -> N
 
 
 def test_documented_notebook(small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A fresh process has no resolvers yet."""
     monkeypatch.chdir(ROOT)
+    OmegaConf.clear_resolver("project_path")
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
-    exec(code.replace('["data=shapes"]', repr(small)), {})
+    exec(code.replace('"data=shapes"', f"*{small}"), {})
     assert "torch.Size([128, 3, 32, 32])" in capsys.readouterr().out
 
 
