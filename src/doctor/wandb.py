@@ -20,9 +20,16 @@ def check_wandb(cfg: DictConfig) -> str:
     from src.loggers.wandb import online_or_offline
 
     build(cfg.logger.wandb)  # checks its options and WANDB_MODE
-    asked, mode = os.environ.get("WANDB_MODE"), online_or_offline()
-    if mode == "online":
-        return _account(wandb)
+    asked = os.environ.get("WANDB_MODE")
+    try:
+        if (mode := online_or_offline()) == "online":
+            return _account(wandb)
+    except Exception as error:  # of wandb, requests or its service: a run would go offline as well
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"no login ({reason}): check the key (`wandb login --relogin`) and the network (HTTPS_PROXY, or "
+            "WANDB_BASE_URL for your own server), or set WANDB_MODE=offline"
+        ) from None
     if asked == "online":
         raise UserError("WANDB_MODE=online, but no API key is configured: run `wandb login`, or set WANDB_API_KEY")
     if asked:
@@ -34,11 +41,5 @@ def _account(wandb: Any) -> str:
     """Return the account of the configured key, as the server knows it."""
     try:
         return f"online as {wandb.Api(timeout=_TIMEOUT).viewer.username}"
-    except Exception as error:  # of wandb, requests or its service: a run would go offline as well
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"no login ({reason}): check the key (`wandb login --relogin`) and the network (HTTPS_PROXY, or "
-            "WANDB_BASE_URL for your own server), or set WANDB_MODE=offline"
-        ) from None
     finally:
         wandb.teardown()

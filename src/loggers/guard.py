@@ -21,10 +21,14 @@ class GuardedLogger:
     After three failures of a method in a row, or one that takes longer than ten seconds, all calls do nothing.
     Callbacks find a logger by its class, so `isinstance` reports the class of that logger. `experiment` is a proxy as
     well, which gets the real object at its first use. Lightning asks for it when a run starts, and would wait for it.
+
+    Args:
+        logger: the logger.
+        option: the option that configures it, for the warning.
     """
 
-    def __init__(self, logger: Logger) -> None:
-        self._type, self._logger = type(logger), cast(Any, logger)
+    def __init__(self, logger: Logger, option: str) -> None:
+        self._type, self._logger, self._option = type(logger), cast(Any, logger), option
         self._failures: Counter[str] = Counter()  # in a row, by method
         self._has_warned = False
 
@@ -33,7 +37,7 @@ class GuardedLogger:
         return self._type
 
     def __reduce__(self) -> Any:
-        return GuardedLogger, (self._logger,)
+        return GuardedLogger, (self._logger, self._option)
 
     def __getattr__(self, name: str) -> Any:
         if name == "experiment" and hasattr(self._type, name):
@@ -84,7 +88,7 @@ class GuardedLogger:
         if self._is_dropped or not self._has_warned:
             outcome = "training continues without it" if self._is_dropped else "training continues"
             cause = str(error).strip().split("\n")[0]
-            _log.warning("%s failed, and %s: %s: %s", self._type.__name__, outcome, type(error).__name__, cause)
+            _log.warning("%s failed, and %s: %s: %s", self._option, outcome, type(error).__name__, cause)
         self._has_warned = True
 
 

@@ -89,21 +89,24 @@ class AsyncWandbLogger(WandbLogger):
         import wandb
 
         Path(str(self.save_dir)).mkdir(parents=True, exist_ok=True)
-        mode = "offline" if self._offline else online_or_offline()
-        self._wandb_init |= {"settings": _settings(self._wandb_init.get("settings") or {}), "mode": mode}
-        if self._wandb_init["mode"] == "online":
-            try:
+        settings = _settings(self._wandb_init.get("settings") or {})
+        self._wandb_init["settings"] = settings
+        try:
+            self._wandb_init["mode"] = "offline" if self._offline else online_or_offline()
+            if self._wandb_init["mode"] == "online":
                 run: Any = super().experiment
                 _log.info("wandb: %s", run.url)
                 return run
-            except Exception as error:
-                _log.warning("wandb cannot start online: %s", str(error).strip().split("\n")[0])
-                self._wandb_init["mode"] = "offline"
-                with contextlib.suppress(SystemExit):
-                    wandb.teardown()  # its service still holds the run's id
+        except Exception as error:
+            _log.warning("wandb cannot start online: %s", _reason(error))
+            self._wandb_init["mode"] = "offline"
+            with contextlib.suppress(SystemExit):
+                wandb.teardown()  # its service still holds the run's id
         if self._wandb_init["mode"] == "offline":
-            _log.info("wandb is offline: `wandb leet %s/wandb` shows it", self.save_dir)
-            _log.info("`wandb sync %s/wandb/offline-*` uploads it", self.save_dir)
+            # A terminal breaks a long line inside a path, which then cannot be copied.
+            _log.info("wandb is offline; to view or upload the run:")
+            _log.info("wandb leet %s/wandb", self.save_dir)
+            _log.info("wandb sync %s/wandb/offline-*", self.save_dir)
         return super().experiment
 
 
@@ -123,15 +126,28 @@ def _settings(given: Any) -> Any:
 
 
 def online_or_offline() -> str:
-    """Return `WANDB_MODE`, or whether credentials are configured; this neither prompts nor connects."""
+    """Return `WANDB_MODE`, or whether credentials are configured; this neither prompts nor connects.
+
+    Raises:
+        wandb.Error: if the key is invalid.
+    """
     import wandb
 
+    # Only this variable keeps `login` from printing the account, for which it would wait for the server.
+    os.environ.setdefault("WANDB_SILENT", "true")
     mode = os.environ.get("WANDB_MODE")
     if mode in (None, "", "online") and not wandb.login(prompt=False, verify=False):
         if mode:
             _log.warning("WANDB_MODE=online, but no API key is configured: run `wandb login`; this run goes offline")
         return "offline"
     return mode or "online"
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of wandb's error, or what a timeout of its service means."""
+    reason = str(error).strip().split("\n")[0]
+    is_timeout = "deadline exceeded" in reason or "timed out" in reason
+    return f"no answer from the server ({reason})" if is_timeout else reason
 
 
 def mark_preempted() -> None:

@@ -59,7 +59,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             strategy=_build_strategy(cfg.strategy),
             callbacks=[*_required_callbacks(cfg), MonitorCheck(configured), *configured.values()],
             # Callbacks use `trainer.logger`, the first one, for W&B.
-            logger=[*map(GuardedLogger, _build_each(cfg, "logger").values()), CSVLogger(folder)],
+            logger=[*_build_loggers(cfg), CSVLogger(folder)],
             plugins=plugins,
             precision=precision,
             default_root_dir=folder,
@@ -96,6 +96,11 @@ def _required_callbacks(cfg: DictConfig) -> list[L.Callback]:
         PredictionWriter(folder),
         PlainModules(),
     ]
+
+
+def _build_loggers(cfg: DictConfig) -> list[Any]:
+    """Build the configured loggers, whose failures do not end the run."""
+    return [GuardedLogger(logger, option) for option, logger in _build_each(cfg, "logger").items()]
 
 
 def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:

@@ -239,6 +239,10 @@ def test_data_that_is_missing_or_corrupt(tmp_path: Path, cifar: Path) -> None:
         check_data(cfg_of(f"data.root={root}"))
 
 
+def _refuse_key(**_: Any) -> bool:
+    raise ValueError("API key must have 40+ characters, has 5.")
+
+
 def test_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
@@ -257,5 +261,8 @@ def test_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"no login .* or set WANDB_MODE=offline"):
         check_wandb(cfg)
     monkeypatch.delenv("WANDB_MODE")
+    with monkeypatch.context() as invalid, pytest.raises(UserError, match=r"no login \(.*40\+ characters"):
+        invalid.setattr(wandb, "login", _refuse_key)
+        check_wandb(cfg)
     monkeypatch.setattr(wandb, "login", lambda **_: False)
     assert check_wandb(cfg).startswith("offline, because no API key is configured")

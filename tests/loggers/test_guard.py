@@ -84,11 +84,11 @@ METHODS = ("experiment", "log_hyperparams", "log_metrics", "version", "after_sav
 
 @pytest.mark.parametrize("method", METHODS)
 def test_logger_that_keeps_failing_is_dropped(method: str, caplog: pytest.LogCaptureFixture) -> None:
-    logger = GuardedLogger(original := Fragile([method]))
+    logger = GuardedLogger(original := Fragile([method]), "logger.fragile")
     for _ in range(3):
         use(logger)
     assert caplog.messages == [
-        f"Fragile failed, and {outcome}: OSError: no space left for {method}" for outcome in OUTCOMES
+        f"logger.fragile failed, and {outcome}: OSError: no space left for {method}" for outcome in OUTCOMES
     ]
     original.fails = []
     logger.log_metrics({"loss": 3.0}, 3)
@@ -96,7 +96,7 @@ def test_logger_that_keeps_failing_is_dropped(method: str, caplog: pytest.LogCap
 
 
 def test_single_failures_cost_only_their_call(caplog: pytest.LogCaptureFixture) -> None:
-    logger: Any = GuardedLogger(original := Fragile())
+    logger: Any = GuardedLogger(original := Fragile(), "logger.fragile")
     for step in range(12):
         original.fails = [] if step % 3 == 2 else ["log_metrics"]
         logger.log_metrics({"loss": step}, step)
@@ -108,7 +108,7 @@ def test_single_failures_cost_only_their_call(caplog: pytest.LogCaptureFixture) 
 def test_slow_failure_drops_a_logger(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """MLflow retries a server that is down for minutes."""
     monkeypatch.setattr("src.loggers.guard._MAX_SECONDS", 0.0)
-    logger: Any = GuardedLogger(original := Fragile(["log_hyperparams"]))
+    logger: Any = GuardedLogger(original := Fragile(["log_hyperparams"]), "logger.fragile")
     logger.log_hyperparams({})
     logger.log_metrics({"loss": 1.0}, 1)
     assert not original.rows
@@ -117,7 +117,7 @@ def test_slow_failure_drops_a_logger(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 def test_logger_is_the_original_one_to_callbacks() -> None:
     original = Fragile()
-    logger: Any = GuardedLogger(original)
+    logger: Any = GuardedLogger(original, "logger.fragile")
     use(logger)
     assert original.rows == [{"loss": 1.0}, {"loss": 2.0}]
     assert isinstance(logger, Fragile)
@@ -129,7 +129,7 @@ def test_logger_is_the_original_one_to_callbacks() -> None:
 
 def test_experiment_starts_at_its_first_use() -> None:
     """Lightning asks for it when a run starts."""
-    logger: Any = GuardedLogger(original := Fragile())
+    logger: Any = GuardedLogger(original := Fragile(), "logger.fragile")
     experiment = logger.experiment
     assert original.starts == 0
     experiment.log({"loss": 1.0})
@@ -138,7 +138,7 @@ def test_experiment_starts_at_its_first_use() -> None:
 
 def test_experiment_is_a_dummy_above_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    logger: Any = GuardedLogger(original := Fragile())
+    logger: Any = GuardedLogger(original := Fragile(), "logger.fragile")
     experiment: Any = logger.experiment
     experiment.config.update({"width": 2})
     experiment["images"][0].upload("file")
@@ -149,7 +149,7 @@ def test_experiment_is_a_dummy_above_rank_zero(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_iteration_over_an_experiment_ends(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", rank)
-    logger: Any = GuardedLogger(Fragile(["experiment"]))
+    logger: Any = GuardedLogger(Fragile(["experiment"]), "logger.fragile")
     experiment = logger.experiment
     for part in (experiment, experiment.rows):
         assert next(iter(part), None) is None
@@ -176,7 +176,7 @@ def test_run_continues_without_a_failed_logger(
     ]
     assert "test/acc" in run(compose(folder, *small, *options))
     assert [record.getMessage() for record in caplog.records if "failed" in record.getMessage()] == [
-        f"TensorBoardLogger failed, and {outcome}: OSError: No space left on device" for outcome in OUTCOMES
+        f"logger.tensorboard failed, and {outcome}: OSError: No space left on device" for outcome in OUTCOMES
     ]
     assert "train/loss" in (folder / "metrics.csv").read_text()
 

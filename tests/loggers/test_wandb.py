@@ -1,6 +1,7 @@
 """W&B runs online if a key is configured and offline otherwise, without a prompt."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,30 @@ def test_shows_the_address_of_an_online_run(
 ERROR = "AttributeError: no attribute `init`"
 
 
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("API key must have 40+ characters, has 5.", "API key must have 40+ characters, has 5."),
+        ("no status: context deadline exceeded", "no answer from the server (no status: context deadline exceeded)"),
+    ],
+)
+def test_goes_offline_if_it_cannot_log_in(
+    reason: str, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def login(**_: Any) -> bool:
+        assert os.environ["WANDB_SILENT"] == "true", "wandb would ask the server for the account, to print it"
+        raise ValueError(reason)
+
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr("wandb.login", login)
+    monkeypatch.setattr("wandb.teardown", lambda: None)
+    monkeypatch.setattr(WandbLogger, "experiment", property(lambda logger: logger._wandb_init["mode"]))
+    with caplog.at_level("INFO"):
+        assert AsyncWandbLogger("project", "id", str(tmp_path), "name", log_model=False).experiment == "offline"
+    assert caplog.messages[0] == f"wandb cannot start online: {message}"
+    assert caplog.messages[-1] == f"wandb sync {tmp_path}/wandb/offline-*"
+
+
 @pytest.mark.parametrize("uses_experiment", [False, True])
 def test_run_that_cannot_start_does_not_end_training(
     uses_experiment: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -121,7 +146,7 @@ def test_run_that_cannot_start_does_not_end_training(
         raise AttributeError("no attribute `init`")  # as in a broken installation
 
     monkeypatch.setattr(AsyncWandbLogger, "_start", fail)
-    logger: Any = GuardedLogger(AsyncWandbLogger("project", "id", "folder", "name", log_model=False))
+    logger: Any = GuardedLogger(AsyncWandbLogger("project", "id", "folder", "name", log_model=False), "logger.wandb")
     logger.log_metrics({"loss": 1.0}, 1)
     if uses_experiment:
         logger.experiment.config.update({"width": 1})
@@ -129,7 +154,7 @@ def test_run_that_cannot_start_does_not_end_training(
     logger.finalize("success")
     logger.finalize("success")
     outcomes = ["training continues", "training continues without it"][: 1 + uses_experiment]
-    assert caplog.messages == [f"AsyncWandbLogger failed, and {outcome}: {ERROR}" for outcome in outcomes]
+    assert caplog.messages == [f"logger.wandb failed, and {outcome}: {ERROR}" for outcome in outcomes]
 
 
 class Published(L.Callback):
