@@ -119,12 +119,15 @@ def _is_missing_metric(error: RuntimeError) -> bool:
 
 
 def _log_end(metrics: dict[str, float], run_dir: str) -> None:
-    stages = ("train/", "val/", "test/")
-    shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith(stages))
-    if shown:
-        _log.info("done: %s; everything is in %s", shown, run_dir)
-    else:
-        _log.info("done: everything is in %s", run_dir)
+    """Log the metrics, one line per stage, and the folder on its own line, which a terminal does not break."""
+    stages = [
+        ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith(stage))
+        for stage in ("train/", "val/", "test/")
+    ]
+    for line in filter(None, stages):
+        _log.info("%s", line)
+    _log.info("done: everything is in")
+    _log.info("%s", run_dir)
 
 
 def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDataModule]:

@@ -219,10 +219,10 @@ def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
         "synthetic shapes",
         "after scaling",
         str(folder),
-        "wandb sync",
     ):
         assert fact in out
-    assert re.search(r"^done: .*test/acc", out, re.MULTILINE)
+    assert re.search(rf"^test/.*test/acc.*\ndone: everything is in\n{folder}$", out, re.MULTILINE)
+    assert f"\nwandb sync {folder}/wandb/offline-*\n" in out, "no break inside the path"
     for name in ("config.yaml", "metrics.csv", "checkpoints/last.ckpt", "logs/rank0.log", "logs/rank1.log"):
         assert (folder / name).is_file()
     assert len(list((folder / "wandb").glob("offline-run-*/*.wandb"))) == 1
