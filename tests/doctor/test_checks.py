@@ -261,8 +261,8 @@ def test_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"no login .* or set WANDB_MODE=offline"):
         check_wandb(cfg)
     monkeypatch.delenv("WANDB_MODE")
-    with monkeypatch.context() as invalid, pytest.raises(UserError, match=r"no login \(.*40\+ characters"):
-        invalid.setattr(wandb, "login", _refuse_key)
+    monkeypatch.setattr(wandb, "login", _refuse_key)
+    with pytest.raises(UserError, match=r"no login \(.*40\+ characters"):
         check_wandb(cfg)
     monkeypatch.setattr(wandb, "login", lambda **_: False)
     assert check_wandb(cfg).startswith("offline, because no API key is configured")
