@@ -5,8 +5,10 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
-from rich.progress import TimeRemainingColumn
+from lightning.pytorch.callbacks.progress.rich_progress import ProcessingSpeedColumn
+from rich.progress import Task, TimeRemainingColumn
 from rich.table import Column
+from rich.text import Text
 
 _WIDE = 100  # characters of a line in which the elapsed time and the speed have room beside three metrics
 _OTHER_COLUMNS, _OTHER_COLUMNS_WIDE = 38, 58  # characters of all columns but the metrics, with a bar of 4
@@ -37,7 +39,8 @@ class ProgressBar(RichProgressBar):
     def configure_columns(self, trainer: L.Trainer) -> list[Any]:
         description, bar, batches, time, speed = super().configure_columns(trainer)
         bar.bar_width = None  # what the other columns leave
-        others = [batches, time, speed] if self._terminal_width >= _WIDE else [batches, TimeRemainingColumn()]
+        wide = [batches, time, _SpeedColumn(speed.style)]
+        others = wide if self._terminal_width >= _WIDE else [batches, TimeRemainingColumn()]
         for column in (description, *others):
             column._table_column = Column(no_wrap=True)
         return [description, bar, *others]
@@ -53,3 +56,10 @@ class ProgressBar(RichProgressBar):
     def _terminal_width(self) -> int:
         assert self._console is not None
         return self._console.width
+
+
+class _SpeedColumn(ProcessingSpeedColumn):
+    """Lightning's column, without its "0.00it/s" for a speed that is not known yet, or never in a short epoch."""
+
+    def render(self, task: Task) -> Any:
+        return Text("") if task.speed is None else super().render(task)
