@@ -19,6 +19,7 @@ _IGNORED_WARNINGS = [
     "torch.distributed is disabled, unavailable or uninitialized",
     "Couldn't infer the batch indices",  # a batch has the indices of its samples
     "torch.distributed.nn.functional.all_gather is deprecated",  # Lightning calls it
+    "Total length of `list` across ranks is zero",  # a loader that is an empty list: validation is off on purpose
 ]
 
 

@@ -206,3 +206,10 @@ def test_compare_refuses_folders_without_a_run(tmp_path: Path) -> None:
         _, err = run_here(*words, program="scripts.compare", code=1)
         assert hint in err
         assert err.count("\n") == 1
+
+
+def test_no_warning_where_validation_is_off_on_purpose(small: list[str], folder: Path) -> None:
+    words = [*small, *TINY, "logger=none", "trainer.devices=1", "trainer.enable_progress_bar=false"]
+    out, err = run_here("debug=overfit", *words, f"run_dir={folder}")
+    assert "done: " in out
+    assert "Total length" not in out + err
