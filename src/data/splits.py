@@ -1,5 +1,6 @@
 """The images of a dataset, and the split of its training set into training and validation samples."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from src.data.hashing import permutation
 from src.data.sources.source import Images, ImageSource, has_val_split
 from src.utils.errors import UserError
 
+_log = logging.getLogger(__name__)
 _VAL_FRACTION = 0.1
 
 
@@ -43,7 +45,14 @@ def load_sets(
     names = ["train", "test", *(["val"] if has_val_split(source, root) else [])]
     sets = {name: _load_set(source, root, name, num_classes, image_shape) for name in names}
     if (count := len(source.classes)) not in (0, num_classes):
-        raise UserError(f"data.num_classes={num_classes}, but {source.description} has {count} classes: set it to that")
+        raise UserError(
+            f"data.num_classes={num_classes}, but the data has {count} classes ({source.description}): set it to that"
+        )
+    if not count and (highest := int(sets["train"].labels.max())) < num_classes - 1:
+        _log.warning(
+            "data.num_classes=%d, but the highest label of `train` is %d: data.num_classes=%d is enough",
+            *(num_classes, highest, highest + 1),
+        )
     return sets
 
 

@@ -131,7 +131,10 @@ def test_own_validation_images_are_used(copy: Path, folder: Path) -> None:
         (lambda root: shutil.rmtree(root / "test"), "there is no folder `test`"),
         (lambda root: (root / "test" / "class 3").rename(root / "test" / "dog"), "has the class dog, which is not"),
         (lambda root: shutil.rmtree(root / "train" / "class 9"), "`test` has the class class 9, which is not in `tra"),
-        (lambda root: (root / "train" / "dog").mkdir(), "data.num_classes=10, but .* has 11 classes"),
+        (
+            lambda root: (root / "train" / "dog").mkdir(),
+            "data.num_classes=10, .* has 11 classes .images in folders",
+        ),
         (lambda root: [file.unlink() for file in root.glob("test/*/*")], "no image in the folders of `test`"),
         (lambda root: (root / "train/class 0/000.png").write_text("text"), "train/class 0/000.png cannot be read"),
     ],
@@ -168,6 +171,17 @@ def test_wrong_arrays_are_refused(changes: dict[str, Any] | None, message: str, 
     task = ["data=npz", f"data.root={tmp_path}", "data.image_shape=[3,8,8]", "data.batch_size=4"]
     with pytest.raises(UserError, match=message):
         load(folder, *task)
+
+
+@pytest.mark.parametrize("labels", [7, 10])
+def test_warns_of_classes_without_training_images(
+    labels: int, tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file has no names of classes, and its training set may lack the last ones."""
+    np.savez(tmp_path / "arrays.npz", **(GOOD | {"y_train": np.arange(20) % labels}))
+    load(folder, "data=npz", f"data.root={tmp_path}", "data.image_shape=[3,8,8]", "data.batch_size=4")
+    warned = "data.num_classes=10, but the highest label of `train` is 6: data.num_classes=7 is enough"
+    assert caplog.messages == ([warned] if labels == 7 else [])
 
 
 @pytest.mark.parametrize(
