@@ -1,7 +1,8 @@
 """Process entry of one rank: log file, CPU threads, run, shutdown."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from omegaconf import DictConfig
 from src.launch.all_reduce import measure_all_reduce
 from src.launch.external import detect_cluster_environment
 from src.run.devices import device_count, runs_in_single_process
+from src.utils.errors import UserError
 from src.utils.gc_pause import gc_paused
 from src.utils.process_group import close_process_group
 from src.utils.rank_log import log_to_folder
@@ -23,10 +25,13 @@ def run_rank(cfg: DictConfig, rank: int, keep: Callable[[Any], None] | None = No
 
     After an error the process group stays open: closing it would fail the other ranks before this one has reported its
     error, and NCCL might wait for them.
+
+    Raises:
+        UserError: if the installed torchvision is not for this torch, or for a reason that `run` names.
     """
     if cfg.doctor:
         return measure_all_reduce(cfg)
-    with gc_paused():
+    with gc_paused(), _torchvision_checked():
         from src.run.experiment import run  # late: it imports Lightning, which a process that only launches never uses
 
     log_to_folder(cfg.run_dir, rank)
@@ -39,6 +44,23 @@ def run_rank(cfg: DictConfig, rank: int, keep: Callable[[Any], None] | None = No
         raise
     close_process_group()
     return metrics
+
+
+@contextmanager
+def _torchvision_checked() -> Iterator[None]:
+    """Turn the import error of a torchvision for another torch into a user error.
+
+    Lightning imports torchmetrics, which imports torchvision if it is installed (functional/image/arniqa.py).
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+        raise UserError(
+            f"the installed torchvision is not for torch {torch.__version__} ({error}): "
+            "install the one for it, or `pip uninstall torchvision`"
+        ) from error
 
 
 def _cores_per_rank(ranks: int) -> int:

@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed import HashStore
 from src.cli.main import _load_env_file, _multirun_first
 from src.cli.messages import explain
 from src.launch.config_sync import _check_equal
+from src.launch.rank import run_rank
 from src.run.folder import CONFIG, remove_if_unused, run_and_sweep_id
 from src.run.resolve import as_tags
 from src.run.unused import refuse_unused_groups
@@ -213,3 +215,22 @@ def test_no_warning_where_validation_is_off_on_purpose(small: list[str], folder:
     out, err = run_here("debug=overfit", *words, f"run_dir={folder}")
     assert "done: " in out
     assert "Total length" not in out + err
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "message"),
+    [
+        ("operator torchvision::nms does not exist", UserError, "the installed torchvision is not for torch .*::nms"),
+        ("another reason", RuntimeError, "another reason"),
+    ],
+)
+def test_torchvision_for_another_torch_is_one_line(
+    reason: str, error: type[Exception], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(reason)
+
+    monkeypatch.setitem(sys.modules, "src.run.experiment", Broken("src.run.experiment"))
+    with pytest.raises(error, match=message):
+        run_rank(compose(folder), rank=0)
