@@ -1,15 +1,19 @@
 """A progress bar that fits a terminal of 80 columns, and costs nothing between its refreshes."""
 
+import logging
+from importlib.util import find_spec
 from time import monotonic
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import ProcessingSpeedColumn
+from rich import get_console
 from rich.progress import Task, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
+_log = logging.getLogger(__name__)
 _WIDE = 100  # characters of a line in which the elapsed time and the speed have room beside three metrics
 _OTHER_COLUMNS, _OTHER_COLUMNS_WIDE = 38, 58  # characters of all columns but the metrics, with a bar of 4
 
@@ -22,6 +26,12 @@ class ProgressBar(RichProgressBar):
     """
 
     _refreshed_at = 0.0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if self.is_enabled and get_console().is_jupyter and not find_spec("ipywidgets"):
+            _log.info("no progress bar, because this notebook lacks a package: pip install ipywidgets")
+            self.disable()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
