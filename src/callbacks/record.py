@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from src.loggers.csv import CSVLogger
 
 _log = logging.getLogger(__name__)
+_FEW_IMAGES = 64  # fewer of the size of CIFAR's keep no GPU busy
 
 
 class RunRecord(L.Callback):
@@ -84,6 +85,11 @@ class RunRecord(L.Callback):
             "parameters": f"{self._num_parameters:,}",
             "run folder": self.config.run_dir,
         }
+        if module.device.type == "cuda" and per_device < _FEW_IMAGES:
+            banner["hint"] = (
+                f"with {per_device} images at a time a GPU waits for kernel launches: raise data.batch_size, "
+                "or use fewer devices or micro-batches"
+            )
         if self.config.ckpt_path:
             banner["goes on from"] = f"{self.config.ckpt_path}, step {self._resumed_at}"
         return banner
