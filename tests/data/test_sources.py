@@ -178,7 +178,8 @@ def test_warns_of_classes_without_training_images(
     labels: int, tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A file has no names of classes, and its training set may lack the last ones."""
-    np.savez(tmp_path / "arrays.npz", **(GOOD | {"y_train": np.arange(20) % labels}))
+    arrays: dict[str, Any] = GOOD | {"y_train": np.arange(20) % labels}
+    np.savez(tmp_path / "arrays.npz", **arrays)
     load(folder, "data=npz", f"data.root={tmp_path}", "data.image_shape=[3,8,8]", "data.batch_size=4")
     warned = "data.num_classes=10, but the highest label of `train` is 6: data.num_classes=7 is enough"
     assert caplog.messages == ([warned] if labels == 7 else [])
