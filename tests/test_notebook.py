@@ -267,7 +267,9 @@ def test_own_network_needs_trust(
     options = [f"~model.{name}" for name in ("num_classes", "image_shape", "hidden", "dropout")]
     other = [word for word in tiny if not word.startswith("model.")]
     train(compose(*other, *options, "model._target_=ours.nets.Tiny", f"run_dir={folder}"))
-    with pytest.raises(UserError, match=r"would run ours\.nets\.Tiny, .* trust=\['ours'\]"):
+    with pytest.raises(
+        UserError, match=r"would run ours\.nets\.Tiny, .* trust=\['ours'\]\) and scripts\.export --trust ours"
+    ):
         load_run(folder)
     assert load_run(folder, trust=["ours"]).predict(images).shape == (300, 10)
     file = folder / "checkpoints" / "last.ckpt"

@@ -59,9 +59,10 @@ def _build_trusted(node: DictConfig, packages: Sequence[str], origin: str) -> An
     """
     for target in [node._target_, *_targets(OmegaConf.to_container(node))]:
         if not _is_in(target, packages):
+            package = target.partition(".")[0]
             raise UserError(
                 f"refused: {origin} would run {target}, which is not in {' or '.join(packages)}. If that is your code, "
-                f"load_run(RUN_DIR, trust=['{target.partition('.')[0]}']) runs it"
+                f"load_run(RUN_DIR, trust=['{package}']) and scripts.export --trust {package} run it"
             )
     return instantiate(node, _convert_="all")
 
