@@ -46,7 +46,7 @@ class DataPosition(L.Callback):
         """Rewind the saved loops, from which Lightning restores its own afterwards.
 
         Raises:
-            UserError: if the checkpoint is of a run with other global batches.
+            UserError: if the checkpoint is of a run with other global batches, or is beyond `max_epochs`.
         """
         data: Any = trainer.datamodule
         if not trainer.training:
@@ -54,6 +54,11 @@ class DataPosition(L.Callback):
         position = checkpoint["position"]
         _check_order_settings(position["order"], _order_settings(data))
         epoch, samples = position["epoch"], position["samples"]
+        if trainer.max_epochs not in (None, -1) and epoch > trainer.max_epochs:
+            raise UserError(
+                f"trainer.max_epochs={trainer.max_epochs}: the run in ckpt_path has already trained {epoch} epochs; "
+                "set it higher, or evaluate the run with fit=false"
+            )
         data.resume_at = (epoch, samples)
         steps = samples // data.global_batch_size
         micro_batches = steps * data.accumulate

@@ -16,7 +16,7 @@ from src.loggers.wandb import finish_run, mark_preempted
 from src.models.dropout import use_sample_dropout
 from src.run.build import build
 from src.run.option_types import check_target_options
-from src.run.trainer import build_trainer, to_user_error
+from src.run.trainer import build_trainer
 from src.run.trainer_patches import patch_trainer
 from src.strategies.compatibility import check_can_train
 from src.utils.errors import UserError
@@ -48,10 +48,10 @@ def run(cfg: DictConfig, keep: Callable[[L.Trainer], None] | None = None) -> dic
             raise KeyboardInterrupt from None
         raise
     except MisconfigurationException as error:
-        raise to_user_error(error) from error
+        raise UserError(f"Lightning refuses this run: {' '.join(str(error).split())}") from error
     except RuntimeError as error:
         if _is_missing_metric(error):
-            raise to_user_error(error) from error
+            raise UserError(f"Lightning refuses this run: {' '.join(str(error).split())}") from error
         raise
     finally:
         finish_run(succeeded)

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from src.utils.errors import UserError, similar_names
+from src.utils.quoting import as_typed
 from src.utils.targets import accepted_options, locate
 
 _ROOT = {"fit": bool, "doctor": bool, "launch.max_restarts": int, "launch.rendezvous_timeout": float}
@@ -40,7 +41,7 @@ def check_target_options(cfg: DictConfig) -> None:
         accepted, hints = accepted_options(target), _type_hints(target)
         for key, value in node.items():
             if not key.startswith("_") and key not in NOT_PASSED:
-                _check_name(f"{name}.{key}={value}", node["_target_"], key, accepted)
+                _check_name(f"{name}.{key}={as_typed(value)}", node["_target_"], key, accepted)
                 _check_type(f"{name}.{key}", value, hints.get(key, Any))
 
 
@@ -75,7 +76,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         return
     if value is not None and not any(_fits(value, member) for member in members):
         words = dict.fromkeys(_describe(member) for member in members if member is not int or float not in members)
-        raise UserError(f"{name}={value}: give {' or '.join(word for word in words if word)}")
+        raise UserError(f"{name}={as_typed(value)}: give {' or '.join(word for word in words if word)}")
 
 
 def _members(hint: Any) -> list[Any]:

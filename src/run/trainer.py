@@ -28,6 +28,7 @@ from src.loggers.guard import GuardedLogger
 from src.run.build import build
 from src.strategies.sync_batchnorm import GlobalBatchNorm
 from src.utils.errors import UserError
+from src.utils.quoting import as_typed
 
 # In a notebook Lightning refuses each strategy that may start processes. Here the project's launcher starts them.
 accelerator_connector._IS_INTERACTIVE = False
@@ -76,7 +77,8 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             enable_autolog_hparams=False,
         )
     except (MisconfigurationException, ValueError) as error:
-        raise to_user_error(error) from error
+        message = " ".join(str(error).split())
+        raise UserError(f"an option of `trainer`, `strategy` or `callbacks` is invalid: {message}") from error
 
 
 def _required_callbacks(cfg: DictConfig) -> list[L.Callback]:
@@ -161,7 +163,7 @@ def _check_options(trainer: DictConfig) -> None:
         )
     for name, remedy in _OWN_ARGUMENTS.items():
         if name in trainer:
-            raise UserError(f"trainer.{name}={trainer[name]}: {remedy}")
+            raise UserError(f"+trainer.{name}={as_typed(trainer[name])}: {remedy}")
     interval = trainer.get("val_check_interval")
     if interval is not None and (not isinstance(interval, int | float) or interval <= 0):
         # Lightning reads each rank's own clock, so some ranks would validate while others train.
@@ -169,8 +171,3 @@ def _check_options(trainer: DictConfig) -> None:
             f"trainer.val_check_interval={interval}: give a number of steps, or a fraction of an epoch; "
             "ranks cannot validate by the clock"
         )
-
-
-def to_user_error(error: Exception) -> UserError:
-    """Return Lightning's error as one line for the user."""
-    return UserError(f"an option of `trainer`, `strategy` or `callbacks` is invalid: {' '.join(str(error).split())}")

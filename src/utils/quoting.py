@@ -1,5 +1,6 @@
-"""Quotation of values for Hydra's command line."""
+"""Values as Hydra's command line has them."""
 
+import json
 import re
 from typing import Any
 
@@ -12,3 +13,8 @@ def quote(value: Any) -> str:
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", str(value))
     trailing = len(escaped) - len(escaped.rstrip("\\"))
     return f"'{escaped}{escaped[len(escaped) - trailing :]}'"
+
+
+def as_typed(value: Any) -> str:
+    """Return the value for an error message: true, false and null as the user types them, others as Python does."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
