@@ -44,8 +44,13 @@ def explain(error: Exception, words: Sequence[str]) -> str:
         return f"{several[1]}: add -m for a run with each of the values, or write a list as '{name}=[{value}]'"
     if existing := re.match(r"Could not append to config. An item is already at '([\w.]+)'", message):
         return f"+{existing[1]}: there is such an option; leave out the +"
+    if missing := re.match(r"In '(.+)': Could not override '([\w/.]+)'. No match in the defaults list", message):
+        return f"{missing[1]}.yaml: override /{missing[2]}: there is no such group; {suggest(missing[2], _groups())}"
     if unknown := re.match(r"Could not override '([\w.]+)'", message):
-        return _explain_option(unknown[1], words)
+        try:
+            return _explain_option(unknown[1], words)
+        except UserError as cause:  # there is no such `_target_`
+            return str(cause)
     return f"{message} {error.__cause__}".splitlines()[0] if error.__cause__ else message
 
 
@@ -67,6 +72,8 @@ def _explain_syntax(word: str, words: Sequence[str]) -> str:
     index = words.index(word) if word in words else 0
     if index and words[index - 1].endswith("="):
         word = f"{words[index - 1]} {word}"
+    if re.match(r"[^=\s]+=\S", word):
+        return f"{word}: the value is not valid: close its brackets and quotes, and quote special characters"
     return f"{word}: write NAME=VALUE without a space around `=`, and quote lists and special characters"
 
 
@@ -82,22 +89,29 @@ def _explain_choice(group: str, name: str, words: Sequence[str]) -> str:
 
 
 def _explain_option(option: str, words: Sequence[str]) -> str:
+    cfg = _compose_choices(words)
+    node, _, key = option.rpartition(".")
+    given = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{node}._target_=")]
+    target = given[-1] if given else OmegaConf.select(OmegaConf.create(cfg), f"{node}._target_")
+    accepted = accepted_options(locate(f"{node}._target_", target)) if target else set()
+    addition = f"+{option}=... passes it on to {target}"
+    if accepted and key in accepted:
+        return f"{option} is not set in conf/: {addition}"
     if choices := _options_of_choices().get(option):
         return (
             f"{option} is no option here; {' and '.join(sorted(choices))} {'has' if len(choices) == 1 else 'have'} it"
         )
-    cfg = _compose_choices(words)
     names = {name for name in flatten_config(cfg) if not re.match(r"runtime\b|.*\b_", name)}
-    node, _, key = option.rpartition(".")
-    target = OmegaConf.select(OmegaConf.create(cfg), f"{node}._target_")
-    accepted = accepted_options(locate(f"{node}._target_", target)) if target else set()
-    addition = f"+{option}=... passes it on to {target}"
+    if not node:
+        names |= _groups()
     if accepted is None:
         return f"{option} is no option here; {nearest_options(option, names)} ({addition})"
-    if key in accepted:
-        return f"{option} is not set in conf/: {addition}"
     names |= {f"+{node}.{name}" for name in accepted if f"{node}.{name}" not in names}
     return f"{option} is no option here; {nearest_options(option, names)}"
+
+
+def _groups() -> set[str]:
+    return {folder.name for folder in CONF.iterdir() if folder.is_dir()}
 
 
 def _options_of_choices() -> dict[str, set[str]]:

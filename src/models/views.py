@@ -18,7 +18,9 @@ def check_views(tta: str | None) -> None:
         UserError: if there is no such test-time augmentation.
     """
     if tta is not None and tta not in _AUGMENTATIONS:
-        raise UserError(f"module.tta={tta} is not a test-time augmentation: {suggest(tta, _AUGMENTATIONS)}, or null")
+        raise UserError(
+            f"module.tta={tta} is no test-time augmentation (null means none): {suggest(tta, _AUGMENTATIONS)}"
+        )
 
 
 def average_over_views(net: Callable[[Tensor], Tensor], image: Tensor, logits: Tensor, tta: str) -> Tensor:

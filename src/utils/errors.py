@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+_SIMILAR = 0.6  # share of equal letters, from 0 to 1
+
 
 class UserError(Exception):
     """An error that the user can fix; the message names the option and a solution."""
@@ -13,9 +15,16 @@ class UserError(Exception):
 
 
 def similar_names(word: str, names: Iterable[str]) -> list[str]:
-    """Return up to three names that are similar to `word`, or those that begin with it."""
+    """Return up to three names that are almost as similar to `word` as the nearest, or those that begin with it."""
     names = sorted(names)
-    return difflib.get_close_matches(word, names, n=3, cutoff=0.5) or [name for name in names if name.startswith(word)]
+    near = difflib.get_close_matches(word, names, n=3, cutoff=_SIMILAR)
+    if not near:
+        return [name for name in names if name.startswith(word)]
+    return [name for name in near if _similarity(word, name) > _similarity(word, near[0]) - 0.15]
+
+
+def _similarity(word: str, name: str) -> float:
+    return difflib.SequenceMatcher(None, name, word).ratio()  # in the order of `get_close_matches`
 
 
 def suggest(word: str, names: Iterable[str]) -> str:
@@ -28,6 +37,8 @@ def suggest(word: str, names: Iterable[str]) -> str:
 
 def nearest_options(name: str, options: Iterable[str]) -> str:
     """Return the end of an error message about an unknown option: those that end with its name, or similar ones."""
-    options = set(options)
-    names = sorted(option for option in options if option.endswith(f".{name}")) or similar_names(name, options)
+    options, key = set(options), name.rpartition(".")[2]
+    # Options of one node have similar full names, so the last part must be similar as well.
+    similar = {option for option in options if _similarity(key, option.rpartition(".")[2]) >= _SIMILAR}
+    names = sorted(option for option in options if option.endswith(f".{name}")) or similar_names(name, similar)
     return f"did you mean {' or '.join(names)}?" if names else "python train.py --cfg job lists all"

@@ -65,6 +65,7 @@ def test_help_is_complete_and_imports_nothing_heavy() -> None:
         (["trainer.devices=none"], ["trainer.devices=none"]),
         (["ckpt_path=nowhere"], ["ckpt_path=nowhere"]),
         pytest.param(["trainer.accelerator=gpu"], ["trainer.accelerator=gpu", "cpu"], id="no gpu"),
+        (["trainer.accelerator=gpuu"], ["trainer.accelerator=gpuu is no accelerator", "did you mean gpu?"]),
         (["optimizer.lr"], ["optimizer.lr"]),
         (["init_form=x"], ["init_form ", "init_from"]),
         (["init_from=nowhere"], ["init_from=nowhere"]),
@@ -74,7 +75,7 @@ def test_help_is_complete_and_imports_nothing_heavy() -> None:
     ],
 )
 def test_user_errors_found_by_the_launcher(arguments: list[str], hints: list[str], tmp_path: Path) -> None:
-    if "trainer.accelerator=gpu" in arguments and torch.cuda.is_available():
+    if "trainer.accelerator=gpu" in arguments[0] and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     _, err = run_here(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
     message = error_line(err)
