@@ -38,7 +38,7 @@ def refuse_unknown_keys(cfg: DictConfig, hydra_cfg: Any) -> None:
     for file, tree in recipes.items():
         for parent, key, value in _new_keys(tree, known):
             is_object = isinstance(value, dict) and "_target_" in value
-            if not (key.startswith("_") or is_object or (not parent and _is_variable(key, tree))):
+            if not (key.startswith("_") or is_object or (not parent and is_variable(key, tree))):
                 _check_accepted(cfg, parent, key, file, known)
         _merge(known, tree)
 
@@ -105,8 +105,8 @@ def _new_keys(tree: Tree, known: Tree, parent: str = "") -> Iterator[tuple[str, 
             yield from _new_keys(value, known[key], f"{parent}.{key}".strip("."))
 
 
-def _is_variable(key: str, tree: Tree) -> bool:
-    """Return whether a value of the recipe interpolates its key `key`."""
+def is_variable(key: str, tree: Any) -> bool:
+    """Return whether a value in the tree interpolates the key `key` of the root."""
     return re.search(rf"\$\{{{re.escape(key)}[.\[}}]", str(tree)) is not None
 
 
@@ -116,7 +116,7 @@ def _check_accepted(cfg: DictConfig, parent: str, key: str, file: Any, known: Tr
     Raises:
         UserError: if not.
     """
-    options, name = _all_names(known), f"{parent}.{key}".strip(".")
+    options, name = all_names(known), f"{parent}.{key}".strip(".")
     if target := OmegaConf.select(cfg, f"{parent}._target_"):
         accepted = accepted_options(locate(f"{parent}._target_", target))
         if accepted is None or key in accepted:
@@ -134,10 +134,10 @@ def _is_inside_object(cfg: DictConfig, name: str) -> bool:
     return any(OmegaConf.select(cfg, f"{name}._target_") for name in names)
 
 
-def _all_names(tree: Tree, prefix: str = "") -> set[str]:
+def all_names(tree: Tree, prefix: str = "") -> set[str]:
     """Return the dotted names of all nodes and options."""
     names = {f"{prefix}{key}" for key in tree if not str(key).startswith("_")}
     for key, value in tree.items():
         if isinstance(value, dict):
-            names |= _all_names(value, f"{prefix}{key}.")
+            names |= all_names(value, f"{prefix}{key}.")
     return names

@@ -34,7 +34,8 @@ def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> list[str
                 for option in dropped:
                     del node[option]
             if dropped:
-                messages.append(f"{node_name}: {node._target_} has no {', '.join(dropped)}: left out")
+                names = f"option {dropped[0]}" if len(dropped) == 1 else f"options {', '.join(dropped)}"
+                messages.append(f"{node_name}: {node._target_} has no {names}, which conf/{node_name} sets: left out")
     return messages
 
 

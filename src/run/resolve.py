@@ -1,8 +1,8 @@
 """Resolve the composed configuration in one process: every rank then gets the same values, without interpolations."""
 
-import logging
 import os
 import secrets
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,11 +20,10 @@ from src.run.option_types import check_root_options
 from src.run.recipe_keys import refuse_unknown_keys
 from src.run.replaced_targets import drop_replaced_options
 from src.run.resume import newest_checkpoint, remove_partial_checkpoints
-from src.run.unused import refuse_unused_groups
+from src.run.unused import refuse_unknown_additions, refuse_unused_groups
 from src.utils.errors import UserError
 from src.utils.flatten import flatten_config
 
-_log = logging.getLogger(__name__)
 # A continued run does not inherit these options.
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
 # The resolved configuration of every run differs from the files under conf/ in these nodes.
@@ -41,9 +40,10 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     hydra_cfg = HydraConfig.get()
     check_root_options(cfg)
     for message in drop_replaced_options(cfg, hydra_cfg.overrides.task):
-        _log.warning(message)
+        print(message, file=sys.stderr)
     refuse_unknown_keys(cfg, hydra_cfg)
     refuse_unused_groups(cfg, hydra_cfg.overrides.task)
+    refuse_unknown_additions(cfg, hydra_cfg)
     folder = Path(hydra_cfg.runtime.output_dir)
     _check_writable(folder)
     _resolve_resume(cfg, folder)
@@ -52,6 +52,8 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
         _warn_of_changed_files(cfg.ckpt_path)
     elif cfg.init_from:  # a continued run has its weights in `ckpt_path`
         cfg.init_from = str(_find_checkpoint("init_from", cfg.init_from))
+    elif not cfg.fit:
+        print("warning: fit=false without ckpt_path or init_from: the weights are random", file=sys.stderr)
     if cfg.predict:
         cfg.predict = str(_find_images(cfg.predict))
     cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
@@ -177,4 +179,5 @@ def _warn_of_changed_files(ckpt_path: str) -> None:
     before, now = flatten_config(OmegaConf.to_container(saved)), flatten_config(OmegaConf.to_container(composed))
     for name in sorted((before.keys() | now.keys()) - {"data_source"}):  # which RunRecord adds to the saved file
         if before.get(name) != now.get(name):
-            _log.warning("conf/ has changed since that run: %s was %s, is %s", name, before.get(name), now.get(name))
+            change = f"{name} was {before.get(name)}, is {now.get(name)}"
+            print(f"conf/ has changed since that run: {change}", file=sys.stderr)

@@ -1,12 +1,14 @@
 """Options that a class does not accept, or of a wrong type, are found before anything is built."""
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from src.run.experiment import assemble
+from src.run.experiment import assemble, run
 from src.run.option_types import _check_type
 from src.utils.errors import UserError
 from tests.support.commands import TINY, error_line, run_here
@@ -44,10 +46,21 @@ def test_refuses_options_that_cannot_be_meant(
         assemble(compose(folder, *small, *words))
 
 
-@pytest.mark.parametrize("name", ["strategy", "callbacks", "logger", "default_root_dir", "plugins"])
-def test_refuses_arguments_of_the_trainer_that_the_template_gives(name: str, small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=f"trainer.{name}=false: "):
-        assemble(compose(folder, *small, f"+trainer.{name}='false'"))
+@pytest.mark.parametrize("word", ["strategy=ddp", "callbacks=[]", "logger=false", "default_root_dir=x", "plugins=[]"])
+def test_refuses_arguments_of_the_trainer_that_the_template_gives(word: str, small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(f"+trainer.{word}: ")):
+        assemble(compose(folder, *small, f"+trainer.{word}"))
+
+
+def test_an_error_of_lightning_does_not_blame_an_option(
+    small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MisconfigurationException("The loader\nis empty.")
+
+    monkeypatch.setattr("src.run.experiment._fit_test_predict", fail)
+    with pytest.raises(UserError, match=r"^Lightning refuses this run: The loader is empty\.$"):
+        run(compose(folder, *small))
 
 
 @pytest.mark.parametrize(
@@ -81,13 +94,14 @@ def test_another_class_leaves_out_the_options_of_the_previous_one(small: list[st
     """Also when the run is continued; options on the command line stay, and are refused."""
     task = [*small, *TINY, "logger=none", "trainer.max_epochs=1", "optimizer._target_=torch.optim.RMSprop"]
     folder = f"run_dir={tmp_path / 'run'}"
-    out, _ = run_here(*task, folder)
-    assert "optimizer: torch.optim.RMSprop has no nesterov: left out" in out
-    out, _ = run_here(f"ckpt_path={tmp_path / 'run'}", "trainer.max_epochs=2")
-    assert "left out" in out
-    assert "conf/ has changed" not in out
+    notice = "optimizer: torch.optim.RMSprop has no option nesterov, which conf/optimizer sets: left out"
+    _, err = run_here(*task, folder)
+    assert notice in err.splitlines()
+    _, err = run_here(f"ckpt_path={tmp_path / 'run'}", "trainer.max_epochs=2")
+    assert notice in err
+    assert "conf/ has changed" not in err
     _, err = run_here(*task, f"{folder}2", "optimizer.nesterov=true", code=1)
-    assert "optimizer.nesterov=True: torch.optim.RMSprop has no option `nesterov`" in error_line(err)
+    assert "optimizer.nesterov=true: torch.optim.RMSprop has no option `nesterov`" in error_line(err)
 
 
 @pytest.mark.parametrize(
