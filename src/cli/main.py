@@ -1,5 +1,6 @@
 """Run the Hydra application, and report an error as one line that names the option and a solution."""
 
+import argparse
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
+from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -28,8 +30,9 @@ TRACEBACK_WANTED = os.environ.get(_FULL_ERROR) == "1"
 
 def run_application(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
-    _load_env_file(_PROJECT / ".env")
     try:
+        _load_env_file(_PROJECT / ".env")
+        _check_flags(_multirun_first(sys.argv)[1:])
         refuse_internal_options(sys.argv[1:])
         argv = with_found_runs(_multirun_first(sys.argv))
         sys.argv = without_null_choices(with_saved_sweep(with_saved_overrides(argv)))
@@ -61,11 +64,38 @@ def run_application(main: Callable[[], None]) -> int:
 
 
 def _load_env_file(file: Path) -> None:
-    """Set the environment variables of the file, if it exists. Variables that are set already keep their values."""
+    """Set the environment variables of the file, if it exists. Variables that are set already keep their values.
+
+    Raises:
+        UserError: if a line is invalid; dotenv's warning does not name the file.
+    """
     if file.is_file():
         from dotenv import load_dotenv
+        from dotenv.parser import parse_stream
 
+        with file.open() as stream:
+            for binding in parse_stream(stream):
+                if binding.error:
+                    raise UserError(f"{file} line {binding.original.line} is not NAME=VALUE: correct it, or remove it")
         load_dotenv(file)
+
+
+def _check_flags(words: list[str]) -> None:
+    """Check the flags with Hydra's own parser, which would print its usage in many lines.
+
+    Raises:
+        UserError: if one is unknown or has an invalid value, or overrides stand on both sides of a flag.
+    """
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        _, unknown = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}; see python train.py --help") from None
+    if unknown and unknown[0].startswith("-"):
+        raise UserError(f"{unknown[0]}: there is no such flag; see python train.py --help")
+    if unknown:
+        raise UserError(f"{unknown[0]}: write all options in front of the flags; see python train.py --help")
 
 
 def refuse_internal_options(overrides: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hydra
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -18,7 +19,7 @@ from src.launch.config_sync import _check_equal
 from src.launch.rank import run_rank
 from src.run.folder import CONFIG, remove_if_unused, run_and_sweep_id
 from src.run.resolve import as_tags
-from src.run.unused import refuse_unused_groups
+from src.run.unused import refuse_unknown_additions, refuse_unused_groups
 from src.utils.errors import UserError
 from src.utils.quoting import quote
 from tests.support.commands import ROOT, TINY, error_line, run_here
@@ -37,6 +38,9 @@ def test_env_file_sets_only_missing_variables(tmp_path: Path, monkeypatch: pytes
     (tmp_path / ".env").write_text("# keys\nWANDB_API_KEY='1234'\nCIFAR_ROOT=/data\n")
     _load_env_file(tmp_path / ".env")
     assert (os.environ["WANDB_API_KEY"], os.environ["CIFAR_ROOT"]) == ("1234", "from the shell")
+    (tmp_path / ".env").write_text("# keys\nthis is nothing\n")
+    with pytest.raises(UserError, match=r"\.env line 2 is not NAME=VALUE"):
+        _load_env_file(tmp_path / ".env")
 
 
 @pytest.mark.parametrize(
@@ -61,12 +65,54 @@ def test_env_file_sets_only_missing_variables(tmp_path: Path, monkeypatch: pytes
         ("hydra.run.dir=/proc/nothing", "hydra.run.dir=/proc/nothing: cannot make that folder"),
         ("trainer.devices=[0,0]", "trainer.devices=[0, 0] lists a device twice"),
         ("+callbacks.mine.monitor=val/acc", "callbacks.mine has options (monitor) but no _target_"),
+        ("+foo=3", "+foo=3: foo is no option here; python train.py --cfg job lists all"),
+        ("+launch.max_restart=3", "launch.max_restart is no option here; did you mean launch.max_restarts?"),
+        ("++trainerr.max_epoch=3", "trainerr.max_epoch is no option here; did you mean trainer.max_epochs"),
+        ("modle=vit", "modle is no option here; did you mean module or model?"),
+        ("optimizer.momentun=1", "did you mean optimizer.momentum?"),
+        ("module.tta=shiftt", "is no test-time augmentation (null means none): did you mean shift?"),
+        ("callbacks.x={a: 1 ]", "callbacks.x={a: 1 ]: the value is not valid: close its brackets"),
+        ("--cgf", "--cgf: there is no such flag; see python train.py --help"),
+        ("--cfg=jub", "--cfg/-c: invalid choice: 'jub'"),
     ],
 )
 def test_errors_name_the_option(word: str, hint: str, small: list[str], tmp_path: Path) -> None:
     folder = [] if word.startswith("hydra") else [f"run_dir={tmp_path / 'run'}"]
     _, err = run_here(*small, word, "trainer.accelerator=cpu", *folder, code=1)
     assert hint in error_line(err)
+
+
+@pytest.mark.parametrize(
+    "words", [["+lr=0.2", "optimizer.lr=${lr}"], ["+callbacks.mine={_target_: own.Mine}"], ["++launch.timeout=9"]]
+)
+def test_accepts_additions_that_something_reads(words: list[str]) -> None:
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = hydra.compose("train", words, return_hydra_config=True)
+    refuse_unknown_additions(cfg, cfg.hydra)
+
+
+@pytest.mark.parametrize(
+    ("class_", "hint"),
+    [
+        ("src.models.vit.vit", "model.widht is no option here; did you mean +model.width?"),
+        ("src.models.vit.vitt", "src.models.vit has no vitt; did you mean vit?"),
+    ],
+)
+def test_options_of_a_class_on_the_command_line(class_: str, hint: str) -> None:
+    _, err = run_here("model=mlp", f"model._target_={class_}", "model.widht=2", code=1)
+    assert hint in error_line(err)
+
+
+def test_unknown_group_in_a_defaults_list(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /modle: mlp\n")
+    _, err = run_here(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine", code=1)
+    assert "experiment/mine.yaml: override /modle: there is no such group; did you mean module or model?" in err
+
+
+def test_warns_of_an_evaluation_of_random_weights(small: list[str], tmp_path: Path) -> None:
+    _, err = run_here(*small, *TINY, "logger=none", "fit=false", f"run_dir={tmp_path / 'run'}")
+    assert "warning: fit=false without ckpt_path or init_from: the weights are random" in err.splitlines()
 
 
 def test_error_in_a_users_yaml_names_file_and_line(tmp_path: Path) -> None:
@@ -149,8 +195,10 @@ def test_drawn_seed_is_recorded_and_kept(small: list[str], tmp_path: Path) -> No
     assert "seed=null" not in saved.runtime.overrides
     assert saved.tags == ["draft"]
     run_here(*start)
-    out, _ = run_here(f"ckpt_path={tmp_path / 'run'}", "trainer.max_epochs=3")
-    assert "conf/ has changed" not in out
+    _, err = run_here(f"ckpt_path={tmp_path / 'run'}", "trainer.max_epochs=3")
+    assert "conf/ has changed" not in err
+    _, err = run_here(f"ckpt_path={tmp_path / 'run'}", "trainer.max_epochs=2", code=1)
+    assert "trainer.max_epochs=2: the run in ckpt_path has already trained 3 epochs" in error_line(err)
     assert OmegaConf.load(tmp_path / "run" / CONFIG).seed == saved.seed
     run_here(*tiny, "seed=null", "trainer.max_steps=1", f"run_dir={tmp_path / 'other'}")
     assert OmegaConf.load(tmp_path / "other" / CONFIG).seed != saved.seed
