@@ -119,7 +119,8 @@ def test_ranks_divide_the_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
     for name in variables:
         monkeypatch.setenv(name, variables[name])
-    cfg = {"run_dir": "", "trainer": trainer, "strategy": {"single_process": single_process}}
+    strategy = {"single_process": single_process}
+    cfg = {"run_dir": "", "doctor": False, "trainer": trainer, "strategy": strategy}
     rank.run_rank(OmegaConf.create(cfg), rank=0)
     assert numbers == ([] if threads is None else [threads])
 
