@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops, measure_flops
+from torch import nn
 from torch.func import functional_call
 
 from src.data.batch import Batch
@@ -43,9 +44,15 @@ def flops_per_sample(module: Any, image_shape: tuple[int, int, int]) -> float | 
     return total / _NUM_SAMPLES
 
 
-def peak_flops(trainer: L.Trainer, device: torch.device) -> float | None:
-    """Return the peak FLOP/s of a device in the precision of the run, or None if Lightning does not list it."""
+def peak_flops(trainer: L.Trainer, module: L.LightningModule) -> float | None:
+    """Return the peak FLOP/s of a device in the precision of the run, or None if Lightning does not list it.
+
+    cuDNN convolves float32 in TF32 by default, but matrix products are exact by default.
+    """
     dtype = _DTYPES.get(str(trainer.precision)[:2], torch.float32)
+    convolves = any(isinstance(part, nn.Conv2d) for part in module.modules())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning warns if it does not list the device
-        return get_available_flops(device, dtype)
+        if dtype is torch.float32 and convolves and torch.backends.cudnn.allow_tf32:
+            return get_available_flops(module.device, "tfloat32") or get_available_flops(module.device, dtype)
+        return get_available_flops(module.device, dtype)

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch.utils.flop_counter import FlopCounterMode
 
 from src.data.augment.augmentation import Augmentation
-from src.models.flops import flops_per_sample
+from src.models.flops import flops_per_sample, peak_flops
 from src.run.experiment import assemble
 from src.strategies.dp import DP
 from tests.support.pool import Pool
@@ -195,3 +195,15 @@ def test_network_compiles_after_counting(small: list[str], folder: Path) -> None
     assert not graphs
     module(torch.zeros(2, *data.image_shape))
     assert graphs
+
+
+@pytest.mark.parametrize(("model", "tera"), [("resnet9", 156), ("mlp", 19.5)])
+def test_peak_is_that_of_the_type_that_computes(
+    model: str, tera: float, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An A100 convolves float32 in TF32."""
+    trainer, module, _ = assemble(compose(folder, *small, f"model={model}"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr("lightning.fabric.accelerators.cuda._is_ampere_or_later", lambda: True)
+    monkeypatch.setattr(type(module), "device", torch.device("cuda"))
+    assert peak_flops(trainer, module) == pytest.approx(tera * 1e12)
