@@ -58,7 +58,7 @@ def test_agrees_with_single_process(strategy: str, task: list[str], pool: Pool, 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_module_of_the_common_template(strategy: str, task: list[str], pool: Pool, folder: Path) -> None:
-    template = [*task, "module=template"]
+    template = [*task, "module=template", "test=false"]
     reference = fit(compose(folder / "single", *template))
     assert_agree(fit_ranks(compose(folder, *template, f"strategy={strategy}", TWO), pool), reference)
 
@@ -76,7 +76,7 @@ def test_resumes_under_another_strategy(task: list[str], pool: Pool, folder: Pat
 
 def test_weights_only_checkpoint_can_be_read(task: list[str], folder: Path) -> None:
     """Lightning calls no callback for it; the hyper-parameters contain the network."""
-    options = ["module=template", "+callbacks.best.save_weights_only=true", "trainer.max_epochs=1"]
+    options = ["module=template", "test=false", "+callbacks.best.save_weights_only=true", "trainer.max_epochs=1"]
     fit(compose(folder, *task, *options))
     saved = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
     assert saved["hyper_parameters"] == {"compile": False}

@@ -5,10 +5,11 @@ and so replaces the modules: dropout, synchronized batch normalization and evalu
 """
 
 import inspect
+import operator
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,17 +34,6 @@ class _BlockTracer(fx.Tracer):
         return module_qualified_name in self.blocks
 
 
-class _Measurement(fx.Interpreter):
-    """Runs a graph; each node gets its FLOPs and, if its value is a tensor, a meta tensor like it."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        with FlopCounterMode(display=False) as counter:
-            value = super().run_node(n)
-        n.meta["flops"] = counter.get_total_flops()
-        n.meta["value"] = torch.empty_like(value, device="meta").detach() if isinstance(value, Tensor) else None
-        return value
-
-
 def trace(net: nn.Module, blocks: Sequence[str], images: Tensor) -> fx.Graph:
     """Return the measured graph of the forward pass: calls of the blocks, and operations between them.
 
@@ -62,7 +52,7 @@ def trace(net: nn.Module, blocks: Sequence[str], images: Tensor) -> fx.Graph:
         in_training = str(_record(net, blocks))
     with _mode(net, training=False):
         graph = _record(net, blocks)
-        expected, found = net(images), _Measurement(net, graph=graph).run(images)
+        expected, found = net(images), _measure(net, graph, images)
     if str(graph) != in_training:
         raise UserError(
             "the forward pass of `model` is another in training than in evaluation, outside of its blocks: use layers "
@@ -71,6 +61,33 @@ def trace(net: nn.Module, blocks: Sequence[str], images: Tensor) -> fx.Graph:
     if not _are_equal(net, expected, found):
         raise UserError(f"the blocks of `model` do not compose its forward pass: {_ADVICE}")
     return graph
+
+
+def _measure(net: nn.Module, graph: fx.Graph, images: Tensor) -> Any:
+    """Run a graph; each node gets its FLOPs and, if its value is a tensor, a meta tensor like it.
+
+    fx.Interpreter would make a progress bar, whose semaphore a process that is killed leaves behind.
+    """
+    values: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        arguments = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        with FlopCounterMode(display=False) as counter:
+            value = values[node] = images if node.op == "placeholder" else _evaluate(net, node, *arguments)
+        node.meta["flops"] = counter.get_total_flops()
+        node.meta["value"] = torch.empty_like(value, device="meta").detach() if isinstance(value, Tensor) else None
+    return value
+
+
+def _evaluate(net: nn.Module, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the value of a node, https://docs.pytorch.org/docs/stable/fx.html#torch.fx.Node."""
+    if node.op == "output":
+        return args[0]
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if node.op == "call_function":
+        return cast(Any, node.target)(*args, **kwargs)
+    attribute = operator.attrgetter(str(node.target))(net)
+    return attribute(*args, **kwargs) if node.op == "call_module" else attribute
 
 
 def _are_equal(net: nn.Module, expected: Any, found: Any) -> bool:
