@@ -98,7 +98,8 @@ def test_builds(overrides: list[str], folder: Path) -> None:
 
 @pytest.mark.parametrize("words", TRAINED)
 def test_trains(overrides: list[str], pool: Pool, folder: Path) -> None:
-    cfg = compose(folder, *overrides)
+    logger = ["logger=wandb"] if any(word.startswith("logger.wandb.") for word in overrides) else []
+    cfg = compose(folder, *logger, *overrides)
     if cfg.fit:
         assert all(set(record.metrics) >= {"train/loss", "lr"} for record in fit_ranks(cfg, pool))
     else:
