@@ -67,8 +67,8 @@ class LastCheckpoint(ModelCheckpoint):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        data: Any = trainer.datamodule
-        is_last = trainer.should_stop or trainer.global_step >= data.total_steps
+        has_all_steps = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+        is_last = trainer.should_stop or has_all_steps or trainer.current_epoch + 1 == trainer.max_epochs
         if is_last or (self._epoch_interval and (trainer.current_epoch + 1) % self._epoch_interval == 0):
             super().on_train_epoch_end(trainer, pl_module)
 

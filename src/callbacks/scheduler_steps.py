@@ -66,7 +66,7 @@ class SchedulerSteps(L.Callback):
             is_due = config.scheduler.last_epoch < trainer.current_epoch // config.frequency
             if is_due and config.monitor in metrics:
                 pl_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
-            _check_equal_on_ranks(trainer, config)
+            _check_equal_on_ranks(trainer, pl_module.device, config)
 
 
 def _plateau_configs(trainer: L.Trainer) -> list[Any]:
@@ -74,14 +74,14 @@ def _plateau_configs(trainer: L.Trainer) -> list[Any]:
     return [config for config in configs if config.reduce_on_plateau and config.interval == "epoch"]
 
 
-def _check_equal_on_ranks(trainer: L.Trainer, config: Any) -> None:
+def _check_equal_on_ranks(trainer: L.Trainer, device: torch.device, config: Any) -> None:
     """Check that a scheduler has seen the same metric on all ranks. Every rank must call it.
 
     Raises:
         UserError: on all ranks, if not: their learning rates would differ.
     """
     scheduler = config.scheduler
-    state = torch.tensor([scheduler.best, scheduler.num_bad_epochs], device=trainer.strategy.root_device)
+    state = torch.tensor([scheduler.best, scheduler.num_bad_epochs], device=device)
     states = trainer.strategy.all_gather(state).view(-1, len(state))
     if (states != states[0]).any():
         raise UserError(

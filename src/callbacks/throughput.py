@@ -54,7 +54,9 @@ class Throughput(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._reports = []
-        if trainer.is_global_zero and self._step_flops is None:
+        # Under the counter dynamo would skip the network, and never compile it.
+        is_compiled = getattr(pl_module, "should_compile", False)
+        if trainer.is_global_zero and self._step_flops is None and not is_compiled:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 

@@ -75,7 +75,7 @@ def _targets(node: Any) -> list[str]:
 
 
 def _is_in(target: str, packages: Sequence[str]) -> bool:
-    """Return whether a file of the packages defines a target, and does not only import it."""
+    """Return whether a target is in the packages, where a file may only import it from another of their files."""
     module, _, name = target.rpartition(".")
     if not any(f"{module}.".startswith(f"{package}.") for package in packages):
         return False
@@ -84,7 +84,8 @@ def _is_in(target: str, packages: Sequence[str]) -> bool:
             return False
     except ImportError:  # the path goes on behind a file
         return False
-    return getattr(getattr(import_module(module), name, None), "__module__", None) == module
+    definition = getattr(getattr(import_module(module), name, None), "__module__", None) or ""
+    return any(f"{definition}.".startswith(f"{package}.") for package in packages)
 
 
 def load_initial_weights(module: nn.Module, path: str) -> None:

@@ -129,6 +129,10 @@ class ImageClassifier(Module):
         scheduler: Any = scheduler_config(optimizer, self.schedule, data.total_steps)
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.lr_scheduler_configs:  # a test has none
+            checkpoint["scheduler"] = type(self.trainer.lr_scheduler_configs[0].scheduler).__name__
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another network; when training resumes, use the configured hyper-parameters.
 
@@ -142,7 +146,7 @@ class ImageClassifier(Module):
             return
         own: Any = self.configure_optimizers()
         optimizer, scheduler = own["optimizer"], own["lr_scheduler"]["scheduler"]
-        check_same_kind(checkpoint["lr_schedulers"][0], scheduler)
+        check_same_kind(checkpoint["scheduler"], scheduler)
         if as_torch_schedule(self.schedule):
             return
         step, steps = checkpoint["global_step"], self.trainer.datamodule.total_steps

@@ -107,7 +107,7 @@ def _new_keys(tree: Tree, known: Tree, parent: str = "") -> Iterator[tuple[str, 
 
 def is_variable(key: str, tree: Any) -> bool:
     """Return whether a value in the tree interpolates the key `key` of the root."""
-    return re.search(rf"\$\{{{re.escape(key)}[.\[}}]", str(tree)) is not None
+    return re.search(rf"\$\{{[^}}]*(?<!\w){re.escape(key)}\b", str(tree)) is not None
 
 
 def _check_accepted(cfg: DictConfig, parent: str, key: str, file: Any, known: Tree) -> None:

@@ -52,7 +52,7 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
         _warn_of_changed_files(cfg.ckpt_path)
     elif cfg.init_from:  # a continued run has its weights in `ckpt_path`
         cfg.init_from = str(_find_checkpoint("init_from", cfg.init_from))
-    elif not cfg.fit:
+    elif not cfg.fit and not cfg.doctor:
         print("warning: fit=false without ckpt_path or init_from: the weights are random", file=sys.stderr)
     if cfg.predict:
         cfg.predict = str(_find_images(cfg.predict))
