@@ -12,7 +12,7 @@ from torch import Tensor
 
 from src.checkpoint.integrity import read_weights
 from src.checkpoint.io import AtomicCheckpointIO
-from src.checkpoint.weights import load_network
+from src.checkpoint.weights import _is_in, load_network
 from src.run.experiment import assemble
 from src.utils.errors import UserError
 from tests.support.runs import compose, fit
@@ -153,3 +153,18 @@ def test_present_weights_are_not_migrated(options: list[str], small: list[str], 
     load_network(file, "run", ["tests"])
     fit(compose(folder / "started", *task, f"init_from={file}", "trainer.max_steps=1"))
     fit(compose(folder / "resumed", *task, f"ckpt_path={file}", "trainer.max_steps=2"))
+
+
+@pytest.mark.parametrize(
+    ("target", "packages", "expected"),
+    [
+        ("src.models.resnet9.resnet9", ["src.models"], True),
+        ("src.models.classifier.build_optimizer", ["src.models"], False),
+        ("src.models.classifier.partial", ["src.models"], False),
+        ("torch.nn.Linear", ["torch"], True),
+        ("torch.nn.os.system", ["torch"], False),
+    ],
+)
+def test_trusted_code_is_defined_in_the_packages(target: str, packages: list[str], expected: bool) -> None:
+    """A package may re-export its own code, as torch.nn does."""
+    assert _is_in(target, packages) is expected

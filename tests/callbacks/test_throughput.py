@@ -3,7 +3,8 @@
 import csv
 import logging
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from torch.utils.flop_counter import FlopCounterMode
 
+from src.callbacks.throughput import Throughput
 from src.data.augment.augmentation import Augmentation
 from src.models.flops import flops_per_sample, peak_flops
 from src.run.experiment import assemble
@@ -207,3 +209,13 @@ def test_peak_is_that_of_the_type_that_computes(
     monkeypatch.setattr("lightning.fabric.accelerators.cuda._is_ampere_or_later", lambda: True)
     monkeypatch.setattr(type(module), "device", torch.device("cuda"))
     assert peak_flops(trainer, module) == pytest.approx(tera * 1e12)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_compiled_network_is_not_counted(compiles: bool) -> None:
+    """Dynamo would skip a network whose first call it sees under the counter."""
+    throughput, trainer = Throughput(), SimpleNamespace(is_global_zero=True)
+    module = SimpleNamespace(should_compile=compiles)
+    throughput.on_train_start(cast(Any, trainer), cast(Any, module))
+    assert (throughput._counter is None) is compiles
+    throughput.on_exception()

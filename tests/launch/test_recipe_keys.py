@@ -5,7 +5,7 @@ from pathlib import Path
 import hydra
 import pytest
 
-from src.run.recipe_keys import refuse_unknown_keys
+from src.run.recipe_keys import is_variable, refuse_unknown_keys
 from src.sweeps.resolvers import register_resolvers
 from src.utils.errors import UserError
 from tests.support.commands import error_line, run_here
@@ -76,3 +76,9 @@ def test_accepts_options_and_arguments(recipe: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("group", "name"), RECIPES)
 def test_accepts_all_recipes(group: str, name: str) -> None:
     check(f"{group}={name}")
+
+
+@pytest.mark.parametrize("value", ["${base_lr}", "${oc.select:base_lr,0.1}", "${..base_lr}", "${ base_lr }"])
+def test_variables_are_read_in_any_form(value: str) -> None:
+    assert is_variable("base_lr", {"optimizer": {"lr": value}})
+    assert not is_variable("lr", {"optimizer": {"lr": value}})
