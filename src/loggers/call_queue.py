@@ -1,9 +1,12 @@
 """A queue of calls that one background thread executes in order."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
+
+from src.loggers.guard import MAX_FAILURES, MAX_SECONDS
 
 _MAX_DELAY = 10.0  # seconds before calls that are not urgent are executed
 
@@ -12,7 +15,8 @@ class CallQueue:
     """Executes calls in a background thread, in order.
 
     A call that is not urgent waits for the first urgent one, at most ten seconds. The next method of the queue
-    raises the exception of a call that failed; the other calls are executed.
+    raises the exception of a call that failed; the other calls are executed. After three failures in a row, or one
+    that takes longer than ten seconds, no call is executed, and `put`, `run` and `wait` always raise the exception.
     """
 
     def __init__(self) -> None:
@@ -21,6 +25,8 @@ class CallQueue:
         self._may_start = threading.Event()  # there is an urgent call, or the run ends
         self._last: Future[Any] | None = None
         self._error: BaseException | None = None
+        self._failures = 0  # in a row
+        self._final_error: BaseException | None = None  # of the failure after which no call is executed
 
     def __reduce__(self) -> Any:
         return CallQueue, ()  # a spawned process gets an empty queue
@@ -53,13 +59,27 @@ class CallQueue:
     def _execute(self, function: Callable[..., Any], args: Any) -> Any:
         self._thread_id = threading.get_ident()
         self._may_start.wait(_MAX_DELAY)
-        try:
-            return function(*args)
-        except (Exception, SystemExit) as error:  # libraries exit as well
-            self._error = error
+        if self._final_error is not None:
             return None
+        start = time.monotonic()
+        try:
+            result = function(*args)
+        except (Exception, SystemExit) as error:  # libraries exit as well
+            self._record_failure(error, time.monotonic() - start)
+            return None
+        self._failures = 0
+        return result
+
+    def _record_failure(self, error: BaseException, seconds: float) -> None:
+        self._error = error
+        self._failures += 1
+        # The guard does not see these failures, since `put` returns before them.
+        if self._failures == MAX_FAILURES or seconds > MAX_SECONDS:
+            self._final_error = error
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
+        if self._final_error is not None:
+            raise self._final_error
         if error is not None:
             raise error

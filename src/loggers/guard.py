@@ -11,8 +11,8 @@ from lightning.pytorch.loggers.logger import DummyExperiment, DummyLogger, Logge
 from lightning.pytorch.utilities import rank_zero_only
 
 _log = logging.getLogger(__name__)
-_MAX_FAILURES = 3  # of the same method in a row
-_MAX_SECONDS = 10.0  # of a call that fails, since training waits for it
+MAX_FAILURES = 3  # in a row
+MAX_SECONDS = 10.0  # of a call that fails, since training waits for it
 
 
 class GuardedLogger:
@@ -83,7 +83,7 @@ class GuardedLogger:
         if self._is_dropped:
             return
         self._failures[method] += 1
-        if self._failures[method] == _MAX_FAILURES or seconds > _MAX_SECONDS:
+        if self._failures[method] == MAX_FAILURES or seconds > MAX_SECONDS:
             self._logger = _null_logger()
         if self._is_dropped or not self._has_warned:
             outcome = "training continues without it" if self._is_dropped else "training continues"

@@ -73,9 +73,11 @@ class AsyncWandbLogger(WandbLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        # The error of a failed run should not wait long for its logger.
-        self._calls.wait(timeout=None if status == "success" else 10.0)
-        super().finalize(status)
+        try:
+            # The error of a failed run should not wait long for its logger.
+            self._calls.wait(timeout=None if status == "success" else 10.0)
+        finally:  # a metric that failed must not cost the checkpoints' artifacts
+            super().finalize(status)
 
     def _scan_and_log_checkpoints(self, checkpoint_callback: ModelCheckpoint) -> None:
         # Lightning gives all callbacks one name, so the alias "best" would move from best.ckpt to last.ckpt.

@@ -72,6 +72,43 @@ def test_error_reaches_the_caller_once_and_later_calls_are_executed(error: BaseE
     assert done == [1, 2, 3]
 
 
+def fail() -> None:
+    raise OSError("no answer")
+
+
+@pytest.mark.parametrize(("failures", "max_seconds"), [(3, 10.0), (1, -1.0)], ids=["three in a row", "a slow one"])
+def test_no_call_is_executed_after_lasting_failure(
+    failures: int, max_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("src.loggers.call_queue.MAX_SECONDS", max_seconds)
+    calls, may_fail = CallQueue(), threading.Event()
+    done: list[int] = []
+    calls.put(may_fail.wait, 60)
+    for _ in range(failures):
+        calls.put(fail)
+    calls.put(done.append, 1)
+    may_fail.set()
+    for use in (calls.wait, calls.wait, lambda: calls.put(done.append, 2), lambda: calls.run(lambda: done.append(3))):
+        with pytest.raises(OSError, match="no answer"):
+            use()
+    assert not done
+
+
+def test_calls_are_executed_after_failures_that_are_not_in_a_row() -> None:
+    calls, may_fail = CallQueue(), threading.Event()
+    done: list[int] = []
+    calls.put(may_fail.wait, 60)
+    for step in range(3):
+        calls.put(fail)
+        calls.put(fail)
+        calls.put(done.append, step)
+    may_fail.set()
+    with pytest.raises(OSError, match="no answer"):
+        calls.wait()
+    calls.wait()
+    assert done == [0, 1, 2]
+
+
 def test_can_be_pickled_to_a_spawned_process() -> None:
     calls = CallQueue()
     calls.put(print)

@@ -107,7 +107,7 @@ def test_single_failures_cost_only_their_call(caplog: pytest.LogCaptureFixture) 
 
 def test_slow_failure_drops_a_logger(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """MLflow retries a server that is down for minutes."""
-    monkeypatch.setattr("src.loggers.guard._MAX_SECONDS", 0.0)
+    monkeypatch.setattr("src.loggers.guard.MAX_SECONDS", 0.0)
     logger: Any = GuardedLogger(original := Fragile(["log_hyperparams"]), "logger.fragile")
     logger.log_hyperparams({})
     logger.log_metrics({"loss": 1.0}, 1)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 from wandb import Settings
 
@@ -155,6 +157,50 @@ def test_run_that_cannot_start_does_not_end_training(
     logger.finalize("success")
     outcomes = ["training continues", "training continues without it"][: 1 + uses_experiment]
     assert caplog.messages == [f"logger.wandb failed, and {outcome}: {ERROR}" for outcome in outcomes]
+
+
+def test_run_that_fails_slowly_is_dropped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Log points queue up behind the first attempt to start."""
+    starts, may_fail = [], threading.Event()
+
+    def fail(_: Any) -> None:
+        may_fail.wait(60)
+        starts.append(1)
+        raise AttributeError("no attribute `init`")
+
+    monkeypatch.setattr(AsyncWandbLogger, "_start", fail)
+    original = AsyncWandbLogger("project", "id", "folder", "name", log_model=False)
+    logger: Any = GuardedLogger(original, "logger.wandb")
+    for step in range(10):
+        logger.log_metrics({"loss": 1.0}, step)
+    may_fail.set()
+    with pytest.raises(AttributeError):
+        original._calls.wait()
+    for step in range(10):
+        logger.log_metrics({"loss": 1.0}, step)
+    logger.finalize("success")
+    assert len(starts) == 3
+    outcomes = ["training continues", "training continues without it"]
+    assert caplog.messages == [f"logger.wandb failed, and {outcome}: {ERROR}" for outcome in outcomes]
+
+
+def test_failed_metric_does_not_cost_the_artifacts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("a bad value")
+
+    uploaded: list[Any] = []
+    monkeypatch.setattr(WandbLogger, "log_metrics", fail)
+    monkeypatch.setattr(AsyncWandbLogger, "_scan_and_log_checkpoints", lambda _, callback: uploaded.append(callback))
+    logger = AsyncWandbLogger("project", "id", str(tmp_path), "name", log_model=True)
+    monkeypatch.setattr(logger, "_experiment", SimpleNamespace())
+    logger.after_save_checkpoint(callback := ModelCheckpoint())
+    may_fail = threading.Event()
+    logger._calls.put(may_fail.wait, 60)
+    logger.log_metrics({"loss": 1.0}, 1)
+    may_fail.set()
+    with pytest.raises(ValueError, match="a bad value"):
+        logger.finalize("success")
+    assert uploaded == [callback]
 
 
 class Published(L.Callback):
