@@ -25,7 +25,6 @@ from src.launch.rank import run_rank
 from src.launch.rank_exit import exit_started_rank
 from src.launch.workers import launch_workers
 from src.run.devices import device_count, runs_in_single_process
-from src.run.folder import remove_if_unused
 from src.run.resolve import resolve_config
 from src.utils.errors import UserError
 
@@ -83,8 +82,6 @@ def _join_started_ranks(
             return run_rank(cfg, rank, keep)
         except Exception as error:
             if dist.is_initialized():
-                if isinstance(error, UserError):
-                    remove_if_unused(Path(cfg.run_dir))
                 exit_started_rank(error, cfg.run_dir, rank, terminal)
             raise
 

@@ -205,6 +205,17 @@ def test_a_rank_that_raises_ends_all_under_torchrun(small: list[str], tmp_path: 
     assert "Traceback" in (tmp_path / "run" / "logs" / "rank1.log").read_text()
 
 
+def test_user_error_after_the_rendezvous_is_one_line_under_torchrun(small: list[str], tmp_path: Path) -> None:
+    """All ranks raise it when the process group is open; rank zero must print it before torchrun ends all ranks."""
+    arguments = [*small, *TINY, *TWO, "data.batch_size=63", "logger=none", f"run_dir={tmp_path}/run"]
+    _, err = run(*arguments, program=TORCHRUN, code=1)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]  # torchrun prints a traceback of its own
+    assert len(lines) == 1, err[-3000:]
+    assert "data.batch_size=63 does not divide over 2 data-parallel processes" in lines[0]
+    assert "FileNotFoundError" not in err
+    assert not (tmp_path / "run").exists()
+
+
 def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     """Train two ranks with wandb, check the run folder, evaluate and continue it, and try another network."""
     folder = tmp_path / "run with space"
