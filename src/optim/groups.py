@@ -63,15 +63,16 @@ def build_optimizer(
 
 def _can_fuse(factory: partial[Any], parameters: list[nn.Parameter]) -> bool:
     """Return whether the fused implementation exists for these parameters, and the user has chosen no other."""
+    kind: Any = factory.func  # a class, or a function such as `muon`
     # Adagrad's exists for CPUs only in torch before 2.13.
-    has_fused = isinstance(factory.func, type) and issubclass(factory.func, SGD | Adam | AdamW)
+    has_fused = isinstance(kind, type) and issubclass(kind, SGD | Adam | AdamW)
     if not has_fused or {"fused", "foreach", "differentiable"} & factory.keywords.keys():
         return False
     if any(parameter.device.type not in _FUSED_DEVICES for parameter in parameters):
         return False
     # torch 2.13 has sharding rules for _fused_adam_ and _fused_adamw_ only (distributed/tensor/_ops/_pointwise_ops.py).
     is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-    return not is_sharded or not issubclass(factory.func, SGD)
+    return not is_sharded or not issubclass(kind, SGD)
 
 
 def override_hyperparameters(
