@@ -23,7 +23,7 @@ from tests.support.wandb_files import read_runs
 
 MLP = [*TINY, "trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
 JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-REPORT = callback("Report", folder="'${run_dir}'", lr="'${optimizer.lr}'", random="'${sweep_folder:x}'")
+REPORT = callback("Report", folder="'${run_dir}'", lr="'${optimizer.lr}'", random="'${unique_name:}'")
 
 
 def rows(file: Path) -> list[dict[str, str]]:
