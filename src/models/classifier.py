@@ -146,7 +146,7 @@ class ImageClassifier(Module):
             return
         own: Any = self.configure_optimizers()
         optimizer, scheduler = own["optimizer"], own["lr_scheduler"]["scheduler"]
-        check_same_kind(checkpoint["scheduler"], scheduler)
+        check_same_kind(checkpoint.get("scheduler", "LambdaLR"), scheduler)  # earlier versions had no other
         if as_torch_schedule(self.schedule):
             return
         step, steps = checkpoint["global_step"], self.trainer.datamodule.total_steps

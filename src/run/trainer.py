@@ -30,7 +30,8 @@ from src.strategies.sync_batchnorm import GlobalBatchNorm
 from src.utils.errors import UserError
 from src.utils.quoting import as_typed
 
-# In a notebook Lightning refuses each strategy that may start processes. Here the project's launcher starts them.
+# In a notebook Lightning refuses each strategy that may start processes (`_lazy_init_strategy` in
+# trainer/connectors/accelerator_connector.py of 2.6.6). Here the project's launcher starts them.
 accelerator_connector._IS_INTERACTIVE = False
 
 _OWN_ARGUMENTS = {  # arguments of Lightning's Trainer that `build_trainer` gives

@@ -10,7 +10,7 @@ from src.optim.parameter_names import name_parameters
 from src.run.experiment import run
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances
-from tests.support.experiments import SHORT, SHORT_EPOCH
+from tests.support.experiments import SHORT, SHORT_EPOCH, SHORT_STEPS
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit
 
@@ -86,6 +86,15 @@ def test_refuses_to_resume_with_another_scheduler(first: str, second: str, task:
     run(compose(folder / "a", *task, *chosen[first], "trainer.max_steps=2"))
     with pytest.raises(UserError, match="another kind of `scheduler`"):
         run(compose(folder / "b", *task, *chosen[second], f"ckpt_path={folder}/a/checkpoints/last.ckpt"))
+
+
+def test_resumes_a_run_of_a_version_without_other_schedulers(task: list[str], folder: Path) -> None:
+    run(compose(folder / "a", *task, "trainer.max_steps=2"))
+    file = folder / "a" / "checkpoints" / "last.ckpt"
+    saved = torch.load(file)
+    assert saved.pop("scheduler") == "LambdaLR"
+    torch.save(saved, file)
+    assert len(fit(compose(folder / "b", *task, f"ckpt_path={file}")).losses) == SHORT_STEPS - 2
 
 
 def test_names_refuse_what_no_checkpoint_could_restore() -> None:
