@@ -11,7 +11,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) ".[dev,tensorboard,sweeps]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) ".[dev,tensorboard,sweeps,report,dashboard]"
 	touch $(STAMP)
 
 train: install
