@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import lightning as L
@@ -9,6 +10,7 @@ import lightning as L
 from src.checkpoint.run_files import CHECKPOINTS, LAST, stop_message
 from src.utils import signals
 from src.utils.consensus import RankConsensus
+from src.utils.events import append_event
 
 _log = logging.getLogger(__name__)
 
@@ -62,3 +64,5 @@ class PreemptionHandler(L.Callback):
     def _log_stop(self, trainer: L.Trainer, signal_number: int) -> None:
         if trainer.is_global_zero:
             _log.info(stop_message(signal_number, self.folder, f" at step {trainer.global_step}"))
+            if not trainer.fast_dev_run:
+                append_event(self.folder, "stopped", trainer.global_step, Signals(signal_number).name)

@@ -1,4 +1,4 @@
-"""Log the configuration, print the banner, and cut metrics.csv back when a run is resumed."""
+"""Log the configuration, record the start, print the banner, and cut metrics.csv back when a run is resumed."""
 
 import logging
 from typing import Any, cast
@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.loggers.csv import CSVLogger
+from src.utils.events import append_start
 
 _log = logging.getLogger(__name__)
 _FEW_IMAGES = 64  # fewer of the size of CIFAR's keep no GPU busy
@@ -43,6 +44,7 @@ class RunRecord(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log only now, after every check that may refuse to resume the run."""
         self._log_settings(trainer)
+        self._record_start(trainer, pl_module)
         trainer.last_step = trainer.datamodule.total_steps
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
@@ -59,9 +61,30 @@ class RunRecord(L.Callback):
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._log_settings(trainer)
+        if not self.config.fit:
+            self._record_start(trainer, pl_module)
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._log_settings(trainer)
+        if not self.config.fit and not self.config.test:
+            self._record_start(trainer, pl_module)
+
+    def _record_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Record the start of training, or of an evaluation without training, in `events.jsonl`."""
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # which writes no files
+            return
+        config, runtime = self.config, cast(dict[str, Any], OmegaConf.to_container(self.config.runtime))
+        append_start(
+            config.run_dir,
+            "resume" if config.fit and config.ckpt_path else "start",
+            self._resumed_at if config.fit else None,
+            **{name: runtime[name] for name in ("command", "revision", "modified")},
+            changes={option: [default, value] for option, default, value in runtime["changes"]},
+            strategy=runtime["strategy"] or self._strategy_name,
+            world_size=trainer.world_size,
+            hosts=trainer.num_nodes,
+            device=torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else module.device.type,
+        )
 
     def _log_settings(self, trainer: L.Trainer) -> None:
         data: Any = trainer.datamodule
@@ -72,11 +95,10 @@ class RunRecord(L.Callback):
     def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         data: Any = trainer.datamodule
         batch, group = data.global_batch_size, trainer.optimizers[0].param_groups[0]
-        strategy = self.config.strategy._target_.rpartition(".")[2]
         dp_size, _, num_microbatches = data.parallel
         micro_batches, per_device = data.accumulate * num_microbatches, data.samples_per_micro_batch
         banner = {
-            "strategy": f"{strategy}, {trainer.world_size} process(es) on {module.device.type}",
+            "strategy": f"{self._strategy_name}, {trainer.world_size} process(es) on {module.device.type}",
             "precision": trainer.precision,
             "data": f"{data.source.description}, {len(data.splits['train'])} images",
             "batch": f"{batch} = {dp_size} x {micro_batches} micro-batches x {per_device} per device",
@@ -93,6 +115,10 @@ class RunRecord(L.Callback):
         if self.config.ckpt_path:
             banner["goes on from"] = f"{self.config.ckpt_path}, step {self._resumed_at}"
         return banner
+
+    @property
+    def _strategy_name(self) -> str:
+        return str(self.config.strategy._target_).rpartition(".")[2]
 
     def _batch_norm_samples(self, per_device: int, dp_size: int) -> str:
         if not self._num_batch_norms:

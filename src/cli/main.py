@@ -21,6 +21,7 @@ from src.cli.shorthands import (
     with_saved_sweep,
     without_null_choices,
 )
+from src.run.origin import keep_command
 from src.utils.errors import UserError
 
 _PROJECT = Path(__file__).parents[2]
@@ -32,6 +33,7 @@ def run_application(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
     try:
         _load_env_file(_PROJECT / ".env")
+        keep_command(sys.argv)
         _check_flags(_multirun_first(sys.argv)[1:])
         refuse_internal_options(sys.argv[1:])
         argv = with_found_runs(_multirun_first(sys.argv))

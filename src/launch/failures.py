@@ -19,6 +19,10 @@ class RankFailedError(RuntimeError):
     """
 
 
+class RankDiedError(RankFailedError):
+    """A rank ended without an error of its own: a signal killed its process, or a library exited."""
+
+
 class ErrorReport(NamedTuple):
     """The error that a rank recorded before it exited; reports sort by time."""
 
@@ -45,7 +49,7 @@ def first_error(failed: Any, run_dir: str, sizes: dict[int, int]) -> Exception:
         sizes: size of each rank's log before this start.
     """
     rank, failure = failed.get_first_failure()  # a rank that only lost a peer delays its exit
-    died = RankFailedError(f"rank {rank} died ({failure.message}); its log is {log_file(run_dir, rank)}")
+    died = RankDiedError(f"rank {rank} died ({failure.message}); its log is {log_file(run_dir, rank)}")
     if failure.exitcode < 0:  # killed by a signal
         return died
     reports = _read_reports(Path(failure.error_file).parent.parent, first_rank=rank - failure.local_rank)

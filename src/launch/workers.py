@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from src.checkpoint.run_files import stop_message
 from src.launch.failures import RankFailedError, first_error, log_sizes
 from src.launch.hosts import rendezvous_settings
+from src.launch.outcome import record_restart
 from src.launch.rank import run_rank
 from src.launch.rank_exit import ERROR_FILE, exit_worker
 from src.run.devices import runs_in_single_process
@@ -45,6 +46,8 @@ def launch_workers(cfg: DictConfig, processes: int, node_rank: int = 0) -> dict[
                     raise
                 restarts_left = cfg.launch.max_restarts - attempt - 1
                 print(f"{failed}\nrestarting; {restarts_left} restarts left after this one", file=sys.stderr)
+                if node_rank == 0:
+                    record_restart(cfg.run_dir, failed)
             cfg = with_newest_checkpoint(cfg)
     raise AssertionError("the last attempt returns or raises")
 

@@ -20,6 +20,7 @@ from src.run.trainer import build_trainer
 from src.run.trainer_patches import patch_trainer
 from src.strategies.compatibility import check_can_train
 from src.utils.errors import UserError
+from src.utils.events import append_event
 from src.utils.log_points import log_first_and_last_step
 from src.utils.malloc import tune_malloc
 from src.utils.signals import Stopped
@@ -57,6 +58,8 @@ def run(cfg: DictConfig, keep: Callable[[L.Trainer], None] | None = None) -> dic
         finish_run(succeeded)
     metrics = {name: float(value) for name, value in logged.items()}
     if trainer.is_global_zero:
+        if not trainer.fast_dev_run:
+            append_event(cfg.run_dir, "finished", trainer.global_step if cfg.fit else None)
         _log_end(metrics, cfg.run_dir)
     if keep:
         keep(trainer)

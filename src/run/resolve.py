@@ -14,9 +14,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from src.checkpoint.run_files import checkpoint_file
-from src.run.devices import resolve_devices
+from src.run.devices import device_count, resolve_devices
 from src.run.folder import CONFIG, folder_of, run_and_sweep_id, saved_config
 from src.run.option_types import check_root_options
+from src.run.origin import changed_options, default_and_value, source_revision, strategy_name, typed_command
 from src.run.recipe_keys import refuse_unknown_keys
 from src.run.replaced_targets import drop_replaced_options
 from src.run.resume import newest_checkpoint, remove_partial_checkpoints
@@ -44,6 +45,7 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     refuse_unknown_keys(cfg, hydra_cfg)
     refuse_unused_groups(cfg, hydra_cfg.overrides.task)
     refuse_unknown_additions(cfg, hydra_cfg)
+    changed = changed_options(cfg, hydra_cfg.overrides.task)
     folder = Path(hydra_cfg.runtime.output_dir)
     _check_writable(folder)
     _resolve_resume(cfg, folder)
@@ -67,7 +69,12 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     cfg.tags = as_tags(cfg.tags)
     runtime.group = _wandb_group(cfg)
     runtime.job_type = "train" if cfg.fit else "predict" if cfg.predict else "eval"
+    runtime.command = typed_command(runtime.overrides)
+    runtime.revision, runtime.modified = source_revision()
+    choices, world_size = hydra_cfg.runtime.choices, device_count(cfg.trainer) * cfg.trainer.num_nodes
+    runtime.model, runtime.strategy = choices.get("model"), strategy_name(choices.strategy, world_size)
     OmegaConf.resolve(cfg)
+    runtime.changes = default_and_value(cfg, changed)
     return cfg
 
 

@@ -12,6 +12,7 @@ from src.checkpoint.integrity import check_is_complete
 from src.run.folder import run_folder, unique_name
 from src.run.resume import newest_checkpoint
 from src.utils.errors import UserError
+from src.utils.events import read_events
 from tests.support.commands import PARITY, TINY, error_line, run_here, steps
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.runs import compose, fit
@@ -75,6 +76,18 @@ def test_same_command_starts_and_resumes(small: list[str], folder: Path) -> None
     assert steps(folder) == list(range(23))
     _, err = run_here(*[word for word in command if word != "resume=auto"], code=1)
     assert "holds a run: add resume=auto" in error_line(err)
+    start, *_, resume, _ = events = read_events(folder)
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("start", 0),
+        ("finished", 11),
+        ("resume", 11),
+        ("finished", 22),
+    ]
+    assert resume["command"][2:] == [*command, "trainer.max_epochs=2"]
+    assert (start["strategy"], start["world_size"], start["hosts"], start["device"]) == ("single", 1, 1, "cpu")
+    assert start["changes"]["trainer.max_epochs"] == [20, 1]
+    assert start["changes"]["model.hidden"] == [None, [16]]
+    assert start["changes"].keys().isdisjoint({"run_dir", "seed", "callbacks.best.dirpath"}), "only what was changed"
 
 
 def test_slurm_job_finds_its_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

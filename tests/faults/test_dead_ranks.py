@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from src.utils.events import read_events
 from tests.support.commands import PARITY, TWO, callback, ranks, run, slow, start, steps, wait_for_exit, wait_for_rows
 from tests.support.comparison import check_last_checkpoints
 from tests.support.runs import compose, fit
@@ -68,6 +69,10 @@ def test_restarts_from_the_last_checkpoint(devices: int, small: list[str], folde
     assert f"rank {devices - 1} died" in err
     assert "restarting; 0 restarts left after this one" in err
     assert out.count("done: ") == 1
+    events = read_events(folder)
+    assert [event["event"] for event in events] == ["start", "killed", "restart", "resume", "finished"]
+    assert events[1]["reason"].startswith(f"rank {devices - 1} died (Signal 9 (SIGKILL)")
+    assert 0 < events[3]["step"] <= events[1]["step"] + 1
     fit(compose(folder.parent / "uninterrupted", *small, *PARITY))
     check_last_checkpoints(folder, folder.parent / "uninterrupted")
     assert steps(folder) == [*range(20), 20]

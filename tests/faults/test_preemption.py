@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from src.utils import signals
+from src.utils.events import read_events
 from tests.support.commands import (
     PARITY,
     TORCHRUN,
@@ -75,6 +76,8 @@ def test_signal_saves_stops_and_resumes(
     assert "Traceback" not in err or program == TORCHRUN
     saved = torch.load(folder / "checkpoints" / "last.ckpt")["global_step"]
     assert 4 <= saved < 20
+    last = read_events(folder)[-1]
+    assert (last["event"], last["step"], last["reason"]) == ("stopped", saved, number.name)
     assert count_lines(folder) == 1 + saved, "the row of the last step is there"
     cfg = compose(folder, *small, *PARITY, f"ckpt_path={folder}/checkpoints/last.ckpt", *(TWO if not world else []))
     pool.run(2, fit, cfg) if not world else fit(cfg)

@@ -171,7 +171,8 @@ def test_equal_sweep_folders_have_different_ids(tmp_path: Path) -> None:
 def test_null_chooses_nothing(small: list[str], tmp_path: Path) -> None:
     tiny = [*small, *TINY, "trainer.max_epochs=1", "experiment=null", "callbacks=null", "logger=null"]
     run_here(*tiny, f"run_dir={tmp_path / 'run'}")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.csv", "logs"}
+    names = {"config.yaml", "metrics.csv", "events.jsonl", "logs"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == names
 
 
 def test_default_folders_are_those_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
+from src.utils.events import read_events
 from tests.support.commands import (
     PARITY,
     ROOT,
@@ -171,6 +172,9 @@ def test_full_disk_is_a_one_line_error(small: list[str], tmp_path: Path) -> None
     assert "cannot write the checkpoint" in error_line(err)
     assert f"ckpt_path={tmp_path}/run" in error_line(err)
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    last = read_events(tmp_path / "run")[-1]
+    assert last["event"] == "failed"
+    assert "cannot write the checkpoint" in last["reason"]
 
 
 @pytest.mark.slow
@@ -191,6 +195,7 @@ def test_shows_the_error_of_the_rank_that_failed_first(small: list[str], tmp_pat
     assert "Traceback" in err
     assert "support/callbacks.py" in err
     assert "rank1.log" in err
+    assert read_events(tmp_path / "run")[-1]["reason"].startswith("rank 1 failed (RuntimeError: only here)")
 
 
 @pytest.mark.slow
@@ -334,3 +339,4 @@ def test_killed_run_resumes_exactly(victim: str, small: list[str], tmp_path: Pat
     run_here(f"ckpt_path={folder}", "strategy=auto", "trainer.devices=1")
     check_last_checkpoints(folder, tmp_path / "uninterrupted")
     assert steps(folder) == [*range(20), 20]
+    assert [event["event"] for event in read_events(folder)] == ["start", "killed", "resume", "finished"]

@@ -1,0 +1,45 @@
+"""Record how a run ended, if its rank zero could not: what failed, which rank died, or which signal came."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from signal import SIGINT, Signals
+
+from src.launch.failures import RankDiedError, RankFailedError
+from src.utils.events import append_end, append_event, last_logged_step
+from src.utils.signals import Stopped
+
+
+@contextmanager
+def outcome_recorded(run_dir: str, is_recorder: bool = True) -> Iterator[None]:
+    """Append the exception that ends a run to its events.
+
+    Args:
+        run_dir: the run folder.
+        is_recorder: whether this process records the run; one of each run does.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if is_recorder:
+            append_end(run_dir, *_event_and_reason(error))
+        raise
+
+
+def record_restart(run_dir: str, failed: RankFailedError) -> None:
+    """Append the failure of the ranks, and that they start again."""
+    event, reason = _event_and_reason(failed)
+    append_end(run_dir, event, reason)
+    append_event(run_dir, "restart", last_logged_step(run_dir), reason)
+
+
+def _event_and_reason(error: BaseException) -> tuple[str, str]:
+    if isinstance(error, Stopped):
+        return "stopped", Signals(error.number).name
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", SIGINT.name
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, RankDiedError):
+        return "killed", lines[0]
+    if isinstance(error, RankFailedError):  # stacks follow in further lines
+        return "failed", lines[0]
+    return "failed", f"{type(error).__name__}: {lines[-1]}"

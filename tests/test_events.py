@@ -1,0 +1,73 @@
+"""The record of a run's starts and ends; tests/faults and tests/launch check it in runs that end in each way."""
+
+from pathlib import Path
+
+import pytest
+
+from src.launch.failures import RankDiedError, RankFailedError
+from src.launch.outcome import outcome_recorded, record_restart
+from src.utils.errors import UserError
+from src.utils.events import append_end, append_event, append_start, read_events
+from src.utils.signals import Stopped
+
+
+def names(folder: Path) -> list[str]:
+    return [event["event"] for event in read_events(folder)]
+
+
+def test_a_start_without_an_end_is_a_kill_at_the_last_sign_of_life(tmp_path: Path) -> None:
+    append_start(tmp_path, "start", 0, world_size=2)
+    (tmp_path / "metrics.csv").write_text("step,epoch,train/loss\n9,0,1.5\n19,0,1.0\n2")
+    append_start(tmp_path, "resume", 10)
+    start, killed, resume = read_events(tmp_path)
+    assert start == {"time": start["time"], "event": "start", "step": 0, "reason": None, "world_size": 2}
+    assert killed | {"time": 0} == {"time": 0, "event": "killed", "step": 19, "reason": "no end was recorded"}
+    assert start["time"] <= killed["time"] <= resume["time"]
+    assert abs(killed["time"] - (tmp_path / "metrics.csv").stat().st_mtime) < 1e-3
+
+
+def test_a_line_that_a_kill_has_cut_is_ignored(tmp_path: Path) -> None:
+    append_event(tmp_path, "start", 0)
+    with (tmp_path / "events.jsonl").open("a") as stream:
+        stream.write('{"time": 17')
+    assert names(tmp_path) == ["start"]
+    append_event(tmp_path, "resume", 5)
+    assert names(tmp_path) == ["start", "resume"]
+
+
+def test_an_end_is_recorded_once(tmp_path: Path) -> None:
+    append_end(tmp_path, "failed", "before the start")
+    assert names(tmp_path) == []
+    append_start(tmp_path, "start", 0)
+    append_event(tmp_path, "stopped", 7, "SIGTERM")
+    append_end(tmp_path, "failed", "the launcher's view")
+    assert names(tmp_path) == ["start", "stopped"]
+
+
+@pytest.mark.parametrize(
+    ("error", "event", "reason"),
+    [
+        (Stopped(15), "stopped", "SIGTERM"),
+        (KeyboardInterrupt(), "stopped", "SIGINT"),
+        (UserError("train/loss is nan"), "failed", "UserError: train/loss is nan"),
+        (ValueError("no\nsuch layer"), "failed", "ValueError: such layer"),
+        (ValueError(), "failed", "ValueError: "),
+        (RankFailedError("rank 1 failed (ValueError: no)\n  File"), "failed", "rank 1 failed (ValueError: no)"),
+        (RankDiedError("rank 1 died (SIGKILL)"), "killed", "rank 1 died (SIGKILL)"),
+    ],
+)
+def test_reasons_are_one_line(error: BaseException, event: str, reason: str, tmp_path: Path) -> None:
+    append_start(tmp_path, "start", 0)
+    with pytest.raises(type(error)), outcome_recorded(str(tmp_path), is_recorder=False):
+        raise error
+    assert names(tmp_path) == ["start"]
+    with pytest.raises(type(error)), outcome_recorded(str(tmp_path)):
+        raise error
+    last = read_events(tmp_path)[-1]
+    assert (last["event"], last["reason"]) == (event, reason)
+
+
+def test_a_restart_follows_the_failure(tmp_path: Path) -> None:
+    append_start(tmp_path, "start", 0)
+    record_restart(str(tmp_path), RankDiedError("rank 1 died"))
+    assert names(tmp_path) == ["start", "killed", "restart"]
