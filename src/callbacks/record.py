@@ -90,7 +90,9 @@ class RunRecord(L.Callback):
         data: Any = trainer.datamodule
         settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
         for logger in trainer.loggers:
-            logger.log_hyperparams(settings | {"data_source": data.source.description})
+            logger.log_hyperparams(
+                settings | {"data_source": data.source.description, "global_batch_size": data.global_batch_size}
+            )
 
     def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         data: Any = trainer.datamodule

@@ -33,14 +33,23 @@ class AsyncWandbLogger(WandbLogger):
         folder: the run folder, for wandb's files.
         name: the displayed name of the run.
         log_model: whether to upload the final checkpoints as artifacts; "all" uploads each one when it is saved.
+        every_rank: whether every rank adds its system metrics to the run, under the label `rankN`.
         options: other arguments of Lightning's WandbLogger and of `wandb.init`.
 
     Raises:
-        UserError: if `log_model` or the environment variable WANDB_MODE has no valid value, or `mode` is given.
+        UserError: if `log_model` or the environment variable WANDB_MODE has no valid value, `mode` is given, or
+            `every_rank` is true although the run is offline.
     """
 
     def __init__(
-        self, project: str, run_id: str, folder: str, name: str, log_model: bool | Literal["all"], **options: Any
+        self,
+        project: str,
+        run_id: str,
+        folder: str,
+        name: str,
+        log_model: bool | Literal["all"] = False,
+        every_rank: bool = False,
+        **options: Any,
     ) -> None:
         if log_model not in (False, True, "all"):
             raise UserError(f"logger.wandb.log_model={log_model}: give false, true or all")
@@ -49,8 +58,11 @@ class AsyncWandbLogger(WandbLogger):
         mode = os.environ.get("WANDB_MODE")
         if mode and mode not in _MODES:
             raise UserError(f"WANDB_MODE={mode}: {suggest(mode, _MODES)}")
+        if every_rank and (options.get("offline") or mode in ("offline", "dryrun", "disabled")):
+            raise UserError("logger.wandb.every_rank=true needs a connection: leave it out, or let the run be online")
         super().__init__(name, folder, run_id, project=project, log_model=log_model, **options)
         del self._wandb_init["anonymous"]  # wandb warns of it
+        self._every_rank = every_rank
         self._calls = CallQueue()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -63,16 +75,19 @@ class AsyncWandbLogger(WandbLogger):
         """The W&B run, after all earlier calls have been executed."""
         return self._calls.run(self._start)
 
-    @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        self._calls.put(super().log_hyperparams, params, urgent=False)
+        """Log the configuration; with `every_rank`, the other ranks join the run."""
+        if rank_zero_only.rank == 0:
+            self._calls.put(self._configure, params, urgent=False)
+        elif self._every_rank:
+            self._calls.put(self._join, rank_zero_only.rank, urgent=False)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         self._calls.put(super().log_metrics, metrics, step)
 
-    @rank_zero_only
     def finalize(self, status: str) -> None:
+        """Wait for all earlier calls; rank zero then uploads the checkpoints."""
         try:
             # The error of a failed run should not wait long for its logger.
             self._calls.wait(timeout=None if status == "success" else 10.0)
@@ -96,6 +111,8 @@ class AsyncWandbLogger(WandbLogger):
         try:
             self._wandb_init["mode"] = "offline" if self._offline else online_or_offline()
             if self._wandb_init["mode"] == "online":
+                if self._every_rank:
+                    self._wandb_init["mode"], settings.x_label = "shared", "rank0"
                 run: Any = super().experiment
                 _log.info("wandb: %s", run.url)
                 return run
@@ -109,7 +126,39 @@ class AsyncWandbLogger(WandbLogger):
             _log.info("wandb is offline; to view or upload the run:")
             _log.info("wandb leet %s/wandb", self.save_dir)
             _log.info("wandb sync %s/wandb/offline-*", self.save_dir)
+        if self._every_rank:
+            _log.warning("logger.wandb.every_rank=true has no effect: the run is offline")
         return super().experiment
+
+    def _configure(self, params: Any) -> None:
+        super().log_hyperparams(params)
+        _define_metrics(self.experiment)
+
+    def _join(self, rank: int) -> None:
+        """Add the system metrics of this rank to the run of rank zero, if that is online."""
+        if self._experiment is not None or online_or_offline() != "online":
+            return
+        import wandb
+
+        settings = _settings(self._wandb_init.get("settings") or {})
+        settings.update_from_dict({"x_primary": False, "x_update_finish_state": False, "x_label": f"rank{rank}"})
+        names = ("project", "entity", "dir", "id")
+        arguments = {name: self._wandb_init.get(name) for name in names}
+        self._experiment = wandb.init(mode="shared", settings=settings, **arguments)
+
+
+def _define_metrics(run: Any) -> None:
+    """Keep the best validation in the summary as `val/acc.max` and `val/loss.min`, and draw no chart of the counters.
+
+    The automatic dashboard has a section per prefix of the names. Other metrics have their last value in the summary.
+    The controller of a W&B sweep reads `val/acc` there, so in such a sweep it stays the last value.
+    """
+    step = "trainer/global_step"  # Lightning's name
+    for name in (step, "epoch"):
+        run.define_metric(name, hidden=True)
+    if "WANDB_SWEEP_ID" not in os.environ:
+        run.define_metric("val/acc", step_metric=step, summary="max")
+        run.define_metric("val/loss", step_metric=step, summary="min")
 
 
 def _settings(given: Any) -> Any:

@@ -61,11 +61,20 @@ def default_and_value(cfg: DictConfig, names: Sequence[str]) -> list[list[Any]]:
     return [row for row in rows if row[1] != row[2]]
 
 
-def strategy_name(choice: str, world_size: int) -> str:
-    """Return the name of the strategy that runs: `auto` is DDP on several devices, and no strategy on one."""
-    if choice != "auto":
-        return choice
-    return "ddp" if world_size > 1 else "single"
+def describe_setup(cfg: DictConfig, choices: Any, world_size: int) -> dict[str, Any]:
+    """Return model, strategy and world size by name, and the tags that they add to those of the user.
+
+    Args:
+        cfg: the composed configuration, with a list of tags.
+        choices: the chosen file of each group.
+        world_size: the number of ranks.
+    """
+    model = choices.get("model") if "net" in cfg.module else choices.get("module")  # a GAN has networks of its own
+    strategy = choices.strategy
+    if strategy == "auto":
+        strategy = "ddp" if world_size > 1 else "single"
+    tags = list(dict.fromkeys([*cfg.tags, strategy, f"x{world_size}", *([model] if model else [])]))
+    return {"model": model, "strategy": strategy, "world_size": world_size, "tags": tags}
 
 
 def _defaults() -> DictConfig:

@@ -17,7 +17,7 @@ from src.checkpoint.run_files import checkpoint_file
 from src.run.devices import device_count, resolve_devices
 from src.run.folder import CONFIG, folder_of, run_and_sweep_id, saved_config
 from src.run.option_types import check_root_options
-from src.run.origin import changed_options, default_and_value, source_revision, strategy_name, typed_command
+from src.run.origin import changed_options, default_and_value, describe_setup, source_revision, typed_command
 from src.run.recipe_keys import refuse_unknown_keys
 from src.run.replaced_targets import drop_replaced_options
 from src.run.resume import newest_checkpoint, remove_partial_checkpoints
@@ -71,8 +71,8 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     runtime.job_type = "train" if cfg.fit else "predict" if cfg.predict else "eval"
     runtime.command = typed_command(runtime.overrides)
     runtime.revision, runtime.modified = source_revision()
-    choices, world_size = hydra_cfg.runtime.choices, device_count(cfg.trainer) * cfg.trainer.num_nodes
-    runtime.model, runtime.strategy = choices.get("model"), strategy_name(choices.strategy, world_size)
+    world_size = device_count(cfg.trainer) * cfg.trainer.num_nodes
+    runtime.update(describe_setup(cfg, hydra_cfg.runtime.choices, world_size))
     OmegaConf.resolve(cfg)
     runtime.changes = default_and_value(cfg, changed)
     return cfg
@@ -184,7 +184,8 @@ def _warn_of_changed_files(ckpt_path: str) -> None:
         OmegaConf.update(composed, name, OmegaConf.select(saved, name))
     OmegaConf.resolve(composed)
     before, now = flatten_config(OmegaConf.to_container(saved)), flatten_config(OmegaConf.to_container(composed))
-    for name in sorted((before.keys() | now.keys()) - {"data_source"}):  # which RunRecord adds to the saved file
+    added = {"data_source", "global_batch_size"}  # RunRecord adds these to the saved file
+    for name in sorted((before.keys() | now.keys()) - added):
         if before.get(name) != now.get(name):
             change = f"{name} was {before.get(name)}, is {now.get(name)}"
             print(f"conf/ has changed since that run: {change}", file=sys.stderr)

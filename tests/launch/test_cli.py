@@ -18,6 +18,7 @@ from src.cli.messages import explain
 from src.launch.config_sync import _check_equal
 from src.launch.rank import run_rank
 from src.run.folder import CONFIG, remove_if_unused, run_and_sweep_id
+from src.run.origin import describe_setup
 from src.run.resolve import as_tags
 from src.run.unused import refuse_unknown_additions, refuse_unused_groups
 from src.utils.errors import UserError
@@ -206,10 +207,15 @@ def test_drawn_seed_is_recorded_and_kept(small: list[str], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("given", "tags"), [("[a,b]", ["a", "b"]), ("a", ["a"]), ("null", []), ("[1]", ["1"])])
-def test_tags_reach_the_logger(given: str, tags: list[str]) -> None:
-    cfg = OmegaConf.create(f"{{tags: {given}, logger: {{tags: '${{tags}}'}}}}")
+def test_tags_are_those_of_the_user_and_of_the_setup(given: str, tags: list[str]) -> None:
+    cfg: Any = OmegaConf.create(f"{{tags: {given}, module: {{net: x}}}}")
     cfg.tags = as_tags(cfg.tags)
-    assert cfg.logger.tags == tags
+    choices: Any = OmegaConf.create({"model": "mlp", "module": "classifier", "strategy": "auto"})
+    setup = describe_setup(cfg, choices, 2)
+    assert setup == {"model": "mlp", "strategy": "ddp", "world_size": 2, "tags": [*tags, "ddp", "x2", "mlp"]}
+    cfg.module = {"generator": "y"}
+    choices.update({"module": "gan", "strategy": "fsdp"})
+    assert describe_setup(cfg, choices, 4)["tags"] == [*tags, "fsdp", "x4", "gan"]
 
 
 def test_refused_run_removes_only_its_own_folder(tmp_path: Path) -> None:

@@ -243,12 +243,66 @@ def test_published_callbacks_find_wandb_beside_tensorboard(
     configs = [record["config"]["update"] for record in records if "config" in record]
     assert {"author": "me"} in configs
     assert [config for config in configs if "optimizer" in config], "the configuration of the run"
+    defined = {record["metric"].get("name"): record["metric"] for record in records if "metric" in record}
+    assert defined["val/acc"]["summary"] == {"max": True}
+    assert defined["val/loss"]["summary"] == {"min": True}
+    assert defined["val/acc"]["step_metric"] == "trainer/global_step"
+    assert defined["epoch"]["options"]["hidden"]
+    summaries = [record["summary"]["update"] for record in records if "summary" in record]
+    accuracies = [summary["val/acc"]["max"] for summary in summaries if "val/acc" in summary]
+    assert accuracies[-1] == max(accuracies)
+    assert isinstance([summary["test/acc"] for summary in summaries if "test/acc" in summary][-1], float)
     assert {"best": 7} in [record["summary"]["update"] for record in records if "summary" in record]
     models = [record["artifact"] for record in records if record.get("artifact", {}).get("type") == "model"]
     assert {(model["name"], *sorted(model["aliases"])) for model in models} == {
         ("model-two_loggers", "best", "latest"),
         ("model-two_loggers-last", "best", "latest"),
     }
+
+
+def test_every_rank_joins_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rank above zero starts the same run in the mode `shared`; it neither uploads files nor ends the run."""
+    started: list[dict[str, Any]] = []
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr("src.loggers.wandb.online_or_offline", lambda: "online")
+    monkeypatch.setattr("wandb.init", lambda **arguments: started.append(arguments))
+    monkeypatch.setattr("src.loggers.wandb.rank_zero_only.rank", 3)
+    for every_rank in (False, True):
+        logger = AsyncWandbLogger("project", "id", str(tmp_path), "name", every_rank=every_rank, entity="me")
+        logger.log_hyperparams({})
+        logger.log_metrics({"loss": 1.0}, 1)
+        logger.finalize("success")
+    (arguments,) = started
+    settings = arguments.pop("settings")
+    assert arguments == {"mode": "shared", "project": "project", "entity": "me", "id": "id", "dir": str(tmp_path)}
+    used = (settings.x_label, settings.x_primary, settings.x_update_finish_state, settings.console)
+    assert used == ("rank3", False, False, "off")
+
+
+def test_rank_zero_shares_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr("src.loggers.wandb.online_or_offline", lambda: "online")
+    used = property(lambda logger: SimpleNamespace(url="", **logger._wandb_init))
+    monkeypatch.setattr(WandbLogger, "experiment", used)
+    started = AsyncWandbLogger("project", "id", str(tmp_path), "name", every_rank=True).experiment
+    assert (started.mode, started.settings.x_label, started.settings.x_primary) == ("shared", "rank0", True)
+
+
+@pytest.mark.parametrize(("mode", "offline"), [("offline", False), ("online", True)])
+def test_refuses_to_join_an_offline_run(mode: str, offline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", mode)
+    with pytest.raises(UserError, match=r"logger.wandb.every_rank=true needs a connection"):
+        AsyncWandbLogger("project", "id", "folder", "name", every_rank=True, offline=offline)
+
+
+def test_without_a_key_the_other_ranks_cannot_join(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr("src.loggers.wandb.online_or_offline", lambda: "offline")
+    monkeypatch.setattr(WandbLogger, "experiment", property(lambda logger: logger._wandb_init["mode"]))
+    assert AsyncWandbLogger("project", "id", str(tmp_path), "name", every_rank=True).experiment == "offline"
+    assert "logger.wandb.every_rank=true has no effect: the run is offline" in caplog.messages
 
 
 @pytest.mark.parametrize("value", ["best", 3])
