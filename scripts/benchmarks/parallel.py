@@ -10,6 +10,7 @@ import torch
 from scripts.benchmarks.cases import ours, peer
 from scripts.benchmarks.programs import ROOT, Case, Program, python
 from src.strategies.pipeline.schedules import SCHEDULES
+from src.strategies.pipeline.simulation import bubble, simulate
 
 WORLDS = (1, 2, 4)
 _EVEN = ("hsdp", "hybrid")  # they need two groups of processes
@@ -61,8 +62,8 @@ def pipeline(images: Path, stages: int = 2, microbatches: int = 8) -> list[Case]
     peers = ("handwritten_pipeline", "resnet9", images, TIMED, EVERY, "--microbatches", str(microbatches))
     settings = ["strategy=pipeline", f"strategy.microbatches={microbatches}"]
     cases = []
-    for name, spec in SCHEDULES.items():
-        fraction = 1 / stages / (1 - spec.bubble(stages, microbatches))
+    for name in SCHEDULES:
+        fraction = 1 / stages / (1 - bubble(simulate(name, stages, microbatches)))
         hand_written = peer("hand-written, torchrun", *peers, "--schedule", name, processes=stages)
         template = ours(
             "this template", "resnet9", images, TIMED, EVERY, *settings, f"strategy.schedule={name}", devices=stages

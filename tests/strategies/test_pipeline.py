@@ -16,6 +16,7 @@ from src.run.experiment import assemble, run
 from src.strategies.pipeline.blocks import Block, ordered_blocks
 from src.strategies.pipeline.pipeline import Pipeline
 from src.strategies.pipeline.schedules import SCHEDULES
+from src.strategies.pipeline.simulation import Action, order_of_passes
 from src.strategies.pipeline.split import cut
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
@@ -57,12 +58,11 @@ def test_agrees_with_single_process(overrides: list[str], pool: Pool, small: lis
         assert max(distances(record, reference)) < TOLERANCE
 
 
-Action = tuple[int, str, int]  # stage, pass, micro-batch
 PASSES = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
 
 
 def trace(cfg: Any) -> tuple[list[Action], list[Action]]:
-    """Return the passes of one step in the order of execution, and in that of the schedule's table."""
+    """Return the passes of one step in the order of execution, and in that of the simulation."""
     done: list[Action] = []
     with pytest.MonkeyPatch.context() as patch:
         for method, kind in PASSES.items():
@@ -70,27 +70,13 @@ def trace(cfg: Any) -> tuple[list[Action], list[Action]]:
         trainer, module, data = assemble(cfg)
         trainer.fit(module, datamodule=data)
     strategy: Any = trainer.strategy
-    rank = strategy._pipeline_rank
-    if strategy.spec.stages_per_rank == 1:
-        return done, _table(rank, NUM_MICROBATCHES if strategy.schedule == "gpipe" else 2 - rank)
-    table = [action for action in strategy._torch_schedule.pipeline_order[rank] if action]
-    return done, [(stage, kind.value, part) for stage, kind, part, *_ in table if kind.value in ("F", "B", "I", "W")]
-
-
-def _table(stage: int, ahead: int) -> list[Action]:
-    """Return the passes of a stage whose forward passes run `ahead` of its backward passes.
-
-    In GPipe it runs ahead by all micro-batches, in 1F1B by the number of ranks from here on.
-    """
-    rounds = [[(stage, "B", k), (stage, "F", k + ahead)] for k in range(NUM_MICROBATCHES)]
-    return [(stage, "F", k) for k in range(ahead)] + [
-        action for both in rounds for action in both if action[2] < NUM_MICROBATCHES
-    ]
+    return done, order_of_passes(strategy.schedule, 2, NUM_MICROBATCHES)[strategy._pipeline_rank]
 
 
 def _recording(method: Any, kind: str, done: list[Action]) -> Any:
     def recorded(self: PipelineStage, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
-        done.append((self.stage_index, "I" if kwargs.get("full_backward") is False else kind, micro_batch))
+        split = kwargs.get("full_backward") is False
+        done.append(Action(self.stage_index, micro_batch, "I" if split else kind))
         return method(self, micro_batch, *args, **kwargs)
 
     return recorded
@@ -98,7 +84,7 @@ def _recording(method: Any, kind: str, done: list[Action]) -> Any:
 
 def max_live_microbatches(actions: list[Action]) -> int:
     """Return the maximum number of micro-batches whose activations a rank's stages hold at once."""
-    counts = itertools.accumulate({"F": 1, "B": -1, "I": 0, "W": -1}[kind] for _, kind, _ in actions)
+    counts = itertools.accumulate({"F": 1, "B": -1, "I": 0, "W": -1}[action.kind] for action in actions)
     return max(counts)
 
 
@@ -118,8 +104,8 @@ def test_passes_follow_the_schedule(schedule: str, pool: Pool, small: list[str],
     one_step = ["trainer.max_steps=1", "trainer.limit_val_batches=0", "callbacks.best=null"]
     chosen = [f"strategy.schedule={schedule}", f"strategy.microbatches={NUM_MICROBATCHES}"]
     cfg = compose(folder, *small, *PARITY, *PIPELINE, *one_step, *chosen)
-    for rank, (done, table) in enumerate(pool.run(2, trace, cfg)):
-        assert done == table
+    for rank, (done, simulated) in enumerate(pool.run(2, trace, cfg)):
+        assert done == simulated
         assert max_live_microbatches(done) <= BOUNDS[schedule](rank)
 
 
@@ -255,5 +241,5 @@ def test_prints_the_split(small: list[str], folder: Path, caplog: pytest.LogCapt
         Pipeline(schedule="2f2b")
     with caplog.at_level(logging.INFO, "src"):
         fit(compose(folder, *small, *PARITY, "strategy=pipeline", "trainer.devices=1", "trainer.max_steps=1"))
-    assert "1f1b, 4 micro-batches, ideal bubble 0%" in caplog.text
+    assert "1f1b, 4 micro-batches, simulated bubble 0.0%" in caplog.text
     assert "stem ... head" in caplog.text

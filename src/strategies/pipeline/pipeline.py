@@ -26,6 +26,7 @@ from src.strategies.gradients import average_over, clip_by_norm_over, take_gradi
 from src.strategies.pipeline.blocks import Block, ordered_blocks
 from src.strategies.pipeline.micro_batches import join_samples, split_batch
 from src.strategies.pipeline.schedules import build_schedule, schedule_spec
+from src.strategies.pipeline.simulation import bubble, simulate
 from src.strategies.pipeline.split import cut, format_table
 from src.strategies.pipeline.stage import Stage, build_stage, keep_own_stages, sent_like, share_parameters, stage_inputs
 from src.strategies.pipeline.stage_forward import StageForward
@@ -158,8 +159,8 @@ class Pipeline(ShardedStateStrategy):
         return [[by_name[name] for name in stage] for stage in names]
 
     def _log_stages(self, stages: list[list[Block]]) -> None:
-        bubble = self.spec.bubble(self.device_mesh["pipeline"].size(), self.microbatches)
-        title = f"  pipeline: {self.schedule}, {self.microbatches} micro-batches, ideal bubble {bubble:.0%}"
+        simulated = bubble(simulate(self.schedule, self.device_mesh["pipeline"].size(), self.microbatches))
+        title = f"  pipeline: {self.schedule}, {self.microbatches} micro-batches, simulated bubble {simulated:.1%}"
         _log.info("\n".join([title, *format_table(stages, self._stage_to_rank)]))
 
     def _loss(self, outputs: Tensor, number: Tensor) -> Tensor:

@@ -24,14 +24,12 @@ class ScheduleSpec(NamedTuple):
         schedule: torch's class.
         stages_per_rank: one or two; with two stages a rank idles less.
         v_shape: whether the second half of the stages is on the ranks in reverse order, which makes a V.
-        idle: idle time as a fraction of that of 1F1B with as many stages per rank.
         splits_backward: whether weight gradients are computed in a separate pass.
     """
 
     schedule: Any
     stages_per_rank: int = 1
     v_shape: bool = False
-    idle: float = 1.0
     splits_backward: bool = False
 
     def stage_to_rank(self, ranks: int) -> list[int]:
@@ -40,14 +38,6 @@ class ScheduleSpec(NamedTuple):
         if self.v_shape:
             return one_way + one_way[::-1]
         return one_way * self.stages_per_rank
-
-    def bubble(self, ranks: int, microbatches: int) -> float:
-        """Return the ideal bubble: the fraction of a step in which a rank idles.
-
-        It assumes stages of equal cost and communication without cost.
-        """
-        idle = self.idle * (ranks - 1)
-        return idle / (self.stages_per_rank * microbatches + idle)
 
     def needs_channels_first(self, net: nn.Module, device: torch.device) -> bool:
         """Return whether torch's GroupNorm would crash with channels last: docs/upstream/group_norm.md."""
@@ -59,12 +49,8 @@ SCHEDULES = {
     "gpipe": ScheduleSpec(ScheduleGPipe),
     "1f1b": ScheduleSpec(Schedule1F1B),
     "interleaved_1f1b": ScheduleSpec(ScheduleInterleaved1F1B, stages_per_rank=2),
-    "interleaved_zero_bubble": ScheduleSpec(
-        ScheduleInterleavedZeroBubble, stages_per_rank=2, idle=1 / 3, splits_backward=True
-    ),
-    "zbv_zero_bubble": ScheduleSpec(
-        ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True, idle=0.0, splits_backward=True
-    ),
+    "interleaved_zero_bubble": ScheduleSpec(ScheduleInterleavedZeroBubble, stages_per_rank=2, splits_backward=True),
+    "zbv_zero_bubble": ScheduleSpec(ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True, splits_backward=True),
 }
 
 
@@ -80,7 +66,7 @@ def schedule_spec(name: str) -> ScheduleSpec:
 
 
 def build_schedule(
-    name: str, stages: list[PipelineStage], microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
+    name: str, stages: list[PipelineStage], microbatches: int, loss: Callable[[Tensor, Tensor], Tensor] | None
 ) -> Any:
     """Build torch's schedule for the stages of this rank.
 
@@ -89,7 +75,7 @@ def build_schedule(
         stages: the stages of this rank.
         microbatches: micro-batches per batch.
         loss: maps (n, classes) logits and a target to a weighted sum over samples. The gradients of the micro-batches
-            therefore add up without scaling.
+            therefore add up without scaling. None if the schedule is not executed.
 
     Raises:
         UserError: if the schedule does not support that number of micro-batches.
