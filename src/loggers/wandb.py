@@ -14,6 +14,7 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from src.loggers.call_queue import CallQueue
+from src.loggers.wandb_media import evaluation_media
 from src.utils.errors import UserError, suggest
 
 _log = logging.getLogger(__name__)
@@ -85,6 +86,14 @@ class AsyncWandbLogger(WandbLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         self._calls.put(super().log_metrics, metrics, step)
+
+    @rank_zero_only
+    def log_evaluation(self, stage: str, evaluation: dict[str, Any]) -> None:
+        """Log what `src/callbacks/evaluation.py` records of a stage, val or test, as charts, a table and images."""
+        self._calls.put(self._log_evaluation, stage, evaluation)
+
+    def _log_evaluation(self, stage: str, evaluation: dict[str, Any]) -> None:
+        super().log_metrics(evaluation_media(stage, evaluation), evaluation["step"])
 
     def finalize(self, status: str) -> None:
         """Wait for all earlier calls; rank zero then uploads the checkpoints."""

@@ -107,16 +107,21 @@ class ImageClassifier(Module):
             self._log_step(loss.detach(), outputs.detach(), batch, batch_idx)
         return loss
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(self(batch.image), batch, "val")
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the (n, classes) logits of the samples, for callbacks."""
+        outputs = self(batch.image)
+        self._evaluate(outputs, batch, "val")
+        return outputs
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the (n, classes) logits of the samples, for callbacks."""
         outputs = self(batch.image)
         self._evaluate(outputs, batch, "test")
         if self.tta:
             averaged = average_over_views(self, batch.image, outputs, self.tta)
             self.accuracy_tta.update(_correct(averaged, batch), batch.weight)
             self.log("test/acc_tta", self.accuracy_tta, on_step=False, on_epoch=True)
+        return outputs
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the (n, classes) class probabilities of the samples."""

@@ -227,7 +227,8 @@ def test_published_callbacks_find_wandb_beside_tensorboard(
     folder /= "two_loggers"  # the run's id must be unique in this process
     published = "+callbacks.published={_target_: tests.loggers.test_wandb.Published}"
     options = [*small, *SHORT, "model=mlp", "model.hidden=[16]", "trainer.log_every_n_steps=4", published]
-    run(compose(folder, *options, *loggers, *overrides, quiet=False))
+    evaluation = ["callbacks=[default,evaluation]"]
+    run(compose(folder, *options, *evaluation, *loggers, *overrides, quiet=False))
     assert "failed" not in caplog.text
     assert list(folder.glob("tensorboard/events.*"))
 
@@ -238,6 +239,7 @@ def test_published_callbacks_find_wandb_beside_tensorboard(
     assert written == expected | {"run_id": "two_loggers"}
     history = [name for record in records if "history" in record for name in record["history"]["item"]]
     assert {"train/loss", "table._type", "image._type", "direct"} <= set(history)
+    assert {"val/confusion_matrix_table._type", "val/mistakes.captions", "test/class_accuracy._type"} <= set(history)
     assert [name for name in history if name.startswith("gradients/")]
     assert history.index("table._type") < history.index("direct") < history.index("train/loss"), "in order"
     configs = [record["config"]["update"] for record in records if "config" in record]
