@@ -1,8 +1,6 @@
-"""Measure training speed, data-loading time and peak memory."""
+"""Measure training speed, data-loading time and peak memory, and compare the ranks."""
 
 import logging
-import resource
-import sys
 from collections import defaultdict
 from statistics import median
 from time import perf_counter
@@ -12,11 +10,14 @@ import lightning as L
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from src.callbacks.ranks import RankComparison
+from src.callbacks.timeline import Timeline
 from src.models.flops import flops_per_sample, peak_flops
 from src.utils.log_points import is_log_point
+from src.utils.peak_memory import peak_memory_mib
+from src.utils.timeline import synchronize
 
 _log = logging.getLogger(__name__)
-_RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
 
 
 class Throughput(L.Callback):
@@ -26,6 +27,9 @@ class Throughput(L.Callback):
     `data_fraction`: fraction of a step between the end of a batch and the start of the next, when the host fetches,
     transfers and augments data. `peak_memory_mib`: largest memory of any process: allocated tensors on a GPU, resident
     set size on a CPU. `mfu`: model FLOPs utilization (Chowdhery et al., "PaLM", 2022), if the device's peak is known.
+
+    With several processes, `ranks/` has their memory and, if `callbacks.timeline` records steps, the time for which
+    they work in a step; training ends with a line about a rank that slows the others down (`src/callbacks/ranks.py`).
 
     Validation, checkpoints and logging are not counted. Times are host times. They are exact only over the interval
     between two log points, where the host waits for the GPU.
@@ -40,6 +44,7 @@ class Throughput(L.Callback):
         self._step_flops: float | None = None  # over all processes
         self._counter: FlopCounterMode | None = None  # counts the first batch if the FLOPs are not known before
         self._reports: list[dict[str, float]] = []
+        self._ranks = RankComparison()
         self._batch_start: float | None  # of the latest batch; None if a pause interrupted it
         self._batch_end: float | None  # of the latest batch; None while it runs and after a pause
         self._reset_timers()
@@ -53,7 +58,7 @@ class Throughput(L.Callback):
                 self._step_flops = sample_flops * data.global_batch_size if sample_flops else None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._reports = []
+        self._reports, self._ranks = [], RankComparison()
         # Under the counter dynamo would skip the network, and never compile it.
         is_compiled = getattr(pl_module, "should_compile", False)
         if trainer.is_global_zero and self._step_flops is None and not is_compiled:
@@ -73,7 +78,7 @@ class Throughput(L.Callback):
         is_step_complete = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         should_report = is_step_complete and is_log_point(trainer, trainer.global_step)
         if should_report:
-            _synchronize(pl_module.device)  # the GPU's queue belongs to the steps since the last log point
+            synchronize(pl_module.device)  # the GPU's queue belongs to the steps since the last log point
         self._batch_end = perf_counter()
         if self._batch_start is not None:
             self._batch_seconds += self._batch_end - self._batch_start
@@ -98,6 +103,8 @@ class Throughput(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._reports and trainer.is_global_zero:
             _log.info("  throughput, the median of %d log points\n%s", len(self._reports), self._summary())
+            if slowest := self._ranks.summary():
+                _log.info("  %s", slowest)
 
     def _reset_timers(self) -> None:
         """Start a new measurement at the next batch."""
@@ -108,13 +115,15 @@ class Throughput(L.Callback):
     def _pause(self, device: torch.device) -> None:
         """Continue the measurement at the next batch, without the time until then."""
         if self._batch_start is not None and self._batch_end is not None:
-            _synchronize(device)  # the GPU's queue belongs to the batch, not to the validation or the checkpoint
+            synchronize(device)  # the GPU's queue belongs to the batch, not to the validation or the checkpoint
             self._batch_seconds += perf_counter() - self._batch_end
         self._batch_start = self._batch_end = None
 
     def _report(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Report the measurement. Every rank must call it, because the memory is reduced over ranks."""
-        report = {"peak_memory_mib": _peak_memory(trainer, module.device)}
+        """Report the measurement. Every rank must call it, because the ranks are compared."""
+        timeline = next((callback for callback in trainer.callbacks if isinstance(callback, Timeline)), None)
+        ranks = self._ranks.compare(trainer, timeline and timeline.recorded, peak_memory_mib(module.device))
+        report = {"peak_memory_mib": ranks["memory_mib_max"]}
         if self._batches:
             gap = self._gap_seconds / max(1, self._gaps)
             batch = self._batch_seconds / self._batches + gap
@@ -127,6 +136,8 @@ class Throughput(L.Callback):
                 report["mfu"] = self._step_flops / step / devices / self._peak_flops
         # Tensors on the CPU, so that logging them does not wait for the GPU.
         module.log_dict({f"throughput/{name}": torch.tensor(value) for name, value in report.items()})
+        if trainer.world_size > 1:
+            module.log_dict({f"ranks/{name}": torch.tensor(value) for name, value in ranks.items()})
         self._reports.append(report)
 
     def _estimate_step_flops(self, trainer: L.Trainer) -> None:
@@ -144,18 +155,3 @@ class Throughput(L.Callback):
         rows = {name: median(measured) for name, measured in values.items()}
         rows["gflop_per_step"] = (self._step_flops or 0) / 1e9
         return "\n".join(f"    {name:<16}  {value:.4g}" for name, value in rows.items())
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait for the GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _peak_memory(trainer: L.Trainer, device: torch.device) -> float:
-    """Return the largest peak memory of any rank in MiB."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_BYTES
-    return float(trainer.strategy.reduce(torch.tensor(peak / 2**20, device=device), reduce_op="max"))

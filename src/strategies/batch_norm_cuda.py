@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from src.utils.timeline import communication
+
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name is deprecated
 
 
@@ -35,7 +37,8 @@ class NormalizeOnCUDA(torch.autograd.Function):
         input, ranks = _dense(input), dist.get_world_size(group)
         own = torch.cat(torch.batch_norm_stats(input, eps))
         gathered = own.new_empty(ranks * len(own))
-        _all_gather(gathered, own, group=group)
+        with communication():
+            _all_gather(gathered, own, group=group)
         means, inv_stds = gathered.view(ranks, 2, -1).unbind(1)
         # The variant with one count for all ranks copies it from the host's memory, for which the host waits.
         counts = own.new_full((ranks,), input.numel() // input.shape[1])
@@ -88,7 +91,8 @@ def _(input: Tensor, means: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 def _sum_over_ranks(values: list[Tensor], group: Any) -> tuple[Tensor, ...]:
     flat = torch.cat(values)
-    dist.all_reduce(flat, group=group)
+    with communication():
+        dist.all_reduce(flat, group=group)
     return flat.chunk(len(values))
 
 

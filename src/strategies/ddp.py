@@ -9,38 +9,18 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from src.strategies.comm_hooks import HOOKS
 from src.strategies.sync_batchnorm import SyncedBatchNorm
 from src.utils.errors import UserError, suggest
-
-
-def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Run the PowerSGD hook, and wait for it on a CPU.
-
-    gloo continues a hook on its own threads. On some ranks its later reductions could then overtake those of other
-    buckets.
-    """
-    future = powerSGD_hook(state, bucket)
-    if not bucket.buffer().is_cuda:
-        future.wait()
-    return future
-
-
-_HOOKS: dict[str, Any] = {
-    "fp16": fp16_compress_hook,
-    "bf16": bf16_compress_hook,
-    "powersgd": _powersgd_in_order,
-    "post_local_sgd": post_localSGD_hook,
-}
+from src.utils.timeline import communication
 
 
 class DDP(DDPStrategy):
@@ -79,8 +59,8 @@ class DDP(DDPStrategy):
         self.comm_hook, self.comm_start_step, self.shard_optimizer = comm_hook, comm_start_step, shard_optimizer
         self.matrix_approximation_rank = matrix_approximation_rank
         self._restored: dict[str, dict[int, Tensor]] = {}  # PowerSGD's tensors from a checkpoint, until training starts
-        if comm_hook is not None and comm_hook not in _HOOKS:
-            raise UserError(f"strategy.comm_hook={comm_hook} is no hook: {suggest(comm_hook, _HOOKS)}")
+        if comm_hook is not None and comm_hook not in HOOKS:
+            raise UserError(f"strategy.comm_hook={comm_hook} is no hook: {suggest(comm_hook, HOOKS)}")
         if comm_start_step < 2 or model_averaging_period < 1 or matrix_approximation_rank < 1:
             raise UserError(
                 "strategy.comm_start_step must be at least 2, because DDP fixes its buckets in the first step; "
@@ -148,6 +128,10 @@ class DDP(DDPStrategy):
             for config in self.lr_scheduler_configs:
                 config.scheduler.optimizer = self.optimizers[optimizers.index(config.scheduler.optimizer)]
 
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        with communication():
+            return super().reduce(*args, **kwargs)
+
     def _register_ddp_hooks(self) -> None:
         if self.comm_hook == "powersgd":
             self._ddp_comm_state = PowerSGDState(None, self.matrix_approximation_rank, self.comm_start_step)
@@ -156,7 +140,7 @@ class DDP(DDPStrategy):
                 None, None, self.comm_start_step, post_local_gradient_allreduce=False
             )
         if self.comm_hook:
-            cast(DistributedDataParallel, self.model).register_comm_hook(self._ddp_comm_state, _HOOKS[self.comm_hook])
+            cast(DistributedDataParallel, self.model).register_comm_hook(self._ddp_comm_state, HOOKS[self.comm_hook])
 
     def on_train_start(self) -> None:
         """Give the hook the step and the state that it would have in an uninterrupted run."""

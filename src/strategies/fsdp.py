@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from src.strategies.fsdp_recording import record_communication
 from src.strategies.sharded_state import ShardedStateStrategy
 from src.utils.errors import UserError
 
@@ -83,10 +84,11 @@ class FSDP(ShardedStateStrategy):
             # Batch statistics stay in full precision, so the weights of these layers must too: no policy.
             for norm in [module for module in net.modules() if isinstance(module, _BatchNorm)]:
                 fully_shard(norm, mesh=self.device_mesh)
+                record_communication(norm)
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.policy}
-        for block in _networks(net):
-            fully_shard(block, mesh=self.device_mesh, **options)
-        fully_shard(net, mesh=self.device_mesh, **options)
+        for module in [*_networks(net), net]:
+            fully_shard(module, mesh=self.device_mesh, **options)
+            record_communication(module)
 
 
 def _networks(module: nn.Module) -> Iterator[nn.Module]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from src.utils.tensors import to_full_tensor
+from src.utils.timeline import communication
 
 
 def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
@@ -20,7 +21,8 @@ def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
     if dist.get_world_size(group) == 1:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(dist.get_world_size(group))
-    dist.all_reduce(flat, group=group)
+    with communication():
+        dist.all_reduce(flat, group=group)
     for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(mean.view_as(gradient))
 
@@ -36,7 +38,8 @@ def clip_by_norm_over(group: dist.ProcessGroup, optimizer: Optimizer, clip_val: 
     parameters = [parameter for param_group in optimizer.param_groups for parameter in param_group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     squared_norm = to_full_tensor(nn.utils.get_total_norm(gradients)) ** 2
-    dist.all_reduce(squared_norm, group=group)
+    with communication():
+        dist.all_reduce(squared_norm, group=group)
     nn.utils.clip_grads_with_norm_(parameters, clip_val, squared_norm.sqrt())
 
 

@@ -17,6 +17,7 @@ from src.checkpoint.integrity import corruption_error, read_checkpoint
 from src.checkpoint.io import write_error
 from src.optim.optimizer_state import merge, shard, shard_like
 from src.utils.tensors import to_full_tensor, with_versions
+from src.utils.timeline import communication
 
 
 class ShardedStateStrategy(ModelParallelStrategy):
@@ -73,6 +74,10 @@ class ShardedStateStrategy(ModelParallelStrategy):
             assert self.lightning_module is not None
             self.parallelize(self.lightning_module)
         return model
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        with communication():
+            return super().reduce(*args, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None

@@ -107,7 +107,8 @@ def _comparable(file: Path) -> dict[str, Any]:
     """Return the parts of a checkpoint that do not depend on strategy and stops."""
     checkpoint = read_checkpoint(file)
     kept = ("epoch", "global_step", "state_dict", "training_state_dict", "position")
-    metrics = {name: value for name, value in checkpoint["metrics"].items() if not name.startswith("throughput/")}
+    speed = ("throughput/", "ranks/")
+    metrics = {name: value for name, value in checkpoint["metrics"].items() if not name.startswith(speed)}
     states = {
         name: state for name, state in checkpoint["callbacks"].items() if not name.startswith(("Last", "Through"))
     }

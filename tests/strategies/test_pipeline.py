@@ -1,6 +1,7 @@
 """The pipeline: schedules agree with one process, ranks hold their stages, splits are balanced."""
 
 import itertools
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +63,7 @@ PASSES = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_
 
 
 def trace(cfg: Any) -> tuple[list[Action], list[Action]]:
-    """Return the passes of one step in the order of execution, and in that of the simulation."""
+    """Return the passes of a run in the order of execution, and those of a step in that of the simulation."""
     done: list[Action] = []
     with pytest.MonkeyPatch.context() as patch:
         for method, kind in PASSES.items():
@@ -101,12 +102,26 @@ BOUNDS: dict[str, Callable[[int], int]] = {  # for two ranks, by rank, from the 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_passes_follow_the_schedule(schedule: str, pool: Pool, small: list[str], folder: Path) -> None:
     """GPipe holds the activations of all micro-batches at once, the other schedules fewer."""
-    one_step = ["trainer.max_steps=1", "trainer.limit_val_batches=0", "callbacks.best=null"]
+    two_steps = ["trainer.max_steps=2", "trainer.limit_val_batches=0", "callbacks.best=null"]
     chosen = [f"strategy.schedule={schedule}", f"strategy.microbatches={NUM_MICROBATCHES}"]
-    cfg = compose(folder, *small, *PARITY, *PIPELINE, *one_step, *chosen)
+    cfg = compose(folder, *small, *PARITY, *PIPELINE, *two_steps, *chosen)
     for rank, (done, simulated) in enumerate(pool.run(2, trace, cfg)):
-        assert done == simulated
-        assert max_live_microbatches(done) <= BOUNDS[schedule](rank)
+        assert done == 2 * simulated
+        assert max_live_microbatches(simulated) <= BOUNDS[schedule](rank)
+        check_timeline(folder / "timeline" / f"rank{rank}.jsonl", simulated)
+
+
+def check_timeline(file: Path, simulated: list[Action]) -> None:
+    """Check that the timeline has the passes of step 2 in the order of the simulation, one after the other."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    (line,) = [line for line in lines if line["kind"] == "passes"]
+    (interval,) = [line for line in lines if line["kind"] == "interval" and line["step"] == 2 and line["steps"]]
+    assert line["step"] == 2
+    assert [Action(*each[:3]) for each in line["passes"]] == simulated
+    times = [time for *_, start, end in line["passes"] for time in (start, end)]
+    assert times == sorted(times)
+    assert interval["start"] <= line["start"] + times[0] + 1e-3
+    assert line["start"] + times[-1] <= interval["start"] + interval["seconds"]
 
 
 def stage_bytes(cfg: Any) -> tuple[int, int, int]:

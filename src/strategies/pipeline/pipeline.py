@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from src.data.batch import Batch
@@ -28,11 +27,12 @@ from src.strategies.pipeline.micro_batches import join_samples, split_batch
 from src.strategies.pipeline.schedules import build_schedule, schedule_spec
 from src.strategies.pipeline.simulation import bubble, simulate
 from src.strategies.pipeline.split import cut, format_table
-from src.strategies.pipeline.stage import Stage, build_stage, keep_own_stages, sent_like, share_parameters, stage_inputs
+from src.strategies.pipeline.stage import Stage, build_stage, keep_own_stages, sent_like, shard_stage, stage_inputs
 from src.strategies.pipeline.stage_forward import StageForward
 from src.strategies.sharded_state import ShardedStateStrategy
 from src.strategies.sync_batchnorm import SyncedBatchNorm
 from src.utils.errors import UserError
+from src.utils.timeline import communication
 
 _log = logging.getLogger(__name__)
 
@@ -126,9 +126,8 @@ class Pipeline(ShardedStateStrategy):
         shapes = [sent_like(stage_inputs(stages, 0)), *(sent_like(blocks[-1].outputs) for blocks in stages)]
         self._own_stages = keep_own_stages(net, stages, self._stage_to_rank, self._pipeline_rank)
         if self._is_sharded:
-            for stage in self._own_stages.values():  # gathers once per batch, not per micro-batch
-                fully_shard(stage, mesh=self._replicas, reshard_after_forward=False)
-                share_parameters(net, stage)
+            for stage in self._own_stages.values():
+                shard_stage(net, stage, self._replicas)
         torch_stages = [
             build_stage(stage, number, shapes, self._group, self.root_device)
             for number, stage in self._own_stages.items()
@@ -170,7 +169,7 @@ class Pipeline(ShardedStateStrategy):
         return cast(Any, self.lightning_module).loss(outputs, micro_batch)
 
     def training_step(self, batch: Batch, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
+        with self.precision_plugin.train_step_context(), communication():  # between the passes a rank waits
             self._logits = self._run_schedule(batch)
         try:
             return super().training_step(batch, *args, **kwargs)

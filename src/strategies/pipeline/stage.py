@@ -6,12 +6,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from src.models.dropout import dropouts, set_keys
+from src.strategies.fsdp_recording import record_communication
 from src.strategies.pipeline.blocks import Block
 from src.strategies.pipeline.graph import extract
 from src.strategies.pipeline.micro_batches import split_samples
+from src.utils.timeline import pipeline_pass
 
 
 class Stage(nn.Module):
@@ -99,8 +103,10 @@ def keep_own_stages(
     return own
 
 
-def share_parameters(net: nn.Module, stage: Stage) -> None:
-    """Let the network have the sharded parameters of a stage in place of its own, for those outside of its blocks."""
+def shard_stage(net: nn.Module, stage: Stage, mesh: DeviceMesh) -> None:
+    """Shard a stage over the ranks of a mesh, and let the network have its parameters in place of its own."""
+    fully_shard(stage, mesh=mesh, reshard_after_forward=False)  # gathers once per batch, not per micro-batch
+    record_communication(stage)
     for name, parameter in stage.body.named_parameters():
         module, _, last = name.rpartition(".")
         setattr(net.get_submodule(module), last, parameter)
@@ -131,7 +137,25 @@ def build_stage(
     """
     received = tuple(like.detach().requires_grad_(number > 0) for like in shapes[number])  # images need no gradient
     sent = tuple(like.detach().requires_grad_() for like in shapes[number + 1])
-    return PipelineStage(stage, number, len(shapes) - 1, device, input_args=received, output_args=sent, group=group)
+    return RecordedStage(stage, number, len(shapes) - 1, device, input_args=received, output_args=sent, group=group)
+
+
+class RecordedStage(PipelineStage):
+    """torch's stage, whose passes `callbacks.timeline` records."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with pipeline_pass(self.stage_index, fwd_chunk_id, "F"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with pipeline_pass(self.stage_index, bwd_chunk_id, "B" if full_backward else "I"):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward=full_backward, last_backward=last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with pipeline_pass(self.stage_index, bwd_chunk_id, "W"):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
 
 
 class _ChannelsLastOutput(torch.autograd.Function):

@@ -1,0 +1,214 @@
+"""Record where the time goes on each rank, in `timeline/rank*.jsonl` of the run folder."""
+
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+from torch.autograd import Variable
+
+from src.utils.log_points import is_log_point
+from src.utils.peak_memory import peak_memory_mib
+from src.utils.timeline import COMMUNICATION, RecordedStep, StepRecording, set_recording, synchronize
+
+_log = logging.getLogger(__name__)
+_ACTIVITIES, _PAUSES = ("data", "forward_backward", COMMUNICATION, "optimizer"), ("validation", "save")
+_STEP_HOOKS = ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+
+
+class Timeline(L.Callback):
+    """Writes a line of JSON at each log point: the seconds of each activity since the last one.
+
+    Validation and saving are measured whenever they happen. The activities of a step are measured in one step per
+    interval, the one before the log point, and scaled to the interval. They are:
+
+    `data`: from the end of a step until the batch is on the device, augmented, and all callbacks have run.
+    `forward_backward`: computation of the network; in a pipeline the passes of all micro-batches.
+    `communication`: time for which the computation waits for other ranks: for synchronized batch normalization, for the
+    gradients of DDP after the backward pass, for the weights and gradients of FSDP, for the other stages of a pipeline.
+    `optimizer`: clipping, update and schedule; with it the communication of `strategy.shard_optimizer` and of
+    `post_local_sgd`.
+
+    An interval without a recorded step, such as the first step, has `other` in their place. On a CPU the times are
+    those of the host. On a GPU they are differences of CUDA events in the stream of the computation, so that the idle
+    time of a GPU belongs to the activity for which it waits. Communication that overlaps with computation is not
+    counted, nor is communication inside a network that `module.compile` compiles.
+
+    A line of a pipeline's passes precedes that of the interval; validations and saves have lines of their own as well.
+
+    Args:
+        folder: where each rank appends to its file. The first line of each process names its host.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.recorded: RecordedStep | None = None  # the recorded step of the interval that ended last
+        self._file: Any = None  # open while the model trains
+        self._recording: StepRecording | None = None  # of the current step, or of the next one
+        self._finished: StepRecording | None = None  # of the last recorded step, until the log point
+        self._recorded_step = 0  # its number
+        self._recorded_step = 0  # its number
+        self._record(None)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.recorded = self._finished = None
+        if trainer.fast_dev_run:  # which writes no files
+            return
+        self._device, self._last_step, self._start = pl_module.device, trainer.global_step, time.time()
+        self._seconds = dict.fromkeys(_PAUSES, 0.0)  # of validation and saving in this interval
+        process = {"rank": trainer.global_rank, "host": platform.node(), "pid": os.getpid(), "start": self._start}
+        with self._stop_if_it_fails():
+            self._file = _open_for_appending(self.folder / f"rank{trainer.global_rank}.jsonl")
+        self._write("process", process)
+        trainer.save_checkpoint = partial(self._save, trainer.save_checkpoint)  # type: ignore[method-assign]
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Begin the computation of the recorded step; only in this step Lightning calls this and the next hooks."""
+        self._switch("forward_backward")
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        if trainer.world_size > 1 and loss.requires_grad:  # a pipeline has no backward pass left
+            loss.register_hook(self._record_wait)
+
+    def on_after_backward(self, *_: Any) -> None:
+        self._switch("forward_backward")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self._switch("optimizer")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._file is None:
+            return
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            self._switch("data")
+            return
+        step = trainer.global_step
+        if self._recording:
+            self._finished, self._recorded_step = self._recording, step
+            self._finished.finish()
+            self._record(None)
+        if is_log_point(trainer, step):
+            self._write_interval(step)
+        if is_log_point(trainer, step + 2):  # then the next step is the one before a log point
+            self._record(StepRecording(self._device, "data"))
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._file:
+            self._validation_start = self._begin_span()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._file:
+            self._end_span("validation", self._validation_start)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write what followed the last log point, such as the last validation."""
+        if self._file:
+            self._write_interval(trainer.global_step)
+        self.on_exception(trainer)
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        vars(trainer).pop("save_checkpoint", None)
+        self._stop()
+
+    def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint by `Trainer.save_checkpoint`, which has a hook before, but none after."""
+        start = self._begin_span()
+        save(*args, **kwargs)
+        self._end_span("save", start)
+
+    def _begin_span(self) -> float:
+        synchronize(self._device)  # the GPU's queue belongs to the steps before
+        return time.time()
+
+    def _end_span(self, name: str, start: float) -> None:
+        synchronize(self._device)
+        seconds = time.time() - start
+        self._seconds[name] += seconds
+        self._write("span", {"name": name, "start": start, "seconds": round(seconds, 6)})
+        if self._recording:  # this is no part of the step
+            self._record(StepRecording(self._device, "data"))
+
+    def _record(self, recording: StepRecording | None) -> None:
+        """Begin a recording, or end it. Without one Lightning calls no hook of a step, which saves microseconds."""
+        self._recording = recording
+        set_recording(recording)
+        for hook in _STEP_HOOKS:
+            if recording:
+                vars(self).pop(hook, None)
+            else:
+                setattr(self, hook, None)
+
+    def _switch(self, activity: str) -> None:
+        if self._recording:
+            self._recording.switch(activity)
+
+    def _record_wait(self, _: Tensor) -> None:
+        """Record the end of the backward pass as communication: DDP and FSDP then wait for the gradients.
+
+        The engine calls back in the order of the requests after all nodes of the backward pass. This hook of the loss
+        is called first, so its request precedes those of DDP and FSDP.
+        """
+        Variable._execution_engine.queue_callback(partial(self._switch, COMMUNICATION))
+
+    def _write_interval(self, step: int) -> None:
+        synchronize(self._device)
+        self.recorded = self._finished.resolve() if self._finished else None
+        if self.recorded and self.recorded.passes:
+            passes = [[*which, round(start, 6), round(end, 6)] for *which, start, end in self.recorded.passes]
+            self._write("passes", {"step": self._recorded_step, "start": self.recorded.start, "passes": passes})
+        now = time.time()
+        interval = {"step": step, "steps": step - self._last_step, "start": self._start, "seconds": now - self._start}
+        spans = self._spans(now - self._start)
+        self._write("interval", interval | {"spans": spans, "peak_memory_mib": peak_memory_mib(self._device)})
+        self._last_step, self._start, self._finished = step, now, None
+        self._seconds = dict.fromkeys(_PAUSES, 0.0)
+
+    def _spans(self, seconds: float) -> dict[str, float]:
+        """Return the seconds of each activity; those of the recorded step are scaled to the interval."""
+        training = seconds - sum(self._seconds.values())
+        spans = dict.fromkeys(_ACTIVITIES, 0.0)
+        if self.recorded:
+            spans |= {name: training * part / self.recorded.seconds for name, part in self.recorded.spans.items()}
+        else:
+            spans["other"] = training
+        return {name: round(value, 6) for name, value in (spans | self._seconds).items()}
+
+    def _write(self, kind: str, line: dict[str, Any]) -> None:
+        if self._file:
+            with self._stop_if_it_fails():
+                self._file.write(json.dumps({"kind": kind} | line) + "\n")
+
+    @contextmanager
+    def _stop_if_it_fails(self) -> Iterator[None]:
+        """Let training continue without the timeline if a file cannot be written, such as on a full disk."""
+        try:
+            yield
+        except OSError as error:
+            _log.warning("callbacks.timeline stops, and training continues: %s", error)
+            self._stop()
+
+    def _stop(self) -> None:
+        self._record(None)
+        self.recorded = self._finished = None
+        file, self._file = self._file, None
+        if file:
+            with suppress(OSError):
+                file.close()
+
+
+def _open_for_appending(file: Path) -> Any:
+    """Open a file, without the last line if a kill has cut it. Each line is written at once."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.exists():
+        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
+    return file.open("a", buffering=1)

@@ -1,0 +1,250 @@
+"""The timeline of each rank: its files, the recorded step, and the rank that slows the others down."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from src.callbacks.timeline import Timeline
+from src.run.experiment import assemble
+from src.utils.timeline import StepRecording, communication, current_recording, pipeline_pass, set_recording
+from tests.support.comparison import read_rows
+from tests.support.pool import Pool
+from tests.support.runs import compose, fit
+
+MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=4"]
+ONE_EPOCH = [*MLP, "trainer.max_epochs=1", "callbacks.best=null", "callbacks.checkpoint=null"]
+ACTIVITIES = ("data", "forward_backward", "communication", "optimizer")
+DELAY = 0.05  # seconds
+
+
+def lines(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "timeline" / f"rank{rank}.jsonl").read_text().splitlines()]
+
+
+def of_kind(folder: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+    return [line for line in lines(folder, rank) if line["kind"] == kind]
+
+
+def _slowly(function: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*args: Any) -> Any:
+        time.sleep(DELAY)
+        return function(*args)
+
+    return slow
+
+
+class Slow(L.Callback):
+    """Sleep in the batches of some ranks: before each forward pass, or in the data path before it."""
+
+    def __init__(self, place: str, ranks: tuple[int, ...] = (0,)) -> None:
+        self.place, self.ranks = place, ranks
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        if trainer.global_rank not in self.ranks:
+            return
+        if self.place == "forward":
+            pl_module.net.forward = _slowly(pl_module.net.forward)
+        elif self.place == "data":
+            data: Any = trainer.datamodule
+            data.on_after_batch_transfer = _slowly(data.on_after_batch_transfer)
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if self.place == "optimizer":
+            trainer.optimizers[0].register_step_post_hook(lambda *_: time.sleep(DELAY))
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        if self.place == "validation":
+            time.sleep(DELAY)
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        if self.place == "save":
+            time.sleep(DELAY)
+
+
+@pytest.mark.parametrize(
+    ("place", "span"),
+    [("forward", "forward_backward"), *((name, name) for name in ("data", "optimizer", "validation", "save"))],
+)
+def test_time_belongs_to_its_activity(place: str, span: str, small: list[str], folder: Path) -> None:
+    """The delay is the largest part of each interval in which it happens; the spans add up to the interval."""
+    fit(compose(folder, *small, *MLP, "trainer.max_epochs=1", "trainer.accumulate_grad_batches=2"), Slow(place))
+    first, *intervals, rest = of_kind(folder, "interval")
+    assert [line["step"] for line in intervals] == [4, 8, 11]
+    for line in (*intervals, first, rest):
+        assert sum(line["spans"].values()) == pytest.approx(line["seconds"], abs=1e-4)
+        assert line["steps"] == (0 if line is rest else {1: 1, 4: 3, 8: 4, 11: 3}[line["step"]])
+    if place in ("validation", "save"):
+        assert rest["spans"][span] > DELAY
+        starts = [(line["start"], line["seconds"]) for line in of_kind(folder, "span") if line["name"] == span]
+        assert sum(seconds for _, seconds in starts) == pytest.approx(rest["spans"][span], abs=1e-4)
+        assert all(rest["start"] <= start <= rest["start"] + rest["seconds"] for start, _ in starts)
+        return
+    batches = 2 if place != "optimizer" else 1
+    for line in intervals:
+        assert line["spans"][span] == pytest.approx(line["steps"] * batches * DELAY, rel=0.3)
+        assert line["spans"]["communication"] == 0
+
+
+def test_resumed_run_appends_and_drops_a_cut_line(small: list[str], folder: Path) -> None:
+    fit(compose(folder, *small, *MLP, "trainer.max_epochs=1"))
+    before = lines(folder)
+    with (folder / "timeline" / "rank0.jsonl").open("a") as file:
+        file.write('{"kind": "inter')
+    checkpoint = f"ckpt_path={folder}/checkpoints/last.ckpt"
+    fit(compose(folder, *small, *MLP, "trainer.max_epochs=2", checkpoint))
+    after = lines(folder)
+    assert after[: len(before)] == before
+    processes = [line for line in after if line["kind"] == "process"]
+    assert len(processes) == 2
+    assert processes[1]["start"] > before[-1]["start"]
+    assert [line["step"] for line in after[len(before) :] if line["kind"] == "interval"] == [12, 16, 20, 22, 22]
+
+
+def test_hooks_run_in_the_recorded_steps_only(small: list[str], folder: Path) -> None:
+    """Other steps have none of their cost."""
+    recorded: list[int] = []
+
+    class Watch(L.Callback):
+        def on_before_zero_grad(self, trainer: L.Trainer, *_: Any) -> None:
+            (timeline,) = [callback for callback in trainer.callbacks if isinstance(callback, Timeline)]
+            assert (timeline.on_before_backward is None) == (current_recording() is None)
+            if current_recording():
+                recorded.append(trainer.global_step + 1)
+
+    fit(compose(folder, *small, *ONE_EPOCH), Watch())
+    assert recorded == [3, 7, 10, 11]
+    assert current_recording() is None
+
+
+def test_training_continues_on_a_full_disk(small: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class FullDisk(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 5:
+                (timeline,) = [callback for callback in trainer.callbacks if isinstance(callback, Timeline)]
+                timeline._file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
+
+    with caplog.at_level(logging.WARNING, "src"):
+        record = fit(compose(folder, *small, *ONE_EPOCH), FullDisk())
+    assert "callbacks.timeline stops, and training continues: " in caplog.text
+    assert len(record.losses) == 2
+
+
+class Clock:
+    """Marks of a recording, one second apart."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def read(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepRecording]:
+    monkeypatch.setattr("src.utils.timeline.time.perf_counter", Clock().read)
+    set_recording(recording := StepRecording(torch.device("cpu"), "data"))
+    yield recording
+    set_recording(None)
+
+
+def test_nested_activities_count_once(recording: StepRecording) -> None:
+    recording.switch("forward_backward")  # data: 1 s until here
+    with communication():  # 1 s
+        with pipeline_pass(0, 2, "F"):  # 1 s
+            with communication():  # 1 s
+                pass
+            assert current_recording()  # 1 s
+        with pipeline_pass(1, 0, "W"):  # 1 s
+            pass  # 1 s
+    recording.finish()  # 1 s
+    step = recording.resolve()
+    assert step.spans == {"data": 1, "communication": 4, "forward_backward": 5}
+    assert step.busy_seconds == 6
+    assert step.passes == [(0, 2, "F", 3, 6), (1, 0, "W", 7, 8)]
+
+
+def test_unbalanced_ends_do_no_harm(recording: StepRecording) -> None:
+    """Training never fails for the timeline."""
+    with communication():
+        recording.switch("forward_backward")
+    recording.finish()
+    assert recording.resolve().spans == {"data": 1, "communication": 1, "forward_backward": 2}
+
+
+def test_compiled_code_is_not_recorded(recording: StepRecording) -> None:
+    """Recording a step then compiles nothing again."""
+    graphs = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=keep, fullgraph=True)
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        with communication():
+            return x + 1
+
+    compiled(torch.zeros(2))
+    set_recording(None)
+    compiled(torch.zeros(2))
+    assert len(graphs) == 1
+    recording.finish()
+    assert list(recording.resolve().spans) == ["data"]
+
+
+def fit_slow(cfg: Any, place: str, ranks: tuple[int, ...]) -> list[str]:
+    """Train with a delay; return the messages of this rank about the slowest one."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("src.callbacks.throughput")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        trainer, module, data = assemble(cfg)
+        trainer.callbacks.insert(0, Slow(place, ranks))
+        trainer.fit(module, datamodule=data)
+    finally:
+        logger.removeHandler(handler)
+    return [message for message in messages if "slowest" in message]
+
+
+OFTEN = "trainer.log_every_n_steps=2"
+SLOW_CASES = [("ddp", "data", 4), ("ddp", "forward", 2), ("fsdp", "data", 2), ("fsdp", "forward", 2)]
+
+
+@pytest.mark.parametrize(("strategy", "place", "count"), SLOW_CASES)
+def test_names_the_slow_rank(strategy: str, place: str, count: int, pool: Pool, small: list[str], folder: Path) -> None:
+    """A step takes equally long on every rank, but only the last rank works that long."""
+    slow = count - 1
+    cfg = compose(folder, *small, *ONE_EPOCH, f"strategy={strategy}", f"trainer.devices={count}", OFTEN)
+    first, *others = pool.run(count, fit_slow, cfg, place, (slow,))
+    assert len(first) == 1
+    assert first[0].strip().startswith(f"rank {slow} is the slowest: it works ")
+    assert others == [[]] * (count - 1)
+    rows = [row for row in read_rows(folder) if row.get("ranks/slowest")]
+    assert len(rows) >= 3
+    middle = {name: median(float(row[name]) for row in rows) for name in rows[0] if name.startswith("ranks/")}
+    assert middle["ranks/slowest"] == slow
+    assert middle["ranks/busy_ms_max"] > 1000 * DELAY > middle["ranks/busy_ms_median"]
+    assert 0.2 < middle["ranks/gain"] < 1
+    assert 50 < middle["ranks/memory_mib_min"] <= middle["ranks/memory_mib_max"]
+    for rank in range(count):
+        spans = [line["spans"] for line in of_kind(folder, "interval", rank) if line["spans"]["data"]]
+        waits = sum(span["communication"] for span in spans) / sum(sum(span.values()) for span in spans)
+        assert waits < 0.4 if rank == slow else waits > 0.5
+
+
+def test_names_no_rank_if_all_are_equally_slow(pool: Pool, small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *small, *ONE_EPOCH, "strategy=ddp", "trainer.devices=2", OFTEN)
+    assert pool.run(2, fit_slow, cfg, "data", (0, 1)) == [[], []]
+    assert [row["ranks/gain"] for row in read_rows(folder) if row.get("ranks/gain")]
