@@ -17,7 +17,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from src.sweeps.record import Job
+from src.report.jobs import Job
 from src.utils.errors import UserError
 from src.utils.quoting import quote
 

@@ -17,6 +17,7 @@ LAYERS = [  # from the top down: a folder of src/ imports from those below it, a
     "doctor",  # checks before a run
     "launch",  # starts the ranks
     "run",  # one run on one rank
+    "report",  # report.html, from the files of run folders
     "callbacks",
     "strategies",
     "models",

@@ -13,10 +13,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from src.launch.start import launch
+from src.report.jobs import DONE, Job
 from src.run.folder import is_rank_zero
 from src.run.resume import newest_checkpoint
 from src.sweeps.devices import reserve_devices
-from src.sweeps.record import DONE, Job
 from src.utils import signals
 from src.utils.errors import UserError
 from src.utils.locks import hold_lock

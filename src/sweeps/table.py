@@ -1,7 +1,6 @@
 """Result tables of a sweep: its jobs, and the means over seeds, on the terminal and as CSV files."""
 
 import csv
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from src.sweeps.record import DONE, Job, read_jobs
+from src.report.jobs import DONE, Job, differing_overrides, last_line, read_jobs, seed_rows
 from src.utils.files import atomic_write
 
 _MAX_ERROR_LENGTH = 80  # characters of a job's error that the table shows
@@ -20,26 +19,17 @@ def report(sweep: Path) -> bool:
     named_jobs = list(read_jobs(sweep))
     jobs = [job for _, job in named_jobs]
     metric = next((job.metric for job in jobs if job.metric), "result")
-    overrides = _differing_overrides([job.overrides for job in jobs])
+    overrides = differing_overrides([job.overrides for job in jobs])
     rows = [
         _job_row(name, job, differing, metric) for (name, job), differing in zip(named_jobs, overrides, strict=True)
     ]
     _write(sweep / "sweep.csv", rows)
     shown = ("job", "overrides", metric, "seconds", "status")
     _print(f"{len(rows)} jobs in {sweep}", [_shown_cells(row, shown) for row in rows])
-    if seed_rows := _seed_rows(jobs, overrides, metric):
-        _write(sweep / "seeds.csv", seed_rows)
-        _print("over seeds", [_shown_cells(row, tuple(row)) for row in seed_rows])
+    if over_seeds := seed_rows(jobs, overrides, metric):
+        _write(sweep / "seeds.csv", over_seeds)
+        _print("over seeds", [_shown_cells(row, tuple(row)) for row in over_seeds])
     return all(job.status in DONE for job in jobs)
-
-
-def _differing_overrides(overrides: list[list[str]]) -> list[list[str]]:
-    """Return each job's overrides without the ones that all jobs have, and without the Optuna sweeper's own."""
-    common = set.intersection(*map(set, overrides)) if len(overrides) > 1 else set()
-    return [
-        [word for word in job_overrides if word not in common and not word.startswith("runtime.trial=")]
-        for job_overrides in overrides
-    ]
 
 
 def _job_row(name: str, job: Job, overrides: list[str], metric: str) -> dict[str, Any]:
@@ -50,33 +40,9 @@ def _job_row(name: str, job: Job, overrides: list[str], metric: str) -> dict[str
         metric: job.result,
         "seconds": f"{job.seconds:.1f}",
         "status": "killed" if job.status == "running" else job.status,
-        "error": _last_line(job.error),
+        "error": last_line(job.error),
     }
     return cells | job.metrics
-
-
-def _last_line(error: str) -> str:
-    """Return the last line of a traceback, which names the exception."""
-    return (error.strip().splitlines() or [""])[-1]
-
-
-def _seed_rows(jobs: list[Job], overrides: list[list[str]], metric: str) -> list[dict[str, Any]]:
-    """Return the mean and standard deviation of the results of jobs that differ only in the seed."""
-    results: dict[str, list[float]] = {}  # by the other overrides
-    for job, differing in zip(jobs, overrides, strict=True):
-        others = [override for override in differing if not override.startswith("seed=")]
-        if job.result is not None and len(others) < len(differing):
-            results.setdefault(" ".join(others), []).append(job.result)
-    return [
-        {
-            "overrides": others,
-            "seeds": len(values),
-            f"{metric} mean": statistics.mean(values),
-            f"{metric} std": statistics.stdev(values),
-        }
-        for others, values in results.items()
-        if len(values) > 1
-    ]
 
 
 def _shown_cells(row: dict[str, Any], columns: tuple[str, ...]) -> dict[str, str]:

@@ -12,9 +12,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from src.launch import rank
+from src.report.jobs import Job
 from src.run.devices import resolve_devices
 from src.sweeps.devices import _reserve_gpus
-from src.sweeps.record import Job, job_folder
+from src.sweeps.record import job_folder
 from src.sweeps.table import report
 from src.utils.errors import UserError
 from src.utils.locks import hold_lock, try_lock

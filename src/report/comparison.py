@@ -1,0 +1,190 @@
+"""The comparison of several runs: their curves upon each other, and below them the difference from the first run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from src.report.curves import downsample, median, style_value_axis, title
+from src.report.files import Curve, Floats
+from src.report.markup import Html, Markup, Section, card, chart, grid, number, series_color, swatch, table, text
+from src.report.page import write_page
+from src.report.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_COMPARED = ("train/loss", "val/loss", "val/acc")
+_SAME = 1e-9  # relative difference up to which two curves in float64 are the same
+_EXACT = 1e-17  # where the axis shows a difference of zero, below the rounding of float64
+_TICKS = (-15, -12, -9, -6, -3, 0)  # powers of ten of the axis of differences
+
+
+def write_comparison(runs: list[RunFolder], file: Path, scripts: Path | None) -> None:
+    """Write the comparison of several runs with the first one. `scripts` is that of `write_page`."""
+    names = labels(runs)
+    compared = [metric for metric in _COMPARED if all(metric in run.curves for run in runs)]
+    charts = [_comparison_chart(metric, runs, names, wide=metric == compared[0]) for metric in compared]
+    sections = [
+        Section(
+            "Curves and differences",
+            grid(charts) if charts else '<p class="muted">The runs have no metric in common.</p>',
+            "Each curve is narrower than the one before it, so that equal curves lie visibly on each other. "
+            "In float64 the difference stays below the line, on any hardware; in float32 rounding makes it grow, "
+            "up to the noise of two seeds.",
+        ),
+        Section("Runs", _run_table(runs, names)),
+        Section("Speed and memory", _speed_charts(runs, names)),
+    ]
+    write_page(file, "Comparison", f"{len(runs)} runs", _lead(runs, names, compared), sections, scripts)
+
+
+def labels(runs: list[RunFolder]) -> list[str]:
+    """Return a label of each run: strategy and number of processes if these differ, otherwise the folder's name."""
+    hardware = [f"{run.strategy} × {run.world_size}" for run in runs]
+    return hardware if len(set(hardware)) == len(runs) else [run.name for run in runs]
+
+
+def difference(curve: Curve, first: Curve) -> Curve:
+    """Return the relative difference of a curve from the first one, at the steps that both have."""
+    steps, ours, theirs = np.intersect1d(curve.steps, first.steps, return_indices=True)
+    reference = first.values[theirs]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gaps = np.abs(curve.values[ours] - reference) / np.abs(reference)
+    return Curve(steps, np.where(curve.values[ours] == reference, 0.0, gaps))
+
+
+def _largest(curve: Curve, first: Curve) -> float | None:
+    gaps = difference(curve, first).finite()
+    return float(gaps.max()) if len(gaps) else None
+
+
+def _lead(runs: list[RunFolder], names: list[str], compared: list[str]) -> Html:
+    """Return the sentence that says how far the runs are from the first one."""
+    if not compared:
+        return ""
+    metric = compared[0]
+    gaps = [_largest(run.curves[metric], runs[0].curves[metric]) for run in runs[1:]]
+    measured = [gap for gap in gaps if gap is not None]
+    if not measured:
+        return '<p class="lead">The runs have no step in common.</p>'
+    largest, first = max(measured), text(names[0])
+    if largest <= _SAME:
+        verdict, color = "the same curve", "good"
+        sentence = f"No {metric} differs from that of {first} by more than {largest:.1e}, relative."
+    else:
+        verdict, color = "different curves", "warn"
+        sentence = f"The {metric} differs from that of {first} by up to {largest:.1e}, relative."
+    return f'<p class="lead"><span class="pill {color}">{verdict}</span> {sentence}</p>'
+
+
+def _run_table(runs: list[RunFolder], names: list[str]) -> Html:
+    rows: list[list[Any]] = []
+    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+        label = Markup(f'<span class="fixed">{swatch(series_color(index))}{text(name)}</span>')
+        both = "train/loss" in run.curves and "train/loss" in runs[0].curves
+        gap = _largest(run.curves["train/loss"], runs[0].curves["train/loss"]) if both else None
+        last = [float(run.curves[name].values[-1]) if name in run.curves else None for name in ("val/acc", "test/acc")]
+        speed, memory = (median(run.curves, f"throughput/{key}") for key in ("samples_per_sec", "peak_memory_mib"))
+        rows.append([label, run.name, gap, *last, speed, memory])
+    columns = ["run", "folder", "largest difference", "val/acc", "test/acc", "images per second", "memory, MiB"]
+    return grid([card("", table(columns, rows, sortable=True), wide=True)])
+
+
+def _comparison_chart(metric: str, runs: list[RunFolder], names: list[str], *, wide: bool) -> Html:
+    """Return the curves of one metric, and their differences from the first run below them."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure(layout={"height": 560 if wide else 440})
+    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+        curve = downsample(run.curves[metric])
+        width = 1.6 + 2.4 * min(5, len(runs) - 1 - index)
+        style = {"line": {"color": series_color(index), "width": width}, "marker": {"size": width + 5}}
+        mode = "lines" if len(curve.values) > 1 else "markers"
+        figure.add_scatter(x=curve.steps, y=curve.values, name=name, mode=mode, **style)
+    gaps = [difference(run.curves[metric], runs[0].curves[metric]) for run in runs[1:]]
+    for index, (gap, name) in enumerate(zip(gaps, names[1:], strict=True), 1):
+        _add_difference(figure, gap, name, series_color(index))
+    figure.update_layout(xaxis={"anchor": "y2", "title": "step"})
+    figure.update_layout(yaxis={"domain": [0.5, 1], "title": metric}, yaxis2=_difference_axis(gaps))
+    style_value_axis(figure, metric, [run.curves[metric] for run in runs])
+    _mark_same(figure)
+    return chart(figure, f"{title(metric.rpartition('/')[2])}: {metric}", wide=wide)
+
+
+def _add_difference(figure: "go.Figure", gap: Curve, name: str, color: str) -> None:
+    shown = downsample(gap)
+    values = np.where(shown.values == 0, _EXACT, shown.values)
+    figure.add_scatter(
+        x=shown.steps,
+        y=values,
+        customdata=shown.values,
+        yaxis="y2",
+        name=name,
+        showlegend=False,
+        mode="lines+markers" if len(values) < 60 else "lines",
+        line={"color": color, "width": 1.4},
+        marker={"color": color, "size": 5},
+        hovertemplate="%{customdata:.2e}",
+    )
+
+
+def _difference_axis(gaps: list[Curve]) -> dict[str, Any]:
+    """Return the axis of the differences: from zero, which stands below the smallest number, past the largest one."""
+    finite: list[Floats] = [gap.finite() for gap in gaps if len(gap.finite())]
+    highest = max([1e-7, *(float(values.max()) * 10 for values in finite)])
+    return {
+        "domain": [0, 0.42],
+        "type": "log",
+        "range": [np.log10(_EXACT) - 0.6, np.log10(highest)],
+        "tickvals": [_EXACT, *(10.0**power for power in _TICKS)],
+        "ticktext": ["equal", *(f"10<sup>{power}</sup>" if power else "1" for power in _TICKS)],
+        "tickfont": {"size": 11},
+        "title": "relative difference",
+    }
+
+
+def _mark_same(figure: "go.Figure") -> None:
+    """Draw the line below which two curves in float64 are the same, and shade what is below it."""
+    across = {"xref": "paper", "x0": 0, "x1": 1, "yref": "y2", "layer": "below"}
+    figure.add_shape(**across, y0=_EXACT / 4, y1=_SAME, fillcolor="var(--band)", line={"width": 0})
+    figure.add_shape(**across, y0=_SAME, y1=_SAME, line={"color": "var(--good)", "width": 1.5})
+    figure.add_annotation(
+        xref="paper",
+        x=1,
+        yref="y2",
+        y=np.log10(_SAME),
+        xanchor="right",
+        yanchor="bottom",
+        text="10<sup>−9</sup>: the same curve below",
+        font={"size": 11, "color": "var(--good)"},
+        showarrow=False,
+    )
+
+
+def _speed_charts(runs: list[RunFolder], names: list[str]) -> Html:
+    charts = [
+        _bar_chart(metric, [median(run.curves, metric) for run in runs], names)
+        for metric in ("throughput/samples_per_sec", "throughput/peak_memory_mib")
+        if any(metric in run.curves for run in runs)
+    ]
+    return grid(charts) if charts else ""
+
+
+def _bar_chart(metric: str, values: list[float | None], names: list[str]) -> Html:
+    import plotly.graph_objects as go
+
+    figure = go.Figure(layout={"height": 60 + 36 * len(names), "hovermode": False, "bargap": 0.35})
+    figure.add_bar(
+        x=values,
+        y=names,
+        orientation="h",
+        marker={"color": [series_color(index) for index in range(len(names))], "cornerradius": 3},
+        text=[number(value) for value in values],
+        textposition="outside",
+        textfont={"color": "var(--ink)"},
+        cliponaxis=False,
+    )
+    figure.update_xaxes(rangemode="tozero", range=[0, 1.18 * max(value or 0.0 for value in values)])
+    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
+    return chart(figure, title(metric), "Median over the log points.")

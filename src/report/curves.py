@@ -1,0 +1,139 @@
+"""Charts of the columns of metrics.csv, with the events of the run."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from src.report.events import mark_events
+from src.report.files import Curve
+from src.report.markup import Html, chart, series_color
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+BUCKETS = 1000  # of a long curve, each with its smallest and its largest value
+_WIDE_RANGE = 50  # largest value / smallest value from which an axis is logarithmic
+_SPLITS = ("train", "val", "test")
+_COLORS = {"train": "var(--s1)", "val": "var(--s2)", "test": "var(--s4)"}
+_TITLES = {
+    "loss": "Loss",
+    "acc": "Accuracy",
+    "lr": "Learning rate",
+    "optim/grad_norm": "Gradient norm, before clipping",
+    "optim/update_ratio": "Norm of the update / norm of the weights",
+    "throughput/samples_per_sec": "Images per second",
+    "throughput/step_ms": "Step time, ms",
+    "throughput/data_fraction": "Fraction of a step for data",
+    "throughput/peak_memory_mib": "Peak memory, MiB",
+    "throughput/mfu": "Model FLOPs utilization",
+    "ranks/busy_ms": "Busy time of the ranks per step, ms",
+    "ranks/gain": "Time that a balanced load would save, fraction",
+    "ranks/slowest": "Slowest rank",
+    "ranks/memory_mib": "Memory of the ranks, MiB",
+}
+
+
+def title(metric: str) -> str:
+    """Return the title of a chart; a metric that is not known keeps its name."""
+    return _TITLES.get(metric, metric)
+
+
+def median(curves: dict[str, Curve], name: str) -> float | None:
+    """Return the median of a metric, or None if it has no finite value."""
+    values = curves[name].finite() if name in curves else ()
+    return float(np.median(values)) if len(values) else None
+
+
+def group_names(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the metrics of each chart: the splits of a metric share one, and so do its maximum and minimum."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        if name == "epoch":
+            continue
+        prefix, _, rest = name.partition("/")
+        stem = rest if prefix in _SPLITS and rest else name
+        for ending in ("_max", "_min", "_median"):
+            stem = stem.removesuffix(ending)
+        groups.setdefault("lr" if stem.startswith("lr-") else stem, []).append(name)
+    return groups
+
+
+def downsample(curve: Curve, buckets: int = BUCKETS) -> Curve:
+    """Return the curve with the smallest and the largest value of each bucket, so that every spike stays visible.
+
+    A curve of at most two points per bucket is returned as it is, but for infinite values, which become nan.
+    """
+    values = np.where(np.isfinite(curve.values), curve.values, np.nan)
+    if len(values) <= 2 * buckets:
+        return Curve(curve.steps, values)
+    size = -(-len(values) // buckets)
+    rows = np.full((-(-len(values) // size), size), np.nan)
+    rows.flat[: len(values)] = values
+    first = np.arange(len(rows)) * size
+    lowest = first + np.where(np.isnan(rows), np.inf, rows).argmin(axis=1)
+    highest = first + np.where(np.isnan(rows), -np.inf, rows).argmax(axis=1)
+    kept = np.unique(np.concatenate([[0], lowest, highest, [len(values) - 1]]))
+    return Curve(curve.steps[kept], values[kept])
+
+
+def is_wide(curves: Iterable[Curve]) -> bool:
+    """Return whether a logarithmic axis shows the curves better: all values are positive and their range is wide."""
+    finite = [values for curve in curves if len(values := curve.finite())]
+    if not finite:
+        return False
+    low, high = min(values.min() for values in finite), max(values.max() for values in finite)
+    return bool(low > 0 and high / low > _WIDE_RANGE)
+
+
+def metric_chart(metric: str, curves: dict[str, Curve], events: list[dict[str, Any]]) -> Html:
+    """Return the chart of one group of metrics, given as curves by name."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure(layout={"height": 260})
+    for index, (name, curve) in enumerate(curves.items()):
+        _add_curve(figure, name, curve, _COLORS.get(name.partition("/")[0], series_color(index)))
+    figure.update_xaxes(title="step", rangemode="tozero")
+    style_value_axis(figure, metric, curves.values())
+    mark_events(figure, events)
+    return chart(figure, title(metric), _note(curves))
+
+
+def style_value_axis(figure: "go.Figure", metric: str, curves: Iterable[Curve]) -> None:
+    """Set the axis of a metric's values: in percent, logarithmic, or from zero."""
+    if metric.rpartition("/")[2] == "acc":
+        figure.update_layout(yaxis={"tickformat": ".0%", "hoverformat": ".2%"})
+    elif is_wide(curves):  # Plotly draws the powers larger than other ticks
+        figure.update_layout(yaxis={"type": "log", "dtick": 1, "exponentformat": "power", "tickfont": {"size": 10}})
+    elif metric.startswith(("throughput/", "ranks/")):
+        figure.update_layout(yaxis={"rangemode": "tozero"})
+
+
+def _add_curve(figure: "go.Figure", name: str, curve: Curve, color: str) -> None:
+    shown = downsample(curve)
+    few = len(shown.values) < 40
+    mode = "markers" if len(shown.values) == 1 else "lines+markers" if few else "lines"
+    symbol, size = ("star", 11) if name.startswith("test/") else ("circle", 5)
+    figure.add_scatter(
+        x=shown.steps,
+        y=shown.values,
+        name=name,
+        mode=mode,
+        line={"color": color, "width": 1.7},
+        marker={"color": color, "symbol": symbol, "size": size},
+        connectgaps=False,
+    )
+
+
+def _note(curves: dict[str, Curve]) -> str:
+    """Return what a reader of the chart must know: points that it leaves out."""
+    parts = [] if len(curves) > 1 else [name for name in curves if title(name) != name]
+    for name, curve in curves.items():
+        finite = np.isfinite(curve.values)
+        if not finite.all():
+            first = int(curve.steps[~finite][0])
+            parts.append(f"{name} is not finite at {int((~finite).sum())} points, first at step {first}")
+    longest = max(len(curve.values) for curve in curves.values())
+    if longest > 2 * BUCKETS:
+        parts.append(f"smallest and largest of each {-(-longest // BUCKETS)} of {longest:,} points")
+    return "; ".join(parts)

@@ -1,0 +1,137 @@
+"""What the newest evaluation of a split shows: confusion matrix, accuracy of each class, calibration, mistakes."""
+
+import re
+from typing import Any
+
+import numpy as np
+
+from src.report.files import Floats
+from src.report.markup import Html, Section, card, chart, grid, number, text
+
+_BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
+_SPLIT_NAMES = {"test": "Test", "val": "Validation"}
+_HEAT = [[stop, f"var(--heat{index})"] for index, stop in enumerate((0, 0.08, 0.35, 0.7, 1))]
+_MOST_LABELED = 20  # classes of a matrix whose cells have room for a number
+
+
+def evaluation_section(split: str, evaluation: dict[str, Any]) -> Section:
+    """Return the section of one split; what its file lacks is left out."""
+    classes = [str(name) for name in evaluation.get("classes") or []]
+    confusion = np.array(evaluation.get("confusion") or [], dtype=np.float64)
+    charts = []
+    if confusion.ndim == 2 and confusion.shape == (len(classes), len(classes)) and confusion.sum():
+        charts += [_confusion_chart(confusion, classes), _class_chart(confusion, classes)]
+    if bins := [bin for bin in (evaluation.get("calibration") or {}).get("bins", []) if bin.get("count")]:
+        charts.append(_calibration_chart(bins, evaluation["calibration"].get("error")))
+    parts = grid(charts, "narrow") if charts else ""
+    if images := _mistakes(evaluation.get("mistakes") or [], classes):
+        parts += grid([images])
+    step = evaluation.get("step")
+    name = _SPLIT_NAMES.get(split, split)
+    return Section(f"{name} set", parts, f"The newest evaluation, at step {step:,}." if isinstance(step, int) else "")
+
+
+def _confusion_chart(confusion: Floats, classes: list[str]) -> Html:
+    import plotly.graph_objects as go
+
+    share = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    few = len(classes) <= _MOST_LABELED
+    figure = go.Figure(layout={"height": 400, "hovermode": "closest"})
+    figure.add_heatmap(
+        z=share,
+        customdata=confusion,
+        x=classes,
+        y=classes,
+        zmin=0,
+        zmax=1,
+        colorscale=_HEAT,
+        showscale=False,
+        xgap=1 if few else 0,
+        ygap=1 if few else 0,
+        text=[[f"{count:,.0f}" if count else "" for count in row] for row in confusion] if few else None,
+        texttemplate="%{text}" if few else None,
+        textfont={"size": 11},
+        hovertemplate="%{y} taken for %{x}: %{customdata:,.0f} (%{z:.1%})<extra></extra>",
+    )
+    figure.update_xaxes(title="predicted", showgrid=False, tickangle=-45, showticklabels=few or len(classes) < 40)
+    figure.update_yaxes(title="true", showgrid=False, autorange="reversed", showticklabels=few or len(classes) < 40)
+    total = f"{confusion.sum():,.0f} images, {np.trace(confusion) / confusion.sum():.2%} of them right"
+    return chart(figure, "Confusion matrix", f"{total}. Shades are fractions of a row.")
+
+
+def _class_chart(confusion: Floats, classes: list[str]) -> Html:
+    """Return the accuracy of each class, the lowest on top; of many classes, the twenty lowest."""
+    import plotly.graph_objects as go
+
+    counts = confusion.sum(axis=1)
+    seen = np.flatnonzero(counts)
+    accuracy = np.diag(confusion) / np.maximum(counts, 1)
+    order = seen[np.argsort(accuracy[seen])][:_MOST_LABELED]
+    figure = go.Figure(layout={"height": 400, "hovermode": "closest", "bargap": 0.35})
+    figure.add_bar(
+        x=accuracy[order],
+        y=[classes[index] for index in order],
+        orientation="h",
+        marker={"color": "var(--s1)", "cornerradius": 3},
+        text=[f"{accuracy[index]:.1%}" for index in order],
+        textposition="outside",
+        textfont={"color": "var(--ink)"},
+        cliponaxis=False,
+        hovertemplate="%{y}: %{x:.2%}<extra></extra>",
+    )
+    figure.update_xaxes(range=[0, 1.15], tickvals=[0, 0.5, 1], tickformat=".0%")
+    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
+    left_out = f" The {len(order)} lowest of {len(seen)}." if len(order) < len(seen) else ""
+    return chart(figure, "Accuracy of each class", f"The lowest first.{left_out}")
+
+
+def _calibration_chart(bins: list[dict[str, Any]], error: float | None) -> Html:
+    import plotly.graph_objects as go
+
+    figure = go.Figure(layout={"height": 400, "hovermode": "closest"})
+    confidence = [bin["confidence"] for bin in bins]
+    sizes = np.sqrt([bin["count"] for bin in bins])
+    figure.add_scatter(
+        x=[0, 1], y=[0, 1], mode="lines", line={"color": "var(--muted)", "dash": "dot", "width": 1}, hoverinfo="skip"
+    )
+    figure.add_scatter(
+        x=confidence,
+        y=[bin["accuracy"] for bin in bins],
+        mode="lines+markers",
+        line={"color": "var(--s1)", "width": 1.7},
+        marker={"color": "var(--s1)", "size": 6 + 16 * sizes / sizes.max(), "line": {"width": 0}},
+        customdata=[bin["count"] for bin in bins],
+        hovertemplate="confidence %{x:.1%}, accuracy %{y:.1%}, %{customdata:,} images<extra></extra>",
+        cliponaxis=False,
+    )
+    figure.update_xaxes(title="mean confidence", range=[0, 1], tickformat=".0%")
+    figure.update_yaxes(title="accuracy", range=[0, 1], tickformat=".0%")
+    note = "Below the dotted line the network is too confident. A larger point stands for more images."
+    if error is not None:
+        note = f"Expected calibration error {number(100 * error)} %. {note}"
+    return chart(figure, "Calibration", note)
+
+
+def _mistakes(mistakes: list[dict[str, Any]], classes: list[str]) -> Html:
+    figures = [_mistake(mistake, classes) for mistake in mistakes]
+    if not any(figures):
+        return ""
+    return card("Most confident mistakes", f'<div class="images">{"".join(figures)}</div>', wide=True)
+
+
+def _mistake(mistake: dict[str, Any], classes: list[str]) -> Html:
+    image = str(mistake.get("image") or "")
+    if not _BASE64.fullmatch(image):
+        return ""
+    label, predicted = (_class_name(mistake.get(key), classes) for key in ("label", "predicted"))
+    caption = f"<strong>{text(predicted)}</strong> {float(mistake.get('probability') or 0):.1%}<br>is {text(label)}"
+    alternative = f"{label}, taken for {predicted}"
+    index = text(mistake.get("sample_index", ""))
+    return (
+        f'<figure title="sample {index}"><img src="data:image/png;base64,{image}" alt="{text(alternative)}" '
+        f'loading="lazy"><figcaption>{caption}</figcaption></figure>'
+    )
+
+
+def _class_name(index: Any, classes: list[str]) -> str:
+    return classes[index] if isinstance(index, int) and 0 <= index < len(classes) else str(index)

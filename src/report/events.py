@@ -1,0 +1,75 @@
+"""The events of a run: lines on its charts, and a table."""
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from src.report.markup import Html, Markup, table
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_COLORS = {
+    "resume": "var(--accent)",
+    "restart": "var(--accent)",
+    "stopped": "var(--warn)",
+    "failed": "var(--bad)",
+    "killed": "var(--bad)",
+}
+
+
+def mark_events(figure: "go.Figure", events: list[dict[str, Any]]) -> None:
+    """Draw a line at the step of each event between start and end; events of one step share it."""
+    at_step: dict[int, list[str]] = {}
+    for event in events:
+        if event["event"] in _COLORS and event.get("step") is not None:
+            at_step.setdefault(int(event["step"]), []).append(event["event"])
+    for step, names in at_step.items():
+        color = _COLORS[names[0]]
+        figure.add_shape(x0=step, x1=step, y0=0, y1=1, yref="paper", line={"color": color, "width": 1, "dash": "dot"})
+        figure.add_annotation(
+            x=step,
+            y=1,
+            yref="paper",
+            text=", ".join(dict.fromkeys(names)),
+            font={"size": 10, "color": color},
+            textangle=-90,
+            xanchor="right",
+            yanchor="top",
+            xshift=-1,
+            borderpad=0,
+            showarrow=False,
+        )
+
+
+def event_table(events: list[dict[str, Any]]) -> Html:
+    """Return the events as a table, in the order of time."""
+    rows = [
+        (
+            _time(event),
+            event["event"],
+            event.get("step"),
+            event.get("reason") or _command(event),
+        )
+        for event in events
+    ]
+    return table(("time", "event", "step", "reason or command"), rows) if rows else ""
+
+
+def _time(event: dict[str, Any]) -> Markup:
+    time = datetime.fromtimestamp(event.get("time") or 0.0)
+    return Markup(f'<span class="fixed">{time:%Y-%m-%d}</span> <span class="fixed">{time:%H:%M:%S}</span>')
+
+
+def _command(event: dict[str, Any]) -> str:
+    return " ".join(map(str, event.get("command") or []))
+
+
+def duration(events: list[dict[str, Any]]) -> float | None:
+    """Return the seconds in which the run had a process; the time between an end and a resume is not part of it."""
+    total, began = 0.0, None
+    for event in events:
+        time = float(event.get("time") or 0.0)
+        if began is not None and event["event"] not in ("start", "resume", "killed"):
+            total += time - began
+        began = time
+    return total if len(events) > 1 else None

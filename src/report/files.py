@@ -1,0 +1,79 @@
+"""Readers of the files of a run folder; a file that is missing or cut by a kill is no error."""
+
+import csv
+import json
+from math import nan
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+_MOST_LINES = 20_000  # of a JSON lines file; parsing a million would take longer than all the rest
+
+
+class Curve(NamedTuple):
+    """The logged values of one metric and their optimizer steps, both of shape (points,)."""
+
+    steps: Floats
+    values: Floats
+
+    def finite(self) -> Floats:
+        """Return the values that are neither nan nor infinite."""
+        return self.values[np.isfinite(self.values)]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or an empty one if the file is missing or unreadable."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_json_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the objects in a JSON lines file, of a very long file a regular sample; skip a line cut by a kill."""
+    if not file.is_file():
+        return []
+    lines = file.read_text(errors="replace").splitlines()
+    stride = 1 + len(lines) // _MOST_LINES
+    records = [_parse(line) for line in lines[::stride]]
+    return [record for record in records if isinstance(record, dict)]
+
+
+def _parse(line: str) -> Any:
+    """Return the content of a line, or None if a kill has cut it."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def read_metrics(file: Path) -> dict[str, Curve]:
+    """Return the curve of each column of metrics.csv, without empty cells and rows that have no step."""
+    if not file.is_file():
+        return {}
+    with file.open(newline="", errors="replace") as stream:
+        header, *rows = list(csv.reader(stream)) or [[]]
+    rows = [row for row in rows if len(row) == len(header)]  # a kill may have cut the last one
+    columns = dict(zip(header, zip(*rows, strict=True), strict=True)) if rows else {}
+    steps = _to_floats(columns.pop("step", ()))
+    curves = {}
+    for name, cells in columns.items():
+        logged = [index for index, cell in enumerate(cells) if cell and steps[index] == steps[index]]
+        if logged:
+            curves[name] = Curve(steps[logged], _to_floats([cells[index] for index in logged]))
+    return curves
+
+
+def _to_floats(cells: Any) -> Floats:
+    return np.array([_to_float(cell) for cell in cells], dtype=np.float64)
+
+
+def _to_float(cell: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        return nan

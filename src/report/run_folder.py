@@ -1,0 +1,96 @@
+"""What a run folder holds, read when it is asked for."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from src.report.files import Curve, read_json, read_json_lines, read_metrics
+from src.utils.flatten import flatten_config
+
+ENDS = ("finished", "stopped", "failed", "killed")
+
+
+@dataclass
+class RankTimeline:
+    """The records of one rank: intervals between log points, and the passes of a pipeline's recorded steps."""
+
+    rank: int
+    intervals: list[dict[str, Any]] = field(default_factory=list)
+    passes: list[dict[str, Any]] = field(default_factory=list)
+
+
+class RunFolder:
+    """A run folder; each part is empty if its file is missing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.name = self.path.name
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration, by dotted name."""
+        file = self.path / "config.yaml"
+        try:
+            loaded = yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except (OSError, yaml.YAMLError):
+            return {}
+        return flatten_config(loaded) if isinstance(loaded, dict) else {}
+
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        return read_metrics(self.path / "metrics.csv")
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        """The events, the earliest first."""
+        events = [event for event in read_json_lines(self.path / "events.jsonl") if "event" in event]
+        return sorted(events, key=lambda event: event.get("time") or 0.0)
+
+    @cached_property
+    def evaluations(self) -> dict[str, dict[str, Any]]:
+        """The newest evaluation of each split that has one, `test` first."""
+        found = {split: read_json(self.path / "evaluation" / f"{split}.json") for split in ("test", "val")}
+        return {split: evaluation for split, evaluation in found.items() if evaluation}
+
+    @cached_property
+    def timelines(self) -> list[RankTimeline]:
+        """The timeline of each rank, in the order of the ranks."""
+        files = (self.path / "timeline").glob("rank*.jsonl")
+        return sorted((_timeline(file) for file in files), key=lambda timeline: timeline.rank)
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """The newest event that has the command and the changed options; empty if none is recorded."""
+        return next((event for event in reversed(self.events) if event["event"] in ("start", "resume")), {})
+
+    @property
+    def status(self) -> str:
+        """How the run has ended: finished, stopped, failed, killed, or "" if no end is recorded."""
+        last = self.events[-1]["event"] if self.events else ""
+        return last if last in ENDS else ""
+
+    @property
+    def strategy(self) -> str:
+        recorded = self.started.get("strategy") or self.config.get("strategy._target_")
+        return str(recorded or "unknown").rpartition(".")[2]
+
+    @property
+    def world_size(self) -> int | None:
+        if recorded := self.started.get("world_size"):
+            return int(recorded)
+        devices, nodes = self.config.get("trainer.devices"), self.config.get("trainer.num_nodes", 1)
+        return devices * nodes if isinstance(devices, int) and isinstance(nodes, int) else None
+
+
+def _timeline(file: Path) -> RankTimeline:
+    number = file.stem.removeprefix("rank")
+    timeline = RankTimeline(int(number) if number.isdigit() else 0)
+    for record in read_json_lines(file):
+        if record.get("kind") == "interval" and record.get("seconds"):
+            timeline.intervals.append(record)
+        elif record.get("kind") == "passes" and record.get("passes"):
+            timeline.passes.append(record)
+    return timeline
