@@ -65,11 +65,11 @@ def _command(event: dict[str, Any]) -> str:
 
 
 def duration(events: list[dict[str, Any]]) -> float | None:
-    """Return the seconds in which the run had a process; the time between an end and a resume is not part of it."""
-    total, began = 0.0, None
+    """Return the seconds in which the run had a process; None if no end is recorded."""
+    total, began = None, None
     for event in events:
-        time = float(event.get("time") or 0.0)
-        if began is not None and event["event"] not in ("start", "resume", "killed"):
-            total += time - began
-        began = time
-    return total if len(events) > 1 else None
+        if event["event"] in ("start", "resume"):
+            began = float(event["time"])
+        elif began is not None:
+            total, began = (total or 0.0) + float(event["time"]) - began, None
+    return total

@@ -37,6 +37,11 @@ class Job:
         return Job(**json.loads((folder / JOB_FILE).read_text()))
 
 
+def is_sweep(folder: Path) -> bool:
+    """Return whether this is the folder of a sweep."""
+    return any(folder.glob(f"*/{JOB_FILE}"))
+
+
 def read_jobs(sweep: Path) -> Iterator[tuple[str, Job]]:
     """Yield the folder name and the record of each job of a sweep, in the order of the job numbers."""
     for file in sorted(sweep.glob(f"*/{JOB_FILE}"), key=lambda file: (len(file.parent.name), file.parent.name)):

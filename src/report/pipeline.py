@@ -37,7 +37,24 @@ def pipeline_charts(run: RunFolder) -> list[Html]:
     if not rows:
         return []
     note = f"Step {step:,}. {_bubble_sentence(rows)}"
-    return [passes_chart(rows, "Pipeline as recorded", note, "milliseconds since the start of the step", scale=1000)]
+    recorded = passes_chart(rows, "Recorded", note, "milliseconds since the start of the step", scale=1000)
+    return [*_simulated_chart(run, rows), recorded]
+
+
+def _simulated_chart(run: RunFolder, recorded: Rows) -> list[Html]:
+    """Return the chart of the schedule as simulated for the recorded ranks; nothing if its name is not known."""
+    from src.strategies.pipeline.schedules import SCHEDULES  # late, because it imports torch's pipelines
+    from src.strategies.pipeline.simulation import simulate
+
+    name = run.config.get("strategy.schedule")
+    if name not in SCHEDULES:
+        return []
+    passes = [one for rank in recorded.values() for one in rank]
+    ranks = (1 + max(one.stage for one in passes)) // SCHEDULES[name].stages_per_rank
+    timeline = simulate(name, ranks, microbatches=1 + max(one.microbatch for one in passes))
+    rows = {rank: [Pass(*one) for one in passes] for rank, passes in enumerate(timeline)}
+    note = f"{name}, with stages of equal cost and sending without cost. {_bubble_sentence(rows)}"
+    return [passes_chart(rows, "Simulated", note, "duration of a forward pass")]
 
 
 def recorded_passes(timelines: list[RankTimeline]) -> tuple[int, Rows]:

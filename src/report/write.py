@@ -1,73 +1,59 @@
 """Write the page of a run or a sweep automatically, without ever changing how the run ends."""
 
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from src.report.jobs import JOB_FILE
+from omegaconf import DictConfig
 
-_log = logging.getLogger(__name__)
-_METRICS = "metrics.csv"
+from src.report.jobs import JOB_FILE, is_sweep
 
 
 @contextmanager
-def run_report(folder: str | Path, wanted: bool) -> Iterator[None]:
-    """Write the page of a run when it ends, however it ends; and before it continues, that of what it did until then.
-
-    A process that was killed could not write its page, so its next start does.
+def run_report(cfg: DictConfig, is_recorder: bool = True) -> Iterator[None]:
+    """Write the page of a run when it ends, however it ends; and when it continues, as a kill may have ended it.
 
     Args:
-        folder: the run folder.
-        wanted: whether this process writes the page; one process of a run does.
+        cfg: the resolved configuration.
+        is_recorder: whether this process writes the page; one of each run does.
     """
-    if wanted:
-        write_run_report(Path(folder))
+    is_wanted, folder = cfg.report and is_recorder and not cfg.doctor, Path(cfg.run_dir)
+    if is_wanted and find_spec("plotly"):  # without it, the end says so
+        write_if_possible(folder)
     try:
         yield
     finally:
-        if wanted:
-            write_run_report(Path(folder))
+        if is_wanted:
+            write_if_possible(folder)
 
 
-def write_run_report(folder: Path) -> None:
-    """Write the page of a run, if the run has logged anything; print one line if that fails."""
-    if (folder / _METRICS).is_file():
-        _write(folder, lambda: _write_run(folder))
-
-
-def write_sweep_report(folder: Path) -> None:
-    """Write the page of a sweep; print one line if that fails."""
-    _write(folder, lambda: _write_sweep(folder))
-
-
-def scripts_folder(folder: Path) -> Path:
-    """Return the folder of Plotly's JavaScript for the page of a run or a sweep: the one that holds all runs."""
-    is_job = (folder / JOB_FILE).is_file()
-    return folder.parent.parent if is_job else folder.parent
-
-
-def _write(folder: Path, write: Callable[[], Path]) -> None:
+def write_if_possible(folder: Path) -> None:
+    """Write the page of a sweep, or of a run that has logged anything; print one line if that is not possible."""
+    if not is_sweep(folder) and not (folder / "metrics.csv").is_file():
+        return
     if not find_spec("plotly"):
-        _log.info("no report.html: it needs plotly, which pip install '.[report]' adds")
+        print("no report.html: it needs plotly, which pip install '.[report]' adds", file=sys.stderr)
         return
     try:
-        write()
+        write_page_of(folder)
     except Exception as error:  # a run must not fail, nor lose its own error, because of its report
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        command = f"python -m scripts.report {folder}"
-        print(f"warning: no report.html ({reason}); {command} repeats the attempt", file=sys.stderr)
+        print(f"warning: no report.html ({reason}); try python -m scripts.report {folder}", file=sys.stderr)
 
 
-def _write_run(folder: Path) -> Path:
+def write_page_of(folder: Path, *, single_file: bool = False) -> Path:
+    """Write the page of a run or a sweep; return its path.
+
+    Args:
+        folder: the folder of the run or sweep.
+        single_file: whether Plotly's JavaScript is inside the page, not beside all run folders.
+    """
     from src.report.run_page import write_run_page
-
-    return write_run_page(folder, scripts_folder(folder))
-
-
-def _write_sweep(folder: Path) -> Path:
     from src.report.sweep_page import write_sweep_page
 
-    return write_sweep_page(folder, scripts_folder(folder))
+    folder = folder.absolute()
+    is_job = (folder / JOB_FILE).is_file()
+    scripts = None if single_file else folder.parent.parent if is_job else folder.parent
+    return write_sweep_page(folder, scripts) if is_sweep(folder) else write_run_page(folder, scripts)

@@ -13,7 +13,7 @@ from src.utils.errors import UserError, similar_names
 from src.utils.quoting import as_typed
 from src.utils.targets import accepted_options, locate
 
-_ROOT = {"fit": bool, "doctor": bool, "launch.max_restarts": int, "launch.rendezvous_timeout": float}
+_ROOT = {"fit": bool, "doctor": bool, "report": bool, "launch.max_restarts": int, "launch.rendezvous_timeout": float}
 NOT_PASSED = ("single_process",)  # the launcher reads this option of a strategy
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", NoneType: "null"}
 

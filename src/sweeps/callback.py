@@ -41,7 +41,12 @@ class SweepReport(Callback):
             die_with_parent(self._sweep_pid)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        from src.report.write import write_if_possible
         from src.sweeps.table import report
 
-        if not report(Path(config.hydra.sweep.dir)):
+        folder = Path(config.hydra.sweep.dir)
+        is_complete = report(folder)
+        if config.report:
+            write_if_possible(folder)
+        if not is_complete:
             raise SystemExit(1)
