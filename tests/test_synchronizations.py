@@ -20,7 +20,7 @@ DEFAULT = ["trainer.accelerator=cpu", "model.width=4", "data.batch_size=32", "tr
 SHORT = [*DEFAULT, "trainer.max_epochs=2", "callbacks.checkpoint.train_time_interval={seconds: 1000}"]
 TRICKS = [
     *(
-        "callbacks=[default,ema]",
+        "callbacks=[default,ema,gradients]",
         "trainer.gradient_clip_val=1.0",
         "module.label_smoothing=0.1",
         "data.augment.cutout=8",
