@@ -1,5 +1,6 @@
 """`test=best` tests the best checkpoint of the training instead of the last weights, and `ckpt_path=best` finds it."""
 
+import json
 import os
 from pathlib import Path
 
@@ -26,10 +27,14 @@ BEST_IS_FIRST = ["experiment=parity", *SHORT, "callbacks.best.monitor=lr", "sche
 )
 def test_tests_the_best_checkpoint(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
     world = [f"strategy={strategy}", f"trainer.devices={1 if strategy == 'auto' else 2}"]
-    cfg = compose(folder, *small, *BEST_IS_FIRST, *world, "test=best")
+    cfg = compose(folder, *small, *BEST_IS_FIRST, *world, "test=best", "callbacks=[default,evaluation]")
     tested = run(cfg) if strategy in ("auto", "ddp_spawn") else pool.run(2, run, cfg)[0]
     best = folder / CHECKPOINTS / "best.ckpt"
     assert torch.load(best)["global_step"] == SHORT_EPOCH
+    steps = {
+        stage: json.loads((folder / "evaluation" / f"{stage}.json").read_text())["step"] for stage in ("val", "test")
+    }
+    assert steps == {"val": 2 * SHORT_EPOCH, "test": SHORT_EPOCH}
     evaluation = [*small, "experiment=parity", *SHORT, "fit=false"]
     expected = run(compose(folder / "best", *evaluation, f"ckpt_path={best}"))
     assert tested["test/loss"] == pytest.approx(expected["test/loss"], rel=1e-9)
