@@ -71,5 +71,5 @@ def _busy_metrics(busy: list[float], step: float) -> dict[str, float]:
         "busy_ms_max": 1000 * longest,
         "busy_ms_median": 1000 * typical,
         "slowest": float(busy.index(longest)),
-        "gain": (longest - typical) / step,
+        "gain": (longest - typical) / step if step else 0.0,
     }
