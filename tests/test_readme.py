@@ -159,7 +159,8 @@ def test_links_exist() -> None:
     for path in re.findall(r"\]\((?!http)([^)]+)\)", README):
         assert (ROOT / path).exists(), path
     for module in re.findall(r"python -m (scripts[.\w]+)", GUIDE):
-        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     for page in (ROOT / "docs").rglob("*.md"):
         for path in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", page.read_text()):
             assert (page.parent / path).exists(), (page.name, path)

@@ -78,9 +78,8 @@ def describe_setup(cfg: DictConfig, choices: Any, world_size: int) -> dict[str, 
         world_size: the number of ranks.
     """
     model = choices.get("model") if "net" in cfg.module else choices.get("module")  # a GAN has networks of its own
-    strategy = choices.strategy
-    if strategy == "auto":
-        strategy = "ddp" if world_size > 1 else "single"
+    resolved = {"auto": "ddp" if world_size > 1 else "single"}
+    strategy = resolved.get(choices.strategy, choices.strategy)
     tags = list(dict.fromkeys([*cfg.tags, strategy, f"x{world_size}", *([model] if model else [])]))
     return {"model": model, "strategy": strategy, "world_size": world_size, "tags": tags}
 
