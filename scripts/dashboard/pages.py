@@ -11,13 +11,10 @@ from scripts.dashboard import panels
 
 _IMAGES = ("images/samples", "images/confusion", "images/mistakes")
 _TRAINING = expr.Metric("JobType") == "train"  # evaluations and predictions are runs of their own
-_COLUMNS = [
-    "summary:val/acc.max",
-    "summary:test/acc",
-    "config:runtime.value.strategy",
-    "config:global_batch_size.value",
-]
-_COLUMNS_WIDE, _HEIGHT = 24, 8  # units of the grid of a report
+# W&B keeps the values of each top-level key of a configuration below `value`.
+_STRATEGY, _BATCH, _SWEEP = "runtime.value.strategy", "global_batch_size.value", "runtime.value.sweep_id"
+_COLUMNS = ["summary:val/acc.max", "summary:test/acc", f"config:{_STRATEGY}", f"config:{_BATCH}"]
+_WIDTH, _HEIGHT = 24, 8  # of a row of charts, in units of a report's grid
 
 
 def build_workspace(entity: str, project: str, options: Sequence[str]) -> Any:
@@ -51,9 +48,8 @@ def build_report(entity: str, project: str, options: Sequence[str], batch_size: 
         options: dotted names of the options that sweeps vary.
         batch_size: global batch size of the runs that the last part compares.
     """
-    # W&B keeps the values of each top-level key of a configuration below `value`.
-    equal = expr.Config("global_batch_size.value") == batch_size
-    in_sweep = expr.Config("runtime.value.sweep_id") != None  # noqa: E711, the package makes a filter of it
+    equal = expr.Config(_BATCH) == batch_size
+    in_sweep = expr.Config(_SWEEP) != None  # noqa: E711, the package makes a filter of it
     blocks = [
         wr.TableOfContents(),
         *_part("Curves by strategy", "Each line is the mean of a strategy's runs.", panels.learning(), []),
@@ -75,7 +71,7 @@ def _part(title: str, text: str, content: Sequence[Any], filters: Sequence[Any])
     charts = list(_named(title, content))
     for number, chart in enumerate(charts):
         row, column = divmod(number, 2)
-        chart.layout = wr.Layout(x=column * _COLUMNS_WIDE // 2, y=row * _HEIGHT, w=_COLUMNS_WIDE // 2, h=_HEIGHT)
+        chart.layout = wr.Layout(x=column * _WIDTH // 2, y=row * _HEIGHT, w=_WIDTH // 2, h=_HEIGHT)
     return [wr.H1(title), wr.P(text), wr.PanelGrid(runsets=[runs], panels=charts)]
 
 

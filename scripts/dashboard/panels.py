@@ -89,5 +89,5 @@ def _lines(*names: str, title: str | None = None, log_y: bool | None = None) -> 
 
 def _system(name: str, title: str) -> Any:
     """Return the lines of a system metric of all ranks; `/l:rankN` follows its name in a shared run."""
-    pattern = "system/" + name.replace(".", r"\.").replace(r"\.*", r"\.[0-9]+") + "(/l:.*)?"
+    pattern = "system[./]" + name.replace(".", r"\.").replace(r"\.*", r"\.[0-9]+") + "(/l:.*)?"
     return wr.LinePlot(title=title, x="RelativeTime(Process)", metric_regex=pattern)

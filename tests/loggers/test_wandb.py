@@ -20,11 +20,12 @@ from src.loggers.guard import GuardedLogger
 from src.loggers.wandb import AsyncWandbLogger, finish_run
 from src.run.experiment import run
 from src.utils.errors import UserError
-from tests.support.commands import TINY
+from tests.support.commands import TINY, TWO, slow
 from tests.support.commands import run as run_command
 from tests.support.experiments import SHORT
 from tests.support.runs import compose
 from tests.support.wandb_files import read_records, read_runs
+from tests.support.wandb_server import stand_in
 
 # Each case runs in a fork, which need not import wandb again. It exits at once, since wandb's shutdown waits for its
 # service, and once did so forever.
@@ -260,6 +261,22 @@ def test_published_callbacks_find_wandb_beside_tensorboard(
         ("model-two_loggers", "best", "latest"),
         ("model-two_loggers-last", "best", "latest"),
     }
+
+
+@pytest.mark.slow
+def test_a_shared_run_has_the_system_metrics_of_both_ranks(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is a stand-in. The ranks join after ten seconds, so the steps are slow."""
+    task = [*small, *TINY, *TWO, slow(0.7), "logger.wandb.every_rank=true", f"run_dir={tmp_path / 'run'}"]
+    with stand_in("cifar") as server:
+        for name, value in server.variables().items():
+            monkeypatch.setenv(name, value)
+        out, _ = run_command(*task, "+logger.wandb.settings.x_stats_sampling_interval=1")
+    assert f"wandb: {server.address}/me/cifar/runs/run-" in out
+    text = "".join(server.streams)
+    assert all(f"system.proc.memory.rssMB/l:rank{rank}" in text for rank in (0, 1))
+    assert "train/loss" in text
 
 
 def test_every_rank_joins_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A stand-in for the server of Weights & Biases: it answers the calls of scripts.dashboard, and keeps what is saved."""
+"""A stand-in for the server of Weights & Biases, for scripts.dashboard and online runs; it keeps what they send."""
 
 import json
 import threading
@@ -11,12 +11,19 @@ KEY = "0123456789" * 4
 
 
 class StandIn:
-    """The server: its address, the names of its projects, and the views that were saved, each as GraphQL variables."""
+    """The server.
+
+    Attributes:
+        projects: names of the projects of the entity `me`.
+        views: the saved workspaces and reports, each as GraphQL variables.
+        streams: what runs sent of their metrics and system metrics.
+        address: its URL.
+    """
 
     def __init__(self, projects: list[str]) -> None:
         self.projects = projects
         self.views: list[dict[str, Any]] = []
-        self.operations: list[str] = []
+        self.streams: list[str] = []
         self.address = ""
 
     def variables(self) -> dict[str, str]:
@@ -25,7 +32,6 @@ class StandIn:
 
     def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         """Return the data of the answer to a GraphQL query."""
-        self.operations.append(query.split()[1].partition("(")[0])
         if "upsertView" in query:
             self.views.append(variables)
             view = {"id": f"view{len(self.views)}", "name": variables["name"], "displayName": variables["displayName"]}
@@ -34,6 +40,14 @@ class StandIn:
             return {"upsertView": {"view": view | details, "inserted": True}}
         if "viewer" in query:
             return {"viewer": {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
+        if "upsertBucket" in query:
+            project = {"id": "1", "name": "cifar", "entity": {"id": "1", "name": "me"}}
+            bucket = {"id": "1", "name": variables["name"], "displayName": "", "config": "{}", "historyLineCount": 0}
+            return {"upsertBucket": {"bucket": bucket | {"sweepName": None, "project": project}, "inserted": True}}
+        if "createRunFiles" in query:
+            return {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": []}}
+        if "RunResumeStatus" in query:
+            return {}
         return {"models": {"edges": [self._edge(name) for name in self.projects], "pageInfo": _LAST_PAGE}}
 
     def _edge(self, name: str) -> dict[str, Any]:
@@ -55,8 +69,10 @@ def stand_in(*projects: str) -> Iterator[StandIn]:
             if self.path == "/graphql":
                 request = json.loads(body)
                 answer = {"data": state.answer(request["query"], request.get("variables") or {})}
-            else:  # wandb's telemetry
+            else:  # metrics of a run, or wandb's telemetry
                 answer = {}
+                if self.path.endswith("/file_stream"):
+                    state.streams.append(body.decode())
             content = json.dumps(answer).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
