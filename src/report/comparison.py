@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from src.report.curves import downsample, median, style_value_axis, title
+from src.report.figure import new_figure
 from src.report.files import Curve, Floats
 from src.report.markup import Html, Markup, Section, card, chart, grid, number, series_color, swatch, table, text
 from src.report.page import write_page
@@ -93,9 +94,7 @@ def _run_table(runs: list[RunFolder], names: list[str]) -> Html:
 
 def _comparison_chart(metric: str, runs: list[RunFolder], names: list[str], *, wide: bool) -> Html:
     """Return the curves of one metric, and their differences from the first run below them."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure(layout={"height": 560 if wide else 440})
+    figure = new_figure(560 if wide else 440)
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         curve = downsample(run.curves[metric])
         width = 1.6 + 2.4 * min(5, len(runs) - 1 - index)
@@ -172,9 +171,7 @@ def _speed_charts(runs: list[RunFolder], names: list[str]) -> Html:
 
 
 def _bar_chart(metric: str, values: list[float | None], names: list[str]) -> Html:
-    import plotly.graph_objects as go
-
-    figure = go.Figure(layout={"height": 60 + 36 * len(names), "hovermode": False, "bargap": 0.35})
+    figure = new_figure(60 + 36 * len(names), hovermode=False, bargap=0.35)
     figure.add_bar(
         x=values,
         y=names,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from src.report.events import mark_events
+from src.report.figure import new_figure
 from src.report.files import Curve
 from src.report.markup import Html, chart, series_color
 
@@ -88,9 +89,7 @@ def is_wide(curves: Iterable[Curve]) -> bool:
 
 def metric_chart(metric: str, curves: dict[str, Curve], events: list[dict[str, Any]]) -> Html:
     """Return the chart of one group of metrics, given as curves by name."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure(layout={"height": 260})
+    figure = new_figure(260)
     for index, (name, curve) in enumerate(curves.items()):
         _add_curve(figure, name, curve, _COLORS.get(name.partition("/")[0], series_color(index)))
     figure.update_xaxes(title="step", rangemode="tozero")

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from src.report.figure import new_figure
 from src.report.files import Floats
 from src.report.markup import Html, Section, card, chart, grid, number, text
 
@@ -32,11 +33,9 @@ def evaluation_section(split: str, evaluation: dict[str, Any]) -> Section:
 
 
 def _confusion_chart(confusion: Floats, classes: list[str]) -> Html:
-    import plotly.graph_objects as go
-
     share = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
     few = len(classes) <= _MOST_LABELED
-    figure = go.Figure(layout={"height": 400, "hovermode": "closest"})
+    figure = new_figure(400, hovermode="closest")
     figure.add_heatmap(
         z=share,
         customdata=confusion,
@@ -61,13 +60,11 @@ def _confusion_chart(confusion: Floats, classes: list[str]) -> Html:
 
 def _class_chart(confusion: Floats, classes: list[str]) -> Html:
     """Return the accuracy of each class, the lowest on top; of many classes, the twenty lowest."""
-    import plotly.graph_objects as go
-
     counts = confusion.sum(axis=1)
     seen = np.flatnonzero(counts)
     accuracy = np.diag(confusion) / np.maximum(counts, 1)
     order = seen[np.argsort(accuracy[seen])][:_MOST_LABELED]
-    figure = go.Figure(layout={"height": 400, "hovermode": "closest", "bargap": 0.35})
+    figure = new_figure(400, hovermode="closest", bargap=0.35)
     figure.add_bar(
         x=accuracy[order],
         y=[classes[index] for index in order],
@@ -86,9 +83,7 @@ def _class_chart(confusion: Floats, classes: list[str]) -> Html:
 
 
 def _calibration_chart(bins: list[dict[str, Any]], error: float | None) -> Html:
-    import plotly.graph_objects as go
-
-    figure = go.Figure(layout={"height": 400, "hovermode": "closest"})
+    figure = new_figure(400, hovermode="closest")
     confidence = [bin["confidence"] for bin in bins]
     sizes = np.sqrt([bin["count"] for bin in bins])
     figure.add_scatter(

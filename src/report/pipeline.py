@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from src.report.figure import new_figure
 from src.report.markup import Html, chart
 from src.report.run_folder import RankTimeline, RunFolder
 
@@ -106,9 +107,7 @@ def passes_chart(rows: Rows, title: str, note: str, unit: str, scale: float = 1.
         unit: the title of the time axis.
         scale: factor from the times of the passes to that unit.
     """
-    import plotly.graph_objects as go
-
-    figure = go.Figure(layout={"height": 70 + 40 * len(rows), "barmode": "overlay", "hovermode": "closest"})
+    figure = new_figure(70 + 40 * len(rows), barmode="overlay", hovermode="closest")
     end = scale * max(one.end for passes in rows.values() for one in passes)
     names = {rank: f"rank {rank}" for rank in rows}
     figure.add_bar(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from src.report.curves import downsample, style_value_axis, title
+from src.report.figure import new_figure
 from src.report.files import Floats, read_metrics
 from src.report.jobs import seed_rows
 from src.report.markup import Html, chart, number
@@ -22,15 +23,13 @@ _CURVE_POINTS = 200  # buckets of the curve of a job
 
 def parallel_coordinates(sweep: Sweep) -> Html:
     """Return a chart with an axis per option and one for the result; each line is a job."""
-    import plotly.graph_objects as go
-
     jobs, options = sweep.ranked, sweep.options
     if len(jobs) < 2 or not options:
         return ""
     axes = [_axis([job.options.get(option, "") for job in jobs]) for option in options]
     axes.append(_axis([str(job.job.result) for job in jobs]))
     positions = np.array([axis[0] for axis in axes])  # (axes, jobs), from 0 to 1
-    figure = go.Figure(layout={"height": 380, "hovermode": "closest"})
+    figure = new_figure(380, hovermode="closest")
     for level in range(LEVELS):
         chosen = [index for index, job in enumerate(jobs) if job.level == level]
         if chosen:
@@ -109,8 +108,6 @@ def importance(sweep: Sweep) -> Html:
 
     It needs several jobs with the same value: for values that are all different, see Optuna's method.
     """
-    import plotly.graph_objects as go
-
     jobs = sweep.ranked
     results = np.array([job.job.result or 0.0 for job in jobs])
     total = float(((results - results.mean()) ** 2).sum()) if len(jobs) else 0.0
@@ -123,7 +120,7 @@ def importance(sweep: Sweep) -> Html:
     if not shares:
         return ""
     order = sorted(shares, key=lambda option: -shares[option])
-    figure = go.Figure(layout={"height": 70 + 34 * len(order), "hovermode": False, "bargap": 0.4})
+    figure = new_figure(70 + 34 * len(order), hovermode=False, bargap=0.4)
     figure.add_bar(
         x=[shares[option] for option in order],
         y=order,
@@ -141,8 +138,6 @@ def importance(sweep: Sweep) -> Html:
 
 def seeds(sweep: Sweep) -> Html:
     """Return mean and standard deviation of the jobs that differ only in the seed."""
-    import plotly.graph_objects as go
-
     overrides = [[f"{name}={value}" for name, value in job.options.items()] for job in sweep.jobs]
     rows: list[dict[str, Any]] = seed_rows([job.job for job in sweep.jobs], overrides, sweep.metric)
     if not rows:
@@ -150,7 +145,7 @@ def seeds(sweep: Sweep) -> Html:
     rows.sort(key=lambda row: row[f"{sweep.metric} mean"], reverse=not sweep.falls)
     names = [row["overrides"] or "all jobs" for row in rows]
     means, deviations = ([row[f"{sweep.metric} {key}"] for row in rows] for key in ("mean", "std"))
-    figure = go.Figure(layout={"height": 80 + 34 * len(rows), "hovermode": "closest"})
+    figure = new_figure(80 + 34 * len(rows), hovermode="closest")
     figure.add_scatter(
         x=means,
         y=names,
@@ -170,9 +165,7 @@ def seeds(sweep: Sweep) -> Html:
 
 def curves(sweep: Sweep) -> Html:
     """Return the curve of the metric in each job, with the colors of the parallel coordinates."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure(layout={"height": 320, "hovermode": "closest"})
+    figure = new_figure(320, hovermode="closest")
     for job in sweep.ranked:
         curve = read_metrics(sweep.path / job.name / "metrics.csv").get(sweep.metric)
         if curve is None or len(curve.values) < 2:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from src.report.figure import new_figure
 from src.report.files import Curve, Floats
 from src.report.markup import Html, chart, number
 from src.report.run_folder import RankTimeline
@@ -49,10 +50,8 @@ def slowest_rank(curves: dict[str, Curve]) -> str:
 
 def _total_chart(timelines: list[RankTimeline]) -> Html:
     """Return the sum of the seconds of each span, one bar per rank."""
-    import plotly.graph_objects as go
-
     names = [f"rank {timeline.rank}" for timeline in timelines]
-    figure = go.Figure(layout={"height": _height(len(names)), "barmode": "stack", "hovermode": "y unified"})
+    figure = new_figure(_height(len(names)), barmode="stack", hovermode="y unified")
     totals = [_totals(timeline.intervals) for timeline in timelines]
     for kind in _kinds(totals):
         label, color = _look(kind)
@@ -98,12 +97,10 @@ def _look(kind: str) -> tuple[str, str]:
 
 def _course_chart(timelines: list[RankTimeline], ranks: int) -> Html:
     """Return a row per rank whose colors are the fractions of each span, in the course of the recorded time."""
-    import plotly.graph_objects as go
-
     end = max(sum(float(interval["seconds"]) for interval in timeline.intervals) for timeline in timelines)
     edges = np.linspace(0, end, _BUCKETS + 1)
     kinds = _kinds(_totals(timeline.intervals) for timeline in timelines)
-    figure = go.Figure(layout={"height": _height(len(timelines), row=44), "barmode": "overlay", "hovermode": "closest"})
+    figure = new_figure(_height(len(timelines), row=44), barmode="overlay", hovermode="closest")
     fractions = [_fractions(timeline.intervals, kinds, edges) for timeline in timelines]
     for index, kind in enumerate(kinds):
         _add_course(figure, kind, index, fractions, edges)

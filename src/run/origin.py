@@ -17,15 +17,8 @@ from src.utils.flatten import flatten_config
 _COMMAND = "TRAIN_COMMAND"  # environment variable, which also reaches the jobs of a sweep in other processes
 _PROJECT = Path(__file__).parents[2]
 _GIT_TIMEOUT = 5.0  # seconds
-_NOT_COMPARED = (
-    "run_dir",
-    "ckpt_path",
-    "resume",
-    "report",
-    "runtime.",
-    "logger.",
-    "data.root",
-)  # no part of the experiment
+# These options are no part of the experiment.
+_NOT_COMPARED = ("run_dir", "ckpt_path", "resume", "report", "runtime.", "logger.", "data.root")
 
 
 def keep_command(argv: Sequence[str]) -> None:

@@ -28,16 +28,8 @@ from src.utils.flatten import flatten_config
 # A continued run does not inherit these options.
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
 # The resolved configuration of every run differs from the files under conf/ in these nodes.
-_NOT_COMPARED = [
-    *_NOT_INHERITED,
-    "init_from",
-    "report",
-    "runtime",
-    "tags",
-    "data.root",
-    "trainer.devices",
-    "trainer.accelerator",
-]
+_NOT_COMPARED = [*_NOT_INHERITED, "init_from", "report", "runtime", "tags", "data.root"]
+_NOT_COMPARED += ["trainer.devices", "trainer.accelerator"]
 
 
 def resolve_config(cfg: DictConfig) -> DictConfig:
