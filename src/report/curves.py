@@ -13,7 +13,7 @@ from src.report.markup import Html, chart, series_color
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-BUCKETS = 1000  # of a long curve, each with its smallest and its largest value
+BUCKETS = 600  # of a long curve, each with its smallest and its largest value; a chart is some 600 pixels wide
 _WIDE_RANGE = 50  # largest value / smallest value from which an axis is logarithmic
 _SPLITS = ("train", "val", "test")
 _COLORS = {"train": "var(--s1)", "val": "var(--s2)", "test": "var(--s4)"}

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections.abc import Sequence
 from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,18 +63,15 @@ def read_metrics(file: Path) -> dict[str, Curve]:
     steps = _to_floats(columns.pop("step", ()))
     curves = {}
     for name, cells in columns.items():
-        logged = [index for index, cell in enumerate(cells) if cell and steps[index] == steps[index]]
-        if logged:
-            curves[name] = Curve(steps[logged], _to_floats([cells[index] for index in logged]))
+        is_logged = np.fromiter(map(bool, cells), dtype=bool, count=len(cells)) & np.isfinite(steps)
+        if is_logged.any():
+            curves[name] = Curve(steps[is_logged], _to_floats(cells)[is_logged])
     return curves
 
 
-def _to_floats(cells: Any) -> Floats:
-    return np.array([_to_float(cell) for cell in cells], dtype=np.float64)
-
-
-def _to_float(cell: str) -> float:
+def _to_floats(cells: Sequence[str]) -> Floats:
+    """Return the numbers in the cells, nan for an empty one; a column that has a text has no numbers."""
     try:
-        return float(cell)
+        return np.array([float(cell) if cell else nan for cell in cells], dtype=np.float64)
     except ValueError:
-        return nan
+        return np.full(len(cells), nan)

@@ -18,7 +18,7 @@ def settings(run: RunFolder) -> Html:
     parts = []
     if start.get("command"):
         command = text(shlex.join(map(str, start["command"])))
-        parts.append(card("Command", f"<pre>{command}</pre>{_revision(start)}", wide=True))
+        parts.append(card("Command", f'<pre class="wrap">{command}</pre>{_revision(start)}', wide=True))
     if rows:
         parts.append(card("Changed from the defaults", table(("option", "default", "this run"), rows), wide=True))
     if options:

@@ -24,8 +24,10 @@ TINY = [  # two epochs of 11 steps on the fixture `small`
     "trainer.max_epochs=2",
     "trainer.accelerator=cpu",
     "trainer.log_every_n_steps=1",
+    "report=false",
 ]
 PARITY = ["experiment=parity", "logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
+PARITY += ["report=false"]
 TWO = ["strategy=ddp", "trainer.devices=2"]
 _SLURM = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
 _SLURM |= {"SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1"}

@@ -9,6 +9,7 @@ ALLOWED_SKIPS = {
     "tests/data/test_cifar.py::test_reads_the_real_images": "CIFAR-10 is not part of the project",
     "tests/gpu/test_dry_gpu.py": "there is no C++ compiler, or another torch than the stubs are for",
     "tests/launch/test_command_line.py::test_user_errors_found_by_the_launcher[no gpu]": "there is a GPU",
+    "tests/report/test_pages.py": "Chromium is not installed",
     "tests/launch/test_slurm.py": "SLURM is not installed",
     "tests/launch/test_two_hosts.py": "network namespaces take root, and iproute2",
     "tests/test_canaries.py::test_torch_still_records_a_stack_trace_to_seed_an_unused_device": "there is a GPU",

@@ -27,7 +27,8 @@ def write_run(folder: Path, points: int = 60, ranks: int = 2, gap: float = 0.0, 
     """
     folder.mkdir(parents=True)
     _write_metrics(folder / "metrics.csv", points, gap, cells)
-    config = {"seed": 0, "strategy": {"_target_": "src.strategies.ddp.DDP"}, "optimizer": {"lr": 0.1}}
+    strategy = {"_target_": "src.strategies.pipeline.pipeline.Pipeline", "schedule": "gpipe"}
+    config = {"seed": 0, "strategy": strategy, "optimizer": {"lr": 0.1}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     _write_lines(folder / "events.jsonl", _events(points))
     for rank in range(ranks):
@@ -59,13 +60,17 @@ def _write_metrics(file: Path, points: int, gap: float, cells: dict[str, float])
 
 
 def _events(points: int) -> list[dict[str, Any]]:
-    start = {"command": ["train.py", "experiment=quickstart", "strategy=ddp"], "strategy": "ddp", "world_size": 2}
-    start |= {"revision": "0123456789abcdef", "modified": True, "device": "cpu", "hosts": ["node1"]}
-    changes = {"optimizer.lr": [0.4, 0.1], "data.batch_size": [512, 128], "strategy": ["auto", "ddp"]}
+    start = {
+        "command": ["train.py", "experiment=quickstart", "strategy=pipeline"],
+        "strategy": "pipeline",
+        "world_size": 2,
+    }
+    start |= {"revision": "0123456789abcdef", "modified": True, "device": "cpu", "hosts": 1}
+    changes = {"optimizer.lr": [0.4, 0.1], "data.batch_size": [512, 128], "strategy": ["auto", "pipeline"]}
     killed = int(0.45 * points) * 10
     return [
         {"time": _START, "event": "start", "step": None, "reason": None, "changes": changes} | start,
-        {"time": _START + 4000, "event": "killed", "step": killed, "reason": "no end was recorded"},
+        {"time": _START + 60, "event": "killed", "step": killed, "reason": "no end was recorded"},
         {"time": _START + 4001, "event": "resume", "step": killed, "reason": None, "changes": changes} | start,
         {"time": _START + 4090, "event": "finished", "step": 10 * points, "reason": None},
     ]
