@@ -65,23 +65,26 @@ def recorded_passes(timelines: list[RankTimeline]) -> tuple[int, Rows]:
         return 0, {}
     most = max(steps.count(step) for step in set(steps))
     newest = max(step for step in set(steps) if steps.count(step) == most)
-    rows: Rows = {}
-    for timeline in timelines[:_MOST_ROWS]:
-        for record in timeline.passes:
-            if record["step"] == newest:
-                rows[timeline.rank] = _absolute(record)
-    first = min(one.start for passes in rows.values() for one in passes) if rows else 0.0
+    lines = {
+        timeline.rank: record
+        for timeline in timelines[:_MOST_ROWS]
+        for record in timeline.passes
+        if record["step"] == newest
+    }
+    origin = min(float(record.get("start") or 0.0) for record in lines.values())
+    rows = {rank: _passes(record, origin) for rank, record in lines.items()}
+    first = min(one.start for passes in rows.values() for one in passes)
     return newest, {
         rank: [one._replace(start=one.start - first, end=one.end - first) for one in passes]
         for rank, passes in rows.items()
     }
 
 
-def _absolute(record: dict[str, Any]) -> list[Pass]:
-    """Return the passes of one line with UNIX times; their own times count from the line's `start`."""
-    origin = float(record.get("start") or 0.0)
+def _passes(record: dict[str, Any], origin: float) -> list[Pass]:
+    """Return the passes of one line in seconds since the UNIX time `origin`; its own times count from its `start`."""
+    offset = float(record.get("start") or 0.0) - origin
     return [
-        Pass(int(stage), int(microbatch), str(kind), origin + start, origin + end)
+        Pass(int(stage), int(microbatch), str(kind), offset + start, offset + end)
         for stage, microbatch, kind, start, end in record["passes"]
     ]
 

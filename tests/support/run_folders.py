@@ -15,7 +15,9 @@ CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 _START = 1_770_000_000.0  # UNIX seconds
 
 
-def write_run(folder: Path, points: int = 60, ranks: int = 2, gap: float = 0.0, **cells: float) -> Path:
+def write_run(
+    folder: Path, points: int = 60, ranks: int = 2, gap: float = 0.0, cells: dict[str, float] | None = None
+) -> Path:
     """Write a run with all files; return its folder.
 
     Args:
@@ -26,7 +28,7 @@ def write_run(folder: Path, points: int = 60, ranks: int = 2, gap: float = 0.0, 
         cells: values that replace those of the middle row of metrics.csv.
     """
     folder.mkdir(parents=True)
-    _write_metrics(folder / "metrics.csv", points, gap, cells)
+    _write_metrics(folder / "metrics.csv", points, gap, cells or {})
     strategy = {"_target_": "src.strategies.pipeline.pipeline.Pipeline", "schedule": "gpipe"}
     config = {"seed": 0, "strategy": strategy, "optimizer": {"lr": 0.1}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))

@@ -1,0 +1,134 @@
+"""Readers of the files of a run folder, and what the pages compute from them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from src.report.comparison import difference, labels
+from src.report.curves import BUCKETS, downsample, group_names, is_wide
+from src.report.events import duration
+from src.report.files import Curve, read_json, read_json_lines, read_metrics
+from src.report.jobs import Job
+from src.report.pipeline import bubble, recorded_passes
+from src.report.run_folder import RunFolder
+from src.report.sweep import LEVELS, Sweep
+from src.report.timeline import slowest_rank
+from tests.support.run_folders import write_run
+
+START = {"event": "start", "time": 100.0}
+
+
+def curve(*values: float) -> Curve:
+    return Curve(np.arange(len(values), dtype=float), np.array(values))
+
+
+def test_metrics_without_a_value_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.csv"
+    file.write_text("step,train/loss,note,val/acc,empty\n0,nan,text,,\n1,inf,,0.5,\n,3,,,\n2,1.5,,0.6,\n3,1.2")
+    curves = read_metrics(file)
+    assert set(curves) == {"train/loss", "note", "val/acc"}
+    assert curves["val/acc"].steps.tolist() == [1, 2]
+    assert curves["train/loss"].finite().tolist() == [1.5]
+    assert curves["note"].finite().tolist() == []
+    assert read_metrics(tmp_path / "missing.csv") == {}
+    file.write_text("")
+    assert read_metrics(file) == {}
+
+
+def test_lines_cut_by_a_kill_are_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_text('{"event": "start"}\n[1]\n{"event": "fini')
+    assert read_json_lines(file) == [{"event": "start"}]
+    assert read_json(file) == {} == read_json(tmp_path / "missing.json")
+
+
+def test_downsampling_keeps_each_spike() -> None:
+    values = np.sin(np.linspace(0, 9, 100_001))
+    values[[7, 50_003, 99_998]] = 5.0, -7.0, np.inf
+    shown = downsample(Curve(np.arange(100_001.0), values))
+    assert len(shown.values) <= 2 * BUCKETS + 2
+    assert {5.0, -7.0} <= set(shown.values)
+    assert shown.steps[0] == 0
+    assert shown.steps[-1] == 100_000
+    assert (np.diff(shown.steps) > 0).all()
+    assert not np.isinf(shown.values).any()
+
+
+def test_downsampling_keeps_a_short_curve_and_gaps() -> None:
+    assert downsample(curve(1, 2, 3)).values.tolist() == [1, 2, 3]
+    shown = downsample(Curve(np.arange(5000.0), np.full(5000, np.nan)))
+    assert np.isnan(shown.values).all()
+
+
+def test_charts_share_the_splits_of_a_metric() -> None:
+    names = ["epoch", "train/loss", "lr-0", "val/loss", "lr-1", "ranks/busy_ms_max", "ranks/busy_ms_median", "other/x"]
+    assert group_names(names) == {
+        "loss": ["train/loss", "val/loss"],
+        "lr": ["lr-0", "lr-1"],
+        "ranks/busy_ms": ["ranks/busy_ms_max", "ranks/busy_ms_median"],
+        "other/x": ["other/x"],
+    }
+
+
+def test_logarithmic_axis_needs_a_wide_range_of_positive_values() -> None:
+    assert is_wide([curve(1e-3, 1), curve(0.5)])
+    assert not is_wide([curve(0.5, 1)])
+    assert not is_wide([curve(0, 1e9)])
+    assert not is_wide([curve(np.nan)])
+
+
+def test_difference_is_relative_and_exact_where_curves_are_equal() -> None:
+    gaps = difference(Curve(np.array([0.0, 2, 3]), np.array([1, 4.2, 0])), curve(1, 2, 4, 0))
+    assert gaps.steps.tolist() == [0, 2, 3]
+    assert gaps.values == pytest.approx([0, 0.05, 0])
+
+
+def test_runs_are_labeled_by_what_differs(tmp_path: Path) -> None:
+    runs = [RunFolder(write_run(tmp_path / name)) for name in "ab"]
+    assert labels(runs) == ["a", "b"]
+    assert labels(runs[:1]) == ["pipeline × 2"]
+
+
+def test_duration_leaves_out_the_time_without_a_process() -> None:
+    events = [START, {"event": "killed", "time": 130.0}, {"event": "resume", "time": 500.0}]
+    assert duration(events) == 30
+    assert duration([*events, {"event": "finished", "time": 505.0}]) == 35
+    assert duration([START]) is None
+
+
+def test_end_of_a_run(tmp_path: Path) -> None:
+    run = RunFolder(write_run(tmp_path / "run"))
+    assert (run.status, run.strategy, run.world_size) == ("finished", "pipeline", 2)
+    (tmp_path / "run" / "events.jsonl").unlink()
+    run = RunFolder(tmp_path / "run")
+    assert (run.status, run.strategy, run.world_size) == ("", "Pipeline", None)
+
+
+def test_bubble_of_recorded_passes(tmp_path: Path) -> None:
+    """GPipe with 4 micro-batches on p ranks idles (p - 1) / (4 + p - 1) of the step."""
+    for ranks in (2, 4):
+        step, rows = recorded_passes(RunFolder(write_run(tmp_path / f"{ranks}", ranks=ranks)).timelines)
+        assert step == 10
+        assert list(rows) == list(range(ranks))
+        assert bubble(rows) == pytest.approx((ranks - 1) / (3 + ranks))
+        assert min(one.start for passes in rows.values() for one in passes) == 0
+
+
+def test_slowest_rank_is_named(tmp_path: Path) -> None:
+    curves = RunFolder(write_run(tmp_path / "run")).curves
+    assert slowest_rank(curves).startswith("Rank 1 was the slowest at 100% of the log points.")
+    assert slowest_rank({}) == ""
+
+
+def test_sweep_ranks_its_jobs(tmp_path: Path) -> None:
+    job = Job(["seed=0", "lr=1"], "finished", "val/loss", 0.5)
+    for number, result in enumerate((0.5, 0.1, None, 0.9, 0.3)):
+        (tmp_path / str(number)).mkdir()
+        replace(job, overrides=["seed=0", f"lr={number}"], result=result).write(tmp_path / str(number))
+    sweep = Sweep(tmp_path)
+    assert sweep.options == ["lr"]
+    assert sweep.falls
+    assert [job.name for job in sweep.ranked] == ["3", "0", "4", "1"]
+    assert [job.level for job in sweep.ranked] == list(range(LEVELS))

@@ -1,0 +1,150 @@
+"""When and where a page is written, and that it changes nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from src.report import write as module
+from src.report.jobs import Job
+from src.report.page import write_page
+from src.report.write import run_report, write_page_of
+from tests.support.commands import run_here
+from tests.support.run_folders import write_run
+
+
+def config(folder: Path, **options: bool) -> DictConfig:
+    return OmegaConf.create({"run_dir": str(folder), "report": True, "doctor": False} | options)
+
+
+def fail_in(folder: Path) -> None:
+    """End a run with an error of its own."""
+    with run_report(config(folder)):
+        assert (folder / "report.html").is_file()  # a run that continues, as a kill may have ended it
+        (folder / "report.html").unlink()
+        raise KeyError("of the run")
+
+
+def test_written_after_an_error(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with pytest.raises(KeyError, match="of the run"):
+        fail_in(folder)
+    assert (folder / "report.html").is_file()
+
+
+@pytest.mark.parametrize("options", [{"report": False}, {"doctor": True}], ids=str)
+def test_not_written(tmp_path: Path, options: dict[str, bool]) -> None:
+    folder = write_run(tmp_path / "run")
+    with run_report(config(folder, **options)):
+        pass
+    with run_report(config(folder), is_recorder=False):
+        pass
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with run_report(config(empty)):  # refused before it has logged anything
+        pass
+    assert not list(tmp_path.rglob("report.html"))
+
+
+def test_an_error_of_the_report_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run")
+
+    def fail(folder: Path) -> None:
+        (folder / "report.html").touch()
+        raise ValueError("two\nlines")
+
+    monkeypatch.setattr(module, "write_page_of", fail)
+    with pytest.raises(KeyError, match="of the run"):
+        fail_in(folder)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(";")[0] for line in lines] == 2 * ["warning: no report.html (ValueError: two lines)"]
+
+
+def test_without_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with run_report(config(write_run(tmp_path / "run"))):
+        pass
+    assert capsys.readouterr().err.splitlines() == [
+        "no report.html: it needs plotly, which pip install '.[report]' adds"
+    ]
+
+
+def test_runs_and_jobs_share_plotly(tmp_path: Path) -> None:
+    write_page_of(write_run(tmp_path / "run"))
+    job = write_run(tmp_path / "sweep" / "0")
+    Job(["seed=0"]).write(job)
+    for folder, link in ((job, "../../plotly-"), (tmp_path / "sweep", "../plotly-")):
+        assert f'<script src="{link}' in write_page_of(folder).read_text()
+    assert len(list(tmp_path.rglob("plotly-*.js"))) == 1
+
+
+def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
+    attack = "</script><script>alert(1)</script>"
+    folder = write_run(tmp_path / "run")
+    evaluation = json.loads((folder / "evaluation" / "test.json").read_text())
+    evaluation["classes"][0] = attack
+    evaluation["mistakes"][0]["image"] = f'"{attack}'
+    (folder / "evaluation" / "test.json").write_text(json.dumps(evaluation))
+    event = {"time": 1.9e9, "event": "failed", "step": 3, "reason": attack, "command": [attack]}
+    with (folder / "events.jsonl").open("a") as stream:
+        stream.write(json.dumps(event) + "\n")
+    metrics = folder / "metrics.csv"
+    metrics.write_text(metrics.read_text().replace("optim/grad_norm", attack))
+    page = write_page_of(folder).read_text()
+    assert "alert(1)" in page
+    assert attack not in page
+
+
+def test_title_is_escaped(tmp_path: Path) -> None:
+    write_page(tmp_path / "page.html", "Run", "<b>$title</b>", "", [], tmp_path)
+    assert "<h1>&lt;b&gt;$title&lt;/b&gt;</h1>" in (tmp_path / "page.html").read_text()
+
+
+def test_nothing_but_the_configuration(tmp_path: Path) -> None:
+    """A run that failed before its first log point."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.csv").write_text("step,train/loss\n")
+    page = write_page_of(folder).read_text()
+    assert "No metric was logged." in page
+    assert "Ranks" not in page
+
+
+def test_not_a_number_is_said(tmp_path: Path) -> None:
+    page = write_page_of(
+        write_run(tmp_path / "run", cells={"train/loss": float("nan"), "lr": float("inf")})
+    ).read_text()
+    assert "train/loss is not finite at 1 points, first at step 300" in page
+    assert "lr is not finite at 1 points" in page
+
+
+def test_command(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", gap=1e-6)
+    out, _ = run_here(str(first), program="scripts.report")
+    assert out == f"{first}/report.html\n"
+    out, _ = run_here(str(first), str(second), f"--output={tmp_path}/pair.html", program="scripts.report")
+    pair = Path(out.strip()).read_text()
+    assert "different curves" in pair
+    assert "differs from that of first by up to" in pair
+    out, _ = run_here(str(first), "--single-file", program="scripts.report")
+    assert Path(out.strip()).stat().st_size > 4_000_000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{tmp}/no"], "error: {tmp}/no is no run folder: it has no metrics.csv\n"),
+        (["{tmp}/sweep", "{tmp}/sweep"], "error: {tmp}/sweep is a sweep: give it alone, or its run folders\n"),
+        (
+            ["{tmp}/sweep/0", "{tmp}/sweep/0", "--output={tmp}/no/a.html"],
+            "error: --output={tmp}/no/a.html: there is no folder {tmp}/no\n",
+        ),
+    ],
+)
+def test_errors_of_the_command(tmp_path: Path, words: list[str], message: str) -> None:
+    Job(["seed=0"]).write(write_run(tmp_path / "sweep" / "0"))
+    _, err = run_here(*(word.format(tmp=tmp_path) for word in words), program="scripts.report", code=1)
+    assert err == message.format(tmp=tmp_path)
