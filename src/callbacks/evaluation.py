@@ -84,10 +84,11 @@ class Evaluation(L.Callback):
         probability = module.all_gather(sums.mistakes.probability).flatten().cpu()
         ids = module.all_gather(sums.mistakes.ids).reshape(-1, 3).cpu()
         calibration = _calibration(bins)
-        module.log(f"{stage}/calibration_error", torch.tensor(calibration["error"]))
         per_class = zip(data.classes, confusion.diag().tolist(), confusion.sum(1).tolist(), strict=True)
         accuracies = {f"{stage}_class/{name}": correct / count for name, correct, count in per_class if count}
-        module.log_dict({name: torch.tensor(value) for name, value in accuracies.items()})
+        metrics = {f"{stage}/calibration_error": calibration["error"]} | accuracies
+        # Equal on all ranks; without the option Lightning warns of each.
+        module.log_dict({name: torch.tensor(value) for name, value in metrics.items()}, sync_dist=True)
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
         evaluation = {

@@ -55,7 +55,6 @@ class Timeline(L.Callback):
         self._recording: StepRecording | None = None  # of the current step, or of the next one
         self._finished: StepRecording | None = None  # of the last recorded step, until the log point
         self._recorded_step = 0  # its number
-        self._recorded_step = 0  # its number
         self._record(None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
