@@ -166,10 +166,11 @@ def test_full_disk_is_a_one_line_error(small: list[str], tmp_path: Path) -> None
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
     try:
-        _, err = run_here(*small, *TINY, "logger=none", f"hydra.run.dir={tmp_path}/run", code=1)
+        _, err = run_here(*small, *TINY, "logger=none", "report=true", f"hydra.run.dir={tmp_path}/run", code=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "cannot write the checkpoint" in error_line(err)
+    assert "warning: no report.html (OSError: [Errno 27] File too large)" in err
     assert f"ckpt_path={tmp_path}/run" in error_line(err)
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
     last = read_events(tmp_path / "run")[-1]

@@ -33,7 +33,7 @@ def rows(file: Path) -> list[dict[str, str]]:
 
 def reports_of(job: Path) -> list[dict[str, Any]]:
     """Return the reports of a job's ranks, whose values must agree."""
-    ranks = [torch.load(file, weights_only=False) for file in sorted(job.glob("report.*"))]
+    ranks = [torch.load(file, weights_only=False) for file in sorted(job.glob("report.[0-9]*"))]
     assert all(rank["values"] == ranks[0]["values"] for rank in ranks)
     return ranks
 
@@ -51,6 +51,7 @@ def test_sweep_continues_after_a_failed_job(fate: str, error: str, small: list[s
         *TWO,
         callback("FailOnLastRank", what="''"),
         f"callbacks.failonlastrank.what={','.join(fates)}",
+        "report=true",
     ]
     out, err = run(*arguments, REPORT, f"hydra.sweep.dir={folder}", code=1, WANDB_MODE="offline")
     table = rows(folder / "sweep.csv")
@@ -61,7 +62,9 @@ def test_sweep_continues_after_a_failed_job(fate: str, error: str, small: list[s
     assert "failed: " in out
     assert "job 0 failed: " in err
     assert len(reports_of(folder / "1")) == 2
-    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "multirun.yaml", "sweep.csv", "sweep_id"]
+    names = ["0", "1", "multirun.yaml", "report.html", "sweep.csv", "sweep_id"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert '<a href="0/report.html">' in (folder / "report.html").read_text()
     recorded = read_runs(folder)
     ids = [OmegaConf.load(folder / str(job) / "config.yaml").runtime.run_id for job in range(2)]
     assert [run["run_id"] for run in recorded] == ids
