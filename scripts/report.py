@@ -15,7 +15,7 @@ from src.report.write import write_page_of
 from src.utils.errors import UserError
 
 
-def write(folders: list[Path], output: Path, single_file: bool) -> Path:
+def write(folders: list[Path], output: Path | None, single_file: bool) -> Path:
     """Write the page for the folders; return its path.
 
     Raises:
@@ -30,7 +30,8 @@ def write(folders: list[Path], output: Path, single_file: bool) -> Path:
             raise UserError(f"{folder} is no run folder: it has no metrics.csv")
     if len(folders) == 1:
         return write_page_of(folders[0], single_file=single_file)
-    return _write_comparison(folders, output.absolute(), single_file)
+    file = output or folders[0].absolute().parent / "comparison.html"
+    return _write_comparison(folders, file.absolute(), single_file)
 
 
 def _write_comparison(folders: list[Path], file: Path, single_file: bool) -> Path:
@@ -46,8 +47,7 @@ def _write_comparison(folders: list[Path], file: Path, single_file: bool) -> Pat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_DIR", help="run folders, or a sweep")
-    default = Path("comparison.html")
-    parser.add_argument("--output", type=Path, default=default, help="file of a comparison (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="file of a comparison (default: beside the first run)")
     parser.add_argument("--single-file", action="store_true", help="put Plotly's JavaScript (5 MB) into the page")
     arguments = parser.parse_args()
     try:

@@ -39,8 +39,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     broken = runs / "broken.html"
     broken.write_text(BROKEN)
     return [
-        write([first], Path(), single_file=False),
-        write([write_sweep(runs / "sweep")], Path(), single_file=False),
+        write([first], None, single_file=False),
+        write([write_sweep(runs / "sweep")], None, single_file=False),
         write([first, second], runs / "comparison.html", single_file=True),
         broken,
     ]

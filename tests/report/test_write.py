@@ -1,6 +1,7 @@
 """When and where a page is written, and that it changes nothing else."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from src.report import write as module
 from src.report.jobs import Job
 from src.report.page import write_page
 from src.report.write import run_report, write_page_of
-from tests.support.commands import run_here
+from tests.support.commands import ROOT, run_here
 from tests.support.run_folders import write_run
 
 
@@ -121,16 +122,25 @@ def test_not_a_number_is_said(tmp_path: Path) -> None:
     assert "lr is not finite at 1 points" in page
 
 
-def test_command(tmp_path: Path) -> None:
+def test_commands_of_the_docs(tmp_path: Path) -> None:
+    """Every line of docs/reports.md; the folders in its words are copies of two runs and a sweep."""
+    page = (ROOT / "docs" / "reports.md").read_text()
+    commands = re.findall(r"^python -m scripts.report (.*)$", page, re.MULTILINE)
+    assert len(commands) == 6
     first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", gap=1e-6)
-    out, _ = run_here(str(first), program="scripts.report")
-    assert out == f"{first}/report.html\n"
-    out, _ = run_here(str(first), str(second), f"--output={tmp_path}/pair.html", program="scripts.report")
-    pair = Path(out.strip()).read_text()
-    assert "different curves" in pair
-    assert "differs from that of first by up to" in pair
-    out, _ = run_here(str(first), "--single-file", program="scripts.report")
-    assert Path(out.strip()).stat().st_size > 4_000_000
+    Job(["seed=0"]).write(write_run(tmp_path / "sweep" / "0"))
+    for words in commands:
+        for word in ("runs/single", "RUN_DIR"):
+            words = words.replace(word, str(first), 1)
+        for word in ("RUN_DIR", "runs/ddp", "runs/pipeline"):
+            words = words.replace(word, str(second))
+        words = words.replace("SWEEP_DIR", f"{tmp_path}/sweep").replace("pair.html", f"{tmp_path}/pair.html")
+        out, _ = run_here(*words.split(), program="scripts.report")
+        file = Path(out.strip())
+        assert file.is_relative_to(tmp_path)
+        text = file.read_text()
+        assert ("differs from that of first by up to" in text) == (str(second) in words)
+        assert (len(text) > 4_000_000) == ("--single-file" in words)
 
 
 @pytest.mark.parametrize(
