@@ -29,7 +29,7 @@ def write_comparison(runs: list[RunFolder], file: Path, scripts: Path | None) ->
     sections = [
         Section(
             "Curves and differences",
-            grid(charts) if charts else '<p class="muted">The runs have no metric in common.</p>',
+            grid(charts) or '<p class="muted">The runs have no metric in common.</p>',
             "Each curve is narrower than the one before it, so that equal curves lie visibly on each other. "
             "In float64 the difference stays below the line, on any hardware; in float32 rounding makes it grow, "
             "up to the noise of two seeds.",
@@ -167,7 +167,7 @@ def _speed_charts(runs: list[RunFolder], names: list[str]) -> Html:
         for metric in ("throughput/samples_per_sec", "throughput/peak_memory_mib")
         if any(metric in run.curves for run in runs)
     ]
-    return grid(charts) if charts else ""
+    return grid(charts)
 
 
 def _bar_chart(metric: str, values: list[float | None], names: list[str]) -> Html:

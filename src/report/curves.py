@@ -15,21 +15,24 @@ if TYPE_CHECKING:
 
 BUCKETS = 600  # of a long curve, each with its smallest and its largest value; a chart is some 600 pixels wide
 _WIDE_RANGE = 50  # largest value / smallest value from which an axis is logarithmic
+_FRACTIONS = ("acc", "val_class", "data_fraction", "gain", "mfu")  # last parts of the names of metrics from 0 to 1
 _SPLITS = ("train", "val", "test")
 _COLORS = {"train": "var(--s1)", "val": "var(--s2)", "test": "var(--s4)"}
 _TITLES = {
     "loss": "Loss",
     "acc": "Accuracy",
     "lr": "Learning rate",
+    "calibration_error": "Calibration error",
+    "val_class": "Accuracy of each class, validation",
     "optim/grad_norm": "Gradient norm, before clipping",
     "optim/update_ratio": "Norm of the update / norm of the weights",
     "throughput/samples_per_sec": "Images per second",
     "throughput/step_ms": "Step time, ms",
-    "throughput/data_fraction": "Fraction of a step for data",
+    "throughput/data_fraction": "Part of a step for data",
     "throughput/peak_memory_mib": "Peak memory, MiB",
     "throughput/mfu": "Model FLOPs utilization",
     "ranks/busy_ms": "Busy time of the ranks per step, ms",
-    "ranks/gain": "Time that a balanced load would save, fraction",
+    "ranks/gain": "Part of a step that a balanced load would save",
     "ranks/slowest": "Slowest rank",
     "ranks/memory_mib": "Memory of the ranks, MiB",
 }
@@ -47,13 +50,13 @@ def median(curves: dict[str, Curve], name: str) -> float | None:
 
 
 def group_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the metrics of each chart: the splits of a metric share one, and so do its maximum and minimum."""
+    """Return the metrics of each chart: the splits of a metric share one, and so do classes, maximum and minimum."""
     groups: dict[str, list[str]] = {}
     for name in names:
         if name == "epoch":
             continue
         prefix, _, rest = name.partition("/")
-        stem = rest if prefix in _SPLITS and rest else name
+        stem = prefix if prefix.endswith("_class") else rest if prefix in _SPLITS and rest else name
         for ending in ("_max", "_min", "_median"):
             stem = stem.removesuffix(ending)
         groups.setdefault("lr" if stem.startswith("lr-") else stem, []).append(name)
@@ -100,12 +103,12 @@ def metric_chart(metric: str, curves: dict[str, Curve], events: list[dict[str, A
 
 def style_value_axis(figure: "go.Figure", metric: str, curves: Iterable[Curve]) -> None:
     """Set the axis of a metric's values: in percent, logarithmic, or from zero."""
-    if metric.rpartition("/")[2] == "acc":
-        figure.update_layout(yaxis={"tickformat": ".0%", "hoverformat": ".2%"})
-    elif is_wide(curves):  # Plotly draws the powers larger than other ticks
-        figure.update_layout(yaxis={"type": "log", "dtick": 1, "exponentformat": "power", "tickfont": {"size": 10}})
+    if metric.rpartition("/")[2] in _FRACTIONS:
+        figure.update_layout(yaxis={"tickformat": ".0%", "hoverformat": ".2%", "rangemode": "tozero"})
     elif metric.startswith(("throughput/", "ranks/")):
         figure.update_layout(yaxis={"rangemode": "tozero"})
+    elif metric != "lr" and is_wide(curves):  # Plotly draws the powers larger than other ticks
+        figure.update_layout(yaxis={"type": "log", "dtick": 1, "exponentformat": "power", "tickfont": {"size": 10}})
 
 
 def _add_curve(figure: "go.Figure", name: str, curve: Curve, color: str) -> None:

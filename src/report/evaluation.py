@@ -24,7 +24,7 @@ def evaluation_section(split: str, evaluation: dict[str, Any]) -> Section:
         charts += [_confusion_chart(confusion, classes), _class_chart(confusion, classes)]
     if bins := [bin for bin in (evaluation.get("calibration") or {}).get("bins", []) if bin.get("count")]:
         charts.append(_calibration_chart(bins, evaluation["calibration"].get("error")))
-    parts = grid(charts, "narrow") if charts else ""
+    parts = grid(charts, "narrow")
     if images := _mistakes(evaluation.get("mistakes") or [], classes):
         parts += grid([images])
     step = evaluation.get("step")

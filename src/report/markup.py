@@ -77,7 +77,8 @@ def _legend(figure: "go.Figure") -> Html:
 
 def grid(parts: Iterable[Html], columns: str = "") -> Html:
     """Return the parts side by side, as many as fit; `columns` is "narrow" for more of them."""
-    return f'<div class="grid {columns}">{"".join(parts)}</div>'
+    content = "".join(parts)
+    return f'<div class="grid {columns}">{content}</div>' if content else ""
 
 
 def card(title: str, body: Html, *, wide: bool = False) -> Html:

@@ -17,6 +17,7 @@ _KINDS = {
     "W": ("gradients of the weights", "var(--weight-gradient)"),
 }
 _MOST_ROWS = 16  # ranks in the chart
+_MOST_STEPS = 25  # recorded steps, of which the chart shows the one of median duration
 
 
 class Pass(NamedTuple):
@@ -37,7 +38,7 @@ def pipeline_charts(run: RunFolder) -> list[Html]:
     step, rows = recorded_passes(run.timelines)
     if not rows:
         return []
-    note = f"Step {step:,}. {_bubble_sentence(rows)}"
+    note = f"Step {step:,}, of median duration among the newest recorded ones. {_bubble_sentence(rows)}"
     recorded = passes_chart(rows, "Recorded", note, "milliseconds since the start of the step", scale=1000)
     return [*_simulated_chart(run, rows), recorded]
 
@@ -59,45 +60,47 @@ def _simulated_chart(run: RunFolder, recorded: Rows) -> list[Html]:
 
 
 def recorded_passes(timelines: list[RankTimeline]) -> tuple[int, Rows]:
-    """Return the newest step that most ranks have recorded, and its passes in seconds since the first one."""
-    steps = [record["step"] for timeline in timelines for record in timeline.passes]
-    if not steps:
-        return 0, {}
-    most = max(steps.count(step) for step in set(steps))
-    newest = max(step for step in set(steps) if steps.count(step) == most)
-    lines = {
-        timeline.rank: record
-        for timeline in timelines[:_MOST_ROWS]
-        for record in timeline.passes
-        if record["step"] == newest
-    }
-    origin = min(float(record.get("start") or 0.0) for record in lines.values())
-    rows = {rank: _passes(record, origin) for rank, record in lines.items()}
-    first = min(one.start for passes in rows.values() for one in passes)
-    return newest, {
-        rank: [one._replace(start=one.start - first, end=one.end - first) for one in passes]
-        for rank, passes in rows.items()
-    }
+    """Return the step of median duration among the newest that all ranks have recorded, and its passes.
+
+    Times are in seconds since the first pass.
+    """
+    timelines = [timeline for timeline in timelines if timeline.passes][:_MOST_ROWS]
+    by_rank = [{record["step"]: record for record in timeline.passes} for timeline in timelines]
+    common = sorted(set.intersection(*map(set, by_rank)))[-_MOST_STEPS:] if by_rank else []
+    steps = []
+    for step in common:
+        lines = {timeline.rank: records[step] for timeline, records in zip(timelines, by_rank, strict=True)}
+        steps.append((step, _aligned(lines)))
+    steps.sort(key=lambda numbered: _end(numbered[1]))
+    return steps[len(steps) // 2] if steps else (0, {})
 
 
-def _passes(record: dict[str, Any], origin: float) -> list[Pass]:
-    """Return the passes of one line in seconds since the UNIX time `origin`; its own times count from its `start`."""
-    offset = float(record.get("start") or 0.0) - origin
-    return [
-        Pass(int(stage), int(microbatch), str(kind), offset + start, offset + end)
-        for stage, microbatch, kind, start, end in record["passes"]
-    ]
+def _aligned(lines: dict[int, dict[str, Any]]) -> Rows:
+    """Return the passes of each rank since the first pass of all; the times of a line count from its `start`."""
+    starts = {rank: float(line.get("start") or 0.0) for rank, line in lines.items()}
+    first = min(starts[rank] + one[3] for rank, line in lines.items() for one in line["passes"])
+    rows: Rows = {}
+    for rank, line in lines.items():
+        offset = starts[rank] - first
+        rows[rank] = [Pass(one[0], one[1], one[2], offset + one[3], offset + one[4]) for one in line["passes"]]
+    return rows
+
+
+def _end(rows: Rows) -> float:
+    return max(one.end for passes in rows.values() for one in passes)
 
 
 def bubble(rows: Rows) -> float:
     """Return the fraction of the step in which the ranks idle on average."""
-    total = len(rows) * max(one.end for passes in rows.values() for one in passes)
+    total = len(rows) * _end(rows)
     busy = sum(one.end - one.start for passes in rows.values() for one in passes)
     return (total - busy) / total if total else 0.0
 
 
 def _bubble_sentence(rows: Rows) -> str:
-    return f"The ranks idle {bubble(rows):.1%} of the step (shaded)."
+    has_several_stages = any(len({one.stage for one in passes}) > 1 for passes in rows.values())
+    colors = " The later stages of a rank are paler." if has_several_stages else ""
+    return f"The ranks idle {bubble(rows):.1%} of the step (shaded).{colors}"
 
 
 def passes_chart(rows: Rows, title: str, note: str, unit: str, scale: float = 1.0) -> Html:
@@ -111,7 +114,7 @@ def passes_chart(rows: Rows, title: str, note: str, unit: str, scale: float = 1.
         scale: factor from the times of the passes to that unit.
     """
     figure = new_figure(70 + 40 * len(rows), barmode="overlay", hovermode="closest")
-    end = scale * max(one.end for passes in rows.values() for one in passes)
+    end = scale * _end(rows)
     names = {rank: f"rank {rank}" for rank in rows}
     figure.add_bar(
         x=[end] * len(rows),

@@ -24,6 +24,7 @@ _STATUS = {
     "killed": ("bad", "killed"),
     "": ("", "no end recorded"),
 }
+_MOST_CURVES = 10  # of a chart; the accuracies of a hundred classes are in the section of the evaluation
 _SPEED, _RANKS = ("throughput/",), ("ranks/",)
 
 
@@ -34,7 +35,7 @@ def write_run_page(folder: Path, scripts: Path | None) -> Path:
         _curve_section(run),
         _speed_section(run),
         _rank_section(run),
-        Section("Pipeline", grid(charts) if (charts := pipeline_charts(run)) else ""),
+        Section("Pipeline", grid(pipeline_charts(run))),
         *(evaluation_section(split, evaluation) for split, evaluation in run.evaluations.items()),
         Section("Configuration", settings(run)),
         Section("Events", grid([card("", events, wide=True)]) if (events := event_table(run.events)) else ""),
@@ -104,8 +105,16 @@ def _groups(run: RunFolder, wanted: Any) -> dict[str, list[str]]:
 
 def _curve_section(run: RunFolder) -> Section:
     groups = _groups(run, lambda name: not name.startswith((*_SPEED, *_RANKS)))
-    body = grid(_charts(run, groups)) if groups else '<p class="muted">No metric was logged.</p>'
+    drawn = {group: names for group, names in groups.items() if _has_course(run, names) and len(names) <= _MOST_CURVES}
+    once = [names[0] for group, names in groups.items() if not _has_course(run, names) and len(names) == 1]
+    rows = [(name, float(run.curves[name].values[0]), int(run.curves[name].steps[0])) for name in once]
+    single = card("Logged once", table(("metric", "value", "step"), rows)) if rows else ""
+    body = grid(filter(None, [*_charts(run, drawn), single])) or '<p class="muted">No metric was logged.</p>'
     return Section("Learning", body, "Training values are those of single steps, as they were logged.")
+
+
+def _has_course(run: RunFolder, names: list[str]) -> bool:
+    return any(len(run.curves[name].values) > 1 for name in names)
 
 
 def _speed_section(run: RunFolder) -> Section:
@@ -117,10 +126,10 @@ def _speed_section(run: RunFolder) -> Section:
         if len(values)
     ]
     medians = [card("Medians over the log points", table(("", "median", "lowest", "highest"), rows))] if rows else []
-    return Section("Speed and memory", grid([*medians, *_charts(run, groups)]) if groups else "")
+    return Section("Speed and memory", grid([*medians, *_charts(run, groups)]))
 
 
 def _rank_section(run: RunFolder) -> Section:
     groups = _groups(run, lambda name: name.startswith(_RANKS) and name != "ranks/slowest")
     charts = [*time_charts(run.timelines), *_charts(run, groups)]
-    return Section("Ranks", grid(charts) if charts else "", slowest_rank(run.curves))
+    return Section("Ranks", grid(charts), slowest_rank(run.curves))

@@ -23,7 +23,7 @@ def settings(run: RunFolder) -> Html:
         parts.append(card("Changed from the defaults", table(("option", "default", "this run"), rows), wide=True))
     if options:
         parts.append(details(f"All {len(options)} options", card("", table(("option", "value"), options))))
-    return grid(parts) if parts else ""
+    return grid(parts)
 
 
 def _revision(start: dict[str, Any]) -> Html:

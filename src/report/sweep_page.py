@@ -23,8 +23,8 @@ def write_sweep_page(folder: Path, scripts: Path | None) -> Path:
     charts = [parallel_coordinates(sweep), curves(sweep), *_importance(sweep)]
     sections = [
         Section("Jobs", grid([card("", _job_table(sweep), wide=True)]), "A click on a column sorts the table."),
-        Section("Options and results", grid(shown) if (shown := list(filter(None, charts))) else ""),
-        Section("Seeds", grid([over_seeds]) if (over_seeds := seeds(sweep)) else ""),
+        Section("Options and results", grid(charts)),
+        Section("Seeds", grid([seeds(sweep)])),
         Section("Failures", _failures(sweep)),
     ]
     file = sweep.path / REPORT
@@ -101,4 +101,4 @@ def _failures(sweep: Sweep) -> Html:
         if "\n" in job.job.error.strip():
             body += details("Traceback", f"<pre>{text(job.job.error)}</pre>")
         parts.append(card(f"Job {job.name}", body, wide=True))
-    return grid(parts) if parts else ""
+    return grid(parts)

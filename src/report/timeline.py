@@ -80,7 +80,8 @@ def _totals(intervals: list[dict[str, Any]]) -> dict[str, float]:
 
 def _spans(interval: dict[str, Any]) -> dict[str, float]:
     spans = {str(kind): float(seconds) for kind, seconds in (interval.get("spans") or {}).items()}
-    return spans | {_OTHER: max(0.0, float(interval["seconds"]) - sum(spans.values()))}
+    unnamed = max(0.0, float(interval["seconds"]) - sum(spans.values()))
+    return spans | {_OTHER: spans.get(_OTHER, 0.0) + unnamed}
 
 
 def _kinds(totals: Iterable[dict[str, float]]) -> list[str]:

@@ -64,11 +64,13 @@ def test_downsampling_keeps_a_short_curve_and_gaps() -> None:
 
 def test_charts_share_the_splits_of_a_metric() -> None:
     names = ["epoch", "train/loss", "lr-0", "val/loss", "lr-1", "ranks/busy_ms_max", "ranks/busy_ms_median", "other/x"]
+    names += ["val_class/cat", "val_class/dog"]
     assert group_names(names) == {
         "loss": ["train/loss", "val/loss"],
         "lr": ["lr-0", "lr-1"],
         "ranks/busy_ms": ["ranks/busy_ms_max", "ranks/busy_ms_median"],
         "other/x": ["other/x"],
+        "val_class": ["val_class/cat", "val_class/dog"],
     }
 
 
