@@ -38,6 +38,7 @@ class Case:
         return [*data, f"data.batch_size={_BATCH[self.world]}", *self.overrides.split()]
 
 
+_SPEEDRUN = "experiment=speedrun data.batch_size=1000 data.val_fraction=0.1"
 _ONE_GPU = [
     Case("default"),
     Case("bf16-mixed", "trainer.precision=bf16-mixed"),
@@ -50,7 +51,7 @@ _ONE_GPU = [
     Case("mixup", "data.augment.mixup=0.2"),
     Case("cutmix and cutout", "data.augment.cutmix=1.0 data.augment.cutout=8"),
     Case("trivial augment", "data.augment.trivial=true"),
-    Case("speedrun", "experiment=speedrun data.batch_size=1000 data.val_fraction=0.1"),
+    Case("speedrun", _SPEEDRUN),
     Case("vit", "model=vit"),
     Case("resnet18", "model=resnet18"),
     Case("gan", "experiment=gan"),
@@ -58,6 +59,10 @@ _ONE_GPU = [
     Case("compiled", "module.compile=true"),
     Case("compiled, vit", "module.compile=true model=vit"),
     Case("compiled, airbench", "module.compile=true model=airbench callbacks=whitening"),
+    Case("compiled, speedrun", f"{_SPEEDRUN} module.compile=true"),
+    Case("compiled, trivial augment", "module.compile=true data.augment.trivial=true"),
+    Case("compiled, cutmix and cutout", "module.compile=true data.augment.cutmix=1.0 data.augment.cutout=8"),
+    Case("preset gpu", "preset=gpu"),
 ]
 
 _ONE_GPU.append(Case("dp on four GPUs", "strategy=dp trainer.devices=4"))

@@ -100,7 +100,7 @@ def install_device(current: int) -> None:
         "is_current_stream_capturing": False,
         "max_memory_allocated": 0,
         "memory_stats": {},
-        "get_rng_state": None,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "get_rng_state_all": [],
     }
     silent = "_lazy_init init set_device empty_cache reset_peak_memory_stats manual_seed manual_seed_all".split()

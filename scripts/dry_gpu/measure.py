@@ -7,10 +7,12 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from scripts.dry_gpu.compiler import is_in_compiled_graph
 from scripts.dry_gpu.synchronizations import SYNCHRONIZATIONS
 from src.utils.log_points import is_log_point
 
@@ -67,18 +69,28 @@ class StepCounter(L.Callback):
 
 
 class _Operations(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, counter: StepCounter) -> None:
         super().__init__()
         self.counter = counter
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise compiled functions would run uncompiled within this mode
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            return result
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.counter.collectives[name.strip("_")] += 1
+            if name != "wait_tensor":  # the second half of a collective that is compiled
+                self.counter.collectives[name.strip("_")] += 1
         elif _uses_cuda(args, kwargs, result) and not func.is_view and name not in _NO_LAUNCH:
-            self.counter.operations.setdefault(self.counter.phase, Counter())[name] += 1
+            if not is_in_compiled_graph():
+                self.counter.operations.setdefault(self.counter.phase, Counter())[name] += 1
             if wait := _blocking_copy(name, args, kwargs, result) or _masked_assignment(name, args):
                 SYNCHRONIZATIONS.report(wait)
         return result

@@ -6,11 +6,12 @@ function is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable
 2014), in two's-complement 64-bit arithmetic.
 """
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from src.utils.compilation import device_constant
 
 
 def _signed(bits: int) -> int:
@@ -57,7 +58,7 @@ def integers(keys: Tensor, draws: tuple[int, ...], highs: tuple[int, ...]) -> Te
     return (_shift_right(_mix(keys + offsets), 32) * bounds) >> 32
 
 
-@functools.cache
+@device_constant
 def _draw_constants(draws: tuple[int, ...], highs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the offsets of the draws and the bounds, (draws, 1), cached because a transfer needs a synchronization."""
     offsets = [_wrap((draw + 1) * _GOLDEN) for draw in draws]

@@ -1,11 +1,14 @@
 """Preprocessing of a batch on its device: normalization and, in training, augmentation."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from src.data.augment.augmentation import Augmentation
 from src.data.augment.pixels import normalize
 from src.data.batch import Batch
+from src.utils.compilation import compiled, should_compile
 
 
 class Preprocessing:
@@ -24,12 +27,21 @@ class Preprocessing:
 
     def augment(self, batch: Batch, epoch: int, step: int, dtype: torch.dtype) -> Batch:
         """Augment and normalize a training batch; the weights become 1/n."""
-        index = batch.sample_index
-        pixels = self.augmentation.augment_pixels(batch.image, self.seed, epoch, index)
-        image = normalize(pixels, self.mean, self.std, dtype)
-        image = self.augmentation.apply_cutout(image, self.seed, epoch, index)
+        keys, mirrored = self.augmentation.keys(self.seed, epoch, batch.sample_index)
+        transform: Any = Preprocessing._transform
+        if should_compile(self.augmentation.compile, batch.image):
+            transform = compiled(transform)
+        image, weight = transform(self, batch.image, keys, mirrored, batch.weight, dtype)
         image, target = self.augmentation.mix(image, batch.target, self.seed, step, self.num_classes)
-        return Batch(image, target, index, batch.weight.to(dtype) / len(image))
+        return Batch(image, target, batch.sample_index, weight)
+
+    def _transform(
+        self, image: Tensor, keys: Tensor, mirrored: Tensor | None, weight: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the images and the weights; no number in here changes with the step, which would compile it again."""
+        image = self.augmentation.augment_pixels(image, keys, mirrored)
+        image = self.augmentation.apply_cutout(normalize(image, self.mean, self.std, dtype), keys)
+        return image, weight.to(dtype) / len(image)
 
     def normalize(self, batch: Batch, dtype: torch.dtype) -> Batch:
         """Normalize an evaluation batch; its weights become floats."""

@@ -17,6 +17,7 @@ from src.models.views import average_over_views, check_views
 from src.optim.groups import build_optimizer, override_hyperparameters, scaling_factor
 from src.optim.schedulers import as_torch_schedule, check_same_kind, scheduler_config
 from src.optim.schedules import lr_multiplier
+from src.utils.compilation import compiled, should_compile
 from src.utils.errors import UserError, suggest
 from src.utils.log_points import is_log_point
 
@@ -83,8 +84,10 @@ class ImageClassifier(Module):
             # A spawned process shares tensors with its parent; the reset allocates its own.
             metric.reset()
         if self.should_compile and not self._is_compiled:
-            # Dynamo skips the file of nn.Sequential, so `net.compile()` would compile each block separately.
-            self.net.forward = torch.compile(self.net.forward, mode=self.compile_mode)
+            # Dynamo skips the file of nn.Sequential, so `net.compile()` would compile its layers one by one. The blocks
+            # become a part of the graph of the network, unless FSDP's hooks break it at each block.
+            for part in (self.net, *self.net.children()):
+                part.forward = torch.compile(part.forward, mode=self.compile_mode)
             self._is_compiled = True
 
     def forward(self, image: Tensor) -> Tensor:
@@ -98,7 +101,8 @@ class ImageClassifier(Module):
 
         The weights of a training batch make it the mean.
         """
-        return (self._losses(outputs, batch) * batch.weight).sum()
+        weighted_loss = compiled(_weighted_loss) if should_compile(self.should_compile, outputs) else _weighted_loss
+        return weighted_loss(outputs, batch.target, batch.weight, self.label_smoothing)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         outputs = self(batch.image)
@@ -161,11 +165,8 @@ class ImageClassifier(Module):
         for key in ("base_lrs", "_last_lr"):
             checkpoint["lr_schedulers"][0].pop(key)
 
-    def _losses(self, outputs: Tensor, batch: Batch) -> Tensor:
-        return F.cross_entropy(outputs, batch.target, label_smoothing=self.label_smoothing, reduction="none")
-
     def _evaluate(self, outputs: Tensor, batch: Batch, stage: str) -> None:
-        self.mean_loss.update(self._losses(outputs, batch), batch.weight)
+        self.mean_loss.update(_losses(outputs, batch.target, self.label_smoothing), batch.weight)
         self.accuracy.update(_correct(outputs, batch), batch.weight)
         self.log(f"{stage}/loss", self.mean_loss, on_step=False, on_epoch=True, prog_bar=True)
         self.log(f"{stage}/acc", self.accuracy, on_step=False, on_epoch=True, prog_bar=True)
@@ -183,6 +184,14 @@ class ImageClassifier(Module):
         self.log("train/loss", means[0], prog_bar=True)
         self.log("train/acc", means[1])
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def _losses(outputs: Tensor, target: Tensor, label_smoothing: float) -> Tensor:
+    return F.cross_entropy(outputs, target, label_smoothing=label_smoothing, reduction="none")
+
+
+def _weighted_loss(outputs: Tensor, target: Tensor, weight: Tensor, label_smoothing: float) -> Tensor:
+    return (_losses(outputs, target, label_smoothing) * weight).sum()
 
 
 def _correct(outputs: Tensor, batch: Batch) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from src.optim.optimizer_state import shard_like
+from src.utils.compilation import compiled, should_compile
 from src.utils.tensors import to_full_tensor
 
 # Newton-Schulz coefficients of Jordan et al. (2024), chosen to raise small singular values quickly.
@@ -29,6 +30,7 @@ def muon(
     unit_filters: bool = False,
     whitening_fraction: float = 1.0,
     iterations: int = 5,
+    compile: bool | str = False,
 ) -> Optimizer:
     """Build the optimizer over named parameters, grouped by their role.
 
@@ -43,6 +45,7 @@ def muon(
         unit_filters: scale hidden filters to a mean norm of one before each step, instead of their weight decay.
         whitening_fraction: fraction of the run in which the learning rate of a whitening layer's bias falls to zero.
         iterations: number of Newton-Schulz iterations.
+        compile: whether a GPU runs the step compiled; a mode of torch.compile counts as true.
     """
     roles: dict[str, list[tuple[str, Tensor]]] = {"filters": [], "head": [], "vectors": [], "whitening": []}
     for group in params:
@@ -66,7 +69,7 @@ def muon(
         }
         for role, named_parameters in roles.items()
     ]
-    return Muon([group for group in groups if group["params"]])
+    return Muon([group for group in groups if group["params"]], compile)
 
 
 def _role(name: str, parameter: Tensor) -> str:
@@ -81,11 +84,13 @@ def _role(name: str, parameter: Tensor) -> str:
 class Muon(Optimizer):
     """Updates `orthogonal` groups by Muon, and all other groups by SGD with Nesterov momentum.
 
-    For a sharded tensor, each rank orthogonalizes the full update and applies its shard.
+    For a sharded tensor, each rank orthogonalizes the full update and applies its shard. `compile` is that of `muon`;
+    sharded tensors are not compiled, nor is the optimizer that ZeroRedundancyOptimizer builds.
     """
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, compile: bool | str = False) -> None:
         super().__init__(params, {})
+        self.compile = compile
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -99,17 +104,12 @@ class Muon(Optimizer):
         return loss
 
     def _step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        gradients: Any = [parameter.grad for parameter in parameters]
-        if not group["orthogonal"]:
-            gradients = torch._foreach_add(gradients, parameters, alpha=group["weight_decay"])
+        gradients = [parameter.grad for parameter in parameters]
         momenta = [self._momentum(parameter) for parameter in parameters]
-        torch._foreach_mul_(momenta, group["momentum"])
-        torch._foreach_add_(momenta, gradients)
-        updates: Any = torch._foreach_add(gradients, momenta, alpha=group["momentum"])
-        if group["orthogonal"]:
-            full = orthogonalize([to_full_tensor(update) for update in updates], group["iterations"])
-            updates = [shard_like(update, parameter) for update, parameter in zip(full, parameters, strict=True)]
-            _shrink(parameters, group)
+        directions = compiled(_directions) if should_compile(self.compile, parameters[0]) else _directions
+        updates = directions(parameters, gradients, momenta, group)
+        if group["orthogonal"] and not group["unit_filters"]:
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(parameters, updates, alpha=-group["lr"])
 
     def _momentum(self, parameter: Tensor) -> Tensor:
@@ -119,14 +119,25 @@ class Muon(Optimizer):
         return state["momentum_buffer"]
 
 
-def _shrink(parameters: list[Tensor], group: dict[str, Any]) -> None:
-    """Scale filters to a mean norm of one, or apply their weight decay, in place."""
-    if not group["unit_filters"]:
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        return
-    scales: Any = torch._foreach_reciprocal(torch._foreach_norm(parameters))
-    torch._foreach_mul_(scales, [len(parameter) ** 0.5 for parameter in parameters])
-    torch._foreach_mul_(parameters, scales)
+def _directions(parameters: list[Tensor], gradients: Any, momenta: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    """Update the momenta, and return the step of each parameter at a learning rate of one.
+
+    Filters are scaled to a mean norm of one before their step, if the group says so. The learning rate is not used
+    here: it changes with each step, and a compiled function would be compiled again.
+    """
+    if not group["orthogonal"]:
+        gradients = torch._foreach_add(gradients, parameters, alpha=group["weight_decay"])
+    torch._foreach_mul_(momenta, group["momentum"])
+    torch._foreach_add_(momenta, gradients)
+    updates: Any = torch._foreach_add(gradients, momenta, alpha=group["momentum"])
+    if not group["orthogonal"]:
+        return updates
+    if group["unit_filters"]:
+        scales: Any = torch._foreach_reciprocal(torch._foreach_norm(parameters))
+        torch._foreach_mul_(scales, [len(parameter) ** 0.5 for parameter in parameters])
+        torch._foreach_mul_(parameters, scales)
+    full = orthogonalize([to_full_tensor(update) for update in updates], group["iterations"])
+    return [shard_like(update, parameter) for update, parameter in zip(full, parameters, strict=True)]
 
 
 def orthogonalize(updates: list[Tensor], iterations: int) -> list[Tensor]:

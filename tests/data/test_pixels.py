@@ -41,11 +41,13 @@ def test_crop_and_flip_agrees_with_explicit_padding() -> None:
 @pytest.mark.parametrize("flip", [True, "alternating"])
 def test_keys_of_an_epoch_are_those_of_its_samples(flip: bool | str) -> None:
     augmentation, index = Augmentation(flip=flip, cutout=8), torch.tensor([5, 3, 99] * 21 + [0])
-    expected = augmentation.augment_pixels(IMAGES, 7, 3, index)
-    blanked = augmentation.apply_cutout(IMAGES, 7, 3, index)
+    image_keys, mirrored = augmentation.keys(7, 3, index)
     augmentation.samples = 100
-    assert torch.equal(augmentation.augment_pixels(IMAGES, 7, 3, index), expected)
-    assert torch.equal(augmentation.apply_cutout(IMAGES, 7, 3, index), blanked)
+    found_keys, found_mirrored = augmentation.keys(7, 3, index)
+    assert torch.equal(found_keys, image_keys)
+    assert (mirrored is None) == (found_mirrored is None) == (flip is True)
+    if mirrored is not None and found_mirrored is not None:
+        assert torch.equal(found_mirrored, mirrored)
 
 
 def test_alternating_flips_mirror_each_image_every_second_epoch() -> None:

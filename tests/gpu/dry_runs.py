@@ -8,6 +8,7 @@ from scripts.dry_gpu.library import load_library
 
 QUICK = [
     "default",
+    "compiled, speedrun",
     "auto, rank 0 of 4",
     "fsdp, rank 1 of 4",
     "pipeline, 1f1b, rank 3 of 4",

@@ -27,7 +27,9 @@ def results() -> Results:
 @pytest.mark.parametrize("title", QUICK)
 def test_run_is_as_documented(results: Results, title: str) -> None:
     assert results[title]["problems"] == []
-    assert sum(results[title]["result"]["operations"]["forward and loss"].values()) > 40
+    operations = results[title]["result"]["operations"]
+    launched = sum(operations["forward and loss"].values())
+    assert launched < 5 if "compiled" in title else launched > 40
 
 
 @pytest.mark.parametrize(

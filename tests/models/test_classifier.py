@@ -107,7 +107,7 @@ def test_compiles_in_the_given_mode(
     _, module, _ = assemble(compose(folder, *MLP[:2], f"module.compile={option}"))
     module.setup("fit")
     outputs = module(torch.zeros(2, 3, 32, 32))
-    assert modes == [mode]
+    assert set(modes) == {mode}
     assert (outputs is logits) == (mode != "max-autotune")
 
 

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from src.data.augment import mixing
-from src.data.augment.pixels import all_sample_keys, alternating_flip, crop_and_flip, cutout, sample_keys
+from src.data.augment.pixels import (
+    all_alternating_flips,
+    all_sample_keys,
+    alternating_flip,
+    crop_and_flip,
+    cutout,
+    sample_keys,
+)
 from src.data.augment.trivial_augment import trivial_augment
 from src.utils.errors import UserError
 
@@ -24,6 +31,7 @@ class Augmentation:
         mix_probability: probability that a step mixes its images.
         transforms: functions of single images, (channels, height, width) uint8, which return the same shape and type;
             they run first, on the host (src/data/transforms.py).
+        compile: whether a GPU runs the augmentation compiled, with normalization; a mode of torch.compile counts as true.
 
     Attributes:
         samples: number of samples of the dataset, if known. Their keys are then computed once per epoch.
@@ -44,6 +52,7 @@ class Augmentation:
         cutmix: float = 0.0,
         mix_probability: float = 1.0,
         transforms: Sequence[Callable[[Tensor], Tensor]] = (),
+        compile: bool | str = False,
     ) -> None:
         for name, value in {"crop_padding": crop_padding, "cutout": cutout, "mixup": mixup, "cutmix": cutmix}.items():
             if value < 0:
@@ -54,23 +63,32 @@ class Augmentation:
             raise UserError(f"data.augment.flip={flip}: give true, false or alternating")
         self.trivial, self.crop_padding, self.flip, self.cutout = trivial, crop_padding, flip, cutout
         self.mixers = [(mix, alpha) for mix, alpha in ((mixing.mixup, mixup), (mixing.cutmix, cutmix)) if alpha > 0]
-        self.mix_probability, self.transforms = mix_probability, transforms
+        self.mix_probability, self.transforms, self.compile = mix_probability, transforms, compile
 
-    def augment_pixels(self, image: Tensor, seed: int, epoch: int, index: Tensor) -> Tensor:
-        """Transform and crop (n, channels, height, width) uint8 images; `index` holds their (n,) sample indices."""
-        keys = self._keys(seed, epoch, index)
+    def keys(self, seed: int, epoch: int, index: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the keys of the random numbers of (n,) samples in an epoch, (n,).
+
+        The second tensor tells which images to mirror, (n,) bool, if the flips alternate.
+        """
+        if self.samples is None:
+            keys, first_keys = sample_keys(seed, epoch, index), sample_keys(seed, 0, index)
+            return keys, alternating_flip(first_keys, epoch) if self.flip == "alternating" else None
+        keys = all_sample_keys(seed, epoch, self.samples, index.device).index_select(0, index)
+        if self.flip != "alternating":
+            return keys, None
+        return keys, all_alternating_flips(seed, epoch, self.samples, index.device).index_select(0, index)
+
+    def augment_pixels(self, image: Tensor, keys: Tensor, mirrored: Tensor | None) -> Tensor:
+        """Transform and crop (n, channels, height, width) uint8 images; `keys` and `mirrored` are those of `keys()`."""
         if self.trivial:
             image = trivial_augment(image, keys)
         if self.crop_padding or self.flip:
-            flip = (
-                alternating_flip(self._keys(seed, 0, index), epoch) if self.flip == "alternating" else bool(self.flip)
-            )
-            image = crop_and_flip(image, keys, self.crop_padding, flip)
+            image = crop_and_flip(image, keys, self.crop_padding, bool(self.flip) if mirrored is None else mirrored)
         return image
 
-    def apply_cutout(self, image: Tensor, seed: int, epoch: int, index: Tensor) -> Tensor:
+    def apply_cutout(self, image: Tensor, keys: Tensor) -> Tensor:
         """Cut a square out of each of (n, channels, height, width) normalized images, if `cutout` is set."""
-        return cutout(image, self._keys(seed, epoch, index), self.cutout) if self.cutout else image
+        return cutout(image, keys, self.cutout) if self.cutout else image
 
     def mix(self, image: Tensor, target: Tensor, seed: int, step: int, num_classes: int) -> tuple[Tensor, Tensor]:
         """Mix the normalized images of a step, if a mixer is set, and their (n,) class indices with them.
@@ -85,8 +103,3 @@ class Augmentation:
             mix, alpha = self.mixers[rng.integers(len(self.mixers))]
             image, target = mix(image, target, alpha, rng)
         return image, target
-
-    def _keys(self, seed: int, epoch: int, index: Tensor) -> Tensor:
-        if self.samples is None:
-            return sample_keys(seed, epoch, index)
-        return all_sample_keys(seed, epoch, self.samples, index.device).index_select(0, index)

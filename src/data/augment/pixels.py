@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from src.data.hashing import hash_ints, integers, uniform
+from src.utils.compilation import device_constant
 
 
 def sample_keys(seed: int, epoch: int, index: Tensor) -> Tensor:
@@ -17,6 +18,12 @@ def sample_keys(seed: int, epoch: int, index: Tensor) -> Tensor:
 def all_sample_keys(seed: int, epoch: int, count: int, device: torch.device) -> Tensor:
     """Return the (count,) keys of all samples of a dataset, cached: a step then takes one operation to look them up."""
     return sample_keys(seed, epoch, torch.arange(count, device=device))
+
+
+@functools.lru_cache(maxsize=2)
+def all_alternating_flips(seed: int, epoch: int, count: int, device: torch.device) -> Tensor:
+    """Return the (count,) bool of `alternating_flip` for all samples of a dataset, cached like their keys."""
+    return alternating_flip(all_sample_keys(seed, 0, count, device), epoch)
 
 
 def crop_and_flip(image: Tensor, keys: Tensor, padding: int, flip: bool | Tensor) -> Tensor:
@@ -82,7 +89,7 @@ def normalize(image: Tensor, mean: list[float], std: list[float], dtype: torch.d
     return (image - shift).div_(scale)
 
 
-@functools.cache
+@device_constant
 def _per_pixel(values: tuple[float, ...], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the values of the channels, scaled to pixels, as (channels, height, width).
 
@@ -92,7 +99,7 @@ def _per_pixel(values: tuple[float, ...], shape: torch.Size, dtype: torch.dtype,
     return per_channel.expand(shape).contiguous()
 
 
-@functools.cache
+@device_constant
 def _source_positions(size: int, padding: int, device: torch.device) -> Tensor:
     """Return the source positions of every possible crop of a padded line of `size` pixels.
 
@@ -104,7 +111,7 @@ def _source_positions(size: int, padding: int, device: torch.device) -> Tensor:
     return torch.where(positions >= size, 2 * (size - 1) - positions, positions)
 
 
-@functools.cache
+@device_constant
 def _with_mirrored(size: int, padding: int, device: torch.device) -> Tensor:
     """Return `_source_positions`, followed by those of the mirrored line."""
     positions = _source_positions(size, padding, device)

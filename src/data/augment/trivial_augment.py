@@ -6,7 +6,6 @@ to select the images of an operation would need a host-device synchronization. A
 not with their size, so operations share kernels.
 """
 
-import functools
 import math
 
 import torch
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from src.data.hashing import integers
+from src.utils.compilation import device_constant
 
 OPERATIONS = (
     *("identity", "shear x", "shear y", "translate x", "translate y", "rotate", "brightness", "color", "contrast"),
@@ -58,7 +58,7 @@ def apply_operations(image: Tensor, operation: Tensor, level: Tensor, signed_lev
     return pixels.clamp_(0, 255).to(torch.uint8)
 
 
-@functools.cache
+@device_constant
 def _coefficients(device: torch.device) -> Tensor:
     """Return the coefficients as (operations, columns): `_SIGNED`, `_UNSIGNED` and `_OFFSETS`."""
     neutral = (*(0.0 for _ in (*_SIGNED, *_UNSIGNED)), 0.0, 0.0, math.inf)  # no pixel reaches an infinite threshold
@@ -67,7 +67,7 @@ def _coefficients(device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32, device=device).T.contiguous()
 
 
-@functools.cache
+@device_constant
 def _masks(device: torch.device) -> Tensor:
     """Return which operation is contrast, autocontrast and equalize, as (3, operations) bool."""
     names = ("contrast", "autocontrast", "equalize")
@@ -95,7 +95,7 @@ def _warp(image: Tensor, amount: Tensor, is_rotated: Tensor) -> Tensor:
     return warped * is_inside[:, None]
 
 
-@functools.cache
+@device_constant
 def _grid(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the rows and columns of the pixels, the last of both as (2, 1, 1), and the center (row, column)."""
     rows = torch.arange(height, dtype=torch.float32, device=device)[:, None]
@@ -150,7 +150,7 @@ def _equalization(values: Tensor, high: Tensor, selected: Tensor) -> Tensor:
     return torch.where(selected & (step > 0), table, every_value)
 
 
-@functools.cache
+@device_constant
 def _histogram_constants(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the 256 values as floats, and an integer one."""
     return torch.arange(256, dtype=torch.float32, device=device), torch.ones((), dtype=torch.int64, device=device)
@@ -178,6 +178,6 @@ def _blend(pixels: Tensor, factor: Tensor, contrast: Tensor) -> Tensor:
     return blended
 
 
-@functools.cache
+@device_constant
 def _gray_weights(device: torch.device) -> Tensor:
     return torch.tensor([0.299, 0.587, 0.114], dtype=torch.float32, device=device)[:, None, None]
