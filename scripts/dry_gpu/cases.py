@@ -39,6 +39,7 @@ class Case:
 
 
 _SPEEDRUN = "experiment=speedrun data.batch_size=1000 data.val_fraction=0.1"
+_DROPOUT = "model=vit model.drop_path=0.1 model.dropout=0.1"
 _ONE_GPU = [
     Case("default"),
     Case("bf16-mixed", "trainer.precision=bf16-mixed"),
@@ -53,11 +54,14 @@ _ONE_GPU = [
     Case("trivial augment", "data.augment.trivial=true"),
     Case("speedrun", _SPEEDRUN),
     Case("vit", "model=vit"),
+    Case("vit, drop path", "model=vit model.drop_path=0.1"),
+    Case("vit, drop path and dropout", _DROPOUT),
     Case("resnet18", "model=resnet18"),
     Case("gan", "experiment=gan"),
     Case("resumed", resumes=True),
     Case("compiled", "module.compile=true"),
     Case("compiled, vit", "module.compile=true model=vit"),
+    Case("compiled, vit, drop path and dropout", f"module.compile=true {_DROPOUT}"),
     Case("compiled, airbench", "module.compile=true model=airbench callbacks=whitening"),
     Case("compiled, speedrun", f"{_SPEEDRUN} module.compile=true"),
     Case("compiled, trivial augment", "module.compile=true data.augment.trivial=true"),

@@ -61,6 +61,29 @@ def test_drop_path_drops_a_sample_entirely() -> None:
     assert float((kept[:, 0] > 0).float().mean()) == pytest.approx(1 - RATE, abs=0.08)
 
 
+def test_layers_hashed_together_have_the_masks_of_each() -> None:
+    layers = [SampleDropout(RATE), DropPath(RATE), DropPath(1.0), DropPath(0.6)]
+    keys, ones = hash_ints(0, 0, torch.arange(SAMPLES)), torch.ones(SAMPLES, 3)
+    for salt, layer in enumerate(layers):
+        layer.salt = salt
+    set_keys(layers, keys)
+    together = [layer(ones) for layer in layers]
+    for layer, expected in zip(layers, together, strict=True):
+        set_keys([layer], keys)
+        assert torch.equal(layer(ones), expected)
+    kept = (together[3][:, 0] > 0).tolist()
+    signed = [(((key ^ 3) * 0x2545F4914F6CDD1D) >> 32) & 0xFFFFFFFF for key in keys.tolist()]
+    assert kept == [_hash(bits) >= 0.6 * 2**32 for bits in signed], "the masks of earlier versions"
+
+
+def _hash(bits: int) -> int:
+    """Return the published hash of 32 bits as an unsigned number, for which torch's is signed."""
+    bits = bits * 0x7FEB352D & 0xFFFFFFFF
+    shifted = (bits >> 15) | (0xFFFE0000 if bits >> 31 else 0)
+    bits = (bits ^ shifted) * 0x846CA68B & 0xFFFFFFFF
+    return (bits + 2**31) & 0xFFFFFFFF  # as a signed number, shifted to begin at zero
+
+
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_rates_of_zero_and_one(rate: float) -> None:
     layer = SampleDropout(rate)
