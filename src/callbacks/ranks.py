@@ -48,16 +48,16 @@ class RankComparison:
         return metrics
 
     def summary(self) -> str | None:
-        """Return a line that names the slowest rank, by the medians of all log points, if it slows the others down."""
+        """Return a message that names the slowest rank, by the medians of all log points, if others wait for it."""
         if len(self._busy) < _MIN_LOG_POINTS:
             return None
         metrics = _busy_metrics([median(busy) for busy in zip(*self._busy, strict=True)], median(self._steps))
         if metrics["gain"] < _MIN_GAIN:
             return None
         return (
-            f"rank {metrics['slowest']:.0f} is the slowest: it works {metrics['busy_ms_max']:.1f} ms per step, the "
-            f"median of all ranks is {metrics['busy_ms_median']:.1f} ms; a step would be {metrics['gain']:.0%} shorter "
-            "if it were as fast"
+            f"  rank {metrics['slowest']:.0f} is the slowest: it works {metrics['busy_ms_max']:.1f} ms per step, "
+            f"the median rank {metrics['busy_ms_median']:.1f} ms;\n"
+            f"  if it were as fast as the median, a step would be {metrics['gain']:.0%} shorter"
         )
 
 

@@ -29,7 +29,7 @@ class Throughput(L.Callback):
     set size on a CPU. `mfu`: model FLOPs utilization (Chowdhery et al., "PaLM", 2022), if the device's peak is known.
 
     With several processes, `ranks/` has their memory and, if `callbacks.timeline` records steps, the time for which
-    they work in a step; training ends with a line about a rank that slows the others down (`src/callbacks/ranks.py`).
+    they work in a step; training ends with a message about a rank for which the others wait (`src/callbacks/ranks.py`).
 
     Validation, checkpoints and logging are not counted. Times are host times. They are exact only over the interval
     between two log points, where the host waits for the GPU.
@@ -104,7 +104,7 @@ class Throughput(L.Callback):
         if self._reports and trainer.is_global_zero:
             _log.info("  throughput, the median of %d log points\n%s", len(self._reports), self._summary())
             if slowest := self._ranks.summary():
-                _log.info("  %s", slowest)
+                _log.info(slowest)
 
     def _reset_timers(self) -> None:
         """Start a new measurement at the next batch."""

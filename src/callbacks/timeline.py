@@ -176,7 +176,7 @@ class Timeline(L.Callback):
         """Return the seconds of each activity; those of the recorded step are scaled to the interval."""
         training = seconds - sum(self._seconds.values())
         spans = dict.fromkeys(_ACTIVITIES, 0.0)
-        if self.recorded:
+        if self.recorded and self.recorded.seconds:
             spans |= {name: training * part / self.recorded.seconds for name, part in self.recorded.spans.items()}
         else:
             spans["other"] = training
