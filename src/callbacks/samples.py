@@ -9,12 +9,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from src.loggers.images import log_images
 from src.utils.errors import UserError
 from src.utils.files import atomic_write
 
 
 class SampleGrid(L.Callback):
-    """Writes the grid as `samples/step000123.png` into the run folder after each validation, and logs it to W&B.
+    """Writes the grid as `samples/step000123.png` into the run folder after each validation, and logs it to W&B and
+    TensorBoard as `images/samples`.
 
     Args:
         count: number of images in the grid, a square number.
@@ -40,9 +42,7 @@ class SampleGrid(L.Callback):
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as temporary:
             grid.save(temporary, "png")
-        for logger in trainer.loggers:
-            if hasattr(logger, "log_image"):
-                logger.log_image("samples", [grid], step=trainer.global_step)
+        log_images(trainer, "samples", [grid])
 
     def _make_grid(self, trainer: L.Trainer, images: Tensor) -> Tensor:
         """Return the grid, (height, width, channels) uint8, of (n, channels, height, width) normalized images."""

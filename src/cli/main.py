@@ -1,6 +1,7 @@
 """Run the Hydra application, and report an error as one line that names the option and a solution."""
 
 import argparse
+import logging
 import os
 import re
 import signal
@@ -26,6 +27,8 @@ from src.utils.errors import UserError
 
 _PROJECT = Path(__file__).parents[2]
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own variable: with 1, every error keeps its traceback
+# torch warns on macOS, in each process, that it does not redirect output, which nothing here asks for.
+logging.getLogger("torch.distributed.elastic.multiprocessing.redirects").setLevel(logging.ERROR)
 TRACEBACK_WANTED = os.environ.get(_FULL_ERROR) == "1"
 
 

@@ -59,7 +59,9 @@ def run(cfg: DictConfig, keep: Callable[[L.Trainer], None] | None = None) -> dic
     metrics = {name: float(value) for name, value in logged.items()}
     if trainer.is_global_zero:
         if not trainer.fast_dev_run:
-            append_event(cfg.run_dir, "finished", trainer.global_step if cfg.fit else None)
+            # `ddp_spawn` restores this count in the main process, but not `global_step`.
+            steps = trainer.fit_loop.epoch_loop._batches_that_stepped
+            append_event(cfg.run_dir, "finished", steps if cfg.fit else None)
         _log_end(metrics, cfg.run_dir)
     if keep:
         keep(trainer)

@@ -23,7 +23,6 @@ class DDPSpawn(DDP):
         super().__init__(start_method="spawn", **kwargs)
 
     def setup(self, trainer: L.Trainer) -> None:
-        log_to_folder(trainer.default_root_dir, self.global_rank)
         if self.root_device.type == "cpu":
             tune_malloc()
         super().setup(trainer)
@@ -53,6 +52,8 @@ class _Launcher(_MultiProcessingLauncher):
     def _wrapping_function(self, process_idx: int, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         parent: Any = multiprocessing.parent_process()
         signals.prepare_started_process(parent.pid)
+        # All ranks are on this host. Lightning logs before it sets the strategy up.
+        log_to_folder(trainer.default_root_dir, rank=process_idx)
         try:
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except BaseException as error:

@@ -2,9 +2,12 @@
 
 import logging
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import TextWrapper
 from typing import TextIO
 
 # This advice does not apply here: the data is in memory, and the sampler, not the loader, resumes an epoch.
@@ -21,6 +24,8 @@ _IGNORED_WARNINGS = [
     "torch.distributed.nn.functional.all_gather is deprecated",  # Lightning calls it
     "Total length of `list` across ranks is zero",  # a loader that is an empty list: validation is off on purpose
 ]
+
+_ABSOLUTE_PATH = re.compile(r"(^|[\s=])/")
 
 
 def log_file(run_dir: str | Path, rank: int) -> Path:
@@ -68,7 +73,27 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stdout
-        super().emit(record)
+        if type(self.stream).__module__ != "rich.file_proxy":
+            super().emit(record)
+            return
+        from rich import get_console
+
+        # The stream of a rich progress bar would break a path that is longer than a line.
+        get_console().print(self.format(record), soft_wrap=True, markup=False, highlight=False)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Wrap lines at the width of the terminal, except those with an absolute path, which must be copyable."""
+        text = super().format(record)
+        if not self.stream.isatty():
+            return text
+        wrapper = TextWrapper(
+            get_terminal_size().columns,
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+        return "\n".join(line if _ABSOLUTE_PATH.search(line) else wrapper.fill(line) for line in text.splitlines())
 
 
 def _terminal_handler() -> logging.Handler:

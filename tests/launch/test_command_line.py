@@ -34,6 +34,7 @@ from tests.support.commands import (
     ranks,
     run,
     run_here,
+    run_in_terminal,
     slurm_task,
     start,
     steps,
@@ -231,6 +232,7 @@ def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     out, err = run(*task, f"hydra.run.dir='{folder}'", WANDB_MODE="offline")
     assert "Traceback" not in err
     assert ".py:" not in out + err, "no warning"
+    assert "\x1b" not in out + err, "no colors in a pipe"
     assert out.count("DDP, 2 process(es) on cpu") == 1
     for fact in (
         "32 = 2 x 1 micro-batches x 16 per device",
@@ -278,6 +280,29 @@ def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     (folder / "checkpoints" / "last.ckpt").write_bytes(content[:-2000])
     _, err = run_here(f"ckpt_path='{folder}/checkpoints/last.ckpt'", code=1)
     assert "is not a complete checkpoint" in error_line(err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "ddp_spawn"])
+def test_terminal_shows_only_lines_of_the_project(strategy: str, small: list[str], tmp_path: Path) -> None:
+    """The terminal has 80 columns; nothing else fits all of them than these starts of lines."""
+    task = [*small, *TINY, f"strategy={strategy}", f"trainer.devices={1 if strategy == 'auto' else 2}"]
+    code, printed = run_in_terminal(*task, f"run_dir={tmp_path}/run", columns=80)
+    assert code == 0, printed
+    banner = ["strategy", "precision", "data", "batch", "batch norm", "learning rate", "parameters", "run folder"]
+    results = [
+        "Epoch",
+        "Validation",
+        "Testing",
+        "throughput",
+        *(f"{part}/" for part in ("train", "val", "test")),
+        "done: ",
+    ]
+    measured = ["peak_memory_mib", "samples_per_sec", "step_ms", "data_fraction", "gflop_per_step"]
+    known = (*banner, *results, *measured, "wandb is offline", "wandb leet", "wandb sync", str(tmp_path))
+    lines = [line for line in printed.splitlines() if line.strip()]
+    assert [line for line in lines if not line.strip().startswith(known)] == []
+    assert [line for line in lines if len(line.rstrip()) > 80 and str(tmp_path) not in line] == []
 
 
 def test_rank_zero_configures_all_ranks_under_torchrun(small: list[str], tmp_path: Path) -> None:

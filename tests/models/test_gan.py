@@ -1,6 +1,8 @@
 """The GAN is the same under every strategy that can train it, resumes, and is evaluated by a classifier."""
 
 import csv
+import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from src.callbacks.frechet import FrechetDistance
 from src.data.hashing import hash_ints, normal
@@ -148,13 +151,18 @@ def test_samples_are_laid_out_in_a_square(small: list[str], folder: Path) -> Non
 
 def test_samples_are_logged_as_images(small: list[str], folder: Path) -> None:
     folder /= "logged_samples"  # the run's id must be unique in this process
-    cfg = compose(
-        folder, *TASK, *small, *SHORT, "logger=wandb", "trainer.accelerator=cpu", "trainer.max_epochs=1", quiet=False
-    )
-    run(cfg)
-    (sent,) = folder.glob("wandb/offline-run-*/files/media/images/samples_*.png")
-    written = folder / "samples" / "step000005.png"
-    assert np.array_equal(np.asarray(Image.open(sent)), np.asarray(Image.open(written)))
+    options = ["logger=[wandb,tensorboard]", "trainer.accelerator=cpu", "trainer.max_epochs=1"]
+    run(compose(folder, *TASK, *small, *SHORT, *options, quiet=False))
+    (sent,) = folder.glob("wandb/offline-run-*/files/media/images/images/samples_*.png")
+    written = np.asarray(Image.open(folder / "samples" / "step000005.png"))
+    assert np.array_equal(np.asarray(Image.open(sent)), written)
+    assert (Path(sys.executable).parent / "tensorboard").exists(), "the documented command"
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    (shown,) = events.Images("images/samples")
+    assert shown.step == 5
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(shown.encoded_image_string))), written)
+    logged = (folder / "metrics.csv").read_text().partition("\n")[0].split(",")
+    assert set(events.Tags()["scalars"]) >= set(logged) - {"step"}, "the same scalars"
 
 
 def test_real_images_are_nearer_to_real_ones_than_noise(small: list[str], folder: Path) -> None:

@@ -28,7 +28,9 @@ class Logger:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), Stopped(15), KeyboardInterrupt()])
-def test_loggers_of_a_failed_run_are_marked_failed(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loggers_of_a_failed_run_are_marked_failed(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Lightning itself finalizes only the loggers of the parent process, which have no run."""
 
     def fail(*_: Any) -> None:
@@ -37,10 +39,11 @@ def test_loggers_of_a_failed_run_are_marked_failed(error: BaseException, monkeyp
     strategy, logger = DDPSpawn(), Logger()
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=0))
     monkeypatch.setattr(signals, "prepare_started_process", lambda parent: None)
+    monkeypatch.setattr("src.strategies.ddp_spawn.log_to_folder", lambda run_dir, rank: None)
     strategy._configure_launcher()
     monkeypatch.setattr(_MultiProcessingLauncher, "_wrapping_function", fail)
     with pytest.raises(type(error)):
-        strategy.launcher._wrapping_function(0, SimpleNamespace(loggers=[logger]))
+        strategy.launcher._wrapping_function(0, SimpleNamespace(loggers=[logger], default_root_dir=tmp_path))
     assert logger.messages == ["failed"]
 
 

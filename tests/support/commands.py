@@ -1,14 +1,19 @@
 """Start the real command line, wait for its output, and check that it leaves no process."""
 
 import contextlib
+import fcntl
 import io
 import logging
 import os
+import pty
+import re
 import runpy
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +62,23 @@ def run(*arguments: str, code: int = 0, program: Sequence[str] = TRAIN, **variab
     assert process.returncode == code, err[-3000:]
     assert not left, "processes left running"
     return out, err
+
+
+def run_in_terminal(*arguments: str, columns: int) -> tuple[int, str]:
+    """Run train.py on a terminal of its own; return the exit code and what it printed, without colors and cursor."""
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, *TRAIN, *arguments])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    printed = b""
+    with contextlib.suppress(OSError):  # the other end has closed
+        while part := os.read(terminal, 65536):
+            printed += part
+    os.close(terminal)
+    _, status = os.waitpid(process, 0)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed.decode(errors="replace"))
+    return os.waitstatus_to_exitcode(status), text.replace("\r", "\n")
 
 
 def run_here(*arguments: str, code: int = 0, program: str = "train.py") -> tuple[str, str]:

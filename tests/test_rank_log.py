@@ -1,0 +1,43 @@
+"""What a rank writes to the terminal."""
+
+import io
+import logging
+import sys
+
+import pytest
+
+from src.cli import main
+from src.utils.rank_log import _terminal_handler
+
+HINT = "  hint      with 16 images at a time a GPU waits for kernel launches, or for batch-size-dependent ones"
+COMMAND = f"wandb sync /{'a-long-folder/' * 8}"
+TEXT = f"first of three lines\n{HINT}\n{COMMAND}"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "file"])
+def test_wraps_lines_on_a_terminal_only(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys, "stdout", stream)
+    _terminal_handler().handle(logging.makeLogRecord({"name": "src.test", "msg": TEXT}))
+    printed = stream.getvalue()
+    assert printed.split() == TEXT.split()
+    if not stream.isatty():
+        assert printed == f"{TEXT}\n"
+        return
+    assert printed.splitlines() == [
+        "first of three lines",
+        "  hint      with 16 images at a time a GPU waits for kernel",
+        "    launches, or for batch-size-dependent ones",
+        COMMAND,
+    ]
+
+
+def test_torch_does_not_warn_of_redirects() -> None:
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.redirects")
+    assert main.__name__ == "src.cli.main", "it sets the level when each process imports train.py"
+    assert not logger.isEnabledFor(logging.WARNING)
