@@ -5,6 +5,8 @@ import logging
 import sys
 
 import pytest
+import rich
+from rich.file_proxy import FileProxy
 
 from src.cli import main
 from src.utils.rank_log import _terminal_handler
@@ -35,6 +37,16 @@ def test_wraps_lines_on_a_terminal_only(stream: io.StringIO, monkeypatch: pytest
         "    launches, or for batch-size-dependent ones",
         COMMAND,
     ]
+
+
+def test_a_progress_bar_does_not_break_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a bar of rich is shown, it replaces stdout."""
+    console = rich.get_console()
+    monkeypatch.setattr(console, "file", Terminal())
+    monkeypatch.setattr(console, "_width", 60)
+    monkeypatch.setattr(sys, "stdout", FileProxy(console, Terminal()))
+    _terminal_handler().handle(logging.makeLogRecord({"name": "src.test", "msg": COMMAND}))
+    assert console.file.getvalue() == f"{COMMAND}\n"
 
 
 def test_torch_does_not_warn_of_redirects() -> None:
