@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from src.report.curves import downsample, median, style_value_axis, title
+from src.report.curves import median, style_value_axis, title
 from src.report.figure import new_figure
 from src.report.files import Curve, Floats
 from src.report.markup import Html, Markup, Section, card, chart, grid, number, series_color, swatch, table, text
 from src.report.page import write_page
 from src.report.run_folder import RunFolder
+from src.report.sampling import downsample
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -9,11 +9,13 @@ from src.report.events import mark_events
 from src.report.figure import new_figure
 from src.report.files import Curve
 from src.report.markup import Html, chart, series_color
+from src.report.sampling import BUCKETS, downsample, means
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-BUCKETS = 600  # of a long curve, each with its smallest and its largest value; a chart is some 600 pixels wide
+_NOISY = 400  # points from which a curve is pale, with the mean of each of `_MEANS` sections upon it
+_MEANS = 100
 _WIDE_RANGE = 50  # largest value / smallest value from which an axis is logarithmic
 _FRACTIONS = ("acc", "val_class", "data_fraction", "gain", "mfu")  # last parts of the names of metrics from 0 to 1
 _SPLITS = ("train", "val", "test")
@@ -63,24 +65,6 @@ def group_names(names: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def downsample(curve: Curve, buckets: int = BUCKETS) -> Curve:
-    """Return the curve with the smallest and the largest value of each bucket, so that every spike stays visible.
-
-    A curve of at most two points per bucket is returned as it is, but for infinite values, which become nan.
-    """
-    values = np.where(np.isfinite(curve.values), curve.values, np.nan)
-    if len(values) <= 2 * buckets:
-        return Curve(curve.steps, values)
-    size = -(-len(values) // buckets)
-    rows = np.full((-(-len(values) // size), size), np.nan)
-    rows.flat[: len(values)] = values
-    first = np.arange(len(rows)) * size
-    lowest = first + np.where(np.isnan(rows), np.inf, rows).argmin(axis=1)
-    highest = first + np.where(np.isnan(rows), -np.inf, rows).argmax(axis=1)
-    kept = np.unique(np.concatenate([[0], lowest, highest, [len(values) - 1]]))
-    return Curve(curve.steps[kept], values[kept])
-
-
 def is_wide(curves: Iterable[Curve]) -> bool:
     """Return whether a logarithmic axis shows the curves better: all values are positive and their range is wide."""
     finite = [values for curve in curves if len(values := curve.finite())]
@@ -97,7 +81,7 @@ def metric_chart(metric: str, curves: dict[str, Curve], events: list[dict[str, A
         _add_curve(figure, name, curve, _COLORS.get(name.partition("/")[0], series_color(index)))
     figure.update_xaxes(title="step", rangemode="tozero")
     style_value_axis(figure, metric, curves.values())
-    mark_events(figure, events)
+    mark_events(figure, events, last_step=max(float(curve.steps.max()) for curve in curves.values()))
     return chart(figure, title(metric), _note(curves))
 
 
@@ -113,7 +97,7 @@ def style_value_axis(figure: "go.Figure", metric: str, curves: Iterable[Curve]) 
 
 def _add_curve(figure: "go.Figure", name: str, curve: Curve, color: str) -> None:
     shown = downsample(curve)
-    few = len(shown.values) < 40
+    few, is_noisy = len(shown.values) < 40, len(curve.values) > _NOISY
     mode = "markers" if len(shown.values) == 1 else "lines+markers" if few else "lines"
     symbol, size = ("star", 11) if name.startswith("test/") else ("circle", 5)
     figure.add_scatter(
@@ -121,21 +105,35 @@ def _add_curve(figure: "go.Figure", name: str, curve: Curve, color: str) -> None
         y=shown.values,
         name=name,
         mode=mode,
-        line={"color": color, "width": 1.7},
+        opacity=0.35 if is_noisy else 1.0,
+        line={"color": color, "width": 1.0 if is_noisy else 1.7},
         marker={"color": color, "symbol": symbol, "size": size},
         connectgaps=False,
     )
+    if is_noisy:
+        mean = means(curve, _MEANS)
+        line = {"color": color, "width": 2.0}
+        figure.add_scatter(x=mean.steps, y=mean.values, name=name, mode="lines", line=line, hoverinfo="skip")
 
 
 def _note(curves: dict[str, Curve]) -> str:
-    """Return what a reader of the chart must know: points that it leaves out."""
+    """Return the metric's name, and which points the chart leaves out because they are not finite."""
     parts = [] if len(curves) > 1 else [name for name in curves if title(name) != name]
     for name, curve in curves.items():
         finite = np.isfinite(curve.values)
         if not finite.all():
             first = int(curve.steps[~finite][0])
             parts.append(f"{name} is not finite at {int((~finite).sum())} points, first at step {first}")
-    longest = max(len(curve.values) for curve in curves.values())
-    if longest > 2 * BUCKETS:
-        parts.append(f"smallest and largest of each {-(-longest // BUCKETS)} of {longest:,} points")
     return "; ".join(parts)
+
+
+def sampling_note(curves: dict[str, Curve]) -> str:
+    """Return the sentences that say how long curves are drawn; nothing if all are short."""
+    longest = max((len(curve.values) for curve in curves.values()), default=0)
+    if longest <= _NOISY:
+        return ""
+    note = "A bold line is the mean of sections of a long curve."
+    if longest > 2 * BUCKETS:
+        size = -(-longest // BUCKETS)
+        note += f" The pale line below it has the smallest and the largest of each {size} of {longest:,} points."
+    return note

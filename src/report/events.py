@@ -8,6 +8,8 @@ from src.report.markup import Html, Markup, table
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+_CLOSE = 0.03  # fraction of the axis within which the labels of two events would overlap
+_MOST_LABELS = 8  # more of them would cover the curves
 _COLORS = {
     "resume": "var(--accent)",
     "restart": "var(--accent)",
@@ -17,28 +19,43 @@ _COLORS = {
 }
 
 
-def mark_events(figure: "go.Figure", events: list[dict[str, Any]]) -> None:
-    """Draw a line at the step of each event between start and end; events of one step share it."""
-    at_step: dict[int, list[str]] = {}
+def mark_events(figure: "go.Figure", events: list[dict[str, Any]], last_step: float) -> None:
+    """Draw a line at the step of each event between start and end; events that follow closely share it.
+
+    Args:
+        figure: the chart, whose x axis has steps.
+        events: all events of the run, by time.
+        last_step: where the axis ends.
+    """
+    marks: list[tuple[int, list[str]]] = []
     for event in events:
-        if event["event"] in _COLORS and event.get("step") is not None:
-            at_step.setdefault(int(event["step"]), []).append(event["event"])
-    for step, names in at_step.items():
+        if event["event"] not in _COLORS or event.get("step") is None:
+            continue
+        step = int(event["step"])
+        if not marks or abs(step - marks[-1][0]) > _CLOSE * last_step:
+            marks.append((step, []))
+        marks[-1][1].append(event["event"])
+    for step, names in marks:
         color = _COLORS[names[0]]
         figure.add_shape(x0=step, x1=step, y0=0, y1=1, yref="paper", line={"color": color, "width": 1, "dash": "dot"})
-        figure.add_annotation(
-            x=step,
-            y=1,
-            yref="paper",
-            text=", ".join(dict.fromkeys(names)),
-            font={"size": 10, "color": color},
-            textangle=-90,
-            xanchor="right",
-            yanchor="top",
-            xshift=-1,
-            borderpad=0,
-            showarrow=False,
-        )
+        if len(marks) <= _MOST_LABELS:
+            _add_label(figure, step, ", ".join(dict.fromkeys(names)), color)
+
+
+def _add_label(figure: "go.Figure", step: int, label: str, color: str) -> None:
+    figure.add_annotation(
+        x=step,
+        y=1,
+        yref="paper",
+        text=label,
+        font={"size": 10, "color": color},
+        textangle=-90,
+        xanchor="right",
+        yanchor="top",
+        xshift=-1,
+        borderpad=0,
+        showarrow=False,
+    )
 
 
 def event_table(events: list[dict[str, Any]]) -> Html:

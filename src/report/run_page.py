@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from src.report.curves import group_names, median, metric_chart, title
+from src.report.curves import group_names, median, metric_chart, sampling_note, title
 from src.report.evaluation import evaluation_section
 from src.report.events import duration, event_table
 from src.report.markup import Html, Section, card, grid, number, table, text, tiles
@@ -110,7 +110,8 @@ def _curve_section(run: RunFolder) -> Section:
     rows = [(name, float(run.curves[name].values[0]), int(run.curves[name].steps[0])) for name in once]
     single = card("Logged once", table(("metric", "value", "step"), rows)) if rows else ""
     body = grid(filter(None, [*_charts(run, drawn), single])) or '<p class="muted">No metric was logged.</p>'
-    return Section("Learning", body, "Training values are those of single steps, as they were logged.")
+    note = f"Training values are those of single steps. {sampling_note(run.curves)}"
+    return Section("Learning", body, note)
 
 
 def _has_course(run: RunFolder, names: list[str]) -> bool:

@@ -4,11 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from src.report.curves import downsample, style_value_axis, title
+from src.report.curves import style_value_axis, title
 from src.report.figure import new_figure
 from src.report.files import Floats, read_metrics
 from src.report.jobs import seed_rows
 from src.report.markup import Html, chart, number
+from src.report.sampling import downsample
 from src.report.sweep import LEVELS, Sweep, SweepJob
 
 if TYPE_CHECKING:

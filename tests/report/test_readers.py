@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from src.report.comparison import difference, labels
-from src.report.curves import BUCKETS, downsample, group_names, is_wide
-from src.report.events import duration
+from src.report.curves import group_names, is_wide
+from src.report.events import duration, mark_events
+from src.report.figure import new_figure
 from src.report.files import Curve, read_json, read_json_lines, read_metrics
 from src.report.jobs import Job
 from src.report.pipeline import bubble, recorded_passes
 from src.report.run_folder import RunFolder
+from src.report.sampling import BUCKETS, downsample, means
 from src.report.sweep import LEVELS, Sweep
 from src.report.timeline import slowest_rank
 from tests.support.run_folders import write_run
@@ -60,6 +62,22 @@ def test_downsampling_keeps_a_short_curve_and_gaps() -> None:
     assert downsample(curve(1, 2, 3)).values.tolist() == [1, 2, 3]
     shown = downsample(Curve(np.arange(5000.0), np.full(5000, np.nan)))
     assert np.isnan(shown.values).all()
+
+
+def test_means_of_sections() -> None:
+    mean = means(curve(1, 3, np.nan, 5, np.inf, np.nan, 7), buckets=4)
+    assert mean.steps.tolist() == [0.5, 2.5, 4.5, 6]
+    assert mean.values == pytest.approx([2, 5, np.nan, 7], nan_ok=True)
+
+
+def test_close_events_share_a_line() -> None:
+    events = [{"event": name, "step": step} for name, step in (("killed", 476), ("resume", 474), ("stopped", 900))]
+    figure = new_figure(100)
+    mark_events(figure, [START, *events], last_step=1000)
+    assert [(mark.x, mark.text) for mark in figure.layout.annotations] == [(476, "killed, resume"), (900, "stopped")]
+    mark_events(figure := new_figure(100), [{"event": "killed", "step": 50 * k} for k in range(20)], last_step=1000)
+    assert len(figure.layout.shapes) == 20
+    assert not figure.layout.annotations, "they would cover the curves"
 
 
 def test_charts_share_the_splits_of_a_metric() -> None:
