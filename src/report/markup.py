@@ -37,6 +37,13 @@ def number(value: float | None, unit: str = "") -> str:
     return f"{shown} {unit}".strip()
 
 
+def duration_text(seconds: float) -> str:
+    """Return a duration in the unit that suits it."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def chart(figure: "go.Figure", title: str, note: str = "", *, wide: bool = False, min_width: int = 0) -> Html:
     """Return a chart that `page.js` draws.
 

@@ -9,7 +9,7 @@ import numpy as np
 from src.report.curves import group_names, median, metric_chart, sampling_note, title
 from src.report.evaluation import evaluation_section
 from src.report.events import duration, event_table
-from src.report.markup import Html, Section, card, grid, number, table, text, tiles
+from src.report.markup import Html, Section, card, duration_text, grid, number, table, text, tiles
 from src.report.page import write_page
 from src.report.pipeline import pipeline_charts
 from src.report.run_folder import RunFolder
@@ -80,14 +80,7 @@ def _key_figures(run: RunFolder) -> Iterable[tuple[str, str, str]]:
     if "throughput/peak_memory_mib" in curves:
         yield "Peak memory", number(float(curves["throughput/peak_memory_mib"].values.max()), "MiB"), "of any process"
     if (seconds := duration(run.events)) is not None:
-        yield "Duration", _duration(seconds), ""
-
-
-def _duration(seconds: float) -> str:
-    minutes, hours = seconds / 60, seconds / 3600
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
+        yield "Duration", duration_text(seconds), ""
 
 
 def _charts(run: RunFolder, groups: dict[str, list[str]]) -> list[Html]:

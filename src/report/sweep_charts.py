@@ -8,7 +8,7 @@ from src.report.curves import style_value_axis, title
 from src.report.figure import new_figure
 from src.report.files import Floats, read_metrics
 from src.report.jobs import seed_rows
-from src.report.markup import Html, chart, number
+from src.report.markup import Html, card, chart, number, table
 from src.report.sampling import downsample
 from src.report.sweep import LEVELS, Sweep, SweepJob
 
@@ -161,7 +161,10 @@ def seeds(sweep: Sweep) -> Html:
     )
     figure.update_xaxes(title=sweep.metric)
     figure.update_yaxes(autorange="reversed", type="category")
-    return chart(figure, "Over seeds", "Mean and standard deviation, the best first.", wide=True, min_width=760)
+    shown = [list(row.values()) for row in rows]
+    numbers = card("", table(["options", "seeds", "mean", "standard deviation"], shown), wide=True)
+    note = f"Mean and standard deviation of {sweep.metric}, the best first."
+    return chart(figure, "Over seeds", note, wide=True, min_width=760) + numbers
 
 
 def curves(sweep: Sweep) -> Html:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from src.report.jobs import last_line
-from src.report.markup import Html, Markup, Section, card, details, grid, number, table, text, tiles
+from src.report.markup import Html, Markup, Section, card, details, duration_text, grid, number, table, text, tiles
 from src.report.optuna_plots import is_optuna, optuna_plots
 from src.report.page import write_page
 from src.report.run_page import REPORT
@@ -60,7 +60,7 @@ def _key_figures(sweep: Sweep) -> Iterable[tuple[str, str, str]]:
         middle = ranked[len(ranked) // 2]
         yield f"Best {sweep.metric}", number(ranked[-1].job.result), f"job {ranked[-1].name}"
         yield f"Median {sweep.metric}", number(middle.job.result), f"job {middle.name}"
-    yield "Time of all jobs", f"{sum(job.job.seconds for job in sweep.jobs) / 60:.1f} min", ""
+    yield "Time of all jobs", duration_text(sum(job.job.seconds for job in sweep.jobs)), ""
 
 
 def _job_table(sweep: Sweep) -> Html:
