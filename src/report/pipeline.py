@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from src.report.figure import new_figure
 from src.report.markup import Html, chart
 from src.report.run_folder import RankTimeline, RunFolder
+from src.strategies.pipeline.simulation import Action, simulate_order
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -44,18 +45,15 @@ def pipeline_charts(run: RunFolder) -> list[Html]:
 
 
 def _simulated_chart(run: RunFolder, recorded: Rows) -> list[Html]:
-    """Return the chart of the schedule as simulated for the recorded ranks; nothing if its name is not known."""
-    from src.strategies.pipeline.schedules import SCHEDULES  # late, because it imports torch's pipelines
-    from src.strategies.pipeline.simulation import simulate
-
-    name = run.config.get("strategy.schedule")
-    if name not in SCHEDULES:
+    """Return the chart of the recorded order of passes with ideal times; nothing if the record is not complete."""
+    order = [list(dict.fromkeys(Action(*one[:3]) for one in passes)) for passes in recorded.values()]
+    try:
+        timeline = simulate_order(order)
+    except ValueError:
         return []
-    passes = [one for rank in recorded.values() for one in rank]
-    ranks = (1 + max(one.stage for one in passes)) // SCHEDULES[name].stages_per_rank
-    timeline = simulate(name, ranks, microbatches=1 + max(one.microbatch for one in passes))
-    rows = {rank: [Pass(*one) for one in passes] for rank, passes in enumerate(timeline)}
-    note = f"{name}, with stages of equal cost and sending without cost. {_bubble_sentence(rows)}"
+    rows = {rank: [Pass(*one) for one in passes] for rank, passes in zip(recorded, timeline, strict=True)}
+    schedule = run.config.get("strategy.schedule") or "This order of passes"
+    note = f"{schedule}, if all stages cost the same and sending takes no time. {_bubble_sentence(rows)}"
     return [passes_chart(rows, "Simulated", note, "duration of a forward pass")]
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from src.strategies.pipeline.schedules import SCHEDULES
-from src.strategies.pipeline.simulation import Pass, bubble, simulate
+from src.strategies.pipeline.simulation import Action, Pass, bubble, order_of_passes, simulate, simulate_order
 from src.utils.errors import UserError
 
 SIZES = [(1, 2), (2, 2), (2, 8), (4, 4), (4, 8), (4, 12)]  # ranks, micro-batches
@@ -90,3 +90,13 @@ def test_refuses_what_the_schedule_does_not_support() -> None:
         simulate("1f1b", 4, 2)
     with pytest.raises(UserError, match="is no schedule"):
         simulate("2f2b", 4, 8)
+
+
+def test_replicas_of_a_pipeline_run_at_the_same_time() -> None:
+    order = order_of_passes("1f1b", 2, 4)
+    assert simulate_order([*order, *order]) == 2 * simulate("1f1b", 2, 4)
+
+
+def test_incomplete_order_is_refused() -> None:
+    with pytest.raises(ValueError, match="not complete"):
+        simulate_order([[Action(1, 0, "F")]])

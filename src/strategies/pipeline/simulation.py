@@ -9,10 +9,6 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from torch import nn
-
-from src.strategies.pipeline.schedules import build_schedule, schedule_spec
-
 _DURATIONS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
@@ -50,6 +46,10 @@ def order_of_passes(schedule: str, ranks: int, microbatches: int) -> list[list[A
     Raises:
         UserError: if the schedule does not exist, or does not support that number of micro-batches.
     """
+    from torch import nn  # late: torch's pipelines take a second, and a recorded order needs none of them
+
+    from src.strategies.pipeline.schedules import build_schedule, schedule_spec
+
     spec = schedule_spec(schedule)
     num_stages = spec.stages_per_rank * ranks
     stages: Any = [
@@ -80,11 +80,24 @@ def _forward_ahead(stage: int, microbatches: int, ahead: int) -> list[Action]:
 
 def simulate(schedule: str, ranks: int, microbatches: int) -> list[list[Pass]]:
     """Return the passes of each rank in a step, with their times. The arguments are those of `order_of_passes`."""
-    waiting = [deque(actions) for actions in order_of_passes(schedule, ranks, microbatches)]
-    last_stage = schedule_spec(schedule).stages_per_rank * ranks - 1
+    return simulate_order(order_of_passes(schedule, ranks, microbatches))
+
+
+def simulate_order(order: list[list[Action]]) -> list[list[Pass]]:
+    """Return the passes of each rank, with their times.
+
+    Args:
+        order: what each rank executes in a step, in that order.
+
+    Raises:
+        ValueError: if passes wait for others that do not exist.
+    """
+    waiting = [deque(actions) for actions in order]
+    last_stage = max(action.stage for actions in order for action in actions)
     timeline: list[list[Pass]] = [[] for _ in waiting]
     ends: dict[Action, int] = {}  # when a result is there; for a full backward pass, the gradients of the inputs
     while any(waiting):
+        remaining = sum(map(len, waiting))
         for passes, actions in zip(timeline, waiting, strict=True):
             needed = _needed(actions[0], last_stage) if actions else []
             if not actions or any(action not in ends for action in needed):
@@ -94,6 +107,8 @@ def simulate(schedule: str, ranks: int, microbatches: int) -> list[list[Pass]]:
             start = max([rank_is_free, *(ends[other] for other in needed)])
             passes.append(Pass(*action, start, start + _DURATIONS[action.kind]))
             ends[_result(action)] = passes[-1].end
+        if sum(map(len, waiting)) == remaining:
+            raise ValueError("the passes of a step are not complete")
     return timeline
 
 
