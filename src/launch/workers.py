@@ -82,7 +82,7 @@ def _elastic_config(cfg: DictConfig, processes: int, node_rank: int, attempt: in
     from torch.distributed.launcher.api import LaunchConfig
 
     # Seconds between SIGTERM and SIGKILL for the ranks that remain; torch before 2.12 always waits 30.
-    shutdown = {"shutdown_timeout": 5} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
+    options: dict[str, Any] = {"shutdown_timeout": 5} if hasattr(LaunchConfig, "shutdown_timeout") else {}
     return LaunchConfig(
         min_nodes=cfg.trainer.num_nodes,
         max_nodes=cfg.trainer.num_nodes,
@@ -91,7 +91,7 @@ def _elastic_config(cfg: DictConfig, processes: int, node_rank: int, attempt: in
         **rendezvous_settings(cfg, node_rank, attempt),
         max_restarts=0,
         monitor_interval=0.1,
-        **shutdown,
+        **options,
         signals_to_handle=",".join(number.name for number in _ELASTIC_SIGNALS),
         logs_specs=DefaultLogsSpecs(),
     )

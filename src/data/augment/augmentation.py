@@ -31,7 +31,7 @@ class Augmentation:
         mix_probability: probability that a step mixes its images.
         transforms: functions of single images, (channels, height, width) uint8, which return the same shape and type;
             they run first, on the host (src/data/transforms.py).
-        compile: whether a GPU runs the augmentation compiled, with normalization; a mode of torch.compile counts as true.
+        compile: whether a GPU runs augmentation and normalization compiled; a mode of torch.compile counts as true.
 
     Attributes:
         samples: number of samples of the dataset, if known. Their keys are then computed once per epoch.
