@@ -36,8 +36,10 @@ def of_kind(folder: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
 class Slow(L.Callback):
     """Spend time in the batches of some ranks, by default all: in the forward pass, the data path, or another place."""
 
-    def __init__(self, place: str, ranks: tuple[int, ...] | None = None, sleep: Any = time.sleep) -> None:
-        self.place, self.ranks, self.sleep = place, ranks, sleep
+    def __init__(
+        self, place: str, ranks: tuple[int, ...] | None = None, sleep: Any = time.sleep, delay: float = DELAY
+    ) -> None:
+        self.place, self.ranks, self.sleep, self.delay = place, ranks, sleep, delay
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         if self.ranks is not None and trainer.global_rank not in self.ranks:
@@ -50,22 +52,22 @@ class Slow(L.Callback):
 
     def _slowed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def slow(*args: Any) -> Any:
-            self.sleep(DELAY)
+            self.sleep(self.delay)
             return function(*args)
 
         return slow
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         if self.place == "optimizer":
-            trainer.optimizers[0].register_step_post_hook(lambda *_: self.sleep(DELAY))
+            trainer.optimizers[0].register_step_post_hook(lambda *_: self.sleep(self.delay))
 
     def on_validation_batch_start(self, *_: Any) -> None:
         if self.place == "validation":
-            self.sleep(DELAY)
+            self.sleep(self.delay)
 
     def on_save_checkpoint(self, *_: Any) -> None:
         if self.place == "save":
-            self.sleep(DELAY)
+            self.sleep(self.delay)
 
 
 class Clock:
@@ -224,7 +226,7 @@ def test_compiled_code_is_not_recorded(recording: StepRecording) -> None:
     assert list(recording.resolve().spans) == ["data"]
 
 
-def fit_slow(cfg: Any, place: str, ranks: tuple[int, ...]) -> list[str]:
+def fit_slow(cfg: Any, place: str, ranks: tuple[int, ...], delay: float = DELAY) -> list[str]:
     """Train with a delay; return the messages of this rank about the slowest one."""
     messages: list[str] = []
     handler = logging.Handler()
@@ -234,7 +236,7 @@ def fit_slow(cfg: Any, place: str, ranks: tuple[int, ...]) -> list[str]:
     logger.setLevel(logging.INFO)
     try:
         trainer, module, data = assemble(cfg)
-        trainer.callbacks.insert(0, Slow(place, ranks))
+        trainer.callbacks.insert(0, Slow(place, ranks, delay=delay))
         trainer.fit(module, datamodule=data)
     finally:
         logger.removeHandler(handler)
@@ -242,20 +244,25 @@ def fit_slow(cfg: Any, place: str, ranks: tuple[int, ...]) -> list[str]:
 
 
 OFTEN = "trainer.log_every_n_steps=2"
+CONVOLUTIONS = ["model=resnet9", "model.width=2"]  # they wait in batch normalization
 SLOW_CASES = [
-    ("ddp", "data", 4),
-    ("ddp", "forward", 2),
-    ("fsdp", "data", 2),
-    ("fsdp", "forward", 2),
-    ("pipeline", "data", 2),
+    ("ddp", "data", 4, []),
+    ("ddp", "forward", 2, []),
+    ("ddp", "data", 2, CONVOLUTIONS),
+    ("fsdp", "data", 2, []),
+    ("fsdp", "forward", 2, []),
+    ("pipeline", "data", 2, []),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "place", "count"), SLOW_CASES)
-def test_names_the_slow_rank(strategy: str, place: str, count: int, pool: Pool, small: list[str], folder: Path) -> None:
+@pytest.mark.parametrize(("strategy", "place", "count", "model"), SLOW_CASES)
+def test_names_the_slow_rank(
+    strategy: str, place: str, count: int, model: list[str], pool: Pool, small: list[str], folder: Path
+) -> None:
     """A step takes equally long on every rank, but only the last rank works that long."""
     slow = count - 1
-    cfg = compose(folder, *small, *ONE_EPOCH, f"strategy={strategy}", f"trainer.devices={count}", OFTEN)
+    words = [word for word in ONE_EPOCH if not (model and word.startswith("model"))]
+    cfg = compose(folder, *small, *words, *model, f"strategy={strategy}", f"trainer.devices={count}", OFTEN)
     first, *others = pool.run(count, fit_slow, cfg, place, (slow,))
     assert len(first) == 1
     assert first[0].strip().startswith(f"rank {slow} is the slowest: it works ")
@@ -265,15 +272,19 @@ def test_names_the_slow_rank(strategy: str, place: str, count: int, pool: Pool, 
     middle = {name: median(float(row[name]) for row in rows) for name in rows[0] if name.startswith("ranks/")}
     assert middle["ranks/slowest"] == slow
     assert middle["ranks/busy_ms_max"] > 1000 * DELAY > middle["ranks/busy_ms_median"]
-    assert 0.2 < middle["ranks/gain"] < 1
+    assert 0.05 < middle["ranks/gain"] < 1
     assert 50 < middle["ranks/memory_mib_min"] <= middle["ranks/memory_mib_max"]
-    for rank in range(count):
-        spans = [line["spans"] for line in of_kind(folder, "interval", rank) if line["spans"]["data"]]
-        waits = sum(span["communication"] for span in spans) / sum(sum(span.values()) for span in spans)
-        assert waits < 0.4 if rank == slow else waits > 0.5
+    waits = [waiting_fraction(folder, rank) for rank in range(count)]
+    assert min(waits[:slow]) > waits[slow] + 0.05
+
+
+def waiting_fraction(folder: Path, rank: int) -> float:
+    """Return the fraction of the recorded steps in which a rank waits."""
+    spans = [line["spans"] for line in of_kind(folder, "interval", rank) if line["spans"]["data"]]
+    return sum(span["communication"] for span in spans) / sum(sum(span.values()) for span in spans)
 
 
 def test_names_no_rank_if_all_are_equally_slow(pool: Pool, small: list[str], folder: Path) -> None:
     cfg = compose(folder, *small, *ONE_EPOCH, "strategy=ddp", "trainer.devices=2", OFTEN)
-    assert pool.run(2, fit_slow, cfg, "data", (0, 1)) == [[], []]
+    assert pool.run(2, fit_slow, cfg, "data", (0, 1), 5 * DELAY) == [[], []]
     assert [row["ranks/gain"] for row in read_rows(folder) if row.get("ranks/gain")]
