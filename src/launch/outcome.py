@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from signal import SIGINT, Signals
 
 from src.launch.failures import RankDiedError, RankFailedError
+from src.utils.errors import UserError
 from src.utils.events import append_end, append_event, last_logged_step
 from src.utils.signals import Stopped
 
@@ -42,4 +43,4 @@ def _event_and_reason(error: BaseException) -> tuple[str, str]:
         return "killed", lines[0]
     if isinstance(error, RankFailedError):  # stacks follow in further lines
         return "failed", lines[0]
-    return "failed", f"{type(error).__name__}: {lines[-1]}"
+    return "failed", lines[-1] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[-1]}"
