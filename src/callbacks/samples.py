@@ -9,14 +9,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from src.loggers.images import log_images
 from src.utils.errors import UserError
 from src.utils.files import atomic_write
 
 
 class SampleGrid(L.Callback):
-    """Writes the grid as `samples/step000123.png` into the run folder after each validation, and logs it to W&B and
-    TensorBoard as `images/samples`.
+    """Writes the grid as `samples/step000123.png` into the run folder after each validation.
+
+    W&B and TensorBoard get it as `images/samples`.
 
     Args:
         count: number of images in the grid, a square number.
@@ -42,7 +42,9 @@ class SampleGrid(L.Callback):
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as temporary:
             grid.save(temporary, "png")
-        log_images(trainer, "samples", [grid])
+        for logger in trainer.loggers:
+            if hasattr(logger, "log_image"):
+                logger.log_image("images/samples", [grid], step=trainer.global_step)
 
     def _make_grid(self, trainer: L.Trainer, images: Tensor) -> Tensor:
         """Return the grid, (height, width, channels) uint8, of (n, channels, height, width) normalized images."""

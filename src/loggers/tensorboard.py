@@ -24,9 +24,11 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
     def log_evaluation(self, stage: str, evaluation: dict[str, Any]) -> None:
         """Log what `src/callbacks/evaluation.py` records of a stage, val or test."""
         step = evaluation["step"]
-        self.log_image(f"{stage}/confusion_matrix", [draw_confusion(evaluation)], step)
-        self.log_image(f"{stage}/mistakes", [draw_mistakes(evaluation)], step)
-        self.experiment.add_text(f"{stage}/calibration", _calibration_table(evaluation["calibration"]["bins"]), step)
+        self.log_image(f"images/{stage}_confusion_matrix", [draw_confusion(evaluation)], step)
+        self.log_image(f"images/{stage}_mistakes", [draw_mistakes(evaluation)], step)
+        self.experiment.add_text(
+            f"images/{stage}_calibration", _calibration_table(evaluation["calibration"]["bins"]), step
+        )
 
 
 def _calibration_table(bins: list[dict[str, Any]]) -> str:

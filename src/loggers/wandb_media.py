@@ -18,11 +18,11 @@ def evaluation_media(stage: str, evaluation: dict[str, Any]) -> dict[str, Any]:
         for mistake in mistakes
     ]
     media = {
-        f"{stage}/confusion_matrix": _confusion_chart(stage, evaluation),
-        f"{stage}/calibration": _calibration_chart(stage, evaluation),
-        f"{stage}/class_accuracy": _class_table(evaluation),
+        f"images/{stage}_confusion_matrix": _confusion_chart(stage, evaluation),
+        f"images/{stage}_calibration": _calibration_chart(stage, evaluation),
+        f"images/{stage}_class_accuracy": _class_table(evaluation),
     }
-    return media | ({f"{stage}/mistakes": images} if images else {})
+    return media | ({f"images/{stage}_mistakes": images} if images else {})
 
 
 def _confusion_chart(stage: str, evaluation: dict[str, Any]) -> Any:

@@ -51,18 +51,18 @@ def test_draws_mistakes_and_confusion(mode: str) -> None:
 
 def test_wandb_gets_charts_a_table_and_images() -> None:
     media = evaluation_media("val", evaluation([mistake(4), mistake(2)]))
-    assert media["val/confusion_matrix"].table.data == [
+    assert media["images/val_confusion_matrix"].table.data == [
         ["cat", "cat", 3],
         ["cat", "dog", 2],
         ["dog", "cat", 0],
         ["dog", "dog", 0],
     ]
-    assert media["val/class_accuracy"].data == [["cat", 5, 0.6], ["dog", 0, None]]
+    assert media["images/val_class_accuracy"].data == [["cat", 5, 0.6], ["dog", 0, None]]
     lines = [[0.95, "accuracy", 0.6], [0.95, "perfect calibration", 0.95]]
-    assert media["val/calibration"].table.data == lines
-    images: list[wandb.Image] = media["val/mistakes"]
+    assert media["images/val_calibration"].table.data == lines
+    images: list[wandb.Image] = media["images/val_mistakes"]
     assert [image._caption for image in images] == ["cat as dog, 98.7%, sample 4", "cat as dog, 98.7%, sample 2"]
-    assert "val/mistakes" not in evaluation_media("val", evaluation([])), "wandb has no empty list of images"
+    assert "images/val_mistakes" not in evaluation_media("val", evaluation([])), "wandb has no empty list of images"
 
 
 def test_tensorboard_gets_images_and_a_text(tmp_path: Path) -> None:
@@ -71,7 +71,12 @@ def test_tensorboard_gets_images_and_a_text(tmp_path: Path) -> None:
     logger.log_image("samples", [Image.new("L", (8, 8)), Image.new("L", (8, 8))], step=7)
     logger.finalize("success")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(events.Tags()["images"]) == {"val/confusion_matrix", "val/mistakes", "samples/0", "samples/1"}
-    (text,) = events.Tensors("val/calibration/text_summary")
+    assert set(events.Tags()["images"]) == {
+        "images/val_confusion_matrix",
+        "images/val_mistakes",
+        "samples/0",
+        "samples/1",
+    }
+    (text,) = events.Tensors("images/val_calibration/text_summary")
     assert text.step == 7
     assert b"| 0.950 | 0.600 | 5 |" in text.tensor_proto.string_val[0]

@@ -17,7 +17,8 @@ from lightning.pytorch.loggers import WandbLogger
 from wandb import Settings
 
 from src.loggers.guard import GuardedLogger
-from src.loggers.wandb import AsyncWandbLogger, finish_run
+from src.loggers.wandb import AsyncWandbLogger
+from src.loggers.wandb_end import finish_run
 from src.run.experiment import run
 from src.utils.errors import UserError
 from tests.support.commands import TINY, TWO, slow
@@ -240,7 +241,11 @@ def test_published_callbacks_find_wandb_beside_tensorboard(
     assert written == expected | {"run_id": "two_loggers"}
     history = [name for record in records if "history" in record for name in record["history"]["item"]]
     assert {"train/loss", "table._type", "image._type", "direct"} <= set(history)
-    assert {"val/confusion_matrix_table._type", "val/mistakes.captions", "test/class_accuracy._type"} <= set(history)
+    assert {
+        "images/val_confusion_matrix_table._type",
+        "images/val_mistakes.captions",
+        "images/test_class_accuracy._type",
+    } <= set(history)
     assert [name for name in history if name.startswith("gradients/")]
     assert history.index("table._type") < history.index("direct") < history.index("train/loss"), "in order"
     configs = [record["config"]["update"] for record in records if "config" in record]
