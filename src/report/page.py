@@ -34,6 +34,7 @@ def write_page(
         lead=lead,
         links="".join(f'<a href="#{_anchor(section)}">{escape(section.title)}</a>' for section in shown),
         sections="\n".join(map(_section, shown)),
+        version=escape(plotly.__version__),
         made=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z} · Plotly {escape(plotly.__version__)}",
         style=(_ASSETS / "style.css").read_text(),
         script=(_ASSETS / "page.js").read_text(),

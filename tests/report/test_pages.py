@@ -72,6 +72,16 @@ def test_only_the_broken_page_is_wider_than_the_screen(opened: Session) -> None:
 
 
 @pytest.mark.slow
+def test_a_page_that_was_moved_says_what_is_missing(pages: list[Path], tmp_path: Path) -> None:
+    moved = tmp_path / "alone" / "report.html"
+    moved.parent.mkdir()
+    moved.write_text(pages[0].read_text())
+    session = open_pages(tmp_path, [(moved, PHONE)])
+    assert session.pages[0].charts == 0
+    assert not any("TypeError" in line or "ReferenceError" in line for line in session.console)
+
+
+@pytest.mark.slow
 def test_dark_pages(pages: list[Path], tmp_path: Path) -> None:
     wide = [(page, DESKTOP) for page in pages[:-1]]
     dark = open_pages(tmp_path, wide, "--blink-settings=preferredColorScheme=0")

@@ -62,5 +62,10 @@ function sortBy(header) {
 
 document.querySelectorAll(".legend button").forEach((button) => button.addEventListener("click", () => toggle(button)));
 document.querySelectorAll("table.sortable th").forEach((header) => header.addEventListener("click", () => sortBy(header)));
-scheme.addEventListener("change", drawAll);
-drawAll();
+if (window.Plotly) {
+  scheme.addEventListener("change", drawAll);
+  drawAll();
+} else {
+  document.querySelector("#no-plotly").hidden = false;
+  document.documentElement.dataset.charts = 0;
+}
