@@ -7,11 +7,12 @@ import numpy as np
 
 from src.report.figure import new_figure
 from src.report.files import Floats
-from src.report.markup import Html, Section, card, chart, grid, number, text
+from src.report.markup import Html, Section, card, chart, details, grid, number, text
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 _SPLIT_NAMES = {"test": "Test", "val": "Validation"}
 _HEAT = [[stop, f"var(--heat{index})"] for index, stop in enumerate((0, 0.08, 0.35, 0.7, 1))]
+_FIRST_MISTAKES = 24  # the others are behind a click
 _MOST_LABELED = 20  # classes of a matrix whose cells have room for a number
 
 
@@ -108,10 +109,17 @@ def _calibration_chart(bins: list[dict[str, Any]], error: float | None) -> Html:
 
 
 def _mistakes(mistakes: list[dict[str, Any]], classes: list[str]) -> Html:
-    figures = [_mistake(mistake, classes) for mistake in mistakes]
-    if not any(figures):
+    figures = list(filter(None, (_mistake(mistake, classes) for mistake in mistakes)))
+    if not figures:
         return ""
-    return card("Most confident mistakes", f'<div class="images">{"".join(figures)}</div>', wide=True)
+    body = _images(figures[:_FIRST_MISTAKES])
+    if rest := figures[_FIRST_MISTAKES:]:
+        body += details(f"{len(rest)} more", _images(rest))
+    return card("Most confident mistakes", body, wide=True)
+
+
+def _images(figures: list[Html]) -> Html:
+    return f'<div class="images">{"".join(figures)}</div>'
 
 
 def _mistake(mistake: dict[str, Any], classes: list[str]) -> Html:

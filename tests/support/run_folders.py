@@ -113,7 +113,7 @@ def _evaluation() -> dict[str, Any]:
         "classes": CLASSES,
         "confusion": confusion.tolist(),
         "calibration": {"error": 0.061, "bins": bins},
-        "mistakes": [_mistake(index, rng) for index in range(24)],
+        "mistakes": [_mistake(index, rng) for index in range(30)],
     }
 
 
