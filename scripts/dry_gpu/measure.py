@@ -34,6 +34,7 @@ class StepCounter(L.Callback):
         self.operations: dict[str, Counter[str]] = {}
         self.collectives: Counter[str] = Counter()
         self.steps = 0  # steps between two log points
+        self.at_log_point: dict[str, int] = {}  # synchronizations of the last step with a log point
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         loop: Any = trainer.fit_loop.epoch_loop
@@ -41,9 +42,10 @@ class StepCounter(L.Callback):
         register_optimizer_step_post_hook(partial(self._after_optimizer, trainer))
 
     def _watch(self, trainer: L.Trainer, advance: Any, data_fetcher: Any) -> None:
-        """Take a batch through the loop, and count if no log point belongs to it."""
+        """Take a batch through the loop, and count its operations if no log point belongs to it."""
         if is_log_point(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped + 1):
-            advance(data_fetcher)
+            with SYNCHRONIZATIONS.apart() as self.at_log_point, _Operations(StepCounter()):
+                advance(data_fetcher)
             return
         self.phase, self.operations, self.collectives = PHASES[0], {}, Counter()
         self.steps += 1

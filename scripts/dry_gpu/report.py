@@ -8,7 +8,7 @@ from scripts.dry_gpu.run import Result
 from scripts.dry_gpu.synchronizations import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks" / "dry-gpu.md"
-_COLUMNS = ["run", *PHASES, "all", "collectives", "synchronizations", "compiled"]
+_COLUMNS = ["run", *PHASES, "all", "collectives", "synchronizations", "at log points", "compiled"]
 _HEADER = ["| " + " | ".join(_COLUMNS) + " |", "| --- |" + " ---: |" * (len(_COLUMNS) - 1)]
 
 
@@ -16,7 +16,14 @@ def row(case: Case, result: Result) -> str:
     """Return the case's line of the table: its operations by phase, collectives and synchronizations per step."""
     counts = [sum(result.operations.get(phase, {}).values()) for phase in PHASES]
     waits = sum(result.synchronizations.values()) // max(1, result.steps)
-    cells = [*counts, sum(counts), sum(result.collectives.values()), waits, result.compiled]
+    cells = [
+        *counts,
+        sum(counts),
+        sum(result.collectives.values()),
+        waits,
+        sum(result.at_log_point.values()),
+        result.compiled,
+    ]
     return f"| {case.title} | " + " | ".join(map(str, cells)) + " |"
 
 

@@ -35,6 +35,7 @@ class Result:
         collectives: collectives of that step by name.
         synchronizations: number of host-device synchronizations in all these steps, by kind and lines of code.
         steps: number of these steps.
+        at_log_point: number of synchronizations in the last step with a log point, likewise.
         compiled: captured operations, graphs and graph breaks of torch.compile.
         error: the exception that ended the run, or None.
     """
@@ -43,6 +44,7 @@ class Result:
     collectives: dict[str, int] = field(default_factory=dict)
     synchronizations: dict[str, int] = field(default_factory=dict)
     steps: int = 0
+    at_log_point: dict[str, int] = field(default_factory=dict)
     compiled: str = ""
     error: str | None = None
 
@@ -75,7 +77,14 @@ def dry_run(case: Case, overrides: list[str], folder: Path) -> Result:
         counter = _fit(_resolve(folder, *settings, "trainer.max_steps=12"), last)
     assert counter.steps, "no step is between two log points"
     operations = {phase: dict(names) for phase, names in counter.operations.items()}
-    return Result(operations, dict(counter.collectives), SYNCHRONIZATIONS.found, counter.steps, describe_graphs())
+    return Result(
+        operations,
+        dict(counter.collectives),
+        SYNCHRONIZATIONS.found,
+        counter.steps,
+        counter.at_log_point,
+        describe_graphs(),
+    )
 
 
 def _fit(cfg: DictConfig, ckpt_path: Path | None = None) -> StepCounter:

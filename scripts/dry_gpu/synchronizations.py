@@ -1,6 +1,8 @@
 """The record of host-device synchronizations, to which the stubs of this package report."""
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +21,15 @@ class Synchronizations:
         if self.enabled:
             wait = f"{kind} in {_lines_of_code()}"
             self.found[wait] = self.found.get(wait, 0) + 1
+
+    @contextmanager
+    def apart(self) -> Iterator[dict[str, int]]:
+        """Record into a dictionary of its own."""
+        found, self.found, self.enabled = self.found, {}, True
+        try:
+            yield self.found
+        finally:
+            self.found, self.enabled = found, False
 
 
 def _lines_of_code() -> str:

@@ -183,7 +183,8 @@ class ImageClassifier(Module):
         self._step_sums = None
         self.log("train/loss", means[0], prog_bar=True)
         self.log("train/acc", means[1])
-        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        # Lightning would copy a Python number to the GPU, and back when it writes the log.
+        self.log("lr", torch.tensor(self.trainer.optimizers[0].param_groups[0]["lr"]))
 
 
 def _losses(outputs: Tensor, target: Tensor, label_smoothing: float) -> Tensor:

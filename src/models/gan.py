@@ -114,4 +114,5 @@ class GAN(Module):
         self.log("train/loss", means.sum(), prog_bar=True)
         self.log("train/loss_generator", means[0])
         self.log("train/loss_discriminator", means[1])
-        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        # Lightning would copy a Python number to the GPU, and back when it writes the log.
+        self.log("lr", torch.tensor(self.trainer.optimizers[0].param_groups[0]["lr"]))
