@@ -90,7 +90,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("lightning", "2.6.3", "lightning 2.6.3 contains malware .* change all passwords"),
         ("lightning", "2.6.1", r"lightning 2.6.1 is not >=2.6.4 \(2.6.2 and 2.6.3 were compromised\): run `make"),
-        ("torch", "2.5.1+cu124", "torch 2.5.1.cu124 is not >=2.6 "),
+        ("torch", "2.5.1+cu124", "torch 2.5.1.cu124 is not >=2.10 "),
         ("rich", None, "rich is not installed: run `make install`"),
     ],
 )
