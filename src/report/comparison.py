@@ -1,25 +1,17 @@
 """The comparison of several runs: their curves upon each other, and below them the difference from the first run."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from src.report.curves import median, style_value_axis, title
+from src.report.comparison_figure import SAME, comparison_figure, difference
+from src.report.curves import median, title
 from src.report.figure import new_figure
-from src.report.files import Curve, Floats
+from src.report.files import Curve
 from src.report.markup import Html, Markup, Section, card, chart, grid, number, series_color, swatch, table, text
 from src.report.page import write_page
 from src.report.run_folder import RunFolder
-from src.report.sampling import downsample
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 _COMPARED = ("train/loss", "val/loss", "val/acc")
-_SAME = 1e-9  # relative difference up to which two curves in float64 are the same
-_EXACT = 1e-17  # where the axis shows a difference of zero, below the rounding of float64
-_TICKS = (-15, -12, -9, -6, -3, 0)  # powers of ten of the axis of differences
 
 
 def write_comparison(runs: list[RunFolder], file: Path, scripts: Path | None) -> None:
@@ -47,15 +39,6 @@ def labels(runs: list[RunFolder]) -> list[str]:
     return hardware if len(set(hardware)) == len(runs) else [run.name for run in runs]
 
 
-def difference(curve: Curve, first: Curve) -> Curve:
-    """Return the relative difference of a curve from the first one, at the steps that both have."""
-    steps, ours, theirs = np.intersect1d(curve.steps, first.steps, return_indices=True)
-    reference = first.values[theirs]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        gaps = np.abs(curve.values[ours] - reference) / np.abs(reference)
-    return Curve(steps, np.where(curve.values[ours] == reference, 0.0, gaps))
-
-
 def _largest(curve: Curve, first: Curve) -> float | None:
     gaps = difference(curve, first).finite()
     return float(gaps.max()) if len(gaps) else None
@@ -71,7 +54,7 @@ def _lead(runs: list[RunFolder], names: list[str], compared: list[str]) -> Html:
     if not measured:
         return '<p class="lead">The runs have no step in common.</p>'
     largest, first = max(measured), text(names[0])
-    if largest <= _SAME:
+    if largest <= SAME:
         verdict, color = "the same curve", "good"
         sentence = f"No {metric} differs from that of {first} by more than {largest:.1e}, relative."
     else:
@@ -94,72 +77,8 @@ def _run_table(runs: list[RunFolder], names: list[str]) -> Html:
 
 
 def _comparison_chart(metric: str, runs: list[RunFolder], names: list[str], *, wide: bool) -> Html:
-    """Return the curves of one metric, and their differences from the first run below them."""
-    figure = new_figure(560 if wide else 440)
-    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        curve = downsample(run.curves[metric])
-        width = 1.6 + 2.4 * min(5, len(runs) - 1 - index)
-        style = {"line": {"color": series_color(index), "width": width}, "marker": {"size": width + 5}}
-        mode = "lines" if len(curve.values) > 1 else "markers"
-        figure.add_scatter(x=curve.steps, y=curve.values, name=name, mode=mode, **style)
-    gaps = [difference(run.curves[metric], runs[0].curves[metric]) for run in runs[1:]]
-    for index, (gap, name) in enumerate(zip(gaps, names[1:], strict=True), 1):
-        _add_difference(figure, gap, name, series_color(index))
-    figure.update_layout(xaxis={"anchor": "y2", "title": "step"})
-    figure.update_layout(yaxis={"domain": [0.5, 1], "title": metric}, yaxis2=_difference_axis(gaps))
-    style_value_axis(figure, metric, [run.curves[metric] for run in runs])
-    _mark_same(figure)
+    figure = comparison_figure(metric, runs, names, 560 if wide else 440)
     return chart(figure, f"{title(metric.rpartition('/')[2])}: {metric}", wide=wide)
-
-
-def _add_difference(figure: "go.Figure", gap: Curve, name: str, color: str) -> None:
-    shown = downsample(gap)
-    values = np.where(shown.values == 0, _EXACT, shown.values)
-    figure.add_scatter(
-        x=shown.steps,
-        y=values,
-        customdata=shown.values,
-        yaxis="y2",
-        name=name,
-        showlegend=False,
-        mode="lines+markers" if len(values) < 60 else "lines",
-        line={"color": color, "width": 1.4},
-        marker={"color": color, "size": 5},
-        hovertemplate="%{customdata:.2e}",
-    )
-
-
-def _difference_axis(gaps: list[Curve]) -> dict[str, Any]:
-    """Return the axis of the differences: from zero, which stands below the smallest number, past the largest one."""
-    finite: list[Floats] = [gap.finite() for gap in gaps if len(gap.finite())]
-    highest = max([1e-7, *(float(values.max()) * 10 for values in finite)])
-    return {
-        "domain": [0, 0.42],
-        "type": "log",
-        "range": [np.log10(_EXACT) - 0.6, np.log10(highest)],
-        "tickvals": [_EXACT, *(10.0**power for power in _TICKS)],
-        "ticktext": ["equal", *(f"10<sup>{power}</sup>" if power else "1" for power in _TICKS)],
-        "tickfont": {"size": 11},
-        "title": "relative difference",
-    }
-
-
-def _mark_same(figure: "go.Figure") -> None:
-    """Draw the line below which two curves in float64 are the same, and shade what is below it."""
-    across = {"xref": "paper", "x0": 0, "x1": 1, "yref": "y2", "layer": "below"}
-    figure.add_shape(**across, y0=_EXACT / 4, y1=_SAME, fillcolor="var(--band)", line={"width": 0})
-    figure.add_shape(**across, y0=_SAME, y1=_SAME, line={"color": "var(--good)", "width": 1.5})
-    figure.add_annotation(
-        xref="paper",
-        x=1,
-        yref="y2",
-        y=np.log10(_SAME),
-        xanchor="right",
-        yanchor="bottom",
-        text="10<sup>−9</sup>: the same curve below",
-        font={"size": 11, "color": "var(--good)"},
-        showarrow=False,
-    )
 
 
 def _speed_charts(runs: list[RunFolder], names: list[str]) -> Html:

@@ -58,10 +58,13 @@ def _simulated_chart(run: RunFolder, recorded: Rows) -> list[Html]:
 
 
 def recorded_passes(timelines: list[RankTimeline]) -> tuple[int, Rows]:
-    """Return the step of median duration among the newest that all ranks have recorded, and its passes.
+    """Return the step of median duration among the newest that all ranks have recorded, and its passes."""
+    steps = sorted(recorded_steps(timelines), key=lambda numbered: _end(numbered[1]))
+    return steps[len(steps) // 2] if steps else (0, {})
 
-    Times are in seconds since the first pass.
-    """
+
+def recorded_steps(timelines: list[RankTimeline]) -> list[tuple[int, Rows]]:
+    """Return the newest steps that all ranks have recorded, and the passes of each in seconds since its first one."""
     timelines = [timeline for timeline in timelines if timeline.passes][:_MOST_ROWS]
     by_rank = [{record["step"]: record for record in timeline.passes} for timeline in timelines]
     common = sorted(set.intersection(*map(set, by_rank)))[-_MOST_STEPS:] if by_rank else []
@@ -69,8 +72,7 @@ def recorded_passes(timelines: list[RankTimeline]) -> tuple[int, Rows]:
     for step in common:
         lines = {timeline.rank: records[step] for timeline, records in zip(timelines, by_rank, strict=True)}
         steps.append((step, _aligned(lines)))
-    steps.sort(key=lambda numbered: _end(numbered[1]))
-    return steps[len(steps) // 2] if steps else (0, {})
+    return steps
 
 
 def _aligned(lines: dict[int, dict[str, Any]]) -> Rows:
@@ -112,37 +114,56 @@ def passes_chart(rows: Rows, title: str, note: str, unit: str, scale: float = 1.
         scale: factor from the times of the passes to that unit.
     """
     figure = new_figure(70 + 40 * len(rows), barmode="overlay", hovermode="closest")
+    draw_passes(figure, rows, scale)
     end = scale * _end(rows)
-    names = {rank: f"rank {rank}" for rank in rows}
-    figure.add_bar(
-        x=[end] * len(rows),
-        y=list(names.values()),
-        orientation="h",
-        name="bubble",
-        marker={"color": "var(--bubble)", "line": {"width": 0}},
-        hoverinfo="skip",
-    )
-    last_stage = max(one.stage for passes in rows.values() for one in passes)
-    for kind, (label, color) in _KINDS.items():
-        chosen = [(names[rank], one) for rank, passes in rows.items() for one in passes if one.kind == kind]
-        if chosen:
-            _add_passes(figure, label, color, chosen, scale, last_stage // len(rows))
     figure.update_xaxes(title=unit, range=[0, end], showgrid=False)
     figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
     figure.update_layout(bargap=0.18, uniformtext={"minsize": 8, "mode": "hide"})
     return chart(figure, title, note, wide=True, min_width=640)
 
 
+def draw_passes(figure: "go.Figure", rows: Rows, scale: float = 1.0, axis: str = "") -> None:
+    """Draw the passes over the bubble, a row per rank.
+
+    Args:
+        figure: a Plotly figure with `barmode="overlay"`.
+        rows: the passes of each rank.
+        scale: factor from the times of the passes to the unit of the axis.
+        axis: number of the figure's axes to draw on; empty for the first ones.
+    """
+    axes = {"xaxis": f"x{axis}", "yaxis": f"y{axis}", "orientation": "h"}
+    end = scale * _end(rows)
+    names = {rank: f"rank {rank}" for rank in rows}
+    figure.add_bar(
+        x=[end] * len(rows),
+        y=list(names.values()),
+        name="bubble",
+        marker={"color": "var(--bubble)", "line": {"width": 0}},
+        hoverinfo="skip",
+        **axes,
+    )
+    last_stage = max(one.stage for passes in rows.values() for one in passes)
+    for kind in _KINDS:
+        chosen = [(names[rank], one) for rank, passes in rows.items() for one in passes if one.kind == kind]
+        if chosen:
+            _add_passes(figure, kind, chosen, scale, last_stage // len(rows), axes)
+
+
 def _add_passes(
-    figure: "go.Figure", label: str, color: str, chosen: Sequence[tuple[str, Pass]], scale: float, chunks: int
+    figure: "go.Figure",
+    kind: str,
+    chosen: Sequence[tuple[str, Pass]],
+    scale: float,
+    chunks: int,
+    axes: dict[str, Any],
 ) -> None:
     """Add the passes of one kind. The later stages of a rank that has several are paler."""
+    label, color = _KINDS[kind]
     ranks = len({name for name, _ in chosen})
     figure.add_bar(
         x=[scale * (one.end - one.start) for _, one in chosen],
         y=[name for name, _ in chosen],
         base=[scale * one.start for _, one in chosen],
-        orientation="h",
         name=label,
         marker={
             "color": color,
@@ -158,4 +179,5 @@ def _add_passes(
         customdata=[(one.stage, one.microbatch) for _, one in chosen],
         hovertemplate=f"{label}: stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}, "
         "%{x:.3g} from %{base:.4g}<extra></extra>",
+        **axes,
     )

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from src.report.comparison import difference, labels
+from src.report.comparison import labels
+from src.report.comparison_figure import difference
 from src.report.curves import group_names, is_wide
 from src.report.events import duration, mark_events
 from src.report.figure import new_figure
