@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 KIB = 1 << 10
 DRAWN = """<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9" viewBox="0 0 9 9">
 <path class="point" d="M1.2345,0" style="fill: rgb(47, 95, 208);"/>
-<text style="fill: rgb(254, 254, 254);">3</text></svg>"""
+<text style="fill: rgb(254, 254, 254);">0.125</text></svg>"""
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,7 @@ def test_an_svg_follows_the_theme(runs: list[RunFolder], monkeypatch: pytest.Mon
         assert f"--{name}:{light[name]}" in style.partition("@media")[0]
         assert f"--{name}:{dark[name]}" in style.partition("@media")[2]
     assert 'd="M1.2,0"' in svg
+    assert ">0.125<" in svg
     assert "rgb(" not in svg
 
 

@@ -65,7 +65,7 @@ def _compact(svg: str) -> str:
 
     svg = re.sub(r' (class|data-[\w-]+)="[^"]*"', "", svg)  # only Plotly's own scripts read them
     svg = re.sub(r' style="([^"]*)"', to_class, svg)
-    svg = re.sub(r"(?<=\d\.\d)\d+", "", svg)
+    svg = re.sub(r"(?<=\d\.\d)\d+(?=[^<>]*>)", "", svg)  # inside of tags
     rules = "".join(f".{name}{{{style}}}" for style, name in styles.items()).replace("&quot;", "'")
     return re.sub(r"(<svg[^>]*>)", rf"\1<style>{rules}</style>", svg, count=1)
 
