@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from scripts.pictures.figures import LEGEND
 from src.report.figure import new_figure
-from src.report.pipeline import Rows, bubble, draw_passes, passes_of_step, recorded_steps, simulated_passes
+from src.report.pipeline import Pass, Rows, bubble, draw_passes, recorded_steps
 from src.report.run_folder import RankTimeline, RunFolder
 from src.strategies.pipeline.schedules import SCHEDULES
+from src.strategies.pipeline.simulation import simulate
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -29,8 +30,7 @@ def fastest_step(timelines: list[RankTimeline]) -> Rows:
     Raises:
         ValueError: if no step is recorded.
     """
-    steps = [passes_of_step(timelines, step) for step in recorded_steps(timelines)]
-    return min(steps, key=_duration)
+    return min((rows for _, rows in recorded_steps(timelines)), key=_duration)
 
 
 def _duration(rows: Rows) -> float:
@@ -44,15 +44,21 @@ def schedules_figure(runs: dict[str, RunFolder], ranks: int, microbatches: int) 
     takes one unit. Each recorded step has its own, because the ranks share the processors.
     """
     panels = []
-    longest = max(_duration(simulated_passes(name, ranks, microbatches)) / _stages(name) for name in runs)
+    simulations = {name: _simulate(name, ranks, microbatches) for name in runs}
+    longest = max(_duration(rows) / _stages(name) for name, rows in simulations.items())
     for name, run in runs.items():
-        simulated, recorded = simulated_passes(name, ranks, microbatches), fastest_step(run.timelines)
+        simulated, recorded = simulations[name], fastest_step(run.timelines)
         title = f"<b>{name}</b>, simulated: the ranks idle {bubble(simulated):.1%} of the step"
         panels.append(_Panel(title, simulated, 1 / _stages(name), longest))
         milliseconds = 1000 * _duration(recorded)
         title = f"recorded, {milliseconds:,.0f} ms: the ranks idle {bubble(recorded):.1%}"
         panels.append(_Panel(title, recorded, 1000.0, milliseconds))
     return _stack(panels, ranks)
+
+
+def _simulate(schedule: str, ranks: int, microbatches: int) -> Rows:
+    timeline = simulate(schedule, ranks, microbatches)
+    return {rank: [Pass(*one) for one in passes] for rank, passes in enumerate(timeline)}
 
 
 def _stages(schedule: str) -> int:
