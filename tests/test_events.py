@@ -35,6 +35,16 @@ def test_a_line_that_a_kill_has_cut_is_ignored(tmp_path: Path) -> None:
     assert names(tmp_path) == ["start", "resume"]
 
 
+def test_a_file_that_cannot_be_written_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run goes on, and one that fails keeps its own error."""
+    (tmp_path / "events.jsonl").mkdir()
+    append_start(tmp_path, "start", 0)
+    append_event(tmp_path, "finished", 8)
+    with pytest.raises(UserError, match="cannot write the checkpoint"), outcome_recorded(str(tmp_path)):
+        raise UserError("cannot write the checkpoint")
+    assert caplog.text.count("events.jsonl lacks an event: [Errno 21] Is a directory") == 3
+
+
 def test_an_end_is_recorded_once(tmp_path: Path) -> None:
     append_end(tmp_path, "failed", "before the start")
     assert names(tmp_path) == []

@@ -1,13 +1,27 @@
 """The events of a run, such as its starts and its end: `events.jsonl` in the run folder, a JSON object per line."""
 
 import json
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_log = logging.getLogger(__name__)
 _FILE = "events.jsonl"
 
 
+@contextmanager
+def _failure_is_a_warning() -> Iterator[None]:
+    """Let the run continue, or end with its own error, if an event cannot be recorded, such as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        _log.warning("%s lacks an event: %s", _FILE, error)
+
+
+@_failure_is_a_warning()
 def append_event(
     run_dir: str | Path,
     event: str,
@@ -38,6 +52,7 @@ def read_events(run_dir: str | Path) -> list[dict[str, Any]]:
     return sorted(_read(run_dir), key=lambda entry: entry["time"])
 
 
+@_failure_is_a_warning()
 def append_start(run_dir: str | Path, event: str, step: int | None, **details: Any) -> None:
     """Append a start; if the process before this one has recorded no end, it was killed, which is recorded first."""
     if _is_open(run_dir):
@@ -45,6 +60,7 @@ def append_start(run_dir: str | Path, event: str, step: int | None, **details: A
     append_event(run_dir, event, step, **details)
 
 
+@_failure_is_a_warning()
 def append_end(run_dir: str | Path, event: str, reason: str) -> None:
     """Append the end of a run, unless its rank zero has recorded one, or it has not started."""
     if _is_open(run_dir):
