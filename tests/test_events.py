@@ -1,5 +1,7 @@
 """The record of a run's starts and ends; tests/faults and tests/launch check it in runs that end in each way."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from src.launch.failures import RankDiedError, RankFailedError
 from src.launch.outcome import outcome_recorded, record_restart
 from src.utils.errors import UserError
-from src.utils.events import append_end, append_event, append_start, read_events
+from src.utils.events import append_end, append_event, read_events
 from src.utils.signals import Stopped
 
 
@@ -16,14 +18,34 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_start_without_an_end_is_a_kill_at_the_last_sign_of_life(tmp_path: Path) -> None:
-    append_start(tmp_path, "start", 0, world_size=2)
+    append_event(tmp_path, "start", 0, world_size=2)
     (tmp_path / "metrics.csv").write_text("step,epoch,train/loss\n9,0,1.5\n19,0,1.0\n2")
-    append_start(tmp_path, "resume", 10)
+    with outcome_recorded(str(tmp_path)):
+        append_event(tmp_path, "resume", 10)
     start, killed, resume = read_events(tmp_path)
     assert start == {"time": start["time"], "event": "start", "step": 0, "reason": None, "world_size": 2}
     assert killed | {"time": 0} == {"time": 0, "event": "killed", "step": 19, "reason": "no end was recorded"}
     assert start["time"] <= killed["time"] <= resume["time"]
     assert abs(killed["time"] - (tmp_path / "metrics.csv").stat().st_mtime) < 1e-3
+
+
+def test_an_error_before_the_start_is_not_the_end_of_an_earlier_process(tmp_path: Path) -> None:
+    append_event(tmp_path, "start", 0)
+    with pytest.raises(UserError), outcome_recorded(str(tmp_path)):
+        raise UserError("data.batch_size=130 is not divisible")
+    assert [(event["event"], event["reason"]) for event in read_events(tmp_path)] == [
+        ("start", None),
+        ("killed", "no end was recorded"),
+    ]
+
+
+@pytest.mark.parametrize("seconds", [-3600, 3600])
+def test_a_kill_is_between_two_starts_although_the_clocks_of_hosts_differ(seconds: float, tmp_path: Path) -> None:
+    append_event(tmp_path, "start", 0)
+    os.utime(tmp_path / "events.jsonl", times=(time.time() + seconds,) * 2)
+    with outcome_recorded(str(tmp_path)):
+        append_event(tmp_path, "resume", 5)
+    assert names(tmp_path) == ["start", "killed", "resume"]
 
 
 def test_a_line_that_a_kill_has_cut_is_ignored(tmp_path: Path) -> None:
@@ -38,17 +60,17 @@ def test_a_line_that_a_kill_has_cut_is_ignored(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The run goes on, and one that fails keeps its own error."""
     (tmp_path / "events.jsonl").mkdir()
-    append_start(tmp_path, "start", 0)
+    append_event(tmp_path, "start", 0)
     append_event(tmp_path, "finished", 8)
     with pytest.raises(UserError, match="cannot write the checkpoint"), outcome_recorded(str(tmp_path)):
         raise UserError("cannot write the checkpoint")
-    assert caplog.text.count("events.jsonl lacks an event: [Errno 21] Is a directory") == 3
+    assert caplog.text.count("events.jsonl lacks an event: [Errno 21] Is a directory") == 4
 
 
 def test_an_end_is_recorded_once(tmp_path: Path) -> None:
     append_end(tmp_path, "failed", "before the start")
     assert names(tmp_path) == []
-    append_start(tmp_path, "start", 0)
+    append_event(tmp_path, "start", 0)
     append_event(tmp_path, "stopped", 7, "SIGTERM")
     append_end(tmp_path, "failed", "the launcher's view")
     assert names(tmp_path) == ["start", "stopped"]
@@ -67,17 +89,22 @@ def test_an_end_is_recorded_once(tmp_path: Path) -> None:
     ],
 )
 def test_reasons_are_one_line(error: BaseException, event: str, reason: str, tmp_path: Path) -> None:
-    append_start(tmp_path, "start", 0)
-    with pytest.raises(type(error)), outcome_recorded(str(tmp_path), is_recorder=False):
-        raise error
+    with pytest.raises(type(error)):
+        run_and_end_by(error, tmp_path, is_recorder=False)
     assert names(tmp_path) == ["start"]
-    with pytest.raises(type(error)), outcome_recorded(str(tmp_path)):
-        raise error
+    with pytest.raises(type(error)):
+        run_and_end_by(error, tmp_path, is_recorder=True)
     last = read_events(tmp_path)[-1]
     assert (last["event"], last["reason"]) == (event, reason)
 
 
+def run_and_end_by(error: BaseException, folder: Path, is_recorder: bool) -> None:
+    with outcome_recorded(str(folder), is_recorder):
+        append_event(folder, "start", 0)
+        raise error
+
+
 def test_a_restart_follows_the_failure(tmp_path: Path) -> None:
-    append_start(tmp_path, "start", 0)
+    append_event(tmp_path, "start", 0)
     record_restart(str(tmp_path), RankDiedError("rank 1 died"))
     assert names(tmp_path) == ["start", "killed", "restart"]

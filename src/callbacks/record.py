@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.loggers.csv import CSVLogger
-from src.utils.events import append_start
+from src.utils.events import append_event
 
 _log = logging.getLogger(__name__)
 _FEW_IMAGES = 64  # fewer of the size of CIFAR's keep no GPU busy
@@ -74,7 +74,7 @@ class RunRecord(L.Callback):
         if not trainer.is_global_zero or trainer.fast_dev_run:  # which writes no files
             return
         config, runtime = self.config, cast(dict[str, Any], OmegaConf.to_container(self.config.runtime))
-        append_start(
+        append_event(
             config.run_dir,
             "resume" if config.fit and config.ckpt_path else "start",
             self._resumed_at if config.fit else None,

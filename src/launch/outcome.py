@@ -6,18 +6,20 @@ from signal import SIGINT, Signals
 
 from src.launch.failures import RankDiedError, RankFailedError
 from src.utils.errors import UserError
-from src.utils.events import append_end, append_event, last_logged_step
+from src.utils.events import append_end, append_event, append_kill, last_logged_step
 from src.utils.signals import Stopped
 
 
 @contextmanager
 def outcome_recorded(run_dir: str, is_recorder: bool = True) -> Iterator[None]:
-    """Append the exception that ends a run to its events.
+    """Append the exception that ends a run to its events; before the run, append that an earlier process was killed.
 
     Args:
         run_dir: the run folder.
         is_recorder: whether this process records the run; one of each run does.
     """
+    if is_recorder:
+        append_kill(run_dir)
     try:
         yield
     except BaseException as error:

@@ -53,11 +53,10 @@ def read_events(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 @_failure_is_a_warning()
-def append_start(run_dir: str | Path, event: str, step: int | None, **details: Any) -> None:
-    """Append a start; if the process before this one has recorded no end, it was killed, which is recorded first."""
+def append_kill(run_dir: str | Path) -> None:
+    """Append that the last process of a run was killed, if it has recorded no end; a new process calls this first."""
     if _is_open(run_dir):
         append_event(run_dir, "killed", last_logged_step(run_dir), "no end was recorded", _last_sign_of_life(run_dir))
-    append_event(run_dir, event, step, **details)
 
 
 @_failure_is_a_warning()
@@ -95,6 +94,10 @@ def _is_open(run_dir: str | Path) -> bool:
 
 
 def _last_sign_of_life(run_dir: str | Path) -> float:
-    """Return the UNIX time at which a run without an end has last recorded something."""
+    """Return the UNIX time at which a run without an end has last recorded something, between its start and now.
+
+    The clock of a file server may differ from that of this host.
+    """
     files = [Path(run_dir) / name for name in (_FILE, "metrics.csv")]
-    return max(file.stat().st_mtime for file in files if file.exists())
+    newest = max(file.stat().st_mtime for file in files if file.exists())
+    return min(max(newest, _read(run_dir)[-1]["time"]), time.time())
