@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from src.checkpoint.integrity import check_is_complete
-from src.run.folder import run_folder, unique_name
+from src.run.folder import CONFIG, run_folder, unique_name
 from src.run.resume import newest_checkpoint
 from src.utils.errors import UserError
 from src.utils.events import read_events
@@ -71,8 +71,12 @@ def test_same_command_starts_and_resumes(small: list[str], folder: Path) -> None
     assert steps(folder) == list(range(12))
     assert {file.name for file in (folder / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
     truncate(folder / "checkpoints" / "last.ckpt")
+    save_as_an_earlier_version(folder / CONFIG)
     _, err = run_here(*command, "trainer.max_epochs=2")
     assert "last.ckpt is not a complete checkpoint" in err
+    assert [line for line in err.splitlines() if line.startswith("conf/ has changed")] == [
+        "conf/ has changed since that run: launch.rendezvous_timeout was 7, is 600"
+    ]
     assert steps(folder) == list(range(23))
     _, err = run_here(*[word for word in command if word != "resume=auto"], code=1)
     assert "holds a run: add resume=auto" in error_line(err)
@@ -88,6 +92,16 @@ def test_same_command_starts_and_resumes(small: list[str], folder: Path) -> None
     assert start["changes"]["trainer.max_epochs"] == [20, 1]
     assert start["changes"]["model.hidden"] == [None, [16]]
     assert start["changes"].keys().isdisjoint({"run_dir", "seed", "callbacks.best.dirpath"}), "only what was changed"
+
+
+def save_as_an_earlier_version(file: Path) -> None:
+    """Rewrite a run's configuration with other defaults, and without what the program has added since."""
+    saved: Any = OmegaConf.load(file)
+    saved.launch.rendezvous_timeout = 7
+    saved.logger = {"wandb": {"name": "run-1234"}}
+    for name in ("command", "changes", "model", "tags"):
+        del saved.runtime[name]
+    OmegaConf.save(saved, file)
 
 
 def test_slurm_job_finds_its_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
