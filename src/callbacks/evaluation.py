@@ -89,7 +89,7 @@ class Evaluation(L.Callback):
         metrics = {f"{stage}/calibration_error": calibration["error"]} | accuracies
         # Equal on all ranks; without the option Lightning warns of each.
         module.log_dict({name: torch.tensor(value) for name, value in metrics.items()}, sync_dist=True)
-        if trainer.sanity_checking or not trainer.is_global_zero:
+        if trainer.sanity_checking or trainer.fast_dev_run or not trainer.is_global_zero:
             return
         evaluation = {
             "step": self._step(trainer),

@@ -155,6 +155,12 @@ def summed(parts: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> EvaluationSums
     return sums
 
 
+def test_a_fast_dev_run_writes_no_file(small: list[str], folder: Path) -> None:
+    """A trial of two steps must not replace the evaluation of a run in its folder."""
+    run(compose(folder, *small, *EVALUATION, *CLASSIFIER, "trainer.fast_dev_run=true"))
+    assert not (folder / "evaluation").exists()
+
+
 def test_sums_are_those_of_torchmetrics_without_the_padding() -> None:
     sums, (logits, label, weight, _) = summed(batches()), map(torch.cat, zip(*batches(), strict=True))
     logits, label = logits[weight > 0], label[weight > 0]
