@@ -5,6 +5,7 @@ A slow rank is therefore found by its busy time, the time of a step in which it 
 """
 
 import math
+from collections import deque
 from statistics import median, median_low
 from typing import Any
 
@@ -13,14 +14,15 @@ import torch
 
 _MIN_GAIN = 0.05  # fraction of a step; below it, ranks differ by chance
 _MIN_LOG_POINTS = 3
+_MAX_LOG_POINTS = 1000  # the newest ones: 100,000 of 64 ranks would take 200 MiB in each process
 
 
 class RankComparison:
-    """The recorded steps of all ranks at the log points of a run."""
+    """The recorded steps of all ranks at the newest log points of a run."""
 
     def __init__(self) -> None:
-        self._busy: list[list[float]] = []  # seconds of each rank, by log point
-        self._steps: list[float] = []  # seconds of the step, by log point
+        self._busy: deque[list[float]] = deque(maxlen=_MAX_LOG_POINTS)  # seconds of each rank, by log point
+        self._steps: deque[float] = deque(maxlen=_MAX_LOG_POINTS)  # seconds of the step, by log point
 
     def compare(self, trainer: L.Trainer, recorded: Any, memory_mib: float) -> dict[str, float]:
         """Gather the measurements of all ranks at a log point. Every rank must call it.
@@ -48,7 +50,7 @@ class RankComparison:
         return metrics
 
     def summary(self) -> str | None:
-        """Return a message that names the slowest rank, by the medians of all log points, if others wait for it."""
+        """Return a message that names the slowest rank, by the medians of the log points, if others wait for it."""
         if len(self._busy) < _MIN_LOG_POINTS:
             return None
         metrics = _busy_metrics([median(busy) for busy in zip(*self._busy, strict=True)], median(self._steps))
