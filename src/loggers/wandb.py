@@ -37,8 +37,8 @@ class AsyncWandbLogger(WandbLogger):
         options: other arguments of Lightning's WandbLogger and of `wandb.init`.
 
     Raises:
-        UserError: if `log_model` or the environment variable WANDB_MODE has no valid value, `mode` is given, or
-            `every_rank` is true although the run is offline.
+        UserError: if `log_model` or the environment variable WANDB_MODE has no valid value, `mode` or an API key is
+            given, or `every_rank` is true although the run is offline.
     """
 
     def __init__(
@@ -55,6 +55,8 @@ class AsyncWandbLogger(WandbLogger):
             raise UserError(f"logger.wandb.log_model={log_model}: give false, true or all")
         if "mode" in options:
             raise UserError("logger.wandb.mode has no effect: set logger.wandb.offline=true or WANDB_MODE")
+        if "api_key" in (options.get("settings") or {}):  # config.yaml, checkpoints and W&B would have it
+            raise UserError("logger.wandb.settings.api_key: leave it out; run `wandb login`, or set WANDB_API_KEY")
         mode = os.environ.get("WANDB_MODE")
         if mode and mode not in _MODES:
             raise UserError(f"WANDB_MODE={mode}: {suggest(mode, _MODES)}")

@@ -75,6 +75,12 @@ def test_refuses_a_mode() -> None:
         AsyncWandbLogger("project", "id", "folder", "name", log_model=False, mode="disabled")
 
 
+def test_refuses_a_key_in_the_configuration() -> None:
+    """It would be in config.yaml, events.jsonl, report.html, every checkpoint and W&B's own copy."""
+    with pytest.raises(UserError, match=r"logger.wandb.settings.api_key: leave it out; .* WANDB_API_KEY"):
+        AsyncWandbLogger("project", "id", "folder", "name", settings={"api_key": 40 * "a"})
+
+
 def test_settings_of_the_user_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(WandbLogger, "experiment", property(lambda logger: logger._wandb_init["settings"]))
