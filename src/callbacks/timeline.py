@@ -135,7 +135,7 @@ class Timeline(L.Callback):
         self._seconds[name] += seconds
         self._write("span", {"name": name, "start": start, "seconds": round(seconds, 6)})
         if self._recording:  # this is no part of the step
-            self._record(StepRecording(self._device, "data"))
+            self._record(StepRecording(self._device, self._recording.activity))
 
     def _record(self, recording: StepRecording | None) -> None:
         """Begin a recording, or end it. Without one Lightning calls no hook of a step, which saves microseconds."""

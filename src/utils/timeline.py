@@ -59,6 +59,11 @@ class StepRecording:
         self._marks: list[tuple[str, _Mark]] = [(activity, self._mark())]  # each activity from its mark to the next
         self._passes: list[tuple[int, int, str, _Mark, _Mark]] = []
 
+    @property
+    def activity(self) -> str:
+        """The current activity."""
+        return self._activities[-1]
+
     def switch(self, activity: str) -> None:
         """End all activities and begin the next one."""
         self._activities = [activity]
@@ -105,7 +110,7 @@ class StepRecording:
         return RecordedStep(now - _seconds_between(first, now_mark), dict(spans), passes)
 
     def _add_mark(self) -> None:
-        self._marks.append((self._activities[-1], self._mark()))
+        self._marks.append((self.activity, self._mark()))
 
     def _mark(self) -> _Mark:
         if self._device.type != "cuda":

@@ -123,6 +123,14 @@ def test_time_belongs_to_its_activity(place: str, clock: Clock, small: list[str]
         assert nonzero == delays + [{}] * (len(nonzero) - 4)
 
 
+def test_save_at_the_start_of_the_recorded_step(clock: Clock, small: list[str], folder: Path) -> None:
+    """The computation after the save belongs to its own activity."""
+    saves = "callbacks.checkpoint.every_n_train_steps=2"  # after step 2, when the recorded step 3 has begun
+    fit(compose(folder, *small, *MLP, "trainer.max_steps=4", saves), Slow("forward", sleep=clock.sleep))
+    spans = of_kind(folder, "interval")[1]["spans"]
+    assert {name: value for name, value in spans.items() if value} == {"forward_backward": pytest.approx(3 * DELAY)}
+
+
 def test_resumed_run_appends_and_drops_a_cut_line(small: list[str], folder: Path) -> None:
     fit(compose(folder, *small, *MLP, "trainer.max_epochs=1"))
     before = lines(folder)
