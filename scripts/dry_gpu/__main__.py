@@ -7,11 +7,12 @@ number of operations than the page says. `--write` then writes the new numbers.
 import argparse
 import sys
 
+from scripts.dry_gpu.cases import CASES
 from scripts.dry_gpu.library import load_library, reason_to_skip
 
 
 def main() -> int:
-    """Run the cases; print the table and the problems."""
+    """Run the cases; print the table and the problems. Exit if `--only` matches none."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only runs whose name contains this")
     parser.add_argument("--write", action="store_true", help="write the table to the page, instead of a comparison")
@@ -20,13 +21,16 @@ def main() -> int:
     if reason := reason_to_skip():
         print(f"skipped: {reason}")
         return 0
+    chosen = [case for case in CASES if options.only in case.title]
+    if not chosen:
+        sys.exit(f"error: --only {options.only} matches no run; there are: {'; '.join(case.title for case in CASES)}")
     load_library()
     from scripts.dry_gpu import report
-    from scripts.dry_gpu.cases import CASES
     from scripts.dry_gpu.pool import run_cases
 
     kept, failures = report.read_rows(), 0
-    for case, result in run_cases([case for case in CASES if options.only in case.title]):
+    print("\n".join(report.HEADER), flush=True)
+    for case, result in run_cases(chosen):
         print(report.row(case, result), flush=True)
         if options.operations:
             print("\n".join(f"  {phase}: {names}" for phase, names in result.operations.items()))

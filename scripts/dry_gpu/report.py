@@ -9,7 +9,7 @@ from scripts.dry_gpu.synchronizations import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks" / "dry-gpu.md"
 _COLUMNS = ["run", *PHASES, "all", "collectives", "synchronizations", "at log points", "compiled"]
-_HEADER = ["| " + " | ".join(_COLUMNS) + " |", "| --- |" + " ---: |" * (len(_COLUMNS) - 1)]
+HEADER = ["| " + " | ".join(_COLUMNS) + " |", "| --- |" + " ---: |" * (len(_COLUMNS) - 1)]
 
 
 def row(case: Case, result: Result) -> str:
@@ -45,12 +45,12 @@ def problems(case: Case, result: Result, kept: Mapping[str, str]) -> list[str]:
 def read_rows() -> dict[str, str]:
     """Return the rows of the page by the title of their case."""
     lines = PAGE.read_text().splitlines()
-    return {line.split("|")[1].strip(): line for line in lines if line.startswith("| ") and line not in _HEADER}
+    return {line.split("|")[1].strip(): line for line in lines if line.startswith("| ") and line not in HEADER}
 
 
 def write_rows(rows: Sequence[str]) -> None:
     """Replace the table of the page."""
-    before, _, after = PAGE.read_text().partition(_HEADER[0])
+    before, _, after = PAGE.read_text().partition(HEADER[0])
     text = after.splitlines()
     end = next((number for number, line in enumerate(text) if number and not line.startswith("|")), len(text))
-    PAGE.write_text("\n".join([before + _HEADER[0], _HEADER[1], *rows, *text[end:]]) + "\n")
+    PAGE.write_text("\n".join([before + HEADER[0], HEADER[1], *rows, *text[end:]]) + "\n")

@@ -1,11 +1,13 @@
 """The CUDA code path runs on fake tensors, without synchronizations, and launches as many operations as documented."""
 
 import json
+import sys
 from inspect import getsourcelines
 from typing import Any
 
 import pytest
 
+from scripts.dry_gpu.__main__ import main
 from scripts.dry_gpu.cases import CASES
 from scripts.dry_gpu.library import reason_to_skip
 from scripts.dry_gpu.measure import PHASES
@@ -55,6 +57,12 @@ def test_detects_another_operation(results: Results) -> None:
 
 def test_page_has_a_row_for_each_run() -> None:
     assert list(read_rows()) == [case.title for case in CASES]
+
+
+def test_refuses_an_unknown_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["dry_gpu", "--only", "vitt"])
+    with pytest.raises(SystemExit, match="--only vitt matches no run; there are: default; "):
+        main()
 
 
 @pytest.mark.slow
