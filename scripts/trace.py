@@ -12,21 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from src.utils.events import read_events
+from src.utils.json_lines import read_json_lines
+
 Event = dict[str, Any]  # of https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 _PROCESS = 0  # the run; its threads are the ranks
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file with one per line, without the last one if a kill has cut it.
-
-    Raises:
-        SystemExit: if another line is no JSON.
-    """
-    complete, _, _ = file.read_text().rpartition("\n")
-    try:
-        return [json.loads(line) for line in complete.splitlines()]
-    except json.JSONDecodeError as error:
-        sys.exit(f"error: {file} has a line that is no JSON ({error.msg}): remove the line")
 
 
 def trace_events(run: Path) -> list[Event]:
@@ -36,7 +26,7 @@ def trace_events(run: Path) -> list[Event]:
         SystemExit: if the folder has no timeline.
     """
     files = sorted((run / "timeline").glob("rank*.jsonl"), key=lambda file: int(file.stem.removeprefix("rank")))
-    lines_of = {int(file.stem.removeprefix("rank")): read_lines(file) for file in files}
+    lines_of = {int(file.stem.removeprefix("rank")): list(read_json_lines(file)) for file in files}
     starts = [line["start"] for lines in lines_of.values() for line in lines]
     if not starts:
         sys.exit(f"error: {run} has no timeline: give the folder of a run with callbacks.timeline")
@@ -46,8 +36,7 @@ def trace_events(run: Path) -> list[Event]:
             events += [{"pid": _PROCESS, "tid": rank} | event for event in _EVENTS_OF[line["kind"]](line)]
             if line.get("steps"):
                 events.append(_counter(line, rank))
-    if (run / "events.jsonl").is_file():
-        events += map(_run_event, read_lines(run / "events.jsonl"))
+    events += map(_run_event, read_events(run))
     for event in events:
         if "ts" in event:
             event["ts"] = round(1e6 * (event["ts"] - min(starts)), 3)

@@ -1,11 +1,12 @@
 """The comparison of several runs: their curves upon each other, and below them the difference from the first run."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from src.report.comparison_figure import SAME, comparison_figure, difference
 from src.report.curves import median, title
-from src.report.figure import new_figure
+from src.report.figure import bar_figure
 from src.report.files import Curve
 from src.report.markup import Html, Markup, Section, card, chart, grid, number, series_color, swatch, table, text
 from src.report.page import write_page
@@ -34,9 +35,14 @@ def write_comparison(runs: list[RunFolder], file: Path, scripts: Path | None) ->
 
 
 def labels(runs: list[RunFolder]) -> list[str]:
-    """Return a label of each run: strategy and number of processes if these differ, otherwise the folder's name."""
-    hardware = [f"{run.strategy} × {run.world_size}" for run in runs]
-    return hardware if len(set(hardware)) == len(runs) else [run.name for run in runs]
+    """Return a label of each run: strategy and number of processes if these differ, otherwise name or path."""
+    common = Path(os.path.commonpath([run.path.parent for run in runs]))
+    choices = [
+        [f"{run.strategy} × {run.world_size}" for run in runs if run.world_size],
+        [run.name for run in runs],
+        [str(run.path.relative_to(common)) for run in runs],
+    ]
+    return next((names for names in choices if len(set(names)) == len(runs)), choices[-1])
 
 
 def _largest(curve: Curve, first: Curve) -> float | None:
@@ -91,17 +97,7 @@ def _speed_charts(runs: list[RunFolder], names: list[str]) -> Html:
 
 
 def _bar_chart(metric: str, values: list[float | None], names: list[str]) -> Html:
-    figure = new_figure(60 + 36 * len(names), hovermode=False, bargap=0.35)
-    figure.add_bar(
-        x=values,
-        y=names,
-        orientation="h",
-        marker={"color": [series_color(index) for index in range(len(names))], "cornerradius": 3},
-        text=[number(value) for value in values],
-        textposition="outside",
-        textfont={"color": "var(--ink)"},
-        cliponaxis=False,
-    )
+    colors = [series_color(index) for index in range(len(names))]
+    figure = bar_figure(60 + 36 * len(names), names, values, list(map(number, values)), colors)
     figure.update_xaxes(rangemode="tozero", range=[0, 1.18 * max(value or 0.0 for value in values)])
-    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
     return chart(figure, title(metric), "Median over the log points.")

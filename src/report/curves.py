@@ -7,7 +7,7 @@ import numpy as np
 
 from src.report.events import mark_events
 from src.report.figure import new_figure
-from src.report.files import Curve
+from src.report.files import Curve, Floats
 from src.report.markup import Html, chart, series_color
 from src.report.sampling import BUCKETS, downsample, means
 
@@ -65,13 +65,10 @@ def group_names(names: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def is_wide(curves: Iterable[Curve]) -> bool:
-    """Return whether a logarithmic axis shows the curves better: all values are positive and their range is wide."""
-    finite = [values for curve in curves if len(values := curve.finite())]
-    if not finite:
-        return False
-    low, high = min(values.min() for values in finite), max(values.max() for values in finite)
-    return bool(low > 0 and high / low > _WIDE_RANGE)
+def is_wide(values: Floats) -> bool:
+    """Return whether a logarithmic axis shows the values better: all are positive and their range is wide."""
+    finite = values[np.isfinite(values)]
+    return len(finite) > 0 and bool(finite.min() > 0 and finite.max() / finite.min() > _WIDE_RANGE)
 
 
 def metric_chart(metric: str, curves: dict[str, Curve], events: list[dict[str, Any]]) -> Html:
@@ -91,7 +88,8 @@ def style_value_axis(figure: "go.Figure", metric: str, curves: Iterable[Curve]) 
         figure.update_layout(yaxis={"tickformat": ".0%", "hoverformat": ".2%", "rangemode": "tozero"})
     elif metric.startswith(("throughput/", "ranks/")):
         figure.update_layout(yaxis={"rangemode": "tozero"})
-    elif metric != "lr" and is_wide(curves):  # Plotly draws the powers larger than other ticks
+    elif metric != "lr" and is_wide(np.concatenate([curve.values for curve in curves])):
+        # Plotly draws the powers larger than other ticks.
         figure.update_layout(yaxis={"type": "log", "dtick": 1, "exponentformat": "power", "tickfont": {"size": 10}})
 
 

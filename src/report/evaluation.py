@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from src.report.figure import new_figure
+from src.report.figure import bar_figure, new_figure
 from src.report.files import Floats
 from src.report.markup import Html, Section, card, chart, details, grid, number, text
 
@@ -13,6 +13,7 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 _SPLIT_NAMES = {"test": "Test", "val": "Validation"}
 _HEAT = [[stop, f"var(--heat{index})"] for index, stop in enumerate((0, 0.08, 0.35, 0.7, 1))]
 _FIRST_MISTAKES = 24  # the others are behind a click
+_MOST_CLASSES = 200  # of a matrix; that of a thousand is 20 MB, and its cells are smaller than a pixel
 _MOST_LABELED = 20  # classes of a matrix whose cells have room for a number
 
 
@@ -22,7 +23,8 @@ def evaluation_section(split: str, evaluation: dict[str, Any]) -> Section:
     confusion = np.array(evaluation.get("confusion") or [], dtype=np.float64)
     charts = []
     if confusion.ndim == 2 and confusion.shape == (len(classes), len(classes)) and confusion.sum():
-        charts += [_confusion_chart(confusion, classes), _class_chart(confusion, classes)]
+        charts += [_confusion_chart(confusion, classes)] if len(classes) <= _MOST_CLASSES else []
+        charts.append(_class_chart(confusion, classes))
     if bins := [bin for bin in (evaluation.get("calibration") or {}).get("bins", []) if bin.get("count")]:
         charts.append(_calibration_chart(bins, evaluation["calibration"].get("error")))
     parts = grid(charts, "narrow")
@@ -53,8 +55,9 @@ def _confusion_chart(confusion: Floats, classes: list[str]) -> Html:
         textfont={"size": 11},
         hovertemplate="%{y} taken for %{x}: %{customdata:,.0f} (%{z:.1%})<extra></extra>",
     )
-    figure.update_xaxes(title="predicted", showgrid=False, tickangle=-45, showticklabels=few or len(classes) < 40)
-    figure.update_yaxes(title="true", showgrid=False, autorange="reversed", showticklabels=few or len(classes) < 40)
+    axis = {"type": "category", "showgrid": False, "showticklabels": len(classes) < 40}
+    figure.update_xaxes(axis | {"title": "predicted", "tickangle": -45})
+    figure.update_yaxes(axis | {"title": "true", "autorange": "reversed"})
     total = f"{confusion.sum():,.0f} images, {np.trace(confusion) / confusion.sum():.2%} of them right"
     return chart(figure, "Confusion matrix", f"{total}. Shades are fractions of a row.")
 
@@ -65,20 +68,9 @@ def _class_chart(confusion: Floats, classes: list[str]) -> Html:
     seen = np.flatnonzero(counts)
     accuracy = np.diag(confusion) / np.maximum(counts, 1)
     order = seen[np.argsort(accuracy[seen])][:_MOST_LABELED]
-    figure = new_figure(400, hovermode="closest", bargap=0.35)
-    figure.add_bar(
-        x=accuracy[order],
-        y=[classes[index] for index in order],
-        orientation="h",
-        marker={"color": "var(--s1)", "cornerradius": 3},
-        text=[f"{accuracy[index]:.1%}" for index in order],
-        textposition="outside",
-        textfont={"color": "var(--ink)"},
-        cliponaxis=False,
-        hovertemplate="%{y}: %{x:.2%}<extra></extra>",
-    )
+    names, values = [classes[index] for index in order], accuracy[order]
+    figure = bar_figure(400, names, values, [f"{value:.1%}" for value in values])
     figure.update_xaxes(range=[0, 1.15], tickvals=[0, 0.5, 1], tickformat=".0%")
-    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
     left_out = f" The {len(order)} lowest of {len(seen)}." if len(order) < len(seen) else ""
     return chart(figure, "Accuracy of each class", f"The lowest first.{left_out}")
 

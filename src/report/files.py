@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-_MOST_LINES = 20_000  # of a JSON lines file; parsing a million would take longer than all the rest
 
 
 class Curve(NamedTuple):
@@ -34,22 +34,13 @@ def read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def read_json_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the objects in a JSON lines file, of a very long file a regular sample; skip a line cut by a kill."""
-    if not file.is_file():
-        return []
-    lines = file.read_text(errors="replace").splitlines()
-    stride = 1 + len(lines) // _MOST_LINES
-    records = [_parse(line) for line in lines[::stride]]
-    return [record for record in records if isinstance(record, dict)]
-
-
-def _parse(line: str) -> Any:
-    """Return the content of a line, or None if a kill has cut it."""
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file, or an empty one if the file is missing or unreadable."""
     try:
-        return json.loads(line)
-    except ValueError:
-        return None
+        content = yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def read_metrics(file: Path) -> dict[str, Curve]:
@@ -57,7 +48,8 @@ def read_metrics(file: Path) -> dict[str, Curve]:
     if not file.is_file():
         return {}
     with file.open(newline="", errors="replace") as stream:
-        header, *rows = list(csv.reader(stream)) or [[]]
+        lines = (line.replace("\0", "") for line in stream)  # a crash of the machine may leave zeros
+        header, *rows = list(csv.reader(lines)) or [[]]
     rows = [row for row in rows if len(row) == len(header)]  # a kill may have cut the last one
     columns = dict(zip(header, zip(*rows, strict=True), strict=True)) if rows else {}
     steps = _to_floats(columns.pop("step", ()))

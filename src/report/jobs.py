@@ -4,6 +4,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def seed_rows(jobs: list[Job], overrides: list[list[str]], metric: str) -> list[
             "overrides": others,
             "seeds": len(values),
             f"{metric} mean": statistics.mean(values),
-            f"{metric} std": statistics.stdev(values),
+            f"{metric} std": statistics.stdev(values) if all(map(isfinite, values)) else nan,
         }
         for others, values in results.items()
         if len(values) > 1

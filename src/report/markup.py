@@ -149,7 +149,7 @@ def _class(is_number: bool) -> Html:
 def _cell(value: Any, is_number: bool) -> Html:
     if is_number:
         shown = number(value) if isinstance(value, float) or value is None else f"{value:,}"
-        key = "" if value is None or value != value else value
+        key = "" if value is None or not isfinite(value) else value
         return f'<td class="number" data-value="{key}">{escape(shown)}</td>'
     if isinstance(value, Markup):
         key = value.sort_key

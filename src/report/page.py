@@ -41,7 +41,7 @@ def write_page(
         plotly=_plotly(file.parent, scripts),
     )
     with atomic_write(file) as temporary:
-        temporary.write_text(content)
+        temporary.write_text(content, encoding="utf-8", errors="replace")  # a path in an error may be no valid text
 
 
 def _section(section: Section) -> Html:

@@ -1,25 +1,31 @@
 """What a run folder holds, read when it is asked for."""
 
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from src.report.files import Curve, read_json, read_json_lines, read_metrics
+from src.report.files import Curve, read_json, read_metrics, read_yaml
+from src.utils.events import read_events
 from src.utils.flatten import flatten_config
+from src.utils.json_lines import read_json_lines
 
 ENDS = ("finished", "stopped", "failed", "killed")
+_MOST_INTERVALS = 10_000  # of a rank; a chart over time has far fewer columns
+_NEWEST_STEPS = 100  # of a pipeline
 
 
 @dataclass
 class RankTimeline:
-    """The records of one rank: intervals between log points, and the passes of a pipeline's recorded steps."""
+    """The records of one rank: intervals between log points, and the passes of a pipeline's newest recorded steps.
+
+    Of a long run, an interval is the sum of several.
+    """
 
     rank: int
     intervals: list[dict[str, Any]] = field(default_factory=list)
-    passes: list[dict[str, Any]] = field(default_factory=list)
+    passes: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_NEWEST_STEPS))
 
 
 class RunFolder:
@@ -32,12 +38,7 @@ class RunFolder:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, by dotted name."""
-        file = self.path / "config.yaml"
-        try:
-            loaded = yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        except (OSError, yaml.YAMLError):
-            return {}
-        return flatten_config(loaded) if isinstance(loaded, dict) else {}
+        return flatten_config(read_yaml(self.path / "config.yaml"))
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
@@ -46,8 +47,7 @@ class RunFolder:
     @cached_property
     def events(self) -> list[dict[str, Any]]:
         """The events, the earliest first."""
-        events = [event for event in read_json_lines(self.path / "events.jsonl") if "event" in event]
-        return sorted(events, key=lambda event: event.get("time") or 0.0)
+        return read_events(self.path)
 
     @cached_property
     def evaluations(self) -> dict[str, dict[str, Any]]:
@@ -91,6 +91,15 @@ def _timeline(file: Path) -> RankTimeline:
     for record in read_json_lines(file):
         if record.get("kind") == "interval" and record.get("seconds"):
             timeline.intervals.append(record)
+            if len(timeline.intervals) == _MOST_INTERVALS:
+                timeline.intervals = list(map(_sum, timeline.intervals[::2], timeline.intervals[1::2]))
         elif record.get("kind") == "passes" and record.get("passes"):
             timeline.passes.append(record)
     return timeline
+
+
+def _sum(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return two intervals as one."""
+    spans = Counter(first.get("spans") or {})
+    spans.update(second.get("spans") or {})
+    return {"seconds": first["seconds"] + second["seconds"], "spans": spans}

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from src.report.files import read_yaml
 from src.report.jobs import Job, differing_overrides, read_jobs
 
 LEVELS = 4  # quarters of the jobs, by their results
@@ -36,7 +36,8 @@ class Sweep:
         names = {_split(word)[0] for words in differing for word in words}
         self.jobs = [SweepJob(name, job, _options(job.overrides, names)) for name, job in named]
         self.metric = next((job.metric for _, job in named if job.metric), "result")
-        self.sweeper = _sweeper(self.path / "multirun.yaml")
+        # What Hydra has saved of the sweeper, such as Optuna's direction and storage.
+        self.sweeper: dict[str, Any] = read_yaml(self.path / "multirun.yaml").get("hydra", {}).get("sweeper") or {}
         self._set_levels()
 
     @property
@@ -72,12 +73,3 @@ def _options(overrides: list[str], names: set[str]) -> dict[str, str]:
 def _split(override: str) -> tuple[str, str]:
     name, _, value = override.partition("=")
     return name.lstrip("+~"), value
-
-
-def _sweeper(file: Path) -> dict[str, Any]:
-    """Return the options of the sweeper that Hydra has saved, such as Optuna's direction and storage."""
-    try:
-        saved = yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return (saved.get("hydra", {}).get("sweeper") or {}) if isinstance(saved, dict) else {}

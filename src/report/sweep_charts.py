@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from src.report.curves import style_value_axis, title
-from src.report.figure import new_figure
+from src.report.curves import is_wide, style_value_axis, title
+from src.report.figure import bar_figure, new_figure
 from src.report.files import Floats, read_metrics
 from src.report.jobs import seed_rows
 from src.report.markup import Html, card, chart, number, table
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _LEVEL_NAMES = ("worst quarter", "third quarter", "second quarter", "best quarter")
 _LEVEL_COLORS = ("var(--s9)", "var(--s7)", "var(--s3)", "var(--s2)")
-_WIDE_RANGE = 50  # largest value / smallest value from which an axis is logarithmic
 _MOST_TICKS = 8
 _CURVE_POINTS = 200  # buckets of the curve of a job
 
@@ -51,7 +50,7 @@ def _axis(values: list[str]) -> tuple[Floats, list[tuple[float, str]]]:
         numbers = np.array([float(value) for value in values])
     except ValueError:
         return _categories(values)
-    is_log = numbers.min() > 0 and numbers.max() / numbers.min() > _WIDE_RANGE
+    is_log = is_wide(numbers)
     scaled = np.log10(numbers) if is_log else numbers
     low, span = scaled.min(), float(np.ptp(scaled)) or 1.0
     distinct = np.unique(scaled)
@@ -121,19 +120,9 @@ def importance(sweep: Sweep) -> Html:
     if not shares:
         return ""
     order = sorted(shares, key=lambda option: -shares[option])
-    figure = new_figure(70 + 34 * len(order), hovermode=False, bargap=0.4)
-    figure.add_bar(
-        x=[shares[option] for option in order],
-        y=order,
-        orientation="h",
-        marker={"color": "var(--s1)", "cornerradius": 3},
-        text=[f"{shares[option]:.0%}" for option in order],
-        textposition="outside",
-        textfont={"color": "var(--ink)"},
-        cliponaxis=False,
-    )
+    lengths = [shares[option] for option in order]
+    figure = bar_figure(70 + 34 * len(order), order, lengths, [f"{length:.0%}" for length in lengths])
     figure.update_xaxes(range=[0, 1.1], tickformat=".0%")
-    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
     return chart(figure, "Importance", f"Fraction of the variance of {sweep.metric} that each option explains alone.")
 
 
@@ -169,11 +158,12 @@ def seeds(sweep: Sweep) -> Html:
 
 def curves(sweep: Sweep) -> Html:
     """Return the curve of the metric in each job, with the colors of the parallel coordinates."""
-    figure = new_figure(320, hovermode="closest")
+    figure, drawn = new_figure(320, hovermode="closest"), []
     for job in sweep.ranked:
         curve = read_metrics(sweep.path / job.name / "metrics.csv").get(sweep.metric)
         if curve is None or len(curve.values) < 2:
             continue
+        drawn.append(curve)
         shown = downsample(curve, _CURVE_POINTS)
         figure.add_scatter(
             x=shown.steps,
@@ -186,5 +176,5 @@ def curves(sweep: Sweep) -> Html:
     if not figure.data:
         return ""
     figure.update_xaxes(title="step")
-    style_value_axis(figure, sweep.metric, [])
+    style_value_axis(figure, sweep.metric, drawn)
     return chart(figure, f"{title(sweep.metric.rpartition('/')[2])} of each job", sweep.metric)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from src.report.jobs import last_line
 from src.report.markup import Html, Markup, Section, card, details, duration_text, grid, number, table, text, tiles
@@ -81,7 +82,7 @@ def _job_table(sweep: Sweep) -> Html:
 
 def _link(sweep: Sweep, job: SweepJob) -> Markup:
     has_page = (sweep.path / job.name / REPORT).is_file()
-    return Markup(f'<a href="{text(job.name)}/{REPORT}">{text(job.name)}</a>' if has_page else text(job.name))
+    return Markup(f'<a href="{quote(job.name)}/{REPORT}">{text(job.name)}</a>' if has_page else text(job.name))
 
 
 def _value(value: str | None) -> Any:

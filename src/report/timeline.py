@@ -52,7 +52,7 @@ def _total_chart(timelines: list[RankTimeline]) -> Html:
     """Return the sum of the seconds of each span, one bar per rank."""
     names = [f"rank {timeline.rank}" for timeline in timelines]
     figure = new_figure(_height(len(names)), barmode="stack", hovermode="y unified")
-    totals = [_totals(timeline.intervals) for timeline in timelines]
+    totals = [span_seconds(timeline.intervals) for timeline in timelines]
     for kind in _kinds(totals):
         label, color = _look(kind)
         figure.add_bar(
@@ -69,7 +69,7 @@ def _total_chart(timelines: list[RankTimeline]) -> Html:
     return chart(figure, "Where the time goes", "Sum over the recorded intervals of each rank.", wide=True)
 
 
-def _totals(intervals: list[dict[str, Any]]) -> dict[str, float]:
+def span_seconds(intervals: list[dict[str, Any]]) -> dict[str, float]:
     """Return the seconds of each span; `other` is the time that no span covers."""
     totals: dict[str, float] = {}
     for interval in intervals:
@@ -100,7 +100,7 @@ def _course_chart(timelines: list[RankTimeline], ranks: int) -> Html:
     """Return a row per rank whose colors are the fractions of each span, in the course of the recorded time."""
     end = max(sum(float(interval["seconds"]) for interval in timeline.intervals) for timeline in timelines)
     edges = np.linspace(0, end, _BUCKETS + 1)
-    kinds = _kinds(_totals(timeline.intervals) for timeline in timelines)
+    kinds = _kinds(span_seconds(timeline.intervals) for timeline in timelines)
     figure = new_figure(_height(len(timelines), row=44), barmode="overlay", hovermode="closest")
     fractions = [_fractions(timeline.intervals, kinds, edges) for timeline in timelines]
     for index, kind in enumerate(kinds):

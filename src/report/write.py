@@ -31,12 +31,12 @@ def run_report(cfg: DictConfig, is_recorder: bool = True) -> Iterator[None]:
 
 def write_if_possible(folder: Path) -> None:
     """Write the page of a sweep, or of a run that has logged anything; print one line if that is not possible."""
-    if not is_sweep(folder) and not (folder / "metrics.csv").is_file():
-        return
-    if not find_spec("plotly"):
-        print("no report.html: it needs plotly, which pip install '.[report]' adds", file=sys.stderr)
-        return
     try:
+        if not is_sweep(folder) and not (folder / "metrics.csv").is_file():
+            return
+        if not find_spec("plotly"):
+            print("no report.html: it needs plotly, which pip install '.[report]' adds", file=sys.stderr)
+            return
         write_page_of(folder)
     except Exception as error:  # a run must not fail, nor lose its own error, because of its report
         reason = " ".join(f"{type(error).__name__}: {error}".split())

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from src.utils.json_lines import read_json_lines
+
 _log = logging.getLogger(__name__)
 _FILE = "events.jsonl"
 
@@ -75,16 +77,7 @@ def last_logged_step(run_dir: str | Path) -> int | None:
 
 def _read(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return the events in the order of the file, without lines that a kill has cut."""
-    file = Path(run_dir) / _FILE
-    parsed = [_parse(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [entry for entry in parsed if entry]
-
-
-def _parse(line: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(line))
-    except json.JSONDecodeError:
-        return {}
+    return list(read_json_lines(Path(run_dir) / _FILE))
 
 
 def _is_open(run_dir: str | Path) -> bool:

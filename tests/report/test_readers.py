@@ -1,23 +1,26 @@
 """Readers of the files of a run folder, and what the pages compute from them."""
 
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from src.report import run_folder
 from src.report.comparison import labels
 from src.report.comparison_figure import difference
 from src.report.curves import group_names, is_wide
 from src.report.events import duration, mark_events
 from src.report.figure import new_figure
-from src.report.files import Curve, read_json, read_json_lines, read_metrics
-from src.report.jobs import Job
+from src.report.files import Curve, read_json, read_metrics
+from src.report.jobs import Job, seed_rows
 from src.report.pipeline import bubble, recorded_passes
 from src.report.run_folder import RunFolder
 from src.report.sampling import BUCKETS, downsample, means
 from src.report.sweep import LEVELS, Sweep
-from src.report.timeline import slowest_rank
+from src.report.timeline import slowest_rank, span_seconds
+from src.utils.json_lines import read_json_lines
 from tests.support.run_folders import write_run
 
 START = {"event": "start", "time": 100.0}
@@ -38,12 +41,14 @@ def test_metrics_without_a_value_are_left_out(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "missing.csv") == {}
     file.write_text("")
     assert read_metrics(file) == {}
+    file.write_bytes(b"step,train/loss\n1,0.5\n\0\0\0\n2,0.25\n")  # of a machine that crashed
+    assert read_metrics(file)["train/loss"].values.tolist() == [0.5, 0.25]
 
 
 def test_lines_cut_by_a_kill_are_skipped(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.write_text('{"event": "start"}\n[1]\n{"event": "fini')
-    assert read_json_lines(file) == [{"event": "start"}]
+    assert list(read_json_lines(file)) == [{"event": "start"}]
     assert read_json(file) == {} == read_json(tmp_path / "missing.json")
 
 
@@ -94,10 +99,10 @@ def test_charts_share_the_splits_of_a_metric() -> None:
 
 
 def test_logarithmic_axis_needs_a_wide_range_of_positive_values() -> None:
-    assert is_wide([curve(1e-3, 1), curve(0.5)])
-    assert not is_wide([curve(0.5, 1)])
-    assert not is_wide([curve(0, 1e9)])
-    assert not is_wide([curve(np.nan)])
+    assert is_wide(np.array([1e-3, 1, np.inf]))
+    assert not is_wide(np.array([0.5, 1]))
+    assert not is_wide(np.array([0, 1e9]))
+    assert not is_wide(np.array([np.nan]))
 
 
 def test_difference_is_relative_and_exact_where_curves_are_equal() -> None:
@@ -110,6 +115,8 @@ def test_runs_are_labeled_by_what_differs(tmp_path: Path) -> None:
     runs = [RunFolder(write_run(tmp_path / name)) for name in "ab"]
     assert labels(runs) == ["a", "b"]
     assert labels(runs[:1]) == ["pipeline × 2"]
+    runs = [RunFolder(write_run(tmp_path / sweep / "0")) for sweep in ("first", "second")]
+    assert labels(runs) == ["first/0", "second/0"]
 
 
 def test_duration_leaves_out_the_time_without_a_process() -> None:
@@ -137,6 +144,17 @@ def test_bubble_of_recorded_passes(tmp_path: Path) -> None:
         assert min(one.start for passes in rows.values() for one in passes) == 0
 
 
+def test_a_long_timeline_keeps_its_sums_and_newest_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run")
+    whole = RunFolder(folder).timelines[1]
+    monkeypatch.setattr(run_folder, "_MOST_INTERVALS", 8)
+    short = RunFolder(folder).timelines[1]
+    assert len(short.intervals) < 8 < len(whole.intervals)
+    assert span_seconds(short.intervals) == pytest.approx(span_seconds(whole.intervals))
+    assert span_seconds(short.intervals)["validation"] == pytest.approx(2.0)
+    assert short.passes == whole.passes != deque()
+
+
 def test_slowest_rank_is_named(tmp_path: Path) -> None:
     curves = RunFolder(write_run(tmp_path / "run")).curves
     assert slowest_rank(curves).startswith("Rank 1 was the slowest at 100% of the log points.")
@@ -153,3 +171,11 @@ def test_sweep_ranks_its_jobs(tmp_path: Path) -> None:
     assert sweep.falls
     assert [job.name for job in sweep.ranked] == ["3", "0", "4", "1"]
     assert [job.level for job in sweep.ranked] == list(range(LEVELS))
+
+
+def test_mean_over_seeds_of_which_one_diverged() -> None:
+    jobs = [Job([], "finished", "val/loss", result) for result in (0.5, float("nan"), 0.25, 0.75)]
+    overrides = [[f"lr={rate}", f"seed={seed}"] for rate in (0, 1) for seed in (0, 1)]
+    first, second = seed_rows(jobs, overrides, "val/loss")
+    assert list(first.values()) == pytest.approx(["lr=0", 2, float("nan"), float("nan")], nan_ok=True)
+    assert list(second.values()) == pytest.approx(["lr=1", 2, 0.5, 0.3535534])

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
@@ -97,6 +98,32 @@ def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
     page = write_page_of(folder).read_text()
     assert "alert(1)" in page
     assert attack not in page
+
+
+def test_a_reason_that_is_no_valid_text(tmp_path: Path) -> None:
+    """The name of a file that is not UTF-8."""
+    folder = write_run(tmp_path / "run")
+    with (folder / "events.jsonl").open("a") as stream:
+        stream.write(json.dumps({"time": 1.9e9, "event": "failed", "step": 3, "reason": "no file \udce4.csv"}) + "\n")
+    assert "no file ?.csv" in write_page_of(folder).read_text()
+
+
+def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> bool:
+        raise PermissionError(folder)
+
+    monkeypatch.setattr(module, "is_sweep", refuse)
+    with pytest.raises(KeyError, match="of the run"), run_report(config(tmp_path)):
+        raise KeyError("of the run")
+
+
+def test_a_thousand_classes(tmp_path: Path) -> None:
+    folder, classes = write_run(tmp_path / "run"), [str(number) for number in range(1000)]
+    evaluation = {"step": 1, "classes": classes, "confusion": np.eye(1000, dtype=int).tolist()}
+    (folder / "evaluation" / "test.json").write_text(json.dumps(evaluation))
+    page = write_page_of(folder)
+    assert page.stat().st_size < 1e6
+    assert "The 20 lowest of 1000." in page.read_text()
 
 
 def test_title_is_escaped(tmp_path: Path) -> None:
