@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _NOISY = 400  # points from which a curve is pale, with the mean of each of `_MEANS` sections upon it
 _MEANS = 100
 _WIDE_RANGE = 50  # largest value / smallest value from which an axis is logarithmic
+_FLAT = 1e-6  # range / largest value up to which the values are the same for the eye
 _FRACTIONS = ("acc", "val_class", "data_fraction", "gain", "mfu")  # last parts of the names of metrics from 0 to 1
 _SPLITS = ("train", "val", "test")
 _COLORS = {"train": "var(--s1)", "val": "var(--s2)", "test": "var(--s4)"}
@@ -83,12 +84,15 @@ def metric_chart(metric: str, curves: dict[str, Curve], events: list[dict[str, A
 
 
 def style_value_axis(figure: "go.Figure", metric: str, curves: Iterable[Curve]) -> None:
-    """Set the axis of a metric's values: in percent, logarithmic, or from zero."""
+    """Set the axis of a metric's values: in percent, from zero, or logarithmic; rounding errors do not fill it."""
+    values = np.concatenate([curve.finite() for curve in curves])
     if metric.rpartition("/")[2] in _FRACTIONS:
-        figure.update_layout(yaxis={"tickformat": ".0%", "hoverformat": ".2%", "rangemode": "tozero"})
+        figure.update_layout(yaxis={"tickformat": ".3~%", "hoverformat": ".2%", "rangemode": "tozero"})
     elif metric.startswith(("throughput/", "ranks/")):
         figure.update_layout(yaxis={"rangemode": "tozero"})
-    elif metric != "lr" and is_wide(np.concatenate([curve.values for curve in curves])):
+    elif len(values) and np.ptp(values) < _FLAT * np.abs(values).max():
+        figure.update_layout(yaxis={"range": sorted((0.95 * values[0], 1.05 * values[0]))})
+    elif metric != "lr" and is_wide(values):
         # Plotly draws the powers larger than other ticks.
         figure.update_layout(yaxis={"type": "log", "dtick": 1, "exponentformat": "power", "tickfont": {"size": 10}})
 
@@ -107,6 +111,7 @@ def _add_curve(figure: "go.Figure", name: str, curve: Curve, color: str) -> None
         line={"color": color, "width": 1.0 if is_noisy else 1.7},
         marker={"color": color, "symbol": symbol, "size": size},
         connectgaps=False,
+        cliponaxis=False,  # a marker on the axis is drawn in full
     )
     if is_noisy:
         mean = means(curve, _MEANS)

@@ -1,5 +1,6 @@
 """The configuration of a run: the options that differ from the defaults first, then all of them."""
 
+import re
 import shlex
 from typing import Any
 
@@ -34,7 +35,9 @@ def _revision(start: dict[str, Any]) -> Html:
 
 
 def _code(name: str) -> Markup:
-    return Markup(f"<code>{text(name)}</code>")
+    """Return the name of an option, which a narrow screen breaks after its dots and underscores."""
+    shown = re.sub("([._])", r"\1<wbr>", text(name))
+    return Markup(f'<code class="name">{shown}</code>')
 
 
 def _value(value: Any) -> Markup:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _LEVEL_NAMES = ("worst quarter", "third quarter", "second quarter", "best quarter")
 _LEVEL_COLORS = ("var(--s9)", "var(--s7)", "var(--s3)", "var(--s2)")
 _MOST_TICKS = 8
+_MOST_LETTERS = 20  # of a tick, beside which the next axis stands
 _CURVE_POINTS = 200  # buckets of the curve of a job
 
 
@@ -63,7 +64,8 @@ def _categories(values: list[str]) -> tuple[Floats, list[tuple[float, str]]]:
     names = sorted(set(values))
     last = max(1, len(names) - 1)
     positions = np.array([names.index(value) / last for value in values])
-    return positions, [(index / last, name or "–") for index, name in enumerate(names)]
+    labels = [name if len(name) <= _MOST_LETTERS else f"{name[:_MOST_LETTERS]}…" for name in names]
+    return positions, [(index / last, label or "–") for index, label in enumerate(labels)]
 
 
 def _add_lines(figure: "go.Figure", level: int, jobs: list[SweepJob], positions: Floats, metric: str) -> None:
@@ -153,7 +155,7 @@ def seeds(sweep: Sweep) -> Html:
     shown = [list(row.values()) for row in rows]
     numbers = card("", table(["options", "seeds", "mean", "standard deviation"], shown), wide=True)
     note = f"Mean and standard deviation of {sweep.metric}, the best first."
-    return chart(figure, "Over seeds", note, wide=True, min_width=760) + numbers
+    return chart(figure, "Over seeds", note, wide=True, min_width=300 + 7 * max(map(len, names))) + numbers
 
 
 def curves(sweep: Sweep) -> Html:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 from urllib.parse import quote
 
@@ -58,9 +59,8 @@ def _lead(sweep: Sweep) -> Html:
 def _key_figures(sweep: Sweep) -> Iterable[tuple[str, str, str]]:
     yield "Jobs", str(len(sweep.jobs)), ""
     if ranked := sweep.ranked:
-        middle = ranked[len(ranked) // 2]
         yield f"Best {sweep.metric}", number(ranked[-1].job.result), f"job {ranked[-1].name}"
-        yield f"Median {sweep.metric}", number(middle.job.result), f"job {middle.name}"
+        yield f"Median {sweep.metric}", number(median(job.job.result or 0.0 for job in ranked)), ""
     yield "Time of all jobs", duration_text(sum(job.job.seconds for job in sweep.jobs)), ""
 
 
@@ -98,7 +98,7 @@ def _failures(sweep: Sweep) -> Html:
     parts = []
     for job in failed:
         chosen = " ".join(f"{name}={value}" for name, value in job.options.items())
-        body = f"<p><code>{text(chosen)}</code></p><p class='bad'>{text(last_line(job.job.error))}</p>"
+        body = f'<p><code>{text(chosen)}</code></p><p><span class="bad">{text(last_line(job.job.error))}</span></p>'
         if "\n" in job.job.error.strip():
             body += details("Traceback", f"<pre>{text(job.job.error)}</pre>")
         parts.append(card(f"Job {job.name}", body, wide=True))

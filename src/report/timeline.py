@@ -157,4 +157,4 @@ def _add_course(figure: "go.Figure", kind: str, index: int, fractions: list[Floa
 
 def _height(rows: int, row: int = 30) -> int:
     """Return the height of a chart with so many rows, which are thinner if there are many."""
-    return 70 + rows * min(row, max(8, 700 // rows))
+    return 84 + rows * min(row, max(8, 700 // rows))

@@ -10,7 +10,7 @@ import pytest
 from src.report import run_folder
 from src.report.comparison import labels
 from src.report.comparison_figure import difference
-from src.report.curves import group_names, is_wide
+from src.report.curves import group_names, is_wide, style_value_axis
 from src.report.events import duration, mark_events
 from src.report.figure import new_figure
 from src.report.files import Curve, read_json, read_metrics
@@ -103,6 +103,11 @@ def test_logarithmic_axis_needs_a_wide_range_of_positive_values() -> None:
     assert not is_wide(np.array([0.5, 1]))
     assert not is_wide(np.array([0, 1e9]))
     assert not is_wide(np.array([np.nan]))
+
+
+def test_rounding_errors_do_not_fill_the_axis() -> None:
+    style_value_axis(figure := new_figure(100), "val/loss", [curve(2.0), curve(2.0 + 1e-15)])
+    assert figure.layout.yaxis.range == pytest.approx((1.9, 2.1))
 
 
 def test_difference_is_relative_and_exact_where_curves_are_equal() -> None:
