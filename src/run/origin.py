@@ -34,14 +34,18 @@ def typed_command(overrides: Sequence[str]) -> list[str]:
 
 
 def source_revision() -> tuple[str | None, bool]:
-    """Return the commit of the source, and whether its files differ from it; (None, False) outside of git."""
-    command = ["git", "status", "--porcelain=v2", "--branch"]
+    """Return the commit of the source, None if there is none, and whether files differ from it; False outside of git.
+
+    Git would refresh its index, whose lock could fail a command of the user.
+    """
+    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch"]
     try:
         status = subprocess.run(command, cwd=_PROJECT, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True)
     except (OSError, subprocess.SubprocessError):
         return None, False
     head, *lines = status.stdout.splitlines()  # "# branch.oid COMMIT", then "# branch..." and changed files
-    return head.rpartition(" ")[2], any(not line.startswith("#") for line in lines)
+    commit = head.rpartition(" ")[2]
+    return None if commit == "(initial)" else commit, any(not line.startswith("#") for line in lines)
 
 
 def changed_options(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:

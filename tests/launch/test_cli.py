@@ -1,6 +1,7 @@
 """Details of the command line, tested without starting a process."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ from src.cli.messages import explain
 from src.launch.config_sync import _check_equal
 from src.launch.rank import run_rank
 from src.run.folder import CONFIG, remove_if_unused, run_and_sweep_id
-from src.run.origin import describe_setup
+from src.run.origin import describe_setup, source_revision
 from src.run.resolve import as_tags
 from src.run.unused import refuse_unknown_additions, refuse_unused_groups
 from src.utils.errors import UserError
@@ -289,3 +290,25 @@ def test_torchvision_for_another_torch_is_one_line(
     monkeypatch.setitem(sys.modules, "src.run.experiment", Broken("src.run.experiment"))
     with pytest.raises(error, match=message):
         run_rank(compose(folder), rank=0)
+
+
+def test_revision_is_read_without_writing_to_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A lock of the index could fail a command of the user."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=me", "-c", "user.email=me@localhost", *words]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setattr("src.run.origin._PROJECT", tmp_path)
+    assert source_revision() == (None, False)
+    git("init")
+    (tmp_path / "source.py").write_text("")
+    assert source_revision() == (None, True)
+    git("add", ".")
+    git("commit", "--message=first")
+    os.utime(tmp_path / "source.py", (1, 1))  # git looks at the content again, and would note the new time
+    index = (tmp_path / ".git" / "index").read_bytes()
+    assert source_revision() == (git("rev-parse", "HEAD"), False)
+    assert (tmp_path / ".git" / "index").read_bytes() == index
+    (tmp_path / "new.py").write_text("")
+    assert source_revision() == (git("rev-parse", "HEAD"), True)
