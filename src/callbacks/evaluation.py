@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from src.callbacks.evaluation_sums import MAX_MISTAKES, EvaluationSums, Mistakes
 from src.data.batch import Batch
 from src.utils.errors import UserError
 from src.utils.files import atomic_write
+
+_log = logging.getLogger(__name__)
 
 
 class Evaluation(L.Callback):
@@ -98,10 +101,7 @@ class Evaluation(L.Callback):
             "calibration": calibration,
             "mistakes": _describe(Mistakes(probability, ids), data, stage),
         }
-        file = Path(trainer.default_root_dir) / "evaluation" / f"{stage}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(file) as temporary:
-            temporary.write_text(json.dumps(evaluation))
+        _write(evaluation, Path(trainer.default_root_dir) / "evaluation" / f"{stage}.json")
         for logger in trainer.loggers:
             if hasattr(logger, "log_evaluation"):
                 logger.log_evaluation(stage, evaluation)
@@ -117,6 +117,16 @@ class Evaluation(L.Callback):
 
 def _data(trainer: L.Trainer) -> Any:
     return trainer.datamodule
+
+
+def _write(evaluation: dict[str, Any], file: Path) -> None:
+    """Write the file; if that fails, such as on a full disk, the run continues."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(file) as temporary:
+            temporary.write_text(json.dumps(evaluation))
+    except OSError as error:
+        _log.warning("callbacks.evaluation has not written %s, and the run continues: %s", file, error)
 
 
 def _calibration(bins: Tensor) -> dict[str, Any]:

@@ -161,6 +161,16 @@ def test_a_fast_dev_run_writes_no_file(small: list[str], folder: Path) -> None:
     assert not (folder / "evaluation").exists()
 
 
+def test_a_file_that_cannot_be_written_does_not_end_the_run(
+    small: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.mkdir()
+    (folder / "evaluation").write_text("no folder")
+    assert "test/acc" in run(compose(folder, *small, *EVALUATION, *CLASSIFIER))
+    for stage in ("val", "test"):
+        assert f"has not written {folder}/evaluation/{stage}.json, and the run continues: [Errno 17]" in caplog.text
+
+
 def test_sums_are_those_of_torchmetrics_without_the_padding() -> None:
     sums, (logits, label, weight, _) = summed(batches()), map(torch.cat, zip(*batches(), strict=True))
     logits, label = logits[weight > 0], label[weight > 0]
