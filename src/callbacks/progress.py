@@ -36,8 +36,8 @@ class ProgressBar(RichProgressBar):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        now = monotonic()
-        if (now - self._refreshed_at >= 1 / self.refresh_rate or trainer.is_last_batch) and not self.is_disabled:
+        now, is_last = monotonic(), trainer.is_last_batch or trainer.global_step == trainer.max_steps
+        if (now - self._refreshed_at >= 1 / self.refresh_rate or is_last) and not self.is_disabled:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             self._refreshed_at = now
 

@@ -105,8 +105,8 @@ def test_log_lines_stand_above_the_bar(
     small: list[str], folder: Path, screen: io.StringIO, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Text that reaches the terminal past rich's console would break the line of the bar."""
-    options = ["logger=none", "trainer.accelerator=cpu", "model=mlp", "model.hidden=[16]", "trainer.max_epochs=1"]
-    trainer, module, data = assemble(compose(folder, *small, *options, quiet=False))
+    options = ["logger=none", "trainer.accelerator=cpu", "model=mlp", "model.hidden=[16]", "data.batch_size=32"]
+    trainer, module, data = assemble(compose(folder, *small, *options, "trainer.max_steps=5", quiet=False))
     bar: Any = trainer.progress_bar_callback
     bar._console_kwargs = {"file": screen, "width": 80, "force_terminal": True}
     trainer.callbacks.append(Speaks())
@@ -117,4 +117,5 @@ def test_log_lines_stand_above_the_bar(
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", printed)]
     assert "a log line" in lines
     assert "a log line" not in capfd.readouterr().out
-    assert lines[lines.index("a log line") + 1].startswith("Epoch 0/0")
+    assert lines[lines.index("a log line") + 1].startswith("Epoch 0/19")
+    assert " 5/11 " in [line for line in lines if line.startswith("Epoch")][-1], "the last step is shown"
