@@ -19,7 +19,7 @@ def write(folders: list[Path], output: Path | None, single_file: bool) -> Path:
     """Write the page for the folders; return its path.
 
     Raises:
-        UserError: if plotly is not installed, or a folder is no run or sweep.
+        UserError: if plotly is not installed, a folder is no run or sweep, or `output` is given for one folder.
     """
     if not find_spec("plotly"):
         raise UserError("the report needs plotly: pip install '.[report]'")
@@ -29,18 +29,21 @@ def write(folders: list[Path], output: Path | None, single_file: bool) -> Path:
         if not is_sweep(folder) and not any((folder / name).is_file() for name in ("metrics.csv", "events.jsonl")):
             raise UserError(f"{folder} is no run folder: it has no metrics.csv")
     if len(folders) == 1:
+        if output:
+            raise UserError(f"--output={output} is for a comparison, of several run folders")
         return write_page_of(folders[0], single_file=single_file)
-    file = output or folders[0].absolute().parent / "comparison.html"
-    return _write_comparison(folders, file.absolute(), single_file)
+    return _write_comparison(folders, output, single_file)
 
 
-def _write_comparison(folders: list[Path], file: Path, single_file: bool) -> Path:
+def _write_comparison(folders: list[Path], output: Path | None, single_file: bool) -> Path:
     from src.report.comparison import write_comparison
     from src.report.run_folder import RunFolder
 
+    runs = [RunFolder(folder) for folder in folders]
+    file = (output or runs[0].path.parent / "comparison.html").absolute()
     if not file.parent.is_dir():
         raise UserError(f"--output={file}: there is no folder {file.parent}")
-    write_comparison([RunFolder(folder) for folder in folders], file, None if single_file else file.parent)
+    write_comparison(runs, file, None if single_file else file.parent)
     return file
 
 

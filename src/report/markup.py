@@ -116,9 +116,7 @@ def series_color(index: int) -> str:
 
 
 class Markup(str):
-    """A table cell that is HTML already; `sort_key` replaces its text where the table is sorted."""
-
-    sort_key: Any = None
+    """A table cell that is HTML already."""
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, sortable: bool = False) -> Html:
@@ -152,10 +150,5 @@ def _cell(value: Any, is_number: bool) -> Html:
         key = "" if value is None or not isfinite(value) else value
         return f'<td class="number" data-value="{key}">{escape(shown)}</td>'
     if isinstance(value, Markup):
-        key = value.sort_key
-        return f"<td{_data(key)}>{value}</td>"
+        return f"<td>{value}</td>"
     return f'<td class="text">{"" if value is None else text(value)}</td>'
-
-
-def _data(key: Any) -> Html:
-    return "" if key is None else f' data-value="{escape(str(key))}"'

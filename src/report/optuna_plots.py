@@ -1,6 +1,5 @@
 """Optuna's own plots of a study, in the colors of the page."""
 
-from pathlib import Path
 from typing import Any
 
 from src.report.markup import Html, chart
@@ -18,7 +17,7 @@ def optuna_plots(sweep: Sweep) -> list[Html]:
     import optuna
     from optuna.trial import TrialState
 
-    storage = sweep.sweeper.get("storage") or _default_storage(sweep.path)
+    storage = sweep.sweeper.get("storage") or f"sqlite:///{sweep.path}/optuna.db"
     study = optuna.load_study(study_name=sweep.sweeper.get("study_name") or sweep.path.name, storage=storage)
     finished = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
     if len(finished) < 2:
@@ -45,10 +44,6 @@ def optuna_plots(sweep: Sweep) -> list[Html]:
 def is_optuna(sweep: Sweep) -> bool:
     """Return whether Optuna has chosen the jobs."""
     return "optuna" in str(sweep.sweeper.get("_target_", "")).lower()
-
-
-def _default_storage(folder: Path) -> str:
-    return f"sqlite:///{folder}/optuna.db"
 
 
 def _chart(figure: Any, title: str, note: str, height: int, **options: Any) -> Html:

@@ -1,5 +1,6 @@
 """What a run folder holds, read when it is asked for."""
 
+import os
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,7 +33,7 @@ class RunFolder:
     """A run folder; each part is empty if its file is missing."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
+        self.path = Path(os.path.abspath(path))  # without "..", which has no name
         self.name = self.path.name
 
     @cached_property

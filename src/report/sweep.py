@@ -30,7 +30,7 @@ class Sweep:
     """A sweep folder; its jobs are in the order of their numbers."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
+        self.path = path
         named = list(read_jobs(self.path))
         differing = differing_overrides([job.overrides for _, job in named])
         names = {_split(word)[0] for words in differing for word in words}

@@ -1,5 +1,6 @@
 """Write the page of a run or a sweep automatically, without ever changing how the run ends."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ def write_page_of(folder: Path, *, single_file: bool = False) -> Path:
     from src.report.run_page import write_run_page
     from src.report.sweep_page import write_sweep_page
 
-    folder = folder.absolute()
+    folder = Path(os.path.abspath(folder))
     is_job = (folder / JOB_FILE).is_file()
     scripts = None if single_file else folder.parent.parent if is_job else folder.parent
     return write_sweep_page(folder, scripts) if is_sweep(folder) else write_run_page(folder, scripts)

@@ -80,6 +80,7 @@ def test_runs_and_jobs_share_plotly(tmp_path: Path) -> None:
     Job(["seed=0"]).write(job)
     for folder, link in ((job, "../../plotly-"), (tmp_path / "sweep", "../plotly-")):
         assert f'<script src="{link}' in write_page_of(folder).read_text()
+    write_page_of(tmp_path / "run" / "evaluation" / "..")
     assert len(list(tmp_path.rglob("plotly-*.js"))) == 1
 
 
@@ -174,6 +175,7 @@ def test_commands_of_the_docs(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["{tmp}/no"], "error: {tmp}/no is no run folder: it has no metrics.csv\n"),
+        (["{tmp}/sweep", "--output=a"], "error: --output=a is for a comparison, of several run folders\n"),
         (["{tmp}/sweep", "{tmp}/sweep"], "error: {tmp}/sweep is a sweep: give it alone, or its run folders\n"),
         (
             ["{tmp}/sweep/0", "{tmp}/sweep/0", "--output={tmp}/no/a.html"],
