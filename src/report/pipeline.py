@@ -40,6 +40,8 @@ def pipeline_charts(run: RunFolder) -> list[Html]:
     if not rows:
         return []
     note = f"Step {step:,}, of median duration among the newest recorded ones. {_bubble_sentence(rows)}"
+    if (ranks := len(run.timelines)) > len(rows):
+        note += f" The first {len(rows)} of {ranks} ranks."
     recorded = passes_chart(rows, "Recorded", note, "milliseconds since the start of the step", scale=1000)
     return [*_simulated_chart(run, rows), recorded]
 
@@ -142,34 +144,29 @@ def draw_passes(figure: "go.Figure", rows: Rows, scale: float = 1.0, axis: str =
         hoverinfo="skip",
         **axes,
     )
-    last_stage = max(one.stage for passes in rows.values() for one in passes)
-    for kind in _KINDS:
+    first_stage = {names[rank]: min(one.stage for one in passes) for rank, passes in rows.items()}
+    for kind, (label, color) in _KINDS.items():
         chosen = [(names[rank], one) for rank, passes in rows.items() for one in passes if one.kind == kind]
         if chosen:
-            _add_passes(figure, kind, chosen, scale, last_stage // len(rows), axes)
+            opacity = [0.7 if one.stage > first_stage[name] else 1.0 for name, one in chosen]
+            _add_passes(figure, label, {"color": color, "opacity": opacity}, chosen, scale, axes)
 
 
 def _add_passes(
     figure: "go.Figure",
-    kind: str,
+    label: str,
+    marker: dict[str, Any],
     chosen: Sequence[tuple[str, Pass]],
     scale: float,
-    chunks: int,
     axes: dict[str, Any],
 ) -> None:
-    """Add the passes of one kind. The later stages of a rank that has several are paler."""
-    label, color = _KINDS[kind]
-    ranks = len({name for name, _ in chosen})
+    """Add the passes of one kind."""
     figure.add_bar(
         x=[scale * (one.end - one.start) for _, one in chosen],
         y=[name for name, _ in chosen],
         base=[scale * one.start for _, one in chosen],
         name=label,
-        marker={
-            "color": color,
-            "opacity": [0.7 if chunks and one.stage >= ranks else 1.0 for _, one in chosen],
-            "line": {"width": 1, "color": "var(--card)"},
-        },
+        marker=marker | {"line": {"width": 1, "color": "var(--card)"}},
         text=[one.microbatch for _, one in chosen],
         textposition="inside",
         insidetextanchor="middle",

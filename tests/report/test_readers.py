@@ -15,7 +15,7 @@ from src.report.events import duration, mark_events
 from src.report.figure import new_figure
 from src.report.files import Curve, read_json, read_metrics
 from src.report.jobs import Job, seed_rows
-from src.report.pipeline import bubble, recorded_passes
+from src.report.pipeline import Pass, bubble, passes_chart, recorded_passes
 from src.report.run_folder import RunFolder
 from src.report.sampling import BUCKETS, downsample, means
 from src.report.sweep import LEVELS, Sweep
@@ -147,6 +147,11 @@ def test_bubble_of_recorded_passes(tmp_path: Path) -> None:
         assert list(rows) == list(range(ranks))
         assert bubble(rows) == pytest.approx((ranks - 1) / (3 + ranks))
         assert min(one.start for passes in rows.values() for one in passes) == 0
+
+
+def test_later_stages_are_paler_in_each_replica_of_a_pipeline() -> None:
+    rows = {rank: [Pass(rank % 2, 0, "F", 0, 1), Pass(2 + rank % 2, 0, "F", 1, 2)] for rank in range(4)}
+    assert f'"opacity":[{",".join(["1.0", "0.7"] * 4)}]' in passes_chart(rows, "Recorded", "", "seconds")
 
 
 def test_a_long_timeline_keeps_its_sums_and_newest_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
