@@ -39,10 +39,11 @@ def mark_events(figure: "go.Figure", events: list[dict[str, Any]], last_step: fl
         color = _COLORS[names[0]]
         figure.add_shape(x0=step, x1=step, y0=0, y1=1, yref="paper", line={"color": color, "width": 1, "dash": "dot"})
         if len(marks) <= _MOST_LABELS:
-            _add_label(figure, step, ", ".join(dict.fromkeys(names)), color)
+            side = "left" if step <= _CLOSE * last_step else "right"  # where the ticks of the value axis are
+            _add_label(figure, step, ", ".join(dict.fromkeys(names)), color, side)
 
 
-def _add_label(figure: "go.Figure", step: int, label: str, color: str) -> None:
+def _add_label(figure: "go.Figure", step: int, label: str, color: str, side: str) -> None:
     figure.add_annotation(
         x=step,
         y=1,
@@ -50,9 +51,8 @@ def _add_label(figure: "go.Figure", step: int, label: str, color: str) -> None:
         text=label,
         font={"size": 10, "color": color},
         textangle=-90,
-        xanchor="right",
+        xanchor=side,
         yanchor="top",
-        xshift=-1,
         borderpad=0,
         showarrow=False,
     )

@@ -28,12 +28,12 @@ def text(value: Any) -> Html:
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Return a number with four significant digits and separators of thousands; a dash for None and nan."""
+    """Return a number with at least four significant digits and separators of thousands; a dash for None and nan."""
     if value is None or value != value:
         return "–"
     if not isfinite(value):
         return "∞" if value > 0 else "−∞"
-    shown = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    shown = f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
     return f"{shown} {unit}".strip()
 
 

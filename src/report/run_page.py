@@ -120,7 +120,8 @@ def _speed_section(run: RunFolder) -> Section:
         if len(values)
     ]
     medians = [card("Medians over the log points", table(("", "median", "lowest", "highest"), rows))] if rows else []
-    return Section("Speed and memory", grid([*medians, *_charts(run, groups)]))
+    drawn = {group: names for group, names in groups.items() if _has_course(run, names)}
+    return Section("Speed and memory", grid([*medians, *_charts(run, drawn)]))
 
 
 def _rank_section(run: RunFolder) -> Section:

@@ -81,6 +81,9 @@ def test_close_events_share_a_line() -> None:
     figure = new_figure(100)
     mark_events(figure, [START, *events], last_step=1000)
     assert [(mark.x, mark.text) for mark in figure.layout.annotations] == [(476, "killed, resume"), (900, "stopped")]
+    assert {mark.xanchor for mark in figure.layout.annotations} == {"right"}
+    mark_events(figure := new_figure(100), [{"event": "failed", "step": 0}], last_step=0)
+    assert figure.layout.annotations[0].xanchor == "left", "the ticks of the value axis are on the other side"
     mark_events(figure := new_figure(100), [{"event": "killed", "step": 50 * k} for k in range(20)], last_step=1000)
     assert len(figure.layout.shapes) == 20
     assert not figure.layout.annotations, "they would cover the curves"
