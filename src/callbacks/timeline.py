@@ -31,7 +31,7 @@ class Timeline(L.Callback):
     interval, the one before the log point, and scaled to the interval. They are:
 
     `data`: from the end of a step until the batch is on the device, augmented, and all callbacks have run.
-    `forward_backward`: computation of the network; in a pipeline the passes of all micro-batches.
+    `forward_backward`: computation of network and loss; in a pipeline the passes of all micro-batches.
     `communication`: time for which the computation waits for other ranks: for synchronized batch normalization, for the
     gradients of DDP after the backward pass, for the weights and gradients of FSDP, for the other stages of a pipeline.
     `optimizer`: clipping, update and schedule; with it the communication of `strategy.shard_optimizer` and of

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-COMMUNICATION = "communication"
+COMPUTATION, COMMUNICATION = "forward_backward", "communication"
 Pass = tuple[int, int, str, float, float]  # stage, micro-batch, kind, start, end; seconds since the start of the step
 _Mark = Any  # a CUDA event, or seconds of `time.perf_counter`
 
@@ -81,7 +81,7 @@ class StepRecording:
 
     def begin_pass(self) -> None:
         """Begin a pass of a pipeline, which is a forward or backward activity."""
-        self.begin("forward_backward")
+        self.begin(COMPUTATION)
         self._pass_start = self._marks[-1][1]
 
     def end_pass(self, stage: int, microbatch: int, kind: str) -> None:
@@ -148,13 +148,22 @@ def current_recording() -> StepRecording | None:
 
 def communication() -> AbstractContextManager[None]:
     """Return a context in which this rank communicates, and so waits for other ranks."""
+    return _activity(COMMUNICATION)
+
+
+def computation() -> AbstractContextManager[None]:
+    """Return a context in which this rank computes, within one in which it communicates."""
+    return _activity(COMPUTATION)
+
+
+def _activity(name: str) -> AbstractContextManager[None]:
     recording = current_recording()
-    return _communication(recording) if recording else nullcontext()
+    return _recorded(recording, name) if recording else nullcontext()
 
 
 @contextmanager
-def _communication(recording: StepRecording) -> Iterator[None]:
-    recording.begin(COMMUNICATION)
+def _recorded(recording: StepRecording, activity: str) -> Iterator[None]:
+    recording.begin(activity)
     yield
     recording.end()
 

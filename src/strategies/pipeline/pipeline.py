@@ -32,7 +32,7 @@ from src.strategies.pipeline.stage_forward import StageForward
 from src.strategies.sharded_state import ShardedStateStrategy
 from src.strategies.sync_batchnorm import SyncedBatchNorm
 from src.utils.errors import UserError
-from src.utils.timeline import communication
+from src.utils.timeline import communication, computation
 
 _log = logging.getLogger(__name__)
 
@@ -166,7 +166,8 @@ class Pipeline(ShardedStateStrategy):
         """Return the loss of micro-batch `number`, a CPU tensor because the schedule splits a tensor of targets."""
         assert self._batch is not None
         micro_batch = Batch(*(field[int(number)] for field in self._batch))
-        return cast(Any, self.lightning_module).loss(outputs, micro_batch)
+        with computation():
+            return cast(Any, self.lightning_module).loss(outputs, micro_batch)
 
     def training_step(self, batch: Batch, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context(), communication():  # between the passes a rank waits
