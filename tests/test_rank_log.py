@@ -12,7 +12,7 @@ from src.cli import main
 from src.utils.rank_log import _terminal_handler
 
 HINT = "  hint      with 16 images at a time a GPU waits for kernel launches, or for batch-size-dependent ones"
-COMMAND = f"wandb sync /{'a-long-folder/' * 8}"
+COMMAND = f"wandb sync /{'a-long-folder/' * 8}host:100:key:/"  # ":100:" is also the name of an emoji
 TEXT = f"first of three lines\n{HINT}\n{COMMAND}"
 
 
@@ -39,7 +39,7 @@ def test_wraps_lines_on_a_terminal_only(stream: io.StringIO, monkeypatch: pytest
     ]
 
 
-def test_a_progress_bar_does_not_break_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_progress_bar_does_not_change_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a bar of rich is shown, it replaces stdout."""
     console = rich.get_console()
     monkeypatch.setattr(console, "file", Terminal())

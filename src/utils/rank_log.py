@@ -79,7 +79,7 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
         from rich import get_console
 
         # The stream of a rich progress bar would break a path that is longer than a line.
-        get_console().print(self.format(record), soft_wrap=True, markup=False, highlight=False)
+        get_console().print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
 
     def format(self, record: logging.LogRecord) -> str:
         """Wrap lines at the width of the terminal, except those with an absolute path, which must be copyable."""
