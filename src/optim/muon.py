@@ -85,8 +85,10 @@ class Muon(Optimizer):
     """Updates `orthogonal` groups by Muon, and all other groups by SGD with Nesterov momentum.
 
     For a sharded tensor, each rank orthogonalizes the full update and applies its shard. `compile` is that of `muon`;
-    sharded tensors are not compiled, nor is the optimizer that ZeroRedundancyOptimizer builds.
+    sharded tensors are not compiled, nor is the optimizer that ZeroRedundancyOptimizer builds, nor a copy.
     """
+
+    compile: bool | str = False  # torch copies an optimizer without the attributes of its object
 
     def __init__(self, params: Any, compile: bool | str = False) -> None:
         super().__init__(params, {})

@@ -61,6 +61,15 @@ def test_step_launches_few_kernels() -> None:
     assert sum(counter.counts[""].values()) < 100
 
 
+def test_a_copy_takes_the_same_step() -> None:
+    net = airbench(10, (8, 8, 8))
+    optimizer = build(net)
+    take_steps(net, optimizer, 1)
+    copied_net, copied = copy.deepcopy((net, optimizer))
+    found, expected = take_steps(copied_net, copied), take_steps(net, optimizer)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_groups_parameters_by_role() -> None:
     optimizer = build(
         airbench(10, (8, 16, 16)), head_scale=3.0, vector_scale=2.0, weight_decay=0.01, whitening_fraction=0.5
