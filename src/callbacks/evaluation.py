@@ -31,12 +31,16 @@ class Evaluation(L.Callback):
     The module's `validation_step` and `test_step` return the (n, classes) logits of their batch.
 
     Raises:
-        UserError: if the module does not return them.
+        UserError: if `validation_step` does not return them, before training; for `test_step` it is a warning.
     """
 
     def __init__(self) -> None:
         self._sums: EvaluationSums | None = None  # of the current evaluation
         self._loaded_step: int | None = None  # the step of the checkpoint that is tested, if one is loaded
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # A batch before training shows whether the module returns its logits.
+        trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if not trainer.training:
@@ -66,20 +70,27 @@ class Evaluation(L.Callback):
 
     def _update(self, trainer: L.Trainer, step_name: str, logits: Any, batch: Batch | tuple[Tensor, Tensor]) -> None:
         """Add a batch: a Batch, or a pair of images and targets without the padding, which is at the end."""
-        assert self._sums is not None
+        if self._sums is None:  # an earlier batch of the test had no logits
+            return
         data = _data(trainer)
         expected = (len(batch[0]), data.num_classes)
         if not isinstance(logits, Tensor) or logits.shape != expected:
-            raise UserError(
+            message = (
                 f"callbacks.evaluation needs the logits of each batch: let {step_name} return them, an "
                 f"(images, classes) tensor, here {expected}; or set callbacks.evaluation=null"
             )
+            if not trainer.testing:
+                raise UserError(message)
+            _log.warning("no evaluation/test.json: %s", message)  # the run has been trained, so it goes on
+            self._sums = None
+            return
         weight = batch.weight if isinstance(batch, Batch) else torch.ones_like(batch[1])
         self._sums.update(logits.detach(), batch[1], weight, data.sample_index[: len(batch[0])])
 
     def _report(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Sum over the ranks, log the metrics, and write the file on rank zero. Every rank must call it."""
-        assert self._sums is not None
+        if self._sums is None:
+            return
         data, sums, self._sums = _data(trainer), self._sums, None
         copies = trainer.world_size // data.parallel.dp_size  # ranks of one pipeline evaluate the same samples
         confusion = trainer.strategy.reduce(sums.confusion, reduce_op="sum").cpu() // copies

@@ -2,27 +2,20 @@
 
 from typing import Any
 
-from src.loggers.evaluation_images import decode_image, describe_mistake
+from src.loggers.evaluation_images import draw_mistakes
 
 
 def evaluation_media(stage: str, evaluation: dict[str, Any]) -> dict[str, Any]:
     """Return what `wandb.log` takes for an evaluation of `src/callbacks/evaluation.py`; stage is val or test."""
     import wandb
 
-    classes, mistakes = evaluation["classes"], evaluation["mistakes"]
-    images = [
-        wandb.Image(
-            decode_image(mistake),
-            caption=f"{describe_mistake(mistake, classes)}, sample {mistake['sample_index']}".replace("\n", " "),
-        )
-        for mistake in mistakes
-    ]
-    media = {
+    return {
         f"images/{stage}_confusion_matrix": _confusion_chart(stage, evaluation),
         f"images/{stage}_calibration": _calibration_chart(stage, evaluation),
         f"images/{stage}_class_accuracy": _class_table(evaluation),
+        # One image of all mistakes: 64 files of each validation would be thousands in a long run.
+        f"images/{stage}_mistakes": wandb.Image(draw_mistakes(evaluation)),
     }
-    return media | ({f"images/{stage}_mistakes": images} if images else {})
 
 
 def _confusion_chart(stage: str, evaluation: dict[str, Any]) -> Any:

@@ -14,7 +14,9 @@ from torch import Tensor
 from torchmetrics.functional.classification import multiclass_calibration_error, multiclass_confusion_matrix
 
 from src.callbacks.evaluation_sums import MAX_MISTAKES, EvaluationSums
+from src.data.batch import Batch
 from src.data.sources.shapes import Shapes
+from src.models.classifier import ImageClassifier
 from src.run.experiment import run
 from src.utils.errors import UserError
 from tests.support.experiments import SHORT, SHORT_EPOCH
@@ -134,6 +136,25 @@ def test_refuses_a_module_that_returns_no_logits(small: list[str], tmp_path: Pat
     with pytest.raises(UserError, match=message):
         run(compose(folder, *task))
     assert not (folder / "evaluation").exists()
+    assert not list(folder.glob("checkpoints/*")), "it is refused before training"
+
+
+class WithoutTestLogits(ImageClassifier):
+    """Returns the logits of validation batches only."""
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        super().test_step(batch, batch_idx)
+
+
+def test_a_test_without_logits_does_not_fail_a_trained_run(
+    small: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = "module._target_=tests.callbacks.test_evaluation.WithoutTestLogits"
+    metrics = run(compose(folder, *small, *EVALUATION, *CLASSIFIER, module))
+    assert "test/acc" in metrics
+    assert "test/calibration_error" not in metrics
+    assert [file.name for file in (folder / "evaluation").iterdir()] == ["val.json"]
+    assert caplog.text.count("no evaluation/test.json: callbacks.evaluation needs the logits") == 1
 
 
 def batches(samples: int = 600, classes: int = 5, size: int = 50) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

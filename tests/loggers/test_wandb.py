@@ -249,7 +249,7 @@ def test_published_callbacks_find_wandb_beside_tensorboard(
     assert {"train/loss", "table._type", "image._type", "direct"} <= set(history)
     assert {
         "images/val_confusion_matrix_table._type",
-        "images/val_mistakes.captions",
+        "images/val_mistakes._type",
         "images/test_class_accuracy._type",
     } <= set(history)
     assert [name for name in history if name.startswith("gradients/")]
