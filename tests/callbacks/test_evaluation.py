@@ -142,7 +142,7 @@ def test_refuses_a_module_that_returns_no_logits(small: list[str], tmp_path: Pat
 class WithoutTestLogits(ImageClassifier):
     """Returns the logits of validation batches only."""
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
         super().test_step(batch, batch_idx)
 
 
