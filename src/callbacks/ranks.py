@@ -38,7 +38,7 @@ class RankComparison:
         """
         busy, step = (recorded.busy_seconds, recorded.seconds) if recorded else (math.nan, math.nan)
         own = torch.tensor([busy, step, memory_mib], device=trainer.strategy.root_device)
-        gathered = trainer.strategy.all_gather(own).view(-1, 3).tolist()
+        gathered = trainer.strategy.all_gather(own).view(-1, 3).cpu().tolist()
         busy_of, step_of, memory_of = map(list, zip(*gathered, strict=True))
         metrics = {"memory_mib_max": max(memory_of)}
         if len(gathered) > 1:
