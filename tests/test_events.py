@@ -5,12 +5,17 @@ import time
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
 from src.launch.failures import RankDiedError, RankFailedError
-from src.launch.outcome import outcome_recorded, record_restart
+from src.launch.outcome import record_restart, run_recorded
 from src.utils.errors import UserError
 from src.utils.events import append_end, append_event, read_events
 from src.utils.signals import Stopped
+
+
+def config(folder: Path) -> DictConfig:
+    return OmegaConf.create({"run_dir": str(folder), "report": False, "doctor": False})
 
 
 def names(folder: Path) -> list[str]:
@@ -20,7 +25,7 @@ def names(folder: Path) -> list[str]:
 def test_a_start_without_an_end_is_a_kill_at_the_last_sign_of_life(tmp_path: Path) -> None:
     append_event(tmp_path, "start", 0, world_size=2)
     (tmp_path / "metrics.csv").write_text("step,epoch,train/loss\n9,0,1.5\n19,0,1.0\n2")
-    with outcome_recorded(str(tmp_path)):
+    with run_recorded(config(tmp_path)):
         append_event(tmp_path, "resume", 10)
     start, killed, resume = read_events(tmp_path)
     assert start == {"time": start["time"], "event": "start", "step": 0, "reason": None, "world_size": 2}
@@ -31,7 +36,7 @@ def test_a_start_without_an_end_is_a_kill_at_the_last_sign_of_life(tmp_path: Pat
 
 def test_an_error_before_the_start_is_not_the_end_of_an_earlier_process(tmp_path: Path) -> None:
     append_event(tmp_path, "start", 0)
-    with pytest.raises(UserError), outcome_recorded(str(tmp_path)):
+    with pytest.raises(UserError), run_recorded(config(tmp_path)):
         raise UserError("data.batch_size=130 is not divisible")
     assert [(event["event"], event["reason"]) for event in read_events(tmp_path)] == [
         ("start", None),
@@ -43,7 +48,7 @@ def test_an_error_before_the_start_is_not_the_end_of_an_earlier_process(tmp_path
 def test_a_kill_is_between_two_starts_although_the_clocks_of_hosts_differ(seconds: float, tmp_path: Path) -> None:
     append_event(tmp_path, "start", 0)
     os.utime(tmp_path / "events.jsonl", times=(time.time() + seconds,) * 2)
-    with outcome_recorded(str(tmp_path)):
+    with run_recorded(config(tmp_path)):
         append_event(tmp_path, "resume", 5)
     assert names(tmp_path) == ["start", "killed", "resume"]
 
@@ -62,7 +67,7 @@ def test_a_file_that_cannot_be_written_changes_nothing(tmp_path: Path, caplog: p
     (tmp_path / "events.jsonl").mkdir()
     append_event(tmp_path, "start", 0)
     append_event(tmp_path, "finished", 8)
-    with pytest.raises(UserError, match="cannot write the checkpoint"), outcome_recorded(str(tmp_path)):
+    with pytest.raises(UserError, match="cannot write the checkpoint"), run_recorded(config(tmp_path)):
         raise UserError("cannot write the checkpoint")
     assert caplog.text.count("events.jsonl lacks an event: [Errno 21] Is a directory") == 2
 
@@ -99,7 +104,7 @@ def test_reasons_are_one_line(error: BaseException, event: str, reason: str, tmp
 
 
 def run_and_end_by(error: BaseException, folder: Path, is_recorder: bool) -> None:
-    with outcome_recorded(str(folder), is_recorder):
+    with run_recorded(config(folder), is_recorder):
         append_event(folder, "start", 0)
         raise error
 

@@ -4,27 +4,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from signal import SIGINT, Signals
 
+from omegaconf import DictConfig
+
 from src.launch.failures import RankDiedError, RankFailedError
+from src.report.write import run_report
 from src.utils.errors import UserError
 from src.utils.events import append_end, append_event, append_kill, last_logged_step
 from src.utils.signals import Stopped
 
 
 @contextmanager
-def outcome_recorded(run_dir: str, is_recorder: bool = True) -> Iterator[None]:
-    """Append the exception that ends a run to its events; before the run, append that an earlier process was killed.
+def run_recorded(cfg: DictConfig, is_recorder: bool = True) -> Iterator[None]:
+    """Record that an earlier process of the run was killed, then how this one ends, and write the page of the run.
 
     Args:
-        run_dir: the run folder.
+        cfg: the resolved configuration.
         is_recorder: whether this process records the run; one of each run does.
     """
-    if is_recorder:
-        append_kill(run_dir)
+    if not is_recorder:
+        yield
+        return
+    append_kill(cfg.run_dir)
+    with run_report(cfg), _failure_recorded(cfg.run_dir):
+        yield
+
+
+@contextmanager
+def _failure_recorded(run_dir: str) -> Iterator[None]:
+    """Append the exception that ends a run to its events."""
     try:
         yield
     except BaseException as error:
-        if is_recorder:
-            append_end(run_dir, *_event_and_reason(error))
+        append_end(run_dir, *_event_and_reason(error))
         raise
 
 

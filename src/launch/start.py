@@ -21,11 +21,10 @@ from omegaconf import DictConfig, OmegaConf
 from src.launch.config_sync import sync_config
 from src.launch.external import check_world_size, detect_cluster_environment, rendezvous
 from src.launch.hosts import rendezvous_hosts
-from src.launch.outcome import outcome_recorded
+from src.launch.outcome import run_recorded
 from src.launch.rank import run_rank
 from src.launch.rank_exit import exit_started_rank
 from src.launch.workers import launch_workers
-from src.report.write import run_report
 from src.run.devices import device_count, runs_in_single_process
 from src.run.resolve import resolve_config
 from src.utils.errors import UserError
@@ -61,10 +60,9 @@ def launch(
     is_single = devices == 1 and cfg.trainer.num_nodes == 1
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if is_single and not is_sweep and not cfg.launch.max_restarts:
-        with run_report(cfg), outcome_recorded(cfg.run_dir):
+        with run_recorded(cfg):
             return run_rank(cfg, rank=0, keep=keep)
-    is_recorder = node_rank == 0
-    with around_workers(cfg), run_report(cfg, is_recorder), outcome_recorded(cfg.run_dir, is_recorder):
+    with around_workers(cfg), run_recorded(cfg, is_recorder=node_rank == 0):
         return launch_workers(cfg, 1 if runs_in_single_process(cfg) else devices, node_rank)
 
 
@@ -83,7 +81,7 @@ def _join_started_ranks(
         raise
     with os.fdopen(os.dup(2), "w") as terminal:  # above rank zero, stderr becomes the rank's log
         try:
-            with run_report(cfg, rank == 0), outcome_recorded(cfg.run_dir, is_recorder=rank == 0):
+            with run_recorded(cfg, is_recorder=rank == 0):
                 return run_rank(cfg, rank, keep)
         except Exception as error:
             if dist.is_initialized():

@@ -13,14 +13,9 @@ from src.report.jobs import JOB_FILE, is_sweep
 
 
 @contextmanager
-def run_report(cfg: DictConfig, is_recorder: bool = True) -> Iterator[None]:
-    """Write the page of a run when it ends, however it ends; and when it continues, as a kill may have ended it.
-
-    Args:
-        cfg: the resolved configuration.
-        is_recorder: whether this process writes the page; one of each run does.
-    """
-    is_wanted, folder = cfg.report and is_recorder and not cfg.doctor, Path(cfg.run_dir)
+def run_report(cfg: DictConfig) -> Iterator[None]:
+    """Write the page of a run when it ends, however it ends; and when it continues, as a kill may have ended it."""
+    is_wanted, folder = cfg.report and not cfg.doctor, Path(cfg.run_dir)
     if is_wanted and find_spec("plotly"):  # without it, the end says so
         write_if_possible(folder)
     try:

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from src.launch.outcome import run_recorded
 from src.report import write as module
 from src.report.jobs import Job
 from src.report.page import write_page
 from src.report.write import run_report, write_page_of
+from src.utils.events import append_event
 from tests.support.commands import ROOT, run_here
 from tests.support.run_folders import write_run
 
@@ -35,12 +37,19 @@ def test_written_after_an_error(tmp_path: Path) -> None:
     assert (folder / "report.html").is_file()
 
 
+def test_the_next_start_after_a_kill_shows_the_kill(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    append_event(folder, "resume", 100)
+    with run_recorded(config(folder)):
+        assert "no end was recorded" in (folder / "report.html").read_text()
+
+
 @pytest.mark.parametrize("options", [{"report": False}, {"doctor": True}], ids=str)
 def test_not_written(tmp_path: Path, options: dict[str, bool]) -> None:
     folder = write_run(tmp_path / "run")
     with run_report(config(folder, **options)):
         pass
-    with run_report(config(folder), is_recorder=False):
+    with run_recorded(config(folder), is_recorder=False):
         pass
     empty = tmp_path / "empty"
     empty.mkdir()
