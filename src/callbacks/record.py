@@ -8,6 +8,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from src.data.layout import BatchLayout
 from src.loggers.csv import CSVLogger
 from src.utils.events import append_event
 
@@ -97,14 +98,14 @@ class RunRecord(L.Callback):
     def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         data: Any = trainer.datamodule
         batch, group = data.global_batch_size, trainer.optimizers[0].param_groups[0]
-        dp_size, _, num_microbatches = data.parallel
-        micro_batches, per_device = data.accumulate * num_microbatches, data.samples_per_micro_batch
+        layout, per_device, dp_size = data.layout, data.samples_per_micro_batch, data.parallel.dp_size
+        mean_size = batch / layout.micro_batches / dp_size  # uneven shares are larger and smaller
         banner = {
             "strategy": f"{self._strategy_name}, {trainer.world_size} process(es) on {module.device.type}",
             "precision": trainer.precision,
             "data": f"{data.source.description}, {len(data.splits['train'])} images",
-            "batch": f"{batch} = {dp_size} x {micro_batches} micro-batches x {per_device} per device",
-            "batch norm sees": self._batch_norm_samples(per_device, dp_size),
+            "batch": f"{batch} = {dp_size} x {layout.micro_batches} micro-batches x {mean_size:g} per device",
+            "batch norm sees": self._batch_norm_samples(layout),
             "learning rate": f"{group.get('initial_lr', group['lr']):g} after scaling, {data.total_steps} steps",
             "parameters": f"{self._num_parameters:,}",
             "run folder": self.config.run_dir,
@@ -122,7 +123,9 @@ class RunRecord(L.Callback):
     def _strategy_name(self) -> str:
         return str(self.config.strategy._target_).rpartition(".")[2]
 
-    def _batch_norm_samples(self, per_device: int, dp_size: int) -> str:
+    def _batch_norm_samples(self, layout: BatchLayout) -> str:
         if not self._num_batch_norms:
             return "nothing: there is none"
-        return f"{per_device * dp_size if self.config.trainer.sync_batchnorm else per_device} samples"
+        if not self.config.trainer.sync_batchnorm:
+            return f"{layout.samples_per_batch // layout.parallel.num_microbatches} samples, those of a process"
+        return f"{layout.norm_groups} group(s) of {layout.batch_size / layout.norm_groups:g} samples"

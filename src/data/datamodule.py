@@ -1,5 +1,7 @@
 """The LightningDataModule of all image datasets: splits, global batches, augmentation on the device."""
 
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,15 +13,17 @@ from torch.utils.data import DataLoader, Dataset
 from src.data.augment.augmentation import Augmentation
 from src.data.batch import Batch, as_pair
 from src.data.image_files import ImageFolder
-from src.data.limits import apply_limit, check_global_batch, check_image_shape, check_sizes, total_steps
+from src.data.layout import BatchLayout, DataParallelInfo, data_parallel_info
+from src.data.limits import apply_limit, check_image_shape, check_sizes, total_steps
 from src.data.loader import build_loader, check_residency
-from src.data.parallel import DataParallelInfo, data_parallel_info
 from src.data.preprocessing import Preprocessing
 from src.data.sampler import Batches, EvaluationBatches, TrainingBatches
 from src.data.sources.source import ImageSource
 from src.data.splits import ImageSplit, divide, load_sets
 from src.data.transforms import TransformedSplit
 from src.utils.errors import UserError
+
+_layout = lru_cache(maxsize=1)(BatchLayout)  # asked for in every step
 
 
 class ImageDataModule(L.LightningDataModule):
@@ -35,6 +39,8 @@ class ImageDataModule(L.LightningDataModule):
         root: folder of the source's files.
         batch_size: samples per optimizer step, over all processes and accumulated micro-batches.
         batch_size_per_device: samples per process and micro-batch, as an alternative to `batch_size`.
+        norm_groups: groups of the global batch over which batch normalization takes its statistics
+            (`src/strategies/batch_norm.py`). Each micro-batch must hold whole groups.
         val_fraction: fraction of each class of the training set for validation; None for the dataset's own validation
             images or, without these, a tenth.
         train_samples: train on this many images only, the same fraction of each class; null for all.
@@ -62,6 +68,7 @@ class ImageDataModule(L.LightningDataModule):
         root: str = "data",
         batch_size: int | None = 128,
         batch_size_per_device: int | None = None,
+        norm_groups: int = 4,
         val_fraction: float | None = None,
         train_samples: int | None = None,
         predict_dir: str | None = None,
@@ -71,13 +78,13 @@ class ImageDataModule(L.LightningDataModule):
         limits: dict[str, int | float] | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(batch_size, batch_size_per_device, val_fraction, train_samples)
+        check_sizes(batch_size, batch_size_per_device, norm_groups, val_fraction, train_samples)
         check_image_shape(image_shape, mean, std, augment.crop_padding)
         check_residency(device_resident, num_workers, bool(augment.transforms))
         self.source, self.root, self.num_classes = source, Path(root), num_classes
         self.image_shape, self.mean, self.std = cast(tuple[int, int, int], tuple(image_shape)), mean, std
         self.batch_size, self.batch_size_per_device = batch_size, batch_size_per_device
-        self.val_fraction, self.train_samples = val_fraction, train_samples
+        self.norm_groups, self.val_fraction, self.train_samples = norm_groups, val_fraction, train_samples
         self.augment, self.predict_dir = augment, predict_dir
         self.preprocessing = Preprocessing(augment, mean, std, num_classes, seed)
         # Transforms run on the host, and so does the fetching of all splits, which share their images.
@@ -98,9 +105,16 @@ class ImageDataModule(L.LightningDataModule):
             sets = load_sets(self.source, self.root, self.num_classes, self.image_shape)
             self.splits = divide(sets, self.val_fraction, self.train_samples, self.seed)
         self.augment.samples = len(self.splits["train"].dataset.labels)
-        dp_size, _, num_microbatches = self.parallel
-        samples, is_mixed = len(self.splits["train"]), bool(self.augment.mixers)
-        check_global_batch(self.global_batch_size, dp_size, self.accumulate * num_microbatches, samples, is_mixed)
+        if self.global_batch_size > len(self.splits["train"]):
+            raise UserError(
+                f"data.batch_size={self.global_batch_size} exceeds the {len(self.splits['train'])} images to train on"
+            )
+        if self.layout.is_uneven and not self._takes_batch:
+            raise UserError(
+                f"{type(self._module).__name__} averages over the batch of its own process, but the "
+                f"{self.parallel.dp_size} processes have different numbers of samples: set a data.batch_size that "
+                "divides among them and no strategy.shares, or let the module take a Batch and use its weights"
+            )
         if not self._takes_batch:
             for name in ("val", "test"):
                 self._evaluation_batches(self.evaluated_samples(name)).check_no_rank_is_empty(name)
@@ -108,8 +122,8 @@ class ImageDataModule(L.LightningDataModule):
             raise UserError("trainer.limit_train_batches=0 trains nothing: set fit=false instead")
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        split, size, steps = self.splits["train"], self.global_batch_size, self.steps_per_epoch
-        batches = TrainingBatches(len(split), size, self.accumulate, self.seed, self.parallel, steps)
+        split = self.splits["train"]
+        batches = TrainingBatches(len(split), self.layout, self.seed, self.steps_per_epoch)
         batches.epoch, batches.start = self.resume_at
         transforms = self.augment.transforms
         return self._loader(TransformedSplit(split, transforms, self.seed, batches) if transforms else split, batches)
@@ -122,7 +136,9 @@ class ImageDataModule(L.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Batch]:
         folder = ImageFolder(Path(str(self.predict_dir)), self.image_shape)
-        return self._loader(folder, self._evaluation_batches(len(folder)))
+        # All ranks gather as many predictions, so the shares are equal.
+        parallel = replace(self.parallel, shares=None)
+        return self._loader(folder, EvaluationBatches(len(folder), self._evaluation_batch_size, parallel))
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Transfer the batch, unless it is on the device already: Lightning's own check of this is slow."""
@@ -139,7 +155,7 @@ class ImageDataModule(L.LightningDataModule):
         trainer, dtype = self.trainer, cast(torch.dtype, self.trainer.lightning_module.dtype)
         self.sample_index = batch.sample_index
         if trainer.training:
-            batch = self.preprocessing.augment(batch, trainer.current_epoch, trainer.global_step, dtype)
+            batch = self.preprocessing.augment(batch, self.layout, trainer.current_epoch, trainer.global_step, dtype)
         else:
             batch = self.preprocessing.normalize(batch, dtype)
         if self._takes_batch:
@@ -149,7 +165,7 @@ class ImageDataModule(L.LightningDataModule):
 
     def augment_batch(self, batch: Batch, epoch: int = 0, step: int = 0) -> Batch:
         """Augment and normalize a batch of the training loader as the given step does; `to_pixels` shows the images."""
-        return self.preprocessing.augment(batch, epoch, step, torch.float32)
+        return self.preprocessing.augment(batch, self.layout, epoch, step, torch.float32)
 
     def to_pixels(self, image: Tensor) -> Tensor:
         """Undo the normalization, and return (n, channels, height, width) images in [0, 1]."""
@@ -178,8 +194,7 @@ class ImageDataModule(L.LightningDataModule):
         if self.batch_size is not None:
             return self.batch_size
         assert self.batch_size_per_device is not None
-        dp_size, _, num_microbatches = self.parallel
-        return self.batch_size_per_device * self.accumulate * num_microbatches * dp_size
+        return self.batch_size_per_device * self.accumulate * self.parallel.num_microbatches * self.parallel.dp_size
 
     @property
     def steps_per_epoch(self) -> int:
@@ -198,10 +213,15 @@ class ImageDataModule(L.LightningDataModule):
         return data_parallel_info(self.trainer)
 
     @property
+    def layout(self) -> BatchLayout:
+        """The positions of each global batch that this process trains."""
+        has_pairs = bool(self.augment.mixers)
+        return _layout(self.global_batch_size, self.parallel, self.accumulate, self.norm_groups, has_pairs)
+
+    @property
     def samples_per_micro_batch(self) -> int:
-        """Number of samples that one process passes through the network at once."""
-        dp_size, _, num_microbatches = self.parallel
-        return self.global_batch_size // (dp_size * self.accumulate * num_microbatches)
+        """Number of samples that this process passes through the network at once."""
+        return self.layout.samples_per_batch // self.parallel.num_microbatches
 
     def evaluated_samples(self, name: str) -> int:
         """Return the number of samples of the split `name` that an evaluation uses."""
@@ -217,9 +237,11 @@ class ImageDataModule(L.LightningDataModule):
         return build_loader(data, batches, device, self.device_resident, self.num_workers)
 
     def _evaluation_batches(self, count: int) -> EvaluationBatches:
-        dp_size, dp_rank, _ = self.parallel
-        per_device = max(1, self.global_batch_size // (dp_size * self.accumulate))
-        return EvaluationBatches(count, per_device, dp_size, dp_rank)
+        return EvaluationBatches(count, self._evaluation_batch_size, self.parallel)
+
+    @property
+    def _evaluation_batch_size(self) -> int:
+        return self.global_batch_size // self.accumulate
 
     @property
     def _module(self) -> Any:

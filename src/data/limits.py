@@ -9,7 +9,11 @@ from src.utils.errors import UserError
 
 
 def check_sizes(
-    batch_size: int | None, batch_size_per_device: int | None, val_fraction: float | None, train_samples: int | None
+    batch_size: int | None,
+    batch_size_per_device: int | None,
+    norm_groups: int,
+    val_fraction: float | None,
+    train_samples: int | None,
 ) -> None:
     """Check the sizes of batches and splits, as configured.
 
@@ -18,7 +22,8 @@ def check_sizes(
     """
     if (batch_size is None) == (batch_size_per_device is None):
         raise UserError("give data.batch_size or data.batch_size_per_device, and set the other to null")
-    for name, size in {"batch_size": batch_size, "batch_size_per_device": batch_size_per_device}.items():
+    sizes = {"batch_size": batch_size, "batch_size_per_device": batch_size_per_device, "norm_groups": norm_groups}
+    for name, size in sizes.items():
         if size is not None and (not isinstance(size, int) or size < 1):
             raise UserError(f"data.{name}={size}: give an integer of at least one")
     if val_fraction is not None and not 0 <= val_fraction < 1:
@@ -99,36 +104,3 @@ def validation_interval(
             "set a smaller value, or trainer.check_val_every_n_epoch=null"
         )
     return steps * accumulate
-
-
-def check_global_batch(batch: int, dp_size: int, micro_batches: int, samples: int, is_mixed: bool) -> None:
-    """Check that a global batch divides evenly over the data-parallel ranks and their micro-batches.
-
-    Args:
-        batch: samples per optimizer step.
-        dp_size: number of data-parallel ranks.
-        micro_batches: micro-batches per rank and step: accumulated ones, times those of a pipeline.
-        samples: number of training samples.
-        is_mixed: whether Mixup or CutMix mixes the samples of a micro-batch in pairs.
-
-    Raises:
-        UserError: if the batch does not divide, its samples form no pairs, or there are fewer training samples.
-    """
-    parts = dp_size * micro_batches
-    if batch % parts:
-        below = batch // parts * parts
-        sizes = f"{below} or {below + parts}" if below else f"{parts}"
-        divisor, options = f"{dp_size} data-parallel processes", "trainer.devices"
-        if micro_batches > 1:
-            divisor += f" x {micro_batches} micro-batches"
-            options += " or the number of micro-batches"
-        raise UserError(
-            f"data.batch_size={batch} does not divide over {divisor}: set data.batch_size={sizes}, or change {options}"
-        )
-    if is_mixed and batch // parts % 2:
-        raise UserError(
-            f"data.augment.mixup and cutmix pair the samples of a micro-batch, and {batch // parts} is odd: "
-            f"set data.batch_size={batch + parts}, or change trainer.devices"
-        )
-    if batch > samples:
-        raise UserError(f"data.batch_size={batch} exceeds the {samples} images to train on")

@@ -8,6 +8,7 @@ from torch import Tensor
 from src.data.augment.augmentation import Augmentation
 from src.data.augment.pixels import normalize
 from src.data.batch import Batch
+from src.data.layout import BatchLayout
 from src.utils.compilation import compiled, should_compile
 
 
@@ -25,23 +26,29 @@ class Preprocessing:
         self.augmentation, self.mean, self.std = augment, mean, std
         self.num_classes, self.seed = num_classes, seed
 
-    def augment(self, batch: Batch, epoch: int, step: int, dtype: torch.dtype) -> Batch:
-        """Augment and normalize a training batch; the weights become 1/n."""
+    def augment(self, batch: Batch, layout: BatchLayout, epoch: int, step: int, dtype: torch.dtype) -> Batch:
+        """Augment and normalize a training batch; the mean of its loss over ranks is the mean over the samples."""
         keys, mirrored = self.augmentation.keys(self.seed, epoch, batch.sample_index)
         transform: Any = Preprocessing._transform
         if should_compile(self.augmentation.compile, batch.image):
             transform = compiled(transform)
-        image, weight = transform(self, batch.image, keys, mirrored, batch.weight, dtype)
-        image, target = self.augmentation.mix(image, batch.target, self.seed, step, self.num_classes)
+        image, weight = transform(self, batch.image, keys, mirrored, batch.weight, layout.mean_samples_per_batch, dtype)
+        image, target = self.augmentation.mix(image, batch.target, layout, self.seed, step, self.num_classes)
         return Batch(image, target, batch.sample_index, weight)
 
     def _transform(
-        self, image: Tensor, keys: Tensor, mirrored: Tensor | None, weight: Tensor, dtype: torch.dtype
+        self,
+        image: Tensor,
+        keys: Tensor,
+        mirrored: Tensor | None,
+        weight: Tensor,
+        mean_samples: float,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """Return the images and the weights; no number in here changes with the step, which would compile it again."""
         image = self.augmentation.augment_pixels(image, keys, mirrored)
         image = self.augmentation.apply_cutout(normalize(image, self.mean, self.std, dtype), keys)
-        return image, weight.to(dtype) / len(image)
+        return image, weight.to(dtype) / mean_samples
 
     def normalize(self, batch: Batch, dtype: torch.dtype) -> Batch:
         """Normalize an evaluation batch; its weights become floats."""

@@ -7,37 +7,23 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from src.data.hashing import permutation
-from src.data.parallel import SINGLE_PROCESS, DataParallelInfo
+from src.data.layout import SINGLE_PROCESS, BatchLayout, DataParallelInfo
 from src.utils.errors import UserError
 
 
 class TrainingBatches(Sampler[Tensor]):
-    """Micro-batches of one data-parallel rank in an epoch, as a pure function of (seed, epoch, start).
+    """Batches of one data-parallel rank in an epoch, as a pure function of (seed, epoch, start).
 
-    The order of the epoch is a permutation fixed by (seed, epoch), and global batch k is its k-th slice. Its samples
-    are assigned round-robin: one to each micro-batch of the first rank, then of the second rank, and so on. So
-    micro-batch j, over all ranks, contains the same samples for any number of ranks. Samples that are half a global
-    batch apart, which Mixup pairs, are in the same micro-batch. Each epoch drops the samples at its end that do not
-    fill a global batch; they differ from epoch to epoch.
-
-    A yielded batch contains `num_microbatches` micro-batches of a pipeline, which splits them again: sample i belongs
-    to micro-batch i % num_microbatches.
+    The order of the epoch is a permutation fixed by (seed, epoch), and global batch k is its k-th slice, of which the
+    layout gives this rank its positions. Each epoch drops the samples at its end that do not fill a global batch; they
+    differ from epoch to epoch.
 
     `epoch` and `start` (the samples of that epoch already trained) are read when the first batch is requested.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        batch_size: int,
-        accumulate: int = 1,
-        seed: int = 0,
-        parallel: DataParallelInfo = SINGLE_PROCESS,
-        steps: int | None = None,
-    ) -> None:
-        self.num_samples, self.batch_size, self.accumulate = num_samples, batch_size, accumulate
-        self.seed, self.parallel = seed, parallel
-        self.steps = num_samples // batch_size if steps is None else steps  # per epoch
+    def __init__(self, num_samples: int, layout: BatchLayout, seed: int = 0, steps: int | None = None) -> None:
+        self.num_samples, self.layout, self.seed = num_samples, layout, seed
+        self.steps = num_samples // layout.batch_size if steps is None else steps  # per epoch
         self.epoch, self.start = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -46,33 +32,31 @@ class TrainingBatches(Sampler[Tensor]):
             self.epoch, self.start = epoch, 0
 
     def __len__(self) -> int:
-        return self.steps * self.accumulate
+        return self.steps * self.layout.accumulate
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from self.table()
 
     def table(self) -> Tensor:
         """Return the rest of the epoch as positions in the split, (batches, n): one batch of this rank per row."""
-        order = permutation(self.num_samples, self.seed, self.epoch)[self.start : self.steps * self.batch_size]
-        dp_size, dp_rank, num_microbatches = self.parallel
-        rounds = self.batch_size // (dp_size * self.accumulate * num_microbatches)
-        global_batches = order.view(-1, rounds, dp_size, self.accumulate, num_microbatches)
-        own = global_batches[:, :, dp_rank]  # (steps, rounds, accumulate, num_microbatches)
-        return own.transpose(1, 2).reshape(-1, rounds * num_microbatches)
+        order = permutation(self.num_samples, self.seed, self.epoch)[self.start : self.steps * self.layout.batch_size]
+        return order.view(-1, self.layout.batch_size)[:, self.layout.positions].flatten(0, 1)
 
 
 class EvaluationBatches(Sampler[Tensor]):
-    """Evaluation batches of one rank: each sample occurs once over all ranks, and -1 pads the last row of a batch.
+    """Evaluation batches of one rank: each sample occurs once over all ranks, and -1 pads the last rows of a batch.
 
-    There are as few batches as `per_device` allows, of equal size. The samples are assigned round-robin: one to each
-    rank's first batch, then to its second batch, and so on. So a batch has at most one row of padding, and a batch of
-    two rows or more has a sample.
+    There are as few batches as `batch_size` samples over all ranks allow, of equal size. The samples are assigned in
+    turn: as many as its share to each rank's first batch, then to its second batch, and so on. So a batch has at most
+    one round of padding, and a batch of two rounds or more has a sample.
     """
 
-    def __init__(self, num_samples: int, per_device: int, dp_size: int = 1, dp_rank: int = 0) -> None:
-        self.num_samples, self.dp_size, self.dp_rank = num_samples, dp_size, dp_rank
-        self.batches = -(-num_samples // (per_device * dp_size))
-        self.rows = -(-num_samples // max(1, self.batches * dp_size))
+    def __init__(self, num_samples: int, batch_size: int, parallel: DataParallelInfo = SINGLE_PROCESS) -> None:
+        shares = parallel.shares or [1] * parallel.dp_size
+        self.num_samples, self.samples_per_round, self.share = num_samples, sum(shares), shares[parallel.dp_rank]
+        self.first = sum(shares[: parallel.dp_rank])  # of this rank in a round
+        self.batches = -(-num_samples // (max(1, batch_size // self.samples_per_round) * self.samples_per_round))
+        self.rounds = -(-num_samples // max(1, self.batches * self.samples_per_round))
 
     def __len__(self) -> int:
         return self.batches
@@ -82,8 +66,9 @@ class EvaluationBatches(Sampler[Tensor]):
 
     def table(self) -> Tensor:
         """Return positions in the split, (batches, n): one batch of this rank per row."""
-        slots = torch.arange(self.batches)[:, None] + torch.arange(self.rows) * self.batches
-        positions = slots * self.dp_size + self.dp_rank
+        rounds = torch.arange(self.batches)[:, None] + torch.arange(self.rounds) * self.batches
+        own = self.first + torch.arange(self.share)
+        positions = (rounds[:, :, None] * self.samples_per_round + own).flatten(1)
         return torch.where(positions < self.num_samples, positions, -1)
 
     def check_no_rank_is_empty(self, split: str) -> None:
@@ -92,9 +77,9 @@ class EvaluationBatches(Sampler[Tensor]):
         Raises:
             UserError: if one is all padding.
         """
-        if self.rows == 1 and self.num_samples < self.batches * self.dp_size:
+        if self.rounds == 1 and self.num_samples < self.batches * self.samples_per_round:
             raise UserError(
-                f"the {self.num_samples} images of `{split}` leave a batch of one of {self.dp_size} processes empty: "
+                f"the {self.num_samples} images of `{split}` leave a batch of one of the processes empty: "
                 f"evaluate more images, set trainer.limit_{split}_batches=0, or use fewer trainer.devices"
             )
 

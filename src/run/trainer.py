@@ -16,6 +16,7 @@ from src.callbacks.data_position import DataPosition
 from src.callbacks.heartbeat import Heartbeat
 from src.callbacks.monitor_check import MonitorCheck
 from src.callbacks.nan_guard import NaNGuard
+from src.callbacks.norm_groups import NormGroups
 from src.callbacks.plain_modules import PlainModules
 from src.callbacks.predictions import PredictionWriter
 from src.callbacks.preemption import PreemptionHandler
@@ -26,7 +27,6 @@ from src.checkpoint.io import AtomicCheckpointIO
 from src.loggers.csv import CSVLogger
 from src.loggers.guard import GuardedLogger
 from src.run.build import build
-from src.strategies.sync_batchnorm import GlobalBatchNorm
 from src.utils.errors import UserError
 from src.utils.quoting import as_typed
 
@@ -54,12 +54,14 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     _check_options(cfg.trainer)
     folder = Path(cfg.run_dir)
     configured = _configured_callbacks(cfg)
+    # The last one, because `throughput` counts the FLOPs of a few samples, which form no groups.
+    norm_groups = [NormGroups()] if cfg.trainer.sync_batchnorm else []
     plugins, precision = _plugins_and_precision(cfg.trainer)
     make_trainer = build(cfg.trainer, _partial_=True)
     try:
         return make_trainer(
             strategy=_build_strategy(cfg.strategy),
-            callbacks=[*_required_callbacks(cfg), MonitorCheck(configured), *configured.values()],
+            callbacks=[*_required_callbacks(cfg), MonitorCheck(configured), *configured.values(), *norm_groups],
             # Callbacks use `trainer.logger`, the first one, for W&B.
             logger=[*_build_loggers(cfg), CSVLogger(folder)],
             plugins=plugins,
@@ -74,6 +76,8 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             limit_test_batches=1.0,
             # The project's sampler divides the data itself; Lightning's wrapper would shuffle it again.
             use_distributed_sampler=False,
+            # NormGroups normalizes over groups of the global batch, also on one process.
+            sync_batchnorm=False,
             # RunRecord logs the configuration, which a module's own hyper-parameters would replace in config.yaml.
             enable_autolog_hparams=False,
         )
@@ -118,8 +122,6 @@ def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:
 def _plugins_and_precision(trainer: DictConfig) -> tuple[list[Any], str | None]:
     """Return Lightning's plugins, and the precision by name unless a plugin sets it."""
     plugins: list[Any] = [AtomicCheckpointIO()]
-    if trainer.sync_batchnorm:
-        plugins.append(GlobalBatchNorm())
     if trainer.precision != "64-true":
         return plugins, trainer.precision
     # Lightning accepts the plugin with every strategy, but the name 64-true only with some.

@@ -4,11 +4,12 @@ Lightning's DDPStrategy takes communication hooks as objects, on GPUs only, and 
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -17,8 +18,8 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from src.strategies.batch_norm import GroupedBatchNorm, average_statistics
 from src.strategies.comm_hooks import HOOKS
-from src.strategies.sync_batchnorm import SyncedBatchNorm
 from src.utils.errors import UserError, suggest
 from src.utils.timeline import communication
 
@@ -38,6 +39,7 @@ class DDP(DDPStrategy):
         shard_optimizer: each rank keeps the optimizer state of its part of the weights, updates these weights, and
             broadcasts them to the other ranks (ZeRO stage 1: Rajbhandari et al., 2020).
         gradient_as_bucket_view: gradients are views of the communication buckets, which saves one copy of them.
+        shares: relative numbers of samples of the ranks, for devices of unequal speed; null means equal ones.
         **kwargs: further arguments of DistributedDataParallel, such as `bucket_cap_mb`.
 
     Raises:
@@ -52,12 +54,13 @@ class DDP(DDPStrategy):
         model_averaging_period: int = 4,
         shard_optimizer: bool = False,
         gradient_as_bucket_view: bool = True,
+        shares: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
         kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         super().__init__(model_averaging_period=model_averaging_period, **kwargs)
         self.comm_hook, self.comm_start_step, self.shard_optimizer = comm_hook, comm_start_step, shard_optimizer
-        self.matrix_approximation_rank = matrix_approximation_rank
+        self.matrix_approximation_rank, self.shares = matrix_approximation_rank, shares
         self._restored: dict[str, dict[int, Tensor]] = {}  # PowerSGD's tensors from a checkpoint, until training starts
         if comm_hook is not None and comm_hook not in HOOKS:
             raise UserError(f"strategy.comm_hook={comm_hook} is no hook: {suggest(comm_hook, HOOKS)}")
@@ -73,6 +76,10 @@ class DDP(DDPStrategy):
                 raise UserError("strategy.static_graph=true changes the buckets of the powersgd state: set it to false")
             # DDP then does not rebuild its buckets, so a resumed run has the buckets to which the saved state belongs.
             self._ddp_kwargs["find_unused_parameters"] = True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return super().distributed_sampler_kwargs | {"shares": self.shares, "group": dist.group.WORLD}
 
     def setup(self, trainer: L.Trainer) -> None:
         self._check_options(trainer)
@@ -101,15 +108,14 @@ class DDP(DDPStrategy):
             )
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap the module in DDP; do not broadcast buffers if synchronized batch normalization keeps them equal."""
-        norms = [norm for norm in model.modules() if isinstance(norm, SyncedBatchNorm)]
+        """Wrap the module in DDP, which broadcasts no running statistics of groups: each rank has its own."""
+        norms = [(name, part) for name, part in model.named_modules() if isinstance(part, GroupedBatchNorm)]
+        buffers = [f"{name}.{buffer}" for name, norm in norms for buffer in norm._buffers]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
         # Lightning builds DDP on a side stream, for capture in a CUDA graph (strategies/ddp.py:194 in 2.6.6).
         # Gradients would then accumulate on that stream, and each backward pass would wait for the other one:
         # https://github.com/Lightning-AI/pytorch-lightning/issues/21567
-        ddp = DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
-        if sum(len(norm._buffers) for norm in norms) == len(list(model.buffers())):
-            ddp.broadcast_buffers = False  # the constructor argument warns since torch 2.13
-        return ddp
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -193,12 +199,14 @@ class DDP(DDPStrategy):
         }
 
     def on_validation_start(self) -> None:
+        average_statistics(self.lightning_module)
         self._average(self.lightning_module.parameters())
 
     def on_train_end(self) -> None:
         self._average(self.lightning_module.parameters())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        average_statistics(self.lightning_module)
         self._average(self.lightning_module.parameters())
         return super().lightning_module_state_dict()
 

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
 from src.models.dropout import dropouts, set_keys
+from src.strategies.batch_norm import revert_norm_groups
 from src.utils.errors import UserError
 
 
@@ -51,11 +52,6 @@ class DP(ParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": 1, "rank": 0}
 
-    @property
-    def num_microbatches(self) -> int:
-        """The number of parts of a batch, one for each GPU."""
-        return len(self.parallel_devices or [])
-
     def setup_environment(self) -> None:
         gpus = [device for device in self.parallel_devices or [] if device.type != "cpu"]
         if len(gpus) < 2:
@@ -70,6 +66,7 @@ class DP(ParallelStrategy):
         net: Any = self.lightning_module.net
         if getattr(self.lightning_module, "should_compile", False):
             raise UserError("module.compile=true compiles the full network, which strategy=dp copies in every step")
+        revert_norm_groups(net)  # DataParallel divides the batch otherwise
         # Assigning the module instead would register its parameters a second time.
         net.forward = _forward_on_all(net, self.parallel_devices)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -50,7 +51,8 @@ class FSDP(ShardedStateStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        world = {"num_replicas": self.world_size, "rank": self.global_rank}
+        return world | {"shares": self.shares, "group": dist.group.WORLD}
 
     def setup_environment(self) -> None:
         self._setup_distributed()

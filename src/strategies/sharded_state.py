@@ -1,7 +1,7 @@
 """Portable checkpoints: full tensors by parameter name, independent of what each rank holds in memory."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from src.checkpoint import sharded
 from src.checkpoint.integrity import corruption_error, read_checkpoint
 from src.checkpoint.io import write_error
 from src.optim.optimizer_state import merge, shard, shard_like
+from src.strategies.batch_norm import average_statistics
 from src.utils.tensors import to_full_tensor, with_versions
 from src.utils.timeline import communication
 
@@ -29,12 +30,14 @@ class ShardedStateStrategy(ModelParallelStrategy):
     Args:
         sharded_checkpoints: each rank writes its part into a folder beside the checkpoint file
             (`src/checkpoint/sharded.py`). Otherwise rank zero gathers and writes all tensors.
+        shares: relative numbers of samples of the data-parallel ranks, for devices of unequal speed; null means equal
+            ones.
         **kwargs: arguments of ModelParallelStrategy.
     """
 
-    def __init__(self, sharded_checkpoints: bool = False, **kwargs: Any) -> None:
+    def __init__(self, sharded_checkpoints: bool = False, shares: Sequence[int] | None = None, **kwargs: Any) -> None:
         super().__init__(save_distributed_checkpoint=False, **kwargs)
-        self.sharded_checkpoints = sharded_checkpoints
+        self.sharded_checkpoints, self.shares = sharded_checkpoints, shares
         self._full_names: list[str] = []  # all tensors of the full network, in order; empty until it is parallelized
         self._versions: dict[str, Any] = {}  # an empty state dict with the versions of the modules of the full network
 
@@ -69,8 +72,6 @@ class ShardedStateStrategy(ModelParallelStrategy):
         if not self._full_names:  # test after fit finds the network parallelized already
             full = model.state_dict()
             self._full_names, self._versions = list(full), with_versions({}, full)
-            if self._layer_sync:
-                self._layer_sync.apply(model)
             assert self.lightning_module is not None
             self.parallelize(self.lightning_module)
         return model
@@ -79,8 +80,13 @@ class ShardedStateStrategy(ModelParallelStrategy):
         with communication():
             return super().reduce(*args, **kwargs)
 
+    def on_validation_start(self) -> None:
+        assert self.lightning_module is not None
+        average_statistics(self.lightning_module)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        average_statistics(self.lightning_module)
         own = self.lightning_module.state_dict()
         if self.sharded_checkpoints:
             return own

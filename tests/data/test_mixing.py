@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from src.data.parallel import DataParallelInfo
 
 from src.data.augment.augmentation import Augmentation
 from src.data.augment.mixing import cutmix, mixup
-from src.data.parallel import DataParallelInfo
 from src.data.sampler import TrainingBatches
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from src.data.parallel import DataParallelInfo
 
 from src.data.batch import Batch
-from src.data.parallel import DataParallelInfo
 from src.data.resident import ResidentBatches, should_keep_on_device
 from src.data.sampler import EvaluationBatches, TrainingBatches
 from src.data.splits import ImageSet, ImageSplit

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-
 from src.data.parallel import DataParallelInfo
+
 from src.data.sampler import EvaluationBatches, TrainingBatches
 from src.utils.errors import UserError
 

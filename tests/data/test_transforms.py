@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from src.data.parallel import DataParallelInfo
 from torch import Tensor
 
-from src.data.parallel import DataParallelInfo
 from src.data.sampler import TrainingBatches
 from src.data.splits import ImageSet, ImageSplit
 from src.data.transforms import TransformedSplit

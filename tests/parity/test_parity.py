@@ -12,11 +12,11 @@ import lightning as L
 import pytest
 import torch
 from omegaconf import DictConfig
+from src.strategies.sync_batchnorm import GlobalBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from src.data.sampler import TrainingBatches
 from src.strategies.pipeline.schedules import SCHEDULES, schedule_spec
-from src.strategies.sync_batchnorm import GlobalBatchNorm
 from tests.support.comparison import TOLERANCE, check_replicas, distances
 from tests.support.experiments import EXPERIMENTS, SHORT, SHORT_STEPS
 from tests.support.pool import Pool

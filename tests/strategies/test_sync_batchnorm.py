@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from src.strategies.sync_batchnorm import GlobalBatchNorm, SyncedBatchNorm
 from torch import Tensor, nn
 
 from src.run.experiment import assemble
-from src.strategies.sync_batchnorm import GlobalBatchNorm, SyncedBatchNorm
 from tests.support import batch_norm_kernels
 from tests.support.pool import Pool
 from tests.support.runs import compose

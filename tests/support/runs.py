@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from src.run.devices import runs_in_single_process
 from src.run.experiment import assemble
 from src.run.replaced_targets import drop_replaced_options
+from src.strategies.batch_norm import average_statistics
 from tests.support.pool import Pool
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -66,6 +67,7 @@ class Record(L.Callback):
             self.losses.append(float(trainer.callback_metrics["train/loss"]))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        average_statistics(pl_module)  # a strategy does so before it evaluates or saves
         self.final = _copy(pl_module.state_dict())
         self.optimizer = moments(trainer.strategy.optimizer_state(trainer.optimizers[0]))
         self.file.parent.mkdir(exist_ok=True)  # fast_dev_run creates no folder

@@ -16,6 +16,7 @@ from src.data.augment.pixels import (
     sample_keys,
 )
 from src.data.augment.trivial_augment import trivial_augment
+from src.data.layout import BatchLayout, partners
 from src.utils.errors import UserError
 
 
@@ -90,7 +91,9 @@ class Augmentation:
         """Cut a square out of each of (n, channels, height, width) normalized images, if `cutout` is set."""
         return cutout(image, keys, self.cutout) if self.cutout else image
 
-    def mix(self, image: Tensor, target: Tensor, seed: int, step: int, num_classes: int) -> tuple[Tensor, Tensor]:
+    def mix(
+        self, image: Tensor, target: Tensor, layout: BatchLayout, seed: int, step: int, num_classes: int
+    ) -> tuple[Tensor, Tensor]:
         """Mix the normalized images of a step, if a mixer is set, and their (n,) class indices with them.
 
         The targets become (n, classes) class probabilities. All images of a step share the random numbers.
@@ -101,5 +104,5 @@ class Augmentation:
         rng = np.random.default_rng((seed, step))
         if rng.random() < self.mix_probability:
             mix, alpha = self.mixers[rng.integers(len(self.mixers))]
-            image, target = mix(image, target, alpha, rng)
+            image, target = mix(image, target, partners(layout, image.device), alpha, rng)
         return image, target

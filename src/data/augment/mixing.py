@@ -1,7 +1,7 @@
 """Mixup and CutMix: blend images, or paste a box of one into another, and mix their targets accordingly.
 
-A sample's partner is half a global batch further on. The sampler assigns both to the same process and the same
-micro-batch, for any number of processes. The mixing fraction is drawn once per optimizer step. Therefore neither the
+A sample's partner is half a global batch further on. Both are on the same process and in the same micro-batch, for any
+number of processes (`src/data/layout.py`). The mixing fraction is drawn once per optimizer step. Therefore neither the
 number of processes nor gradient accumulation changes what the network learns.
 """
 
@@ -11,35 +11,34 @@ import numpy as np
 from torch import Tensor
 
 
-def partners(values: Tensor) -> Tensor:
-    """Return the values of each sample's partner, for (n, ...) values of an even number n of samples."""
-    return values.roll(len(values) // 2, 0)
-
-
-def mixup(image: Tensor, target: Tensor, alpha: float, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+def mixup(
+    image: Tensor, target: Tensor, partners: Tensor, alpha: float, rng: np.random.Generator
+) -> tuple[Tensor, Tensor]:
     """Blend each image and target with its partner's, by a fraction drawn from Beta(alpha, alpha).
 
-    Images are (n, channels, height, width), targets (n, classes). Zhang et al., "mixup: beyond empirical risk
-    minimization" (2017).
+    Images are (n, channels, height, width), targets (n, classes), partners (n,) rows. Zhang et al., "mixup: beyond
+    empirical risk minimization" (2017).
     """
     fraction = float(rng.beta(alpha, alpha))
-    return image.lerp(partners(image), fraction), target.lerp(partners(target), fraction)
+    return image.lerp(image[partners], fraction), target.lerp(target[partners], fraction)
 
 
-def cutmix(image: Tensor, target: Tensor, alpha: float, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+def cutmix(
+    image: Tensor, target: Tensor, partners: Tensor, alpha: float, rng: np.random.Generator
+) -> tuple[Tensor, Tensor]:
     """Paste a box of its partner into each image; Beta(alpha, alpha) gives the box's fraction of the image area.
 
-    Images are (n, channels, height, width), targets (n, classes). The targets are mixed by the fraction of the image
-    that the part of the box inside it covers. Yun et al., "CutMix: regularization strategy to train strong
-    classifiers" (2019).
+    Images are (n, channels, height, width), targets (n, classes), partners (n,) rows. The targets are mixed by the
+    fraction of the image that the part of the box inside it covers. Yun et al., "CutMix: regularization strategy to
+    train strong classifiers" (2019).
     """
     side = math.sqrt(float(rng.beta(alpha, alpha)))  # as a fraction of the image's side
     height, width = image.shape[-2:]
     rows, columns = _random_span(height, side, rng), _random_span(width, side, rng)
     mixed = image.clone()
-    mixed[..., rows, columns] = partners(image)[..., rows, columns]
+    mixed[..., rows, columns] = image[partners][..., rows, columns]
     fraction = (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
-    return mixed, target.lerp(partners(target), fraction)
+    return mixed, target.lerp(target[partners], fraction)
 
 
 def _random_span(size: int, fraction: float, rng: np.random.Generator) -> slice:

@@ -30,7 +30,6 @@ from src.strategies.pipeline.split import cut, format_table
 from src.strategies.pipeline.stage import Stage, build_stage, keep_own_stages, sent_like, shard_stage, stage_inputs
 from src.strategies.pipeline.stage_forward import StageForward
 from src.strategies.sharded_state import ShardedStateStrategy
-from src.strategies.sync_batchnorm import SyncedBatchNorm
 from src.utils.errors import UserError
 from src.utils.timeline import communication, computation
 
@@ -44,8 +43,7 @@ class Pipeline(ShardedStateStrategy):
         stages: ranks of one pipeline; null means all ranks.
         schedule: gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble or zbv_zero_bubble. Each of the last three
             gives every rank two stages.
-        microbatches: number of micro-batches per batch of a rank. With one, only one rank works at a time. Batch
-            normalization uses the statistics of a micro-batch.
+        microbatches: number of micro-batches per batch of a rank. With one, only one rank works at a time.
         split: `auto`, or the names of the blocks before which to cut.
         data_parallel: `ddp` gives each replica full stages, and `fsdp` shards each stage over the replicas (FSDP2).
         **kwargs: arguments of ShardedStateStrategy.
@@ -93,12 +91,13 @@ class Pipeline(ShardedStateStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self._replicas.size(), "rank": self._replicas.get_local_rank()}
-
-    @property
-    def num_microbatches(self) -> int:
-        """The number of micro-batches into which the schedule splits a batch."""
-        return self.microbatches
+        return {
+            "num_replicas": self._replicas.size(),
+            "rank": self._replicas.get_local_rank(),
+            "num_microbatches": self.microbatches,
+            "shares": self.shares,
+            "group": self._replicas.get_group(),
+        }
 
     def setup_environment(self) -> None:
         self._setup_distributed()
@@ -118,7 +117,7 @@ class Pipeline(ShardedStateStrategy):
         if getattr(module, "should_compile", False):
             raise UserError("module.compile=true compiles the full network, of which a pipeline's rank holds a part")
         net = cast(nn.Module, module.net)
-        self._set_groups(module)
+        self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
         if self._is_sharded or self.spec.needs_channels_first(net, self.root_device):  # FSDP supports no other format
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         data = self.lightning_module.trainer.datamodule
@@ -138,13 +137,6 @@ class Pipeline(ShardedStateStrategy):
         net.forward = self._forward
         if self.is_global_zero:
             self._log_stages(stages)
-
-    def _set_groups(self, module: L.LightningModule) -> None:
-        """Synchronize batch statistics over the replicas, and clip by the gradient norm over a pipeline's ranks."""
-        for norm in module.modules():
-            if isinstance(norm, SyncedBatchNorm):
-                norm.process_group = self._replicas.get_group()
-        self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
 
     def _cut(self, net: nn.Module, shape: tuple[int, ...]) -> list[list[Block]]:
         """Return the blocks of each stage, for images of that shape, and assign the stages to ranks."""

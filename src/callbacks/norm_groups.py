@@ -1,0 +1,70 @@
+"""Normalize over groups of the global batch while a run trains."""
+
+from typing import Any
+
+import lightning as L
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from src.strategies.batch_norm import (
+    GroupedBatchNorm,
+    apply_norm_groups,
+    average_statistics,
+    norm_groups,
+    revert_norm_groups,
+)
+from src.utils.errors import UserError
+
+
+class NormGroups(L.Callback):
+    """Lets the batch normalization layers of any network use `data.norm_groups` groups of the global batch."""
+
+    def __init__(self) -> None:
+        self._norms: list[GroupedBatchNorm] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Change the layers before a strategy wraps, shards or splits the network.
+
+        Raises:
+            UserError: if a micro-batch does not hold whole groups, or there are more groups than samples.
+        """
+        if stage != "fit" or not any(isinstance(part, _BatchNorm) for part in pl_module.modules()):
+            return
+        layout = trainer.datamodule.layout  # type: ignore[attr-defined]
+        if layout.norm_groups > layout.batch_size:
+            raise UserError(
+                f"data.norm_groups={layout.norm_groups} exceeds data.batch_size={layout.batch_size}: set fewer groups"
+            )
+        if not layout.has_whole_groups:
+            raise UserError(
+                f"data.norm_groups={layout.norm_groups} does not divide over the {layout.micro_batches} micro-batches "
+                "of a step (trainer.accumulate_grad_batches, strategy.microbatches), so batch normalization would be "
+                f"another experiment: use fewer, set data.norm_groups={layout.micro_batches}, which is another "
+                "experiment too, or take a model without batch normalization, such as vit"
+            )
+        process_group = (trainer.distributed_sampler_kwargs or {}).get("group")
+        apply_norm_groups(pl_module, norm_groups(layout, process_group))
+        self._norms = [part for part in pl_module.modules() if isinstance(part, GroupedBatchNorm)]
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin a new step, unless more batches are accumulated.
+
+        Raises:
+            UserError: if the network runs more than once per micro-batch, so that its running statistics would depend
+                on their number.
+        """
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        for norm in self._norms:
+            if norm.passes > norm.groups.micro_batches:
+                raise UserError(
+                    "trainer.accumulate_grad_batches: a network with batch normalization runs more than once in "
+                    "training_step, so set it to 1"
+                )
+            norm.is_first_pass, norm.passes = True, 0
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        average_statistics(pl_module)
+        revert_norm_groups(pl_module)
+        self._norms = []
