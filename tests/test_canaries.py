@@ -60,7 +60,7 @@ def test_loop_counters_that_a_resumption_rewrites_exist() -> None:
 
 
 def test_torch_still_refuses_sync_batchnorm_on_a_cpu() -> None:
-    """If it no longer does, src/strategies/sync_batchnorm.py can go."""
+    """If it no longer does, src/strategies/batch_norm.py can let it normalize a group that several ranks share."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     with pytest.raises(ValueError, match="expected input tensor to be on"):
         nn.SyncBatchNorm(3)(torch.ones(4, 3))

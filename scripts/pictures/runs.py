@@ -14,12 +14,10 @@ ROOT = Path(__file__).parents[2]
 RANKS, MICROBATCHES = 4, 8  # of the pictured schedules
 _COMMON = ["trainer.accelerator=cpu", "trainer.limit_val_batches=0", "test=false", "report=false", "logger=none"]
 _COMMON += ["callbacks.best=null", "callbacks.checkpoint=null", "callbacks.progress_bar=null"]
-# The parity experiment, but its 90 images are learned by heart, so that the loss falls within 60 steps. A single
-# process accumulates as many micro-batches as a pipeline has, because batch normalization sees micro-batches.
+# The parity experiment, but its 90 images are learned by heart, so that the loss falls within 60 steps.
 _CURVES = ["experiment=parity", "data.source.train_size=100", "data.source.test_size=40", "data.augment.cutout=0"]
 _CURVES += ["data.augment.crop_padding=0", "data.augment.flip=false", "model.width=8", "optimizer.lr=0.05"]
 _CURVES += ["trainer.max_steps=60", "trainer.max_epochs=30"]
-_ACCUMULATED = "trainer.accumulate_grad_batches=4"
 _SPEED = ["data=shapes", "data.source.train_size=4000", "data.source.test_size=40", "data.batch_size=128"]
 _SPEED += ["model=mlp", "model.hidden=[2048,2048,2048,2048]", "optimizer=adamw"]
 _SPEED += ["trainer.max_steps=48", "trainer.log_every_n_steps=2"]
@@ -37,21 +35,20 @@ class Run(NamedTuple):
     options: list[str]
 
 
-def _strategies(kind: str, options: list[str], data_parallel: list[str]) -> list[Run]:
-    """Return a run of each strategy; `data_parallel` are options of those that split no network into stages."""
+def _strategies(kind: str, options: list[str]) -> list[Run]:
+    """Return a run of each strategy."""
     runs = []
     for strategy, devices in (("auto", 1), ("ddp", 2), ("fsdp", 2), ("hsdp", 4), ("pipeline", 2), ("hybrid", 4)):
         name = "single process" if strategy == "auto" else f"{strategy} × {devices}"
-        own = [] if strategy in ("pipeline", "hybrid") else data_parallel
-        settings = [*options, f"strategy={strategy}", f"trainer.devices={devices}", *own]
+        settings = [*options, f"strategy={strategy}", f"trainer.devices={devices}"]
         runs.append(Run(name, f"{kind}/{strategy}", settings))
     return runs
 
 
-CURVES = _strategies("curves", _CURVES, [_ACCUMULATED])
-_BROKEN = [*_CURVES, _ACCUMULATED, "strategy=ddp", "trainer.devices=2", "trainer.sync_batchnorm=false"]
+CURVES = _strategies("curves", _CURVES)
+_BROKEN = [*_CURVES, "strategy=ddp", "trainer.devices=2", "trainer.sync_batchnorm=false"]
 CURVES.append(Run("ddp × 2, sync_batchnorm=false", "curves/ddp_local_batchnorm", _BROKEN))
-SPEEDS = _strategies("speed", _SPEED, [])
+SPEEDS = _strategies("speed", _SPEED)
 PIPELINES = [
     Run(schedule, f"schedules/{schedule}", [*_SCHEDULES, f"strategy.schedule={schedule}"]) for schedule in SCHEDULES
 ]

@@ -29,7 +29,7 @@ class NormGroups(L.Callback):
         """
         if stage != "fit" or not any(isinstance(part, _BatchNorm) for part in pl_module.modules()):
             return
-        layout = trainer.datamodule.layout  # type: ignore[attr-defined]
+        layout = trainer.datamodule.layout
         if layout.norm_groups > layout.batch_size:
             raise UserError(
                 f"data.norm_groups={layout.norm_groups} exceeds data.batch_size={layout.batch_size}: set fewer groups"

@@ -146,7 +146,7 @@ class GroupedBatchNorm(_BatchNorm):
     passes: int
 
     def _check_input_dim(self, input: Tensor) -> None:
-        self.class_before._check_input_dim(self, input)  # type: ignore[arg-type]
+        self.class_before._check_input_dim(self, input)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:

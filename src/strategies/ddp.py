@@ -199,6 +199,7 @@ class DDP(DDPStrategy):
         }
 
     def on_validation_start(self) -> None:
+        assert self.lightning_module is not None
         average_statistics(self.lightning_module)
         self._average(self.lightning_module.parameters())
 
@@ -206,6 +207,7 @@ class DDP(DDPStrategy):
         self._average(self.lightning_module.parameters())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
         average_statistics(self.lightning_module)
         self._average(self.lightning_module.parameters())
         return super().lightning_module_state_dict()

@@ -90,7 +90,7 @@ def test_restarted_finished_run_is_tested_with_the_average(
     strategy: str, pool: Pool, small: list[str], folder: Path
 ) -> None:
     """Test on one process, and on two that may each hold a part of the average."""
-    task = [*small, *TASK, "model.norm=group"]
+    task = [*small, *TASK]
     metrics = run(compose(folder, *task))
     last = f"ckpt_path={folder}/checkpoints/last.ckpt"
     two = compose(folder / "two", *task, last, f"strategy={strategy}", "trainer.devices=2")
@@ -103,7 +103,7 @@ def test_restarted_finished_run_is_tested_with_the_average(
     [pytest.param(name, marks=[] if name in ("ddp", "fsdp", "pipeline") else pytest.mark.slow) for name in STRATEGIES],
 )
 def test_agrees_with_single_process(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
-    task = [*small, *TASK, "model.norm=group"]  # batch normalization in a pipeline sees micro-batches
+    task = [*small, *TASK]
     alone = run(compose(folder / "single", *task))
     cfg = compose(folder, *task, f"strategy={strategy}", "trainer.devices=2")
     metrics = run(cfg) if runs_in_single_process(cfg) else pool.run(2, run, cfg)[0]

@@ -18,10 +18,9 @@ from tests.support.experiments import SHORT
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit, fit_ranks
 
-# Group normalization, because a pipeline's batch normalization sees micro-batches. The norm of the clipped gradients
-# would be 0.01.
+# The norm of the clipped gradients would be 0.01.
 TASK = [
-    *("experiment=parity", *SHORT, "model.norm=group", "optimizer=adamw", "optimizer.lr=0.01"),
+    *("experiment=parity", *SHORT, "optimizer=adamw", "optimizer.lr=0.01"),
     *("trainer.max_steps=4", "trainer.limit_val_batches=0", "callbacks=[default,gradients]", "callbacks.best=null"),
     *("trainer.gradient_clip_val=0.01", "trainer.log_every_n_steps=2"),
 ]

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from src.data.parallel import DataParallelInfo
 
 from src.data.augment.augmentation import Augmentation
 from src.data.augment.mixing import cutmix, mixup
+from src.data.layout import BatchLayout, DataParallelInfo
 from src.data.sampler import TrainingBatches
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
@@ -18,6 +18,7 @@ from tests.support.runs import compose, fit
 
 IMAGES = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 32, 32).contiguous()  # all pixels of image k are k
 TARGETS = torch.eye(8)
+LAYOUT = BatchLayout(8, has_pairs=True)  # the partner of row k is row (k + 4) % 8
 MIXED = ["experiment=parity", *SHORT, "data.augment.mixup=0.8", "data.augment.cutmix=1.0"]
 
 
@@ -25,7 +26,7 @@ MIXED = ["experiment=parity", *SHORT, "data.augment.mixup=0.8", "data.augment.cu
 def test_targets_follow_the_fraction_of_the_partner_in_the_image(mix: object) -> None:
     fractions = set()
     for seed in range(50):
-        image, target = mix(IMAGES, TARGETS, 1.0, np.random.default_rng(seed))  # type: ignore[operator]
+        image, target = mix(IMAGES, TARGETS, LAYOUT.partners, 1.0, np.random.default_rng(seed))  # type: ignore[operator]
         fraction = target[0, 4]
         assert torch.allclose(target, (1 - fraction) * TARGETS + fraction * TARGETS.roll(4, 0))
         assert torch.allclose(
@@ -37,7 +38,7 @@ def test_targets_follow_the_fraction_of_the_partner_in_the_image(mix: object) ->
 
 
 def test_cutmix_pastes_a_box() -> None:
-    image, _ = cutmix(IMAGES, TARGETS, 1.0, np.random.default_rng(1))
+    image, _ = cutmix(IMAGES, TARGETS, LAYOUT.partners, 1.0, np.random.default_rng(1))
     pasted = image[0, 0] == 4
     rows, columns = pasted.any(1), pasted.any(0)
     assert pasted.sum() == rows.sum() * columns.sum() > 0
@@ -48,7 +49,7 @@ def test_step_applies_mixup_or_cutmix_with_the_given_probability() -> None:
     augment = Augmentation(mixup=1.0, cutmix=1.0, mix_probability=0.5)
     ways = []
     for step in range(200):
-        image, target = augment.mix(IMAGES, torch.arange(8), seed=0, step=step, num_classes=10)
+        image, target = augment.mix(IMAGES, torch.arange(8), LAYOUT, seed=0, step=step, num_classes=10)
         assert target.shape == (8, 10)
         values = len(image[0].unique())
         ways.append("none" if torch.equal(image, IMAGES) else "cutmix" if values == 2 else "mixup")
@@ -56,14 +57,14 @@ def test_step_applies_mixup_or_cutmix_with_the_given_probability() -> None:
     assert min(ways.count("mixup"), ways.count("cutmix")) > 30
 
 
-@pytest.mark.parametrize(("dp_size", "accumulate"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 3), (3, 4)])
+@pytest.mark.parametrize(("dp_size", "accumulate"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 3), (3, 4), (5, 2)])
 def test_partners_do_not_depend_on_the_world_size(dp_size: int, accumulate: int) -> None:
     def pairs(dp_size: int, accumulate: int) -> set[frozenset[int]]:
         found = set()
         for rank in range(dp_size):
-            for batch in TrainingBatches(1000, 48, accumulate, 0, DataParallelInfo(dp_size, rank, 1)):
-                halves = batch.tolist()[: len(batch) // 2], batch.tolist()[len(batch) // 2 :]
-                found |= {frozenset(pair) for pair in zip(*halves, strict=True)}
+            layout = BatchLayout(48, DataParallelInfo(dp_size, rank), accumulate, norm_groups=4, has_pairs=True)
+            for batch in TrainingBatches(1000, layout):
+                found |= {frozenset(pair) for pair in zip(batch.tolist(), batch[layout.partners].tolist(), strict=True)}
         return found
 
     assert pairs(dp_size, accumulate) == pairs(1, 1)
@@ -78,15 +79,13 @@ def test_agrees_with_single_process(devices: int, pool: Pool, small: list[str], 
 
 
 def test_accumulation_does_not_change_mixing(small: list[str], folder: Path) -> None:
-    """The network has no batch normalization, which would see micro-batches."""
-    plain = [*MIXED, "model.norm=group"]
-    reference = fit(compose(folder / "uninterrupted", *small, *plain))
-    halves = fit(compose(folder, *small, *plain, "trainer.accumulate_grad_batches=2"))
+    reference = fit(compose(folder / "uninterrupted", *small, *MIXED))
+    halves = fit(compose(folder, *small, *MIXED, "trainer.accumulate_grad_batches=2"))
     assert max(distances(halves, reference)) < TOLERANCE
 
 
 def test_refuses_an_odd_micro_batch(small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=r"mixup and cutmix pair .* 33 is odd: set data.batch_size=34"):
+    with pytest.raises(UserError, match=r"pairs of samples, which .*mixup and cutmix mix: .*=32 or 34"):
         fit(compose(folder, *small, *MIXED, "data.batch_size=33"))
 
 

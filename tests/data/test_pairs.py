@@ -88,5 +88,15 @@ def test_predicts(images: Path, pool: Pool, small: list[str], folder: Path) -> N
 
 def test_refuses_an_evaluation_without_samples_before_training(pool: Pool, small: list[str], folder: Path) -> None:
     cfg: Any = plain(folder, small, "strategy=ddp", "trainer.devices=2", "data.source.test_size=1")
-    with pytest.raises(RankFailed, match="the 1 images of `test` leave a batch of one of 2 processes empty"):
+    with pytest.raises(RankFailed, match="the 1 images of `test` leave a batch of one of the processes empty"):
         pool.run(2, fit, cfg)
+
+
+@pytest.mark.parametrize("world", [["trainer.devices=3"], ["trainer.devices=2", "strategy.shares=[3,1]"]], ids=str)
+def test_refuses_ranks_with_different_numbers_of_samples(
+    world: list[str], pool: Pool, small: list[str], folder: Path
+) -> None:
+    """The module averages over the batch of its rank, and the strategy over the ranks."""
+    cfg: Any = plain(folder, small, "strategy=ddp", *world)
+    with pytest.raises(RankFailed, match="Plain averages over the batch of its own process"):
+        pool.run(cfg.trainer.devices, fit, cfg)

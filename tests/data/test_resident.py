@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from src.data.parallel import DataParallelInfo
 
 from src.data.batch import Batch
+from src.data.layout import BatchLayout, DataParallelInfo
 from src.data.resident import ResidentBatches, should_keep_on_device
 from src.data.sampler import EvaluationBatches, TrainingBatches
 from src.data.splits import ImageSet, ImageSplit
@@ -29,10 +29,10 @@ def split() -> ImageSplit:
 @pytest.mark.parametrize(
     "sampler",
     [
-        TrainingBatches(70, 16),
-        TrainingBatches(70, 16, accumulate=2, parallel=DataParallelInfo(2, 1, num_microbatches=2)),
+        TrainingBatches(70, BatchLayout(16)),
+        TrainingBatches(70, BatchLayout(16, DataParallelInfo(2, 1, num_microbatches=2), accumulate=2)),
         EvaluationBatches(70, 16),
-        EvaluationBatches(70, 16, dp_size=3, dp_rank=2),
+        EvaluationBatches(70, 48, DataParallelInfo(3, 2)),
     ],
     ids=["train", "train on a rank", "evaluate", "evaluate on a rank"],
 )
@@ -46,11 +46,11 @@ def test_batches_equal_those_of_a_data_loader(sampler: Any) -> None:
 
 
 def test_epoch_and_start_are_read_with_the_first_batch() -> None:
-    sampler = TrainingBatches(70, 16)
+    sampler = TrainingBatches(70, BatchLayout(16))
     iterator = iter(ResidentBatches(split(), sampler, CPU))
     sampler.set_epoch(3)
     sampler.start = 32
-    later = TrainingBatches(70, 16)
+    later = TrainingBatches(70, BatchLayout(16))
     later.set_epoch(3)
     expected = [split().indices[positions] for positions in later][2:]
     assert [batch.sample_index.tolist() for batch in iterator] == [index.tolist() for index in expected]
@@ -62,7 +62,7 @@ def test_splits_use_the_same_storage_on_any_device() -> None:
     """The meta device stands for a GPU: only indices come from the host."""
     train = split()
     val = ImageSplit(train.dataset, torch.arange(5))
-    ResidentBatches(train, TrainingBatches(70, 16), META)
+    ResidentBatches(train, TrainingBatches(70, BatchLayout(16)), META)
     assert val.dataset.images.device == val.dataset.labels.device == META
     index = torch.empty(5, 16, dtype=torch.int64, device=META)
     images = train.dataset.gather(index[0])

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from src.data.parallel import DataParallelInfo
 from torch import Tensor
 
+from src.data.layout import BatchLayout, DataParallelInfo
 from src.data.sampler import TrainingBatches
 from src.data.splits import ImageSet, ImageSplit
 from src.data.transforms import TransformedSplit
@@ -45,7 +45,7 @@ def images_by_sample(
     split = ImageSplit(ImageSet(torch.zeros(48, 3, 4, 4, dtype=torch.uint8), torch.zeros(48)), torch.arange(48))
     found: dict[int, list[int]] = {}
     for rank in range(dp_size):
-        batches = TrainingBatches(48, 16, accumulate, seed, DataParallelInfo(dp_size, rank, 1))
+        batches = TrainingBatches(48, BatchLayout(16, DataParallelInfo(dp_size, rank), accumulate), seed)
         batches.set_epoch(epoch)
         data = TransformedSplit(split, [transform or Noise()], seed, batches)
         for positions in batches:

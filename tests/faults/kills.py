@@ -25,8 +25,7 @@ from tests.support.experiments import SIZES
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
-# There is no batch normalization, since it would see a pipeline's micro-batches.
-KILLED = [*PARITY, "model.norm=group", "callbacks.checkpoint.every_n_train_steps=2", "test=false"]
+KILLED = [*PARITY, "callbacks.checkpoint.every_n_train_steps=2", "test=false"]
 ELSEWHERE = {"auto": [1], "ddp": [2, 4], "fsdp": [2], "pipeline": [2]}
 VICTIMS = ["rank 0", "rank 1", "launcher", "all"]
 

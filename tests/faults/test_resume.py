@@ -68,7 +68,7 @@ def test_metrics_have_one_row_per_step(reference: Record, small: list[str], fold
 
 
 def test_repeats_a_half_accumulated_step(small: list[str], folder: Path) -> None:
-    """The number of micro-batches may change: without batch normalization the run is the same."""
+    """The number of micro-batches may change."""
     plain = [*TASK, *MLP]
     reference = fit(compose(folder / "uninterrupted", *small, *plain))
     cfg = compose(folder, *small, *plain, "trainer.accumulate_grad_batches=2")

@@ -1,7 +1,7 @@
 """Search for a configuration, and stops and strategies on its way, whose result differs from an uninterrupted run.
 
 python -m tests.fuzz --draws 500 --seed 7                                # draw; shrink and print a failure
-python -m tests.fuzz --options '…' --micro-batches 2 --way '…'           # repeat a case
+python -m tests.fuzz --options '…' --way '…'           # repeat a case
 """
 
 import argparse
@@ -24,7 +24,6 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--options")
-    parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--way", default="auto x1")
     given_by_user = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -37,7 +36,7 @@ def main() -> None:
         checker = Checker(pool, small, Path(folder))
         try:
             if given_by_user.options is not None:
-                checker.check(parse(given_by_user.options, given_by_user.micro_batches, given_by_user.way))
+                checker.check(parse(given_by_user.options, given_by_user.way))
             else:
                 search(checker, given_by_user.draws, given_by_user.seed)
         finally:

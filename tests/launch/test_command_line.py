@@ -214,11 +214,19 @@ def test_a_rank_that_raises_ends_all_under_torchrun(small: list[str], tmp_path: 
 
 def test_user_error_after_the_rendezvous_is_one_line_under_torchrun(small: list[str], tmp_path: Path) -> None:
     """All ranks raise it when the process group is open; rank zero must print it before torchrun ends all ranks."""
-    arguments = [*small, *TINY, *TWO, "data.batch_size=63", "logger=none", f"run_dir={tmp_path}/run"]
+    arguments = [
+        *small,
+        *TINY,
+        *TWO,
+        "data.batch_size=63",
+        "trainer.accumulate_grad_batches=2",
+        "logger=none",
+        f"run_dir={tmp_path}/run",
+    ]
     _, err = run(*arguments, program=TORCHRUN, code=1)
     lines = [line for line in err.splitlines() if line.startswith("error: ")]  # torchrun prints a traceback of its own
     assert len(lines) == 1, err[-3000:]
-    assert "data.batch_size=63 does not divide over 2 data-parallel processes" in lines[0]
+    assert "data.batch_size=63 does not divide over 2 micro-batches" in lines[0]
     assert "FileNotFoundError" not in err
     assert not (tmp_path / "run").exists()
 

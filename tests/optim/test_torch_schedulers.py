@@ -35,9 +35,7 @@ def task(small: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_agrees_with_single_process(schedule: str, task: list[str], pool: Pool, folder: Path) -> None:
-    """Group normalization makes accumulation the same experiment."""
     chosen = [*task, *SCHEDULES[schedule], "optimizer._target_=torch.optim.RMSprop"]
-    chosen.append("model.norm=group")
     reference = fit(compose(folder / "single", *chosen))
     two = ["strategy=fsdp", "trainer.devices=2", "trainer.accumulate_grad_batches=2"]
     for record in pool.run(2, fit, compose(folder, *chosen, *two)):

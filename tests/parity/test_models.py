@@ -18,6 +18,7 @@ from torch import Tensor
 
 from src.run.devices import runs_in_single_process
 from src.run.experiment import assemble
+from src.strategies.batch_norm import average_statistics
 from tests.support.comparison import TOLERANCE
 from tests.support.pool import Pool
 from tests.support.runs import CONF, STRATEGIES, compose, to_full_tensors
@@ -62,6 +63,7 @@ class Fingerprint(L.Callback):
             self.losses.append(float(trainer.callback_metrics["train/loss"]))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        average_statistics(pl_module)
         numbers = {
             name: _projection(tensor.double()) for name, tensor in to_full_tensors(pl_module.state_dict()).items()
         }
@@ -84,13 +86,12 @@ def fit_and_fingerprint(cfg: DictConfig) -> None:
 
 @pytest.fixture(scope="session")
 def single_process(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Return a function that trains a single process, which accumulates a pipeline's micro-batches."""
+    """Return a function that trains a single process."""
 
     @functools.cache
-    def run(model: str, micro_batches: int, *size: str) -> dict[str, Any]:
+    def run(model: str, *size: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("single")
-        accumulate = f"trainer.accumulate_grad_batches={micro_batches}"
-        fit_and_fingerprint(compose(folder, *small, *TASK, f"model={model}", *size, accumulate))
+        fit_and_fingerprint(compose(folder, *small, *TASK, f"model={model}", *size))
         found = torch.load(folder / "fingerprint.0")
         shutil.rmtree(folder)  # checkpoints of all models would be gigabytes
         return found
@@ -117,7 +118,7 @@ def test_agrees_with_single_process(
         fit_and_fingerprint(cfg)
     else:
         pool.run(2, fit_and_fingerprint, cfg)
-    expected = single_process(model, cfg.strategy.get("microbatches", 1), *size)
+    expected = single_process(model, *size)
     ranks = [torch.load(folder / f"fingerprint.{rank}") for rank in range(2)]
     assert {name for rank in ranks for name in rank} == set(expected)
     for found in ranks:

@@ -5,17 +5,22 @@ experiment.
 """
 
 import functools
+import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
-import lightning as L
 import pytest
 import torch
 from omegaconf import DictConfig
-from src.strategies.sync_batchnorm import GlobalBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from src.data.layout import BatchLayout
 from src.data.sampler import TrainingBatches
+from src.strategies.batch_norm import GroupedBatchNorm
+from src.strategies.ddp import DDP
 from src.strategies.pipeline.schedules import SCHEDULES, schedule_spec
 from tests.support.comparison import TOLERANCE, check_replicas, distances
 from tests.support.experiments import EXPERIMENTS, SHORT, SHORT_STEPS
@@ -23,6 +28,13 @@ from tests.support.pool import Pool
 from tests.support.runs import STRATEGIES, Record, compose, fit, fit_ranks
 
 World = tuple[str, int, list[str]]  # strategy, processes, options
+
+
+def _microbatches(strategy: str, count: int) -> list[str]:
+    """Return the options of a pipeline with so many micro-batches per accumulated batch; 1F1B needs one per stage."""
+    return [f"strategy.microbatches={count}", "strategy.schedule=gpipe"] if strategy in ("pipeline", "hybrid") else []
+
+
 ON_FOUR = ("hsdp", "hybrid")  # on two processes they equal fsdp and pipeline
 WORLDS: dict[str, World] = {
     f"{strategy} x{devices}": (strategy, devices, []) for strategy in STRATEGIES for devices in (2, 4)
@@ -39,6 +51,30 @@ SCHEDULED: dict[str, World] = {
     f"pipeline x{devices}, {name}": ("pipeline", devices, [f"strategy.schedule={name}"])
     for name in SCHEDULES
     for devices in (2, 4)
+} | {
+    f"pipeline x2, {name}, 2 micro-batches": (
+        "pipeline",
+        2,
+        [f"strategy.schedule={name}", "strategy.microbatches=2"],
+    )
+    for name in SCHEDULES
+    if not schedule_spec(name).v_shape  # which needs four
+}
+UNEVEN: dict[str, World] = {  # ranks with different numbers of samples
+    "ddp x3": ("ddp", 3, []),
+    "ddp x2, shares 3:1": ("ddp", 2, ["strategy.shares=[3,1]"]),
+    "ddp x3, accumulate 2": ("ddp", 3, ["trainer.accumulate_grad_batches=2"]),
+    "fsdp x3, shares 5:2:1": ("fsdp", 3, ["strategy.shares=[5,2,1]"]),
+    "hybrid x4, shares 3:1": ("hybrid", 4, ["strategy.shares=[3,1]", "strategy.microbatches=2"]),
+}
+ACCUMULATED: dict[str, World] = {
+    f"{name}, accumulate {count}": (
+        strategy,
+        devices,
+        [f"trainer.accumulate_grad_batches={count}", *_microbatches(strategy, 4 // count)],
+    )
+    for name, (strategy, devices, _) in (WORLDS | {"ddp x1": ("ddp", 1, [])}).items()
+    for count in (2, 4)
 }
 MUON_OPTIONS = ("ddp x2, ZeRO-1", "hybrid x4 of fsdp", "pipeline x2, 1f1b", "pipeline x2, zbv_zero_bubble")
 FROZEN = ("net.layer1.whitening.weight",)
@@ -52,16 +88,24 @@ def _experiment(schedule: str, devices: int) -> str:
 QUICK = [
     *[("sgd", f"{strategy} x{4 if strategy in ON_FOUR else 2}") for strategy in STRATEGIES],
     *[("adamw", world) for world in ("ddp x4, ZeRO-1", "fsdp x2", "pipeline x2")],
-    *[("accumulate", world) for world in ("ddp x2", "fsdp x4", "pipeline x2", "hybrid x4 of fsdp, zbv")],
     *[("muon", world) for world in ("ddp x2, ZeRO-1", "fsdp x2", "pipeline x2, zbv_zero_bubble")],
     *[(_experiment(schedule, 2), f"pipeline x2, {schedule}") for schedule in SCHEDULES],
+    *[("sgd", f"{name}, accumulate 2") for name in ("ddp x2", "fsdp x4", "pipeline x2")],
+    *[("sgd", f"{name}, accumulate 4") for name in ("ddp x1", "hsdp x4")],
+    *[("sgd", world) for world in UNEVEN],
+    *[("mixed", world) for world in ("ddp x3", "hybrid x4, shares 3:1")],
+    *[("one group", world) for world in ("ddp x2", "fsdp x3, shares 5:2:1")],
 ]
 ALL = [
-    *[(experiment, world) for experiment in ("sgd", "adamw", "accumulate") for world in WORLDS],
-    *[("sgd", world) for world in OPTIONS],
-    *[("accumulate", world) for world in OPTIONS],
+    *[(experiment, world) for experiment in ("sgd", "adamw") for world in WORLDS],
+    *[("sgd", world) for world in [*OPTIONS, *ACCUMULATED, *UNEVEN]],
+    *[("mixed", world) for world in UNEVEN],
+    *[("one group", world) for world in ("ddp x4", "fsdp x4", "hsdp x4", "ddp x3", "fsdp x3, shares 5:2:1")],
     *[("muon", world) for world in ("ddp x2", "fsdp x2", "hsdp x4", *MUON_OPTIONS)],
-    *[(_experiment(world.partition(", ")[2], devices), world) for world, (_, devices, _) in SCHEDULED.items()],
+    *[
+        (_experiment(options[0].partition("=")[2], devices), world)
+        for world, (_, devices, options) in SCHEDULED.items()
+    ],
 ]
 SHIPPED: list[str] = []  # the shipped experiment of 20 steps, unchanged
 ROWS = [
@@ -71,19 +115,15 @@ ROWS = [
 
 
 @pytest.fixture(scope="session")
-def single_process(
-    small: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, int, list[str]], Record]:
-    """Return a function that trains a single process, which accumulates a pipeline's micro-batches."""
+def single_process(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, list[str]], Record]:
+    """Return a function that trains a single process: the one reference of all worlds."""
 
     @functools.cache
-    def run(experiment: str, micro_batches: int, length: tuple[str, ...]) -> Record:
+    def run(experiment: str, length: tuple[str, ...]) -> Record:
         folder = tmp_path_factory.mktemp("single")
-        cfg = compose(folder, *small, "experiment=parity", *length, *EXPERIMENTS[experiment])
-        cfg.trainer.accumulate_grad_batches *= micro_batches
-        return fit(cfg)
+        return fit(compose(folder, *small, "experiment=parity", *length, *EXPERIMENTS[experiment]))
 
-    return lambda experiment, micro_batches, length: run(experiment, micro_batches, tuple(length))
+    return lambda experiment, length: run(experiment, tuple(length))
 
 
 @pytest.mark.parametrize(
@@ -91,19 +131,17 @@ def single_process(
     [(SHORT, SHORT_STEPS), pytest.param(SHIPPED, 20, marks=pytest.mark.slow)],
     ids=["short", "20 steps"],
 )
-@pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize(
     "experiment", [pytest.param(name, marks=[pytest.mark.slow] if name == "deep" else []) for name in EXPERIMENTS]
 )
 def test_reference_run_changes_its_weights(
     experiment: str,
-    micro_batches: int,
     length: list[str],
     steps: int,
-    single_process: Callable[[str, int, list[str]], Record],
+    single_process: Callable[[str, list[str]], Record],
 ) -> None:
     """The run crosses an epoch boundary, repeats no batch, is in float64, and moves each weight by more than 1 %."""
-    reference = single_process(experiment, micro_batches, length)
+    reference = single_process(experiment, length)
     assert len(reference.losses) == steps
     assert len({tuple(sorted(batch)) for batch in reference.indices}) == len(reference.indices)
     first_epoch = {index for batch in reference.indices for index in batch}
@@ -119,17 +157,17 @@ def test_agrees_with_single_process(
     experiment: str,
     world: str,
     length: list[str],
-    single_process: Callable[[str, int, list[str]], Record],
+    single_process: Callable[[str, list[str]], Record],
     pool: Pool,
     small: list[str],
     folder: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    strategy, devices, options = (WORLDS | OPTIONS | SCHEDULED)[world]
+    strategy, devices, options = (WORLDS | OPTIONS | SCHEDULED | UNEVEN | ACCUMULATED)[world]
     chosen = [*EXPERIMENTS[experiment], f"strategy={strategy}", f"trainer.devices={devices}", *options]
     cfg = compose(folder, *small, "experiment=parity", *length, *chosen)
     records = fit_ranks(cfg, pool)
-    reference = single_process(experiment, cfg.strategy.get("microbatches", 1), length)
+    reference = single_process(experiment, length)
     assert {name for record in records for name in record.final} == set(reference.final)
     losses, weights = (
         max(values) for values in zip(*(distances(record, reference) for record in records), strict=True)
@@ -140,59 +178,90 @@ def test_agrees_with_single_process(
     check_replicas(records)
 
 
-@pytest.mark.parametrize("length", [SHORT, pytest.param(SHIPPED, marks=pytest.mark.slow)], ids=["short", "20 steps"])
-def test_three_processes_agree(length: list[str], pool: Pool, small: list[str], folder: Path) -> None:
-    """A third of the batch is no power of two, so the ranks round differently."""
-    task = [*small, "experiment=parity", *length, "data.batch_size=33"]
+@pytest.mark.parametrize(
+    ("batch", "devices", "options"),
+    [
+        (128, 3, []),
+        (128, 3, ["strategy.shares=[5,2,1]"]),
+        pytest.param(512, 7, [], marks=pytest.mark.slow),
+        pytest.param(128, 2, ["strategy.shares=[3,1]"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_batches_that_do_not_divide_agree(
+    batch: int, devices: int, options: list[str], small: list[str], folder: Path, pool: Pool
+) -> None:
+    task = [*small, "experiment=parity", f"data.batch_size={batch}", "data.source.train_size=1200", "callbacks=none"]
+    task += ["trainer.max_steps=2", "trainer.limit_val_batches=0"]
     reference = fit(compose(folder / "single", *task))
-    for record in pool.run(3, fit, compose(folder, *task, "strategy=ddp", "trainer.devices=3")):
+    cfg = compose(folder, *task, "strategy=ddp", f"trainer.devices={devices}", *options)
+    for record in pool.run(devices, fit, cfg):
         assert max(distances(record, reference)) < TOLERANCE
 
 
-class _NoAveraging(L.Callback):
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(trainer.model, DistributedDataParallel)
-        trainer.model.require_backward_grad_sync = False
+def _break_epochs(cfg: DictConfig, rank: int) -> Any:
+    return patch.object(TrainingBatches, "set_epoch", lambda self, epoch: None)
 
 
-def _break_epochs(cfg: DictConfig, rank: int) -> list[L.Callback]:
-    TrainingBatches.set_epoch = lambda self, epoch: None  # type: ignore[method-assign]
-    return []
+def _break_groups(cfg: DictConfig, rank: int) -> Any:
+    """Let each rank form groups of its own samples, in another order."""
+    positions = BatchLayout.positions.func
+    return patch.object(BatchLayout, "positions", property(lambda self: positions(self).sort(1).values))
 
 
-def _break_batch_norm(cfg: DictConfig, rank: int) -> list[L.Callback]:
-    GlobalBatchNorm.apply = lambda self, model: model  # type: ignore[method-assign]
-    return []
+def _break_running_statistics(cfg: DictConfig, rank: int) -> Any:
+    """Let the running statistics decay with each micro-batch."""
+    return patch.object(
+        GroupedBatchNorm, "is_first_pass", property(lambda self: True, lambda self, value: None), create=True
+    )
 
 
-def _break_averaging(cfg: DictConfig, rank: int) -> list[L.Callback]:
-    return [_NoAveraging()]
+def _break_averaging(cfg: DictConfig, rank: int) -> Any:
+    def stop_averaging(self: DDP) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.require_backward_grad_sync = False
+
+    return patch.object(DDP, "on_train_start", stop_averaging)
 
 
-def _break_one_seed(cfg: DictConfig, rank: int) -> list[L.Callback]:
+def _break_one_seed(cfg: DictConfig, rank: int) -> Any:
     cfg.data.seed += rank
-    return []
+    return nullcontext()
 
 
-def _broken_fit(cfg: DictConfig, sabotage: Callable[[DictConfig, int], list[L.Callback]]) -> Record:
-    import os
-
-    saved = TrainingBatches.set_epoch, GlobalBatchNorm.apply
-    try:
-        return fit(cfg, *sabotage(cfg, int(os.environ["RANK"])))
-    finally:
-        TrainingBatches.set_epoch, GlobalBatchNorm.apply = saved  # type: ignore[method-assign]
+def _break_shares(cfg: DictConfig, rank: int) -> Any:
+    """Let a rank weigh its samples by their number on this rank, which is off by one."""
+    return patch.object(BatchLayout, "mean_samples_per_batch", property(lambda self: self.samples_per_batch))
 
 
-@pytest.mark.parametrize("sabotage", [_break_epochs, _break_batch_norm, _break_averaging, _break_one_seed])
+def _broken_fit(cfg: DictConfig, sabotage: Callable[[DictConfig, int], Any]) -> Record:
+    with sabotage(cfg, int(os.environ["RANK"])):
+        return fit(cfg)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "devices", "options"),
+    [
+        (_break_epochs, 2, []),
+        (_break_groups, 2, []),
+        (_break_running_statistics, 2, ["trainer.accumulate_grad_batches=2"]),
+        (_break_averaging, 2, []),
+        (_break_one_seed, 2, []),
+        (_break_shares, 3, []),
+    ],
+)
 def test_detects_broken_runs(
-    sabotage: Callable[[DictConfig, int], list[L.Callback]],
-    single_process: Callable[[str, int, list[str]], Record],
+    sabotage: Callable[[DictConfig, int], Any],
+    devices: int,
+    options: list[str],
+    single_process: Callable[[str, list[str]], Record],
     pool: Pool,
     small: list[str],
     folder: Path,
 ) -> None:
-    reference = single_process("sgd", 1, SHORT)
-    cfg = compose(folder, *small, "experiment=parity", *SHORT, "strategy=ddp", "trainer.devices=2")
-    for record in pool.run(2, _broken_fit, cfg, sabotage):
+    reference = single_process("sgd", SHORT)
+    world = ["strategy=ddp", f"trainer.devices={devices}", *options]
+    for record in pool.run(
+        devices, _broken_fit, compose(folder, *small, "experiment=parity", *SHORT, *world), sabotage
+    ):
         assert max(distances(record, reference)) > 1000 * TOLERANCE

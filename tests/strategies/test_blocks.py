@@ -57,7 +57,7 @@ def test_agrees_with_single_process(
 ) -> None:
     own = [f"model._target_=tests.support.networks.{network}", "~model.norm"]
     task = [*small, "experiment=parity", *SHORT, *own]
-    reference = fit(compose(folder / "single", *task, "trainer.accumulate_grad_batches=4"), test=True)
+    reference = fit(compose(folder / "single", *task), test=True)
     cfg = compose(folder, *task, *options)
     for record in pool.run(cfg.trainer.devices, fit, cfg):
         assert max(distances(record, reference)) < TOLERANCE

@@ -15,7 +15,8 @@ SHORT_STEPS, SHORT_EPOCH = 8, 5
 EXPERIMENTS: dict[str, list[str]] = {
     "sgd": [],
     "adamw": ["optimizer=adamw", "optimizer.lr=0.01"],
-    "accumulate": ["trainer.accumulate_grad_batches=2"],
+    "mixed": ["data.augment.mixup=0.8", "data.augment.cutmix=1.0"],
+    "one group": ["data.norm_groups=1"],
     "muon": [
         "model=airbench",
         "~model.width",
