@@ -1,5 +1,6 @@
 """Exponential moving average of the weights, for evaluation and checkpoints."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -75,10 +76,9 @@ class EMA(L.Callback):
             return
         self._update_average(trainer, pl_module)
         module_holds_average = bool(self._training_weights)
-        current = checkpoint["state_dict"]
+        current = _clone(checkpoint["state_dict"])  # the swaps change the module's tensors
         self._swap_weights(pl_module)
-        other = trainer.strategy.lightning_module_state_dict()
-        swapped = with_versions({name: tensor.clone() for name, tensor in other.items()}, current)
+        swapped = _clone(trainer.strategy.lightning_module_state_dict())
         self._swap_weights(pl_module)
         average, training = (current, swapped) if module_holds_average else (swapped, current)
         checkpoint["state_dict"], checkpoint["training_state_dict"] = average, training
@@ -116,6 +116,10 @@ class EMA(L.Callback):
             new, self._training_weights = self._average, {name: tensor.clone() for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             tensor.copy_(new[name])
+
+
+def _clone(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return with_versions({name: tensor.clone() for name, tensor in state.items()}, state)
 
 
 def _local_tensors(module: L.LightningModule) -> dict[str, Tensor]:

@@ -3,6 +3,8 @@
 from typing import Any
 
 import lightning as L
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.strategies.batch_norm import (
@@ -41,9 +43,11 @@ class NormGroups(L.Callback):
                 f"another experiment: use fewer, set data.norm_groups={layout.micro_batches}, which is another "
                 "experiment too, or take a model without batch normalization, such as vit"
             )
-        process_group = (trainer.distributed_sampler_kwargs or {}).get("group")
-        apply_norm_groups(pl_module, norm_groups(layout, process_group))
+        kwargs = trainer.distributed_sampler_kwargs or {}
+        ranks = kwargs.get("group", dist.group.WORLD) if layout.parallel.dp_size > 1 else None
+        apply_norm_groups(pl_module, norm_groups(layout, ranks))
         self._norms = [part for part in pl_module.modules() if isinstance(part, GroupedBatchNorm)]
+        _average_before_saving(trainer.strategy, pl_module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -64,7 +68,21 @@ class NormGroups(L.Callback):
                 )
             norm.is_first_pass, norm.passes = True, 0
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        average_statistics(pl_module)
+
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         average_statistics(pl_module)
         revert_norm_groups(pl_module)
         self._norms = []
+
+
+def _average_before_saving(strategy: Strategy, module: L.LightningModule) -> None:
+    """Average before the strategy collects a checkpoint's weights, for which Lightning has no hook."""
+    collect = strategy.lightning_module_state_dict
+
+    def average_and_collect() -> dict[str, Any]:
+        average_statistics(module)
+        return collect()
+
+    strategy.lightning_module_state_dict = average_and_collect  # type: ignore[method-assign]

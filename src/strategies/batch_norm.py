@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from src.data.layout import BatchLayout
 from src.utils.compilation import device_constant
@@ -89,9 +90,12 @@ def _ranks_sharing(holds: Tensor, rank: int) -> list[int]:
 def apply_norm_groups(net: nn.Module, groups: NormGroups) -> None:
     """Change the class of the batch normalization layers, in place. Parameters, names and hooks stay the same.
 
+    DistributedDataParallel, if it wraps `net`, does not broadcast their running statistics: each rank has its own.
+
     Raises:
         UserError: if a layer has a forward pass of its own, which the change would lose.
     """
+    buffers: list[str] = []
     for name, norm in net.named_modules():
         if not isinstance(norm, _BatchNorm) or isinstance(norm, GroupedBatchNorm):
             continue
@@ -103,12 +107,16 @@ def apply_norm_groups(net: nn.Module, groups: NormGroups) -> None:
         norm.class_before, norm.groups = type(norm), groups  # type: ignore[assignment]
         norm.is_first_pass, norm.passes = True, 0  # type: ignore[assignment]
         norm.__class__ = GroupedBatchNorm
+        buffers += [f"{name}.{buffer}" for buffer in norm._buffers]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, buffers)
 
 
 def revert_norm_groups(net: nn.Module) -> None:
     """Undo `apply_norm_groups`."""
-    for norm in grouped_norms(net):
+    for norm in list(grouped_norms(net)):
         norm.__class__ = norm.class_before  # type: ignore[assignment]
+        for name in ("class_before", "groups", "is_first_pass", "passes"):
+            delattr(norm, name)
 
 
 def grouped_norms(net: nn.Module) -> Iterator["GroupedBatchNorm"]:

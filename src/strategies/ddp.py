@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -18,7 +17,6 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from src.strategies.batch_norm import GroupedBatchNorm, average_statistics
 from src.strategies.comm_hooks import HOOKS
 from src.utils.errors import UserError, suggest
 from src.utils.timeline import communication
@@ -79,7 +77,7 @@ class DDP(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return super().distributed_sampler_kwargs | {"shares": self.shares, "group": dist.group.WORLD}
+        return super().distributed_sampler_kwargs | {"shares": self.shares}
 
     def setup(self, trainer: L.Trainer) -> None:
         self._check_options(trainer)
@@ -108,10 +106,6 @@ class DDP(DDPStrategy):
             )
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap the module in DDP, which broadcasts no running statistics of groups: each rank has its own."""
-        norms = [(name, part) for name, part in model.named_modules() if isinstance(part, GroupedBatchNorm)]
-        buffers = [f"{name}.{buffer}" for name, norm in norms for buffer in norm._buffers]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
         # Lightning builds DDP on a side stream, for capture in a CUDA graph (strategies/ddp.py:194 in 2.6.6).
         # Gradients would then accumulate on that stream, and each backward pass would wait for the other one:
         # https://github.com/Lightning-AI/pytorch-lightning/issues/21567
@@ -199,16 +193,12 @@ class DDP(DDPStrategy):
         }
 
     def on_validation_start(self) -> None:
-        assert self.lightning_module is not None
-        average_statistics(self.lightning_module)
         self._average(self.lightning_module.parameters())
 
     def on_train_end(self) -> None:
         self._average(self.lightning_module.parameters())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        average_statistics(self.lightning_module)
         self._average(self.lightning_module.parameters())
         return super().lightning_module_state_dict()
 

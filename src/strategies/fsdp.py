@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -51,8 +50,7 @@ class FSDP(ShardedStateStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        world = {"num_replicas": self.world_size, "rank": self.global_rank}
-        return world | {"shares": self.shares, "group": dist.group.WORLD}
+        return {"num_replicas": self.world_size, "rank": self.global_rank, "shares": self.shares}
 
     def setup_environment(self) -> None:
         self._setup_distributed()

@@ -16,7 +16,6 @@ from src.checkpoint import sharded
 from src.checkpoint.integrity import corruption_error, read_checkpoint
 from src.checkpoint.io import write_error
 from src.optim.optimizer_state import merge, shard, shard_like
-from src.strategies.batch_norm import average_statistics
 from src.utils.tensors import to_full_tensor, with_versions
 from src.utils.timeline import communication
 
@@ -80,13 +79,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
         with communication():
             return super().reduce(*args, **kwargs)
 
-    def on_validation_start(self) -> None:
-        assert self.lightning_module is not None
-        average_statistics(self.lightning_module)
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        average_statistics(self.lightning_module)
         own = self.lightning_module.state_dict()
         if self.sharded_checkpoints:
             return own

@@ -104,6 +104,7 @@ def step_on_rank(
         (y * weights[rows]).sum().backward()
         results.append((y.detach(), part.grad))
     average_statistics(net)
+    dist.barrier()  # a rank may have sent nothing, and the other still connects
     y, grad = (torch.cat(values) for values in zip(*results, strict=True))
     gradients = {f"grad of {name}": parameter.grad for name, parameter in norm.named_parameters()}
     norm.eval()
