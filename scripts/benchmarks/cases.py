@@ -83,6 +83,23 @@ def ddp(images: Path) -> list[Case]:
     return cases
 
 
+def groups(images: Path) -> list[Case]:
+    """A step of the default network with batch normalization over the groups of the batch, on 1, 2 and 4 processes."""
+    kinds = {
+        "statistics of a process": ["trainer.sync_batchnorm=false"],
+        "four groups": [],
+        "one group": ["data.norm_groups=1"],
+    }
+    uneven = {"shares 3:1": ["strategy.shares=[3,1]"]}
+    cases = []
+    for devices in (1, 2, 4):
+        task = ("resnet9", images, STEPS["resnet9"], EVERY["resnet9"])
+        chosen = kinds | uneven if devices == 2 else kinds
+        programs = [ours(name, *task, *options, devices=devices) for name, options in chosen.items()]
+        cases.append(Case(f"a step of resnet9, processes: {devices}", "step ms", programs))
+    return cases
+
+
 def data(images: Path) -> list[Case]:
     """Loader and augmentation alone, without a network."""
     settings = ["--data", images, "--clock", "{scratch}/clock.json"]
@@ -122,6 +139,7 @@ def _accuracies(scratch: Path) -> dict[str, float]:
 BENCHMARKS: dict[str, Callable[[Path], list[Case]]] = {
     "overhead": overhead,
     "ddp": ddp,
+    "groups": groups,
     "data": data,
     "startup": startup,
     "accuracy": accuracy,

@@ -8,9 +8,9 @@ from lightning.pytorch.strategies import Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.strategies.batch_norm import (
-    GroupedBatchNorm,
     apply_norm_groups,
     average_statistics,
+    grouped_norms,
     norm_groups,
     revert_norm_groups,
 )
@@ -19,9 +19,6 @@ from src.utils.errors import UserError
 
 class NormGroups(L.Callback):
     """Lets the batch normalization layers of any network use `data.norm_groups` groups of the global batch."""
-
-    def __init__(self) -> None:
-        self._norms: list[GroupedBatchNorm] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Change the layers before a strategy wraps, shards or splits the network.
@@ -46,7 +43,6 @@ class NormGroups(L.Callback):
         kwargs = trainer.distributed_sampler_kwargs or {}
         ranks = kwargs.get("group", dist.group.WORLD) if layout.parallel.dp_size > 1 else None
         apply_norm_groups(pl_module, norm_groups(layout, ranks))
-        self._norms = [part for part in pl_module.modules() if isinstance(part, GroupedBatchNorm)]
         _average_before_saving(trainer.strategy, pl_module)
 
     def on_train_batch_end(
@@ -58,9 +54,10 @@ class NormGroups(L.Callback):
             UserError: if the network runs more than once per micro-batch, so that its running statistics would depend
                 on their number.
         """
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+        data: Any = trainer.datamodule
+        if data.layout.micro_batches == 1 or (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        for norm in self._norms:
+        for norm in grouped_norms(pl_module):
             if norm.passes > norm.groups.micro_batches:
                 raise UserError(
                     "trainer.accumulate_grad_batches: a network with batch normalization runs more than once in "
@@ -74,7 +71,6 @@ class NormGroups(L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         average_statistics(pl_module)
         revert_norm_groups(pl_module)
-        self._norms = []
 
 
 def _average_before_saving(strategy: Strategy, module: L.LightningModule) -> None:
