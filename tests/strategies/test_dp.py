@@ -44,6 +44,12 @@ def test_refuses_a_batch_that_does_not_divide(small: list[str], folder: Path, mo
         fit(compose(folder, *small, *PARITY, "data.batch_size=33"))
 
 
+def test_refuses_recomputation(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
+    with pytest.raises(UserError, match=r"module.recompute=blocks .* strategy=dp"):
+        fit(compose(folder, *small, *PARITY, "module.recompute=blocks"))
+
+
 class OneThread(nn.Module):
     """DataParallel with one replica: like torch's, it enables autocast in a new thread, with that thread's type."""
 
