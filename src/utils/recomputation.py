@@ -8,7 +8,7 @@ takes other values of the first pass by `remember`.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Optional, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,10 @@ def recompute_blocks(net: nn.Module) -> None:
     blocks = [part for part in parts if _is_composite(part) and next(part.parameters(), None) is not None]
     if not blocks:
         raise UserError("module.recompute=blocks: `model` has no block of several layers: set module.recompute=none")
-    for block in dict.fromkeys(blocks):
-        # A partial of a module-level function, unlike a closure, survives pickling and copying of the network.
-        block.forward = partial(_forward, block, block.forward)
+    for block in blocks:
+        if getattr(block.forward, "func", None) is not _forward:  # a network may be passed on a second time
+            # A partial of a module-level function, unlike a closure, survives pickling and copying of the network.
+            block.forward = partial(_forward, block, block.forward)
 
 
 def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -61,9 +62,9 @@ def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=partial(_passes, block))
 
 
-def _passes(block: nn.Module) -> tuple["_FirstPass", "_Recomputation"]:
-    first = _FirstPass(block)
-    return first, _Recomputation(first)
+def _passes(block: nn.Module) -> tuple["_Pass", "_Pass"]:
+    first = _Pass(block)
+    return first, _Pass(block, first)
 
 
 def remember(compute: Callable[[], _T]) -> _T:
@@ -79,56 +80,41 @@ def _call(compute: Callable[[], _T]) -> _T:
 _remember: Callable[[Callable[[], Any]], Any] = _call
 
 
-class _FirstPass:
-    """Context of the first pass of a block. It can be entered once.
+class _Pass:
+    """Context of the first pass of a block, or of a recomputation, which repeats the pass `first`.
 
     Attributes:
-        values: what `remember` returned, in order.
+        values: what `remember` returned in the first pass, in order.
         buffers: copies of the block's buffers before the pass.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self.block = block
+    def __init__(self, block: nn.Module, first: Optional["_Pass"] = None) -> None:
+        self.block, self.first = block, first
         self.values: list[Any] = []
         self.buffers: list[Tensor] = []
 
     def __enter__(self) -> None:
-        self.buffers = _copy_buffers(self.block)
-        _set_remember(self._append)
+        self.buffers = [buffer.clone() for buffer in self.block.buffers()]
+        if self.first is None:
+            _set_remember(self._append)
+        else:
+            values = iter(self.first.values)
+            _restore_buffers(self.block, self.first.buffers)
+            _set_remember(lambda compute: next(values))
 
     def __exit__(self, *_: object) -> None:
         _set_remember(_call)
+        if self.first is not None:
+            _restore_buffers(self.block, self.buffers)
 
     def _append(self, compute: Callable[[], Any]) -> Any:
         self.values.append(compute())
         return self.values[-1]
 
 
-class _Recomputation:
-    """Context of a recomputation of a block, which repeats its first pass. Each backward pass enters it."""
-
-    def __init__(self, first: _FirstPass) -> None:
-        self.first = first
-        self.buffers: list[Tensor] = []  # copies of the block's buffers before the recomputation
-
-    def __enter__(self) -> None:
-        values = iter(self.first.values)
-        self.buffers = _copy_buffers(self.first.block)
-        _restore_buffers(self.first.block, self.first.buffers)
-        _set_remember(lambda compute: next(values))
-
-    def __exit__(self, *_: object) -> None:
-        _set_remember(_call)
-        _restore_buffers(self.first.block, self.buffers)
-
-
 def _set_remember(function: Callable[[Callable[[], Any]], Any]) -> None:
     global _remember
     _remember = function
-
-
-def _copy_buffers(block: nn.Module) -> list[Tensor]:
-    return [buffer.clone() for buffer in block.buffers()]
 
 
 def _restore_buffers(block: nn.Module, values: list[Tensor]) -> None:
