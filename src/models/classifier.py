@@ -20,8 +20,10 @@ from src.optim.schedules import lr_multiplier
 from src.utils.compilation import compiled, should_compile
 from src.utils.errors import UserError, suggest
 from src.utils.log_points import is_log_point
+from src.utils.recomputation import recompute_blocks
 
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")  # with CUDA graphs
+_RECOMPUTE = ("none", "blocks")
 _COMPILE_MODES = ("default", "max-autotune-no-cudagraphs", *_GRAPH_MODES)
 
 
@@ -43,9 +45,11 @@ class ImageClassifier(Module):
             the mode of torch.compile, such as `max-autotune`.
         channels_last: use the channels-last memory format for images and filters, with which convolutions are faster
             on CPUs and GPUs.
+        recompute: `blocks` keeps only the input of each block of the network, and computes its activations again in
+            the backward pass, which saves memory; `none` keeps all activations.
 
     Raises:
-        UserError: if `label_smoothing`, `tta` or `compile` is not valid.
+        UserError: if `label_smoothing`, `tta`, `compile` or `recompute` is not valid.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class ImageClassifier(Module):
         tta: str | None = None,
         compile: bool | str = False,
         channels_last: bool = True,
+        recompute: str = "none",
     ) -> None:
         super().__init__()
         if not 0 <= label_smoothing <= 1:
@@ -66,7 +71,13 @@ class ImageClassifier(Module):
         check_views(tta)
         if isinstance(compile, str) and compile not in _COMPILE_MODES:
             raise UserError(f"module.compile={compile}: give true, false or a mode: {suggest(compile, _COMPILE_MODES)}")
-        self.net, self.tta = net, tta
+        if recompute not in _RECOMPUTE:
+            raise UserError(f"module.recompute={recompute}: {suggest(str(recompute), _RECOMPUTE)}")
+        if recompute == "blocks":
+            if compile:
+                raise UserError(f"module.compile={compile} and module.recompute=blocks exclude each other: unset one")
+            recompute_blocks(net)
+        self.net, self.tta, self.recompute = net, tta, recompute  # strategies that cannot recompute read the last
         has_convolutions = any(isinstance(module, nn.Conv2d) for module in net.modules())
         self.memory_format = torch.channels_last if channels_last and has_convolutions else torch.contiguous_format
         net.to(memory_format=self.memory_format)  # type: ignore[call-overload]

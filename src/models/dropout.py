@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from src.utils.compilation import device_constant
+from src.utils.recomputation import remember
 
 _log = logging.getLogger(__name__)
 _UNSUPPORTED_TYPES = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -51,8 +52,9 @@ class SampleDropout(nn.Dropout):
 
     def _keep_mask(self, count: int) -> Tensor:
         """Return the (n, count) bool mask of the elements to keep, for `count` elements of each sample."""
-        assert self.sample_hash is not None
-        return _mix(self.sample_hash[:, None] ^ _element_hash(count, self.sample_hash.device)) >= _threshold(self.p)
+        sample_hash = remember(lambda: self.sample_hash)
+        assert sample_hash is not None
+        return _mix(sample_hash[:, None] ^ _element_hash(count, sample_hash.device)) >= _threshold(self.p)
 
 
 class DropPath(SampleDropout):
@@ -72,8 +74,9 @@ class DropPath(SampleDropout):
         shape = (len(input), *[1] * (input.ndim - 1))
         if not self._uses_keys(input):
             return input * super().forward(input.new_ones(shape))
-        assert self.factor is not None
-        return input * self.factor.to(input.dtype).view(shape)
+        factor = remember(lambda: self.factor)
+        assert factor is not None
+        return input * factor.to(input.dtype).view(shape)
 
 
 def _mix(bits: Tensor) -> Tensor:

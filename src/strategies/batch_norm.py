@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from src.data.layout import BatchLayout
 from src.utils.compilation import device_constant
 from src.utils.errors import UserError
+from src.utils.recomputation import remember
 from src.utils.tensors import upcast_half
 from src.utils.timeline import communication
 
@@ -165,7 +166,7 @@ class GroupedBatchNorm(_BatchNorm):
             output, moments = self._normalize_alone(input, sizes)
         else:
             output, moments = self._normalize_shared(input, sizes)
-        self._update_running(moments)
+        remember(lambda: self._update_running(moments))
         return output
 
     def _rows_per_group(self, input: Tensor) -> list[int]:
@@ -201,7 +202,7 @@ class GroupedBatchNorm(_BatchNorm):
     def _normalize_shared(self, input: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
         """Return the same as `_normalize_alone`, for groups that several ranks share."""
         values_per_row = input[0, 0].numel() * sum(sizes) // sum(self.groups.sizes)
-        mean, var = _moments_over_ranks(input.detach(), sizes, self.groups)
+        mean, var = remember(lambda: _moments_over_ranks(input.detach(), sizes, self.groups))
         values = _column(self.groups.totals, mean.dtype, mean.device) * values_per_row
         weight = None if self.weight is None else self.weight.to(mean.dtype)
         bias = None if self.bias is None else self.bias.to(mean.dtype)

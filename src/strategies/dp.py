@@ -66,6 +66,8 @@ class DP(ParallelStrategy):
         net: Any = self.lightning_module.net
         if getattr(self.lightning_module, "should_compile", False):
             raise UserError("module.compile=true compiles the full network, which strategy=dp copies in every step")
+        if getattr(self.lightning_module, "recompute", "none") != "none":
+            raise UserError("module.recompute=blocks changes each block, which strategy=dp copies: take strategy=ddp")
         revert_norm_groups(net)  # DataParallel divides the batch otherwise
         # Assigning the module instead would register its parameters a second time.
         net.forward = _forward_on_all(net, self.parallel_devices)

@@ -38,6 +38,12 @@ def test_agrees_with_single_process_on_a_cpu(
     assert "1 x 1 micro-batches x 16 per device" in caplog.text
 
 
+def test_refuses_recomputation(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
+    with pytest.raises(UserError, match=r"module.recompute=blocks .* strategy=dp"):
+        fit(compose(folder, *small, *PARITY, "module.recompute=blocks"))
+
+
 class OneThread(nn.Module):
     """DataParallel with one replica: like torch's, it enables autocast in a new thread, with that thread's type."""
 

@@ -1,12 +1,13 @@
 """The blocks of a network, between which a pipeline can cut it, with their cost."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 
 from src.strategies.pipeline.graph import trace
+from src.utils.recomputation import block_names
 
 
 @dataclass
@@ -46,7 +47,7 @@ def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
     Raises:
         UserError: if the forward pass is no graph of calls of the blocks.
     """
-    graph = trace(net, list(_block_names(net)), images)
+    graph = trace(net, list(block_names(net)), images)
     image, *nodes, result = graph.nodes
     groups = _group_by_call(nodes)
     blocks: list[Block] = []
@@ -97,22 +98,3 @@ def _parameters(net: nn.Module, group: Sequence[fx.Node]) -> dict[str, nn.Parame
         for name, parameter in every.items()
         if name in read or any(name.startswith(f"{module}.") for module in called)
     }
-
-
-def _block_names(net: nn.Module, prefix: str = "", is_sequence: bool = False) -> Iterator[str]:
-    """Yield the name of each block of a network: its children, or what takes the place of a child.
-
-    An `nn.Sequential` of composite modules stands for its parts, and a network in a network for its own children.
-    """
-    trainable = [child for child in net.children() if next(child.parameters(), None) is not None]
-    for name, child in net.named_children():
-        if isinstance(child, nn.Sequential) and all(_is_composite(part) for part in child):
-            yield from _block_names(child, f"{prefix}{name}.", is_sequence=True)
-        elif trainable == [child] and _is_composite(child) and not is_sequence:
-            yield from _block_names(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def _is_composite(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None

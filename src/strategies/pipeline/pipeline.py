@@ -116,6 +116,11 @@ class Pipeline(ShardedStateStrategy):
         """Keep the blocks of this rank's stages, and replace the forward pass of the network with the pipeline."""
         if getattr(module, "should_compile", False):
             raise UserError("module.compile=true compiles the full network, of which a pipeline's rank holds a part")
+        if self.spec.splits_backward and getattr(module, "recompute", "none") != "none":
+            raise UserError(
+                f"strategy.schedule={self.schedule} splits the backward pass, which module.recompute=blocks would then "
+                "compute twice: take strategy.schedule=interleaved_1f1b"
+            )
         net = cast(nn.Module, module.net)
         self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
         if self._is_sharded or self.spec.needs_channels_first(net, self.root_device):  # FSDP supports no other format

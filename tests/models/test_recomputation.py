@@ -1,0 +1,260 @@
+"""Recomputation of activations changes memory, and neither the curve nor what ranks send."""
+
+import pickle
+from collections.abc import Callable
+from contextlib import ExitStack
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from scripts.benchmarks.recomputation import saved_bytes
+from src.models.flops import flops_per_sample
+from src.models.vit import vit
+from src.run.experiment import assemble
+from src.utils import recomputation
+from src.utils.errors import UserError
+from src.utils.recomputation import recompute_blocks
+from tests.support.comparison import TOLERANCE, check_replicas, distances
+from tests.support.experiments import SHORT
+from tests.support.pool import Pool
+from tests.support.runs import Record, compose, fit, fit_ranks
+
+BLOCKS = "module.recompute=blocks"
+VIT = ["model=vit", "model.width=8", "model.depth=4", "model.heads=2", "model.patch=8"]
+WIDE_RESNET = ["model=wide_resnet", "model.width=1", "model.depth=10", "model.dropout=0.2"]
+MODELS = {
+    "vit": [*VIT, "model.dropout=0.2", "model.drop_path=0.3"],
+    "wide_resnet": WIDE_RESNET,
+    "one group": [*WIDE_RESNET, "data.norm_groups=1"],
+    "each process": [*WIDE_RESNET, "trainer.sync_batchnorm=false"],
+}
+PIPELINE = ["strategy=pipeline", "trainer.devices=2"]
+ROWS = [
+    ("vit", []),
+    ("vit", ["trainer.accumulate_grad_batches=4"]),
+    ("vit", ["strategy=fsdp", "trainer.devices=2"]),
+    ("vit", PIPELINE),
+    ("wide_resnet", ["trainer.accumulate_grad_batches=2"]),
+    ("wide_resnet", [*PIPELINE, "strategy.schedule=gpipe"]),
+    ("wide_resnet", [*PIPELINE, "strategy.schedule=interleaved_1f1b"]),
+    ("wide_resnet", ["strategy=fsdp", "trainer.devices=2"]),
+    ("one group", ["strategy=ddp", "trainer.devices=2"]),
+    ("each process", []),
+]
+ON_FOUR = [
+    ("wide_resnet", ["strategy=hybrid", "strategy.data_parallel=fsdp", "trainer.devices=4"]),
+    ("one group", ["strategy=hsdp", "trainer.devices=4"]),
+    ("vit", ["strategy=ddp_spawn", "trainer.devices=2"]),
+]
+
+
+@pytest.fixture(scope="module")
+def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Record]:
+    """Return a function that trains a model in one process without recomputation."""
+    found: dict[str, Record] = {}
+
+    def run(model: str) -> Record:
+        if model not in found:
+            folder = tmp_path_factory.mktemp("reference")
+            found[model] = fit(compose(folder, *small, "experiment=parity", *SHORT, *MODELS[model]))
+        return found[model]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model", "options"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in ON_FOUR)], ids=str
+)
+def test_same_run(
+    model: str,
+    options: list[str],
+    reference: Callable[[str], Record],
+    pool: Pool,
+    small: list[str],
+    folder: Path,
+) -> None:
+    cfg = compose(folder, *small, "experiment=parity", *SHORT, *MODELS[model], *options, BLOCKS)
+    records = fit_ranks(cfg, pool)
+    assert {name for record in records for name in record.final} == set(reference(model).final)
+    for record in records:
+        assert max(distances(record, reference(model))) < TOLERANCE
+    check_replicas(records)
+
+
+def _break(part: str) -> Any:
+    """Return a context in which one part of the recomputation is broken."""
+    stack = ExitStack()
+    if part == "masks":
+        stack.enter_context(mock.patch("src.models.dropout.remember", lambda compute: compute()))
+    if part == "statistics":
+        stack.enter_context(mock.patch("src.strategies.batch_norm.remember", lambda compute: compute()))
+    if part in ("statistics", "buffers"):
+        stack.enter_context(mock.patch.object(recomputation, "_restore_buffers"))
+    return stack
+
+
+def _fit_broken(cfg: DictConfig, part: str) -> Record:
+    with _break(part):
+        return fit(cfg)
+
+
+@pytest.mark.parametrize(
+    ("part", "model", "options"),
+    [("masks", "vit", PIPELINE), ("statistics", "one group", []), ("buffers", "each process", [])],
+)
+def test_detects_broken_recomputation(
+    part: str,
+    model: str,
+    options: list[str],
+    reference: Callable[[str], Record],
+    pool: Pool,
+    small: list[str],
+    folder: Path,
+) -> None:
+    """Masks are drawn anew for another micro-batch, and batch normalization counts twice."""
+    cfg = compose(folder, *small, "experiment=parity", *SHORT, *MODELS[model], *options, BLOCKS)
+    records = pool.run(2, _fit_broken, cfg, part) if options else [_fit_broken(cfg, part)]
+    assert max(max(distances(record, reference(model))) for record in records) > 1000 * TOLERANCE
+
+
+COLLECTIVES = ("all_gather", "all_reduce", "all_gather_single", "reduce_scatter_single")
+
+
+def _count_floats(spy: mock.Mock) -> int:
+    """Return the number of calls with floats. The ranks exchange integers once a second, to agree on a stop."""
+    arguments = [tree_leaves((call.args, call.kwargs)) for call in spy.call_args_list]
+    return sum(any(isinstance(x, Tensor) and x.is_floating_point() for x in values) for values in arguments)
+
+
+def _count_collectives(cfg: DictConfig) -> tuple[dict[str, int], list[float]]:
+    """Fit as configured; return the number of calls of each collective, and the losses."""
+    with ExitStack() as stack:
+        spies = {
+            name: stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name))) for name in COLLECTIVES
+        }
+        record = fit(cfg)
+        return {name: _count_floats(spy) for name, spy in spies.items()}, record.losses
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["strategy=ddp"], ["strategy=fsdp"], ["strategy=fsdp", "strategy.param_dtype=bfloat16"]],
+    ids=str,
+)
+def test_sends_nothing_more(options: list[str], pool: Pool, small: list[str], folder: Path) -> None:
+    task = [*small, "experiment=parity", *SHORT, "trainer.max_steps=2", *MODELS["one group"], "trainer.devices=2"]
+    kept, recomputed = (
+        pool.run(2, _count_collectives, compose(folder / name, *task, *options, f"module.recompute={name}"))
+        for name in ("none", "blocks")
+    )
+    assert kept == recomputed
+    assert sum(kept[0][0].values()) > 10
+
+
+def test_vit_saves_a_quarter_of_the_bytes(small: list[str], folder: Path) -> None:
+    saved = []
+    for name in ("none", "blocks"):
+        _, module, _ = assemble(compose(folder, *small, "model=vit", f"module.recompute={name}"))
+        saved.append(saved_bytes(module, torch.rand(4, 3, 32, 32)))
+    assert 0 < saved[1] < saved[0] / 4
+
+
+class Noisy(nn.Module):
+    """A block with torch's dropout and with buffers that each pass changes; its output depends on some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.norm = nn.BatchNorm1d(6, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(torch.dropout(self.linear(x), 0.5, self.training)))
+
+
+def _gradients(net: nn.Module, precision: torch.dtype | None) -> list[Tensor]:
+    """Return gradients and buffers after two micro-batches whose backward passes come after both forward passes."""
+    torch.manual_seed(1)
+    with torch.autocast("cpu", precision, enabled=precision is not None):
+        losses = [net(torch.randn(8, 6)).float().square().sum() for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+    return [*(parameter.grad for parameter in net.parameters()), *net.buffers()]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=str)
+def test_generators_buffers_and_autocast_are_those_of_the_first_pass(precision: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Noisy(), Noisy(), nn.Linear(6, 2))
+    expected = _gradients(deepcopy(net), precision)
+    recompute_blocks(net)
+    found = _gradients(net, precision)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("copy", [deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["copied", "pickled"])
+def test_a_copy_uses_its_own_parameters(copy: Any) -> None:
+    net = vit(10, (3, 32, 32), patch=8, width=8, depth=2, heads=2)
+    recompute_blocks(net)
+    recompute_blocks(net)  # without effect
+    copied = copy(net)
+    with mock.patch.object(recomputation, "checkpoint", wraps=recomputation.checkpoint) as checkpoint:
+        copied(torch.rand(2, 3, 32, 32)).sum().backward()
+    assert checkpoint.call_count == 4, "embed, two layers and head"
+    assert all(parameter.grad is not None for parameter in copied.parameters())
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_passes_without_a_later_backward_pass_are_as_before() -> None:
+    net = nn.Sequential(Noisy(), Noisy())
+    names = list(net.state_dict())
+    recompute_blocks(net)
+    assert list(net.state_dict()) == names
+    with mock.patch.object(recomputation, "checkpoint", side_effect=AssertionError):
+        net.eval()(torch.rand(4, 6)).sum().backward()
+        with torch.no_grad():
+            net.train()(torch.rand(4, 6))
+
+
+def test_counts_no_flops_of_the_recomputation(small: list[str], folder: Path) -> None:
+    flops = []
+    for name in ("none", "blocks"):
+        cfg = compose(folder, *small, *MODELS["vit"], f"module.recompute={name}")
+        flops.append(flops_per_sample(assemble(cfg)[1], (3, 32, 32)))
+    assert flops[0] == flops[1]
+    assert flops[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["module.recompute=layers"], "module.recompute=layers: known: blocks, none"),
+        ([BLOCKS, "module.compile=true"], "module.compile=True and module.recompute=blocks"),
+        ([BLOCKS, "model=mlp", "model.hidden=[]"], "`model` has no block of several layers"),
+    ],
+)
+def test_refused_in_the_constructor(options: list[str], message: str, small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *small, *options)
+    with pytest.raises(Exception, match=message) as error:
+        assemble(cfg)
+    assert isinstance(error.value, UserError) or isinstance(error.value.__cause__, UserError)
+
+
+def _message(cfg: DictConfig) -> str:
+    with pytest.raises(UserError) as error:
+        fit(cfg)
+    return str(error.value)
+
+
+def test_zero_bubble_schedules_are_refused(pool: Pool, small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *small, *MODELS["vit"], BLOCKS, *PIPELINE, "strategy.schedule=zbv_zero_bubble")
+    for message in pool.run(2, _message, cfg):
+        assert "strategy.schedule=zbv_zero_bubble" in message
+        assert "module.recompute=blocks" in message
