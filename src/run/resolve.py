@@ -186,7 +186,7 @@ def _warn_of_changed_files(ckpt_path: str) -> None:
     OmegaConf.resolve(composed)
     before, now = flatten_config(OmegaConf.to_container(saved)), flatten_config(OmegaConf.to_container(composed))
     # RunRecord adds these to the saved file. A run of an earlier version lacks some of `runtime`, as do its loggers.
-    added = ("data_source", "global_batch_size", "runtime.", "logger.")
+    added = ("data_source", "global_batch_size", "experiment", "runtime.", "logger.")
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name) and not name.startswith(added):
             change = f"{name} was {before.get(name)}, is {now.get(name)}"
