@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from src.report.comparison_figure import SAME, comparison_figure, difference
+from src.report.agreement import difference, verdicts
+from src.report.comparison_figure import SAME, comparison_figure
 from src.report.curves import median, title
 from src.report.figure import bar_figure
 from src.report.files import Curve
@@ -31,7 +32,14 @@ def write_comparison(runs: list[RunFolder], file: Path, scripts: Path | None) ->
         Section("Runs", _run_table(runs, names)),
         Section("Speed and memory", _speed_charts(runs, names)),
     ]
-    write_page(file, "Comparison", f"{len(runs)} runs", _lead(runs, names, compared), sections, scripts)
+    write_page(
+        file,
+        "Comparison",
+        f"{len(runs)} runs",
+        _lead(runs, names, compared) + _verdicts(runs, names),
+        sections,
+        scripts,
+    )
 
 
 def labels(runs: list[RunFolder]) -> list[str]:
@@ -69,6 +77,12 @@ def _lead(runs: list[RunFolder], names: list[str], compared: list[str]) -> Html:
     return f'<p class="lead"><span class="pill {color}">{verdict}</span> {sentence}</p>'
 
 
+def _verdicts(runs: list[RunFolder], names: list[str]) -> Html:
+    """Return a sentence for each two runs of one experiment: whether they have one curve."""
+    pills = {True: '<span class="pill warn">they part</span>', False: '<span class="pill good">one curve</span>'}
+    return "".join(f"<p>{pills[parts]} {text(sentence)}</p>" for sentence, parts in verdicts(runs, names))
+
+
 def _run_table(runs: list[RunFolder], names: list[str]) -> Html:
     rows: list[list[Any]] = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
@@ -77,9 +91,9 @@ def _run_table(runs: list[RunFolder], names: list[str]) -> Html:
         gap = _largest(run.curves["train/loss"], runs[0].curves["train/loss"]) if both else None
         last = [float(run.curves[name].values[-1]) if name in run.curves else None for name in ("val/acc", "test/acc")]
         speed, memory = (median(run.curves, f"throughput/{key}") for key in ("samples_per_sec", "peak_memory_mib"))
-        rows.append([label, run.name, gap, *last, speed, memory])
-    columns = ["run", "folder", "largest difference", "val/acc", "test/acc", "images per second", "memory, MiB"]
-    return grid([card("", table(columns, rows, sortable=True), wide=True)])
+        rows.append([label, run.name, run.experiment or "–", gap, *last, speed, memory])
+    columns = ["run", "folder", "experiment", "largest difference", "val/acc", "test/acc", "images per second"]
+    return grid([card("", table([*columns, "memory, MiB"], rows, sortable=True), wide=True)])
 
 
 def _comparison_chart(metric: str, runs: list[RunFolder], names: list[str], *, wide: bool) -> Html:
