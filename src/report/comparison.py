@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from src.report.agreement import difference, verdicts
-from src.report.comparison_figure import SAME, comparison_figure
+from src.report.comparison_figure import comparison_figure
 from src.report.curves import median, title
 from src.report.figure import bar_figure
 from src.report.files import Curve
@@ -36,7 +36,7 @@ def write_comparison(runs: list[RunFolder], file: Path, scripts: Path | None) ->
         file,
         "Comparison",
         f"{len(runs)} runs",
-        _lead(runs, names, compared) + _verdicts(runs, names),
+        _verdicts(runs, names),
         sections,
         scripts,
     )
@@ -58,29 +58,11 @@ def _largest(curve: Curve, first: Curve) -> float | None:
     return float(gaps.max()) if len(gaps) else None
 
 
-def _lead(runs: list[RunFolder], names: list[str], compared: list[str]) -> Html:
-    """Return the sentence that says how far the runs are from the first one."""
-    if not compared:
-        return ""
-    metric = compared[0]
-    gaps = [_largest(run.curves[metric], runs[0].curves[metric]) for run in runs[1:]]
-    measured = [gap for gap in gaps if gap is not None]
-    if not measured:
-        return '<p class="lead">The runs have no step in common.</p>'
-    largest, first = max(measured), text(names[0])
-    if largest <= SAME:
-        verdict, color = "the same curve", "good"
-        sentence = f"No {metric} differs from that of {first} by more than {largest:.1e}, relative."
-    else:
-        verdict, color = "different curves", "warn"
-        sentence = f"The {metric} differs from that of {first} by up to {largest:.1e}, relative."
-    return f'<p class="lead"><span class="pill {color}">{verdict}</span> {sentence}</p>'
-
-
 def _verdicts(runs: list[RunFolder], names: list[str]) -> Html:
     """Return a sentence for each two runs of one experiment: whether they have one curve."""
-    pills = {True: '<span class="pill warn">they part</span>', False: '<span class="pill good">one curve</span>'}
-    return "".join(f"<p>{pills[parts]} {text(sentence)}</p>" for sentence, parts in verdicts(runs, names))
+    pills = {True: '<span class="pill warn">different curves</span>', False: '<span class="pill good">one curve</span>'}
+    lines = [f'<p class="lead">{pills[parts]} {text(sentence)}</p>' for sentence, parts in verdicts(runs, names)]
+    return "".join(lines) or '<p class="lead">No two runs are of one experiment.</p>'
 
 
 def _run_table(runs: list[RunFolder], names: list[str]) -> Html:

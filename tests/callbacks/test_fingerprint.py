@@ -82,7 +82,7 @@ def test_labels_change_it(small: list[str], folder: Path) -> None:
     before = describe_experiment(cfg, data)
     data.splits["train"].dataset.labels = data.splits["train"].dataset.labels.flip(0)
     after = describe_experiment(cfg, data)
-    with pytest.raises(UserError, match=r"had training labels \(SHA-256\)=.* that is another experiment"):
+    with pytest.raises(UserError, match=r"had training data=90 images, SHA-256 .* that is another experiment"):
         continue_experiment(asdict(before), after, cfg)
 
 
@@ -91,12 +91,12 @@ def test_only_edited_code_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     package = tmp_path / "edited"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "helper.py").write_text("WIDTH = 1\n")
+    (package / "helper.py").write_text("def width():\n    return 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    net = '"""Docs."""\nimport torch\nfrom edited.helper import WIDTH\n\n\ndef net():\n    return WIDTH\n'
+    net = '"""Docs."""\nimport torch\nfrom edited.helper import width\n\n\ndef net():\n    return width()\n'
 
     def version(**files: str) -> str:
-        module._source.cache_clear()
+        module._code.cache_clear()
         for name, text in files.items():
             (package / f"{name}.py").write_text(text)
         return code_version(["edited.net.net", "torch.optim.SGD"])
@@ -104,9 +104,9 @@ def test_only_edited_code_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = version(net=net)
     commented = net.replace("Docs", "Other docs").replace("    return", '    """More."""\n    # why\n    return')
     assert version(net=commented) == before
-    assert version(net=net.replace("return WIDTH", "return 2 * WIDTH")) != before
-    assert version(net=net, helper="WIDTH = 2\n") != before
-    assert version(helper="WIDTH = 1\n") == before
+    assert version(net=net.replace("return width", "return 2 * width")) != before
+    assert version(net=net, helper="def width():\n    return 2\n") != before
+    assert version(helper="def width():\n    return 1\n") == before
 
 
 def test_it_is_recorded(pool: Pool, small: list[str], folder: Path) -> None:
