@@ -2,8 +2,9 @@
 
 Two runs with the same options of the experiment have one curve, whatever their hardware. A name counts before a
 pattern, so that `optimizer.compile` is hardware although `optimizer.*` is the experiment. `NODE.*` also stands for the
-node itself. An option that is hardware only together with others is declared as the experiment, and so is an option of
-a user's own class that has no declaration here. tests/test_option_kinds.py checks that each option has one kind.
+node itself. An option that is hardware only together with others is declared as the experiment. An option of a user's own
+class without a declaration here counts as experiment, but one of a strategy as hardware. tests/test_option_kinds.py
+checks that each option of the project has one kind.
 """
 
 from fnmatch import fnmatchcase
@@ -85,7 +86,9 @@ def kinds(name: str) -> list[str]:
 
 def is_experiment(name: str, value: Any) -> bool:
     """Return whether an option with that value belongs to the experiment."""
-    return kinds(name) != ["hardware"] or f"{name}={value}" in EXPERIMENT
+    if f"{name}={value}" in EXPERIMENT:
+        return True
+    return kinds(name) != ["hardware"] if kinds(name) else not name.startswith("strategy.")
 
 
 def experiment_options(config: DictConfig) -> dict[str, Any]:
