@@ -2,7 +2,7 @@
 
 Two runs with the same options of the experiment have one curve, whatever their hardware. A name counts before a
 pattern, so that `optimizer.compile` is hardware although `optimizer.*` is the experiment. `NODE.*` also stands for the
-node itself. An option that is hardware only together with others is declared as the experiment. An option of a user's own
+node itself. An option that is hardware only together with others is declared as experiment. An option of a user's own
 class without a declaration here counts as experiment, but one of a strategy as hardware. tests/test_option_kinds.py
 checks that each option of the project has one kind.
 """
