@@ -15,6 +15,7 @@ from src.utils.quoting import as_typed
 from src.utils.targets import target_names
 
 _log = logging.getLogger(__name__)
+_CONTINUED = "continued from"
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Experiment:
 
     Attributes:
         options: the options of the experiment by name; `data.batch_size` is the global batch, and `training data` has
-            the number of images and a hash of their indices and labels.
+            the number of images and a hash of their indices and labels. `continued from` names the experiment that the
+            run was before its options or its code changed: no other run has its curve.
         code: a hash of the source code of the classes that the options name.
     """
 
@@ -46,31 +48,33 @@ def describe_experiment(config: DictConfig, data: Any) -> Experiment:
     return Experiment(options | {"data.batch_size": data.global_batch_size, "training data": facts}, code)
 
 
-def continue_experiment(saved: dict[str, Any] | None, current: Experiment, config: DictConfig) -> Experiment:
+def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config: DictConfig) -> Experiment:
     """Return the experiment of a run that continues the one of a checkpoint; log if it is another one.
 
     Args:
-        saved: the experiment in the checkpoint as a dictionary; None in one of an earlier version.
+        checkpoint: the checkpoint, in which those of an earlier version have no experiment.
         current: the experiment of the configuration.
         config: the resolved configuration.
 
     Raises:
         UserError: if an option differs that a continued run cannot change, or the training data.
     """
-    if saved is None:
+    if not checkpoint.get("experiment"):
         _log.warning("ckpt_path is of an earlier version, which kept no experiment: its options are not compared")
         return current
-    before = Experiment(**saved)
+    before = Experiment(**checkpoint["experiment"])
     # The weights come from the checkpoint, and so the initial weights stay those of the earlier run.
-    initial = {name: value for name, value in before.options.items() if name == "init_from"}
     kept = {name: value for name, value in current.options.items() if name != "init_from"}
-    now = replace(current, options=kept | initial)
+    inherited = {name: before.options[name] for name in ("init_from", _CONTINUED) if name in before.options}
+    now = replace(current, options=kept | inherited)
     changes = _changes(before.options, now.options, config)
     if fixed := [change for name, change in changes.items() if not matches(name, CONTINUABLE)]:
         raise UserError(
             f"the run in ckpt_path had {', '.join(fixed)}: that is another experiment; set it back, or start a new run"
         )
     if before.fingerprint != now.fingerprint:
+        origin = f"{before.fingerprint}, step {checkpoint['global_step']}"
+        now = replace(now, options=now.options | {_CONTINUED: origin})
         reason = ", ".join(changes.values()) or "the code of its classes was edited"
         level = logging.INFO if changes else logging.WARNING
         _log.log(level, "the run goes on as experiment %s, before %s: %s", now.fingerprint, before.fingerprint, reason)

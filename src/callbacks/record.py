@@ -46,7 +46,7 @@ class RunRecord(L.Callback):
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training and self._experiment:
-            self._experiment = continue_experiment(checkpoint.get("experiment"), self._experiment, self.config)
+            self._experiment = continue_experiment(checkpoint, self._experiment, self.config)
             self._resumed_at, self._restored_metrics = checkpoint["global_step"], checkpoint.get("metrics", {})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

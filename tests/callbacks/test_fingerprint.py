@@ -57,6 +57,11 @@ def experiment(small: list[str], folder: Path, *overrides: str) -> Experiment:
     return describe_experiment(cfg, data)
 
 
+def saved(kept: Experiment) -> dict[str, Any]:
+    """Return a checkpoint with an experiment, after three steps."""
+    return {"experiment": asdict(kept), "global_step": 3}
+
+
 @pytest.mark.parametrize("name", HARDWARE)
 def test_hardware_does_not_change_it(name: str, small: list[str], folder: Path) -> None:
     one, other = experiment(small, folder), experiment(small, folder, *HARDWARE[name])
@@ -83,7 +88,7 @@ def test_labels_change_it(small: list[str], folder: Path) -> None:
     data.splits["train"].dataset.labels = data.splits["train"].dataset.labels.flip(0)
     after = describe_experiment(cfg, data)
     with pytest.raises(UserError, match=r"had training data=90 images, SHA-256 .* that is another experiment"):
-        continue_experiment(asdict(before), after, cfg)
+        continue_experiment(saved(before), after, cfg)
 
 
 def test_only_edited_code_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,14 +145,25 @@ def test_edited_code_and_an_earlier_version_are_warnings(
     small: list[str], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     now, cfg = experiment(small, folder), compose(folder, *small, *TASK)
-    assert continue_experiment(asdict(now), now, cfg) == now
+    assert continue_experiment(saved(now), now, cfg) == now
     assert not caplog.messages
-    continue_experiment(asdict(replace(now, code="other")), now, cfg)
-    continue_experiment(None, now, cfg)
+    continue_experiment(saved(replace(now, code="other")), now, cfg)
+    continue_experiment({}, now, cfg)
     assert [message.partition(":")[2].strip() for message in caplog.messages] == [
         "the code of its classes was edited",
         "its options are not compared",
     ]
+
+
+def test_a_changed_run_is_not_the_experiment_of_a_new_one(small: list[str], folder: Path) -> None:
+    """The first steps of an extended run followed the schedule of the shorter one."""
+    cfg = compose(folder, *small, *TASK)
+    new = experiment(small, folder)
+    shorter = replace(new, options=new.options | {"trainer.max_steps": 4})
+    extended = continue_experiment(saved(shorter), new, cfg)
+    assert extended.options["continued from"] == f"{shorter.fingerprint}, step 3"
+    assert extended.fingerprint not in (shorter.fingerprint, new.fingerprint)
+    assert continue_experiment(saved(extended), new, cfg) == extended, "it stays the same when it is resumed"
 
 
 def test_initial_weights_stay_those_of_the_run(small: list[str], folder: Path) -> None:
@@ -156,4 +172,4 @@ def test_initial_weights_stay_those_of_the_run(small: list[str], folder: Path) -
     now = experiment(small, folder)
     begun = replace(now, options=now.options | {"init_from": "/runs/other/last.ckpt"})
     typed = replace(now, options=now.options | {"init_from": "runs/other"})
-    assert continue_experiment(asdict(begun), typed, cfg) == begun
+    assert continue_experiment(saved(begun), typed, cfg) == begun

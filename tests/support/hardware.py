@@ -7,9 +7,10 @@ from typing import Any
 from src.strategies.pipeline.schedules import SCHEDULES
 
 Setting = dict[str, Any]
+Choices = dict[str, list[Any]]
 BATCH = 16
 GROUPS = 4  # the most micro-batches of a step: data.norm_groups
-COMMON: dict[str, list[Any]] = {
+COMMON: Choices = {
     "trainer.accumulate_grad_batches": [1, 2, 4],
     "trainer.log_every_n_steps": [1, 3],
     "trainer.num_sanity_val_steps": [0, 1],
@@ -24,21 +25,21 @@ COMMON: dict[str, list[Any]] = {
     "callbacks": ["none", "default", "[default,evaluation,gradients]"],
     "callbacks.checkpoint.every_n_train_steps": ["null", 2],
 }
-_DDP = {
+_DDP: Choices = {
     "strategy.shard_optimizer": ["false", "true"],
     "strategy.bucket_cap_mb": ["null", 1],
     "strategy.static_graph": ["false", "true"],
     "strategy.gradient_as_bucket_view": ["true", "false"],
 }
-_SHARDED = {"strategy.sharded_checkpoints": ["false", "true"]}
-_PIPELINE = {
+_SHARDED: Choices = {"strategy.sharded_checkpoints": ["false", "true"]}
+_PIPELINE: Choices = {
     "strategy.schedule": list(SCHEDULES),
     "strategy.microbatches": [2, 4],
     "strategy.split": ["auto", "[layer2]"],
     **_SHARDED,
 }
 # Without `ddp_spawn`, which starts processes for each run: tests/parity/test_parity.py has it.
-STRATEGIES: dict[str, dict[str, list[Any]]] = {
+STRATEGIES: dict[str, Choices] = {
     "auto": {"trainer.devices": [1, 2]},
     "ddp": {"trainer.devices": [1, 2, 4], **_DDP},
     "fsdp": {
