@@ -15,7 +15,7 @@ from src.utils.quoting import as_typed
 from src.utils.targets import target_names
 
 _log = logging.getLogger(__name__)
-_CONTINUED = "continued from"
+_CONTINUED, _DATA = "continued from", "training data"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def describe_experiment(config: DictConfig, data: Any) -> Experiment:
     code = code_version([*targets, *target_names(list(options.values()))])
     content = b"".join(tensor.cpu().numpy().tobytes() for tensor in (split.indices, split.dataset.labels))
     facts = f"{len(split)} images, SHA-256 {hashlib.sha256(content).hexdigest()[:12]}"
-    return Experiment(options | {"data.batch_size": data.global_batch_size, "training data": facts}, code)
+    return Experiment(options | {"data.batch_size": data.global_batch_size, _DATA: facts}, code)
 
 
 def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config: DictConfig) -> Experiment:
@@ -68,9 +68,10 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
     inherited = {name: before.options[name] for name in ("init_from", _CONTINUED) if name in before.options}
     now = replace(current, options=kept | inherited)
     changes = _changes(before.options, now.options, config)
-    if fixed := [change for name, change in changes.items() if not matches(name, CONTINUABLE)]:
+    if fixed := [name for name in changes if not matches(name, CONTINUABLE)]:
+        named = [changes[name] for name in fixed if name != _DATA] or [changes[_DATA]]  # an option may explain the data
         raise UserError(
-            f"the run in ckpt_path had {', '.join(fixed)}: that is another experiment; set it back, or start a new run"
+            f"the run in ckpt_path had {', '.join(named)}: that is another experiment; set it back, or start a new run"
         )
     if before.fingerprint != now.fingerprint:
         origin = f"{before.fingerprint}, step {checkpoint['global_step']}"
