@@ -45,7 +45,14 @@ def describe_experiment(config: DictConfig, data: Any) -> Experiment:
     code = code_version([*targets, *target_names(list(options.values()))])
     content = b"".join(tensor.cpu().numpy().tobytes() for tensor in (split.indices, split.dataset.labels))
     facts = f"{len(split)} images, SHA-256 {hashlib.sha256(content).hexdigest()[:12]}"
-    return Experiment(options | {"data.batch_size": data.global_batch_size, _DATA: facts}, code)
+    options |= {"data.batch_size": data.global_batch_size, _DATA: facts}
+    # Each rank computes something of its own with these: statistics, weights between two averages, a part of the batch.
+    is_local = options.get("strategy.comm_hook") == "post_local_sgd" or "strategy._target_" in options
+    if is_local or not config.trainer.sync_batchnorm:
+        options["ranks x micro-batches"] = (
+            f"{data.parallel.dp_size} x {data.accumulate * data.parallel.num_microbatches}"
+        )
+    return Experiment(options, code)
 
 
 def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config: DictConfig) -> Experiment:

@@ -39,6 +39,7 @@ EXPERIMENTS: dict[str, list[str]] = {
     "precision": ["trainer.precision=32-true"],
     "batch normalization": ["trainer.sync_batchnorm=false"],
     "hook": ["strategy=ddp", "strategy.comm_hook=fp16"],
+    "local": ["strategy=ddp", "strategy.comm_hook=post_local_sgd"],
     "types": ["strategy=fsdp", "strategy.reduce_dtype=float16"],
     "DataParallel": ["strategy=dp"],
     "limit": ["trainer.limit_train_batches=1"],
@@ -77,6 +78,12 @@ def test_every_experiment_has_its_own(small: list[str], folder: Path) -> None:
     assert all(len(fingerprint) == 6 for fingerprint in found.values())
     per_device = experiment(small, folder, *EXPERIMENTS["per device"]).fingerprint
     assert per_device == found["batch"], "the global batch counts"
+
+
+@pytest.mark.parametrize("name", ["batch normalization", "local", "DataParallel"])
+def test_ranks_count_where_each_computes_its_own(name: str, small: list[str], folder: Path) -> None:
+    assert experiment(small, folder, *EXPERIMENTS[name]).options["ranks x micro-batches"] == "1 x 1"
+    assert "ranks x micro-batches" not in experiment(small, folder).options
 
 
 def test_labels_change_it(small: list[str], folder: Path) -> None:
