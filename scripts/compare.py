@@ -1,33 +1,31 @@
-"""Print the curves of several runs side by side.
+"""Print the curves of several runs side by side, and say whether runs of one experiment have one curve.
 
-Each argument is a run folder. A row is an epoch. The last two rows are each run's differences from the first run.
+Each argument is a run folder. A row is an epoch. The last rows are the differences from the first run. The
+exit status is 1 if two runs of one experiment part by more than rounding in their precision explains.
 """
 
 import argparse
-import csv
 import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-
-def curve(folder: Path, metric: str) -> list[float]:
-    """Return the metric's logged values, in order."""
-    with (folder / "metrics.csv").open(newline="") as stream:
-        return [float(row[metric]) for row in csv.DictReader(stream) if row.get(metric)]
+from src.report.agreement import verdicts
+from src.report.run_folder import RunFolder
 
 
-def table(folders: list[Path], metric: str) -> Table:
+def table(runs: list[RunFolder], metric: str) -> Table:
     """Return a table with a column per run, cut to the shortest run."""
-    curves = [curve(folder, metric) for folder in folders]
-    result = Table("", *(folder.name for folder in folders), title=metric)
+    curves = [run.curves[metric].finite().tolist() for run in runs]
+    result = Table("", *(run.name for run in runs), title=metric)
     for number, values in enumerate(zip(*curves, strict=False)):
         result.add_row(str(number), *(f"{value:.4f}" for value in values))
     result.add_section()
     gaps = [[abs(a - b) for a, b in zip(values, curves[0], strict=False)] for values in curves]
     result.add_row("mean gap", *(f"{sum(gap) / max(1, len(gap)):.4f}" for gap in gaps))
     result.add_row("largest gap", *(f"{max(gap, default=0.0):.4f}" for gap in gaps))
+    result.add_row("experiment", *(run.experiment or "unknown" for run in runs))
     return result
 
 
@@ -39,9 +37,14 @@ def main() -> None:
     for folder in arguments.runs:
         if not (folder / "metrics.csv").is_file():
             sys.exit(f"error: {folder} is no run folder: it has no metrics.csv")
-        if not curve(folder, arguments.metric):
-            sys.exit(f"error: --metric={arguments.metric}: {folder} has none logged")
-    Console().print(table(arguments.runs, arguments.metric))
+    runs = [RunFolder(folder) for folder in arguments.runs]
+    if missing := [run.path for run in runs if arguments.metric not in run.curves]:
+        sys.exit(f"error: --metric={arguments.metric}: {missing[0]} has none logged")
+    Console().print(table(runs, arguments.metric))
+    found = verdicts(runs, [str(folder) for folder in arguments.runs])
+    for verdict in found:
+        print(verdict.sentence)
+    sys.exit(int(any(verdict.parts for verdict in found)))
 
 
 if __name__ == "__main__":

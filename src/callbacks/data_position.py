@@ -1,6 +1,5 @@
 """Save the position in the data with every checkpoint, and restore Lightning's loops to it."""
 
-import hashlib
 import math
 from typing import Any
 
@@ -40,19 +39,18 @@ class DataPosition(L.Callback):
         epoch, micro_batches_in_epoch = divmod(micro_batches, data.steps_per_epoch * data.accumulate)
         steps = micro_batches_in_epoch // data.accumulate  # a step that is accumulated in part is repeated
         samples = steps * data.global_batch_size
-        checkpoint["position"] = {"epoch": epoch, "samples": samples, "order": _order_settings(data)}
+        checkpoint["position"] = {"epoch": epoch, "samples": samples}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Rewind the saved loops, from which Lightning restores its own afterwards.
 
         Raises:
-            UserError: if the checkpoint is of a run with other global batches, or is beyond `max_epochs`.
+            UserError: if the checkpoint is beyond `max_epochs`.
         """
         data: Any = trainer.datamodule
         if not trainer.training:
             return
         position = checkpoint["position"]
-        _check_order_settings(position["order"], _order_settings(data))
         epoch, samples = position["epoch"], position["samples"]
         if trainer.max_epochs not in (None, -1) and epoch > trainer.max_epochs:
             raise UserError(
@@ -67,27 +65,6 @@ class DataPosition(L.Callback):
         _rewind(loops, epoch, micro_batches, total=total_steps * data.accumulate)
         # Lightning counts the last step itself.
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = total_steps - 1
-
-
-def _order_settings(data: Any) -> dict[str, int | str]:
-    """Return the settings that determine the global batches. A position is valid only if they are unchanged."""
-    indices = data.splits["train"].indices
-    return {
-        "data.batch_size": data.global_batch_size,
-        "seed": data.seed,
-        "training images": len(indices),
-        "training indices (SHA-256)": hashlib.sha256(indices.cpu().numpy().tobytes()).hexdigest()[:16],
-        "steps per epoch": data.steps_per_epoch,
-    }
-
-
-def _check_order_settings(saved: dict[str, int | str], current: dict[str, int | str]) -> None:
-    for name, value in saved.items():
-        if name in current and current[name] != value:  # an older checkpoint may have other names
-            raise UserError(
-                f"the run in ckpt_path had {name}={value}, this one has {current[name]}: "
-                "that is another experiment; set it back, or start a new run"
-            )
 
 
 def _rewind(loops: dict[str, Any], epoch: int, micro_batch: int, total: int) -> None:

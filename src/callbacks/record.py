@@ -1,6 +1,7 @@
 """Log the configuration, record the start, print the banner, and cut metrics.csv back when a run is resumed."""
 
 import logging
+from dataclasses import asdict
 from typing import Any, cast
 
 import lightning as L
@@ -8,6 +9,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from src.callbacks.fingerprint import Experiment, continue_experiment, describe_experiment
 from src.data.layout import BatchLayout
 from src.loggers.csv import CSVLogger
 from src.utils.events import append_event
@@ -27,19 +29,25 @@ class RunRecord(L.Callback):
         self._resumed_at = 0  # optimizer step
         self._restored_metrics: dict[str, float] = {}
         self._num_parameters, self._num_batch_norms = 0, 0
+        self._experiment: Experiment | None = None  # None without training data
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not self._num_parameters:  # a later setup may find the network sharded or split
             self._num_parameters = sum(weight.numel() for weight in pl_module.parameters())
             self._num_batch_norms = sum(isinstance(part, _BatchNorm) for part in pl_module.modules())
+        data: Any = trainer.datamodule
+        if not self._experiment and data.splits:
+            self._experiment = describe_experiment(self.config, data)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = OmegaConf.to_yaml(self.config)
+        checkpoint["experiment"] = asdict(self._experiment) if self._experiment else None
         measured = {name: float(value) for name, value in trainer.callback_metrics.items()}
         checkpoint["metrics"] = self._restored_metrics | measured
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.training:
+        if trainer.training and self._experiment:
+            self._experiment = continue_experiment(checkpoint, self._experiment, self.config)
             self._resumed_at, self._restored_metrics = checkpoint["global_step"], checkpoint.get("metrics", {})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -84,16 +92,16 @@ class RunRecord(L.Callback):
             strategy=runtime["strategy"] or self._strategy_name,
             world_size=trainer.world_size,
             hosts=trainer.num_nodes,
+            experiment=self._fingerprint,
             device=torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else module.device.type,
         )
 
     def _log_settings(self, trainer: L.Trainer) -> None:
         data: Any = trainer.datamodule
         settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
+        settings |= {"data_source": data.source.description, "global_batch_size": data.global_batch_size}
         for logger in trainer.loggers:
-            logger.log_hyperparams(
-                settings | {"data_source": data.source.description, "global_batch_size": data.global_batch_size}
-            )
+            logger.log_hyperparams(settings | {"experiment": self._fingerprint})
 
     def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         data: Any = trainer.datamodule
@@ -101,6 +109,7 @@ class RunRecord(L.Callback):
         layout, per_device, dp_size = data.layout, data.samples_per_micro_batch, data.parallel.dp_size
         mean_size = batch / layout.micro_batches / dp_size  # uneven shares are larger and smaller
         banner = {
+            "experiment": self._fingerprint,
             "strategy": f"{self._strategy_name}, {trainer.world_size} process(es) on {module.device.type}",
             "precision": trainer.precision,
             "data": f"{data.source.description}, {len(data.splits['train'])} images",
@@ -118,6 +127,10 @@ class RunRecord(L.Callback):
         if self.config.ckpt_path:
             banner["goes on from"] = f"{self.config.ckpt_path}, step {self._resumed_at}"
         return banner
+
+    @property
+    def _fingerprint(self) -> str | None:
+        return self._experiment.fingerprint if self._experiment else None
 
     @property
     def _strategy_name(self) -> str:

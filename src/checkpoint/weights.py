@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from src.checkpoint.integrity import read_run_checkpoint, read_weights
 from src.checkpoint.run_files import checkpoint_file
 from src.utils.errors import UserError
+from src.utils.targets import target_names
 from src.utils.tensors import with_versions
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def _build_trusted(node: DictConfig, packages: Sequence[str], origin: str) -> An
     Raises:
         UserError: if it would run other code; the message names `origin`.
     """
-    for target in [node._target_, *_targets(OmegaConf.to_container(node))]:
+    for target in [node._target_, *target_names(OmegaConf.to_container(node))]:
         if not _is_in(target, packages):
             package = target.partition(".")[0]
             raise UserError(
@@ -65,13 +66,6 @@ def _build_trusted(node: DictConfig, packages: Sequence[str], origin: str) -> An
                 f"load_run(RUN_DIR, trust=['{package}']) and scripts.export --trust {package} run it"
             )
     return instantiate(node, _convert_="all")
-
-
-def _targets(node: Any) -> list[str]:
-    """Return the paths of all that Hydra would call to build a configuration node."""
-    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
-    own = [str(node["_target_"])] if isinstance(node, dict) and "_target_" in node else []
-    return own + [target for child in children for target in _targets(child)]
 
 
 def _is_in(target: str, packages: Sequence[str]) -> bool:

@@ -142,7 +142,10 @@ class AsyncWandbLogger(WandbLogger):
 
     def _configure(self, params: Any) -> None:
         super().log_hyperparams(params)
-        _define_metrics(self.experiment)
+        run = self.experiment
+        if fingerprint := params.get("experiment"):
+            run.tags = tuple(dict.fromkeys([*(run.tags or ()), f"experiment {fingerprint}"]))
+        _define_metrics(run)
 
     def _join(self, rank: int) -> None:
         """Add the system metrics of this rank to the run of rank zero, if that is online."""

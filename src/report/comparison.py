@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from src.report.comparison_figure import SAME, comparison_figure, difference
+from src.report.agreement import difference, verdicts
+from src.report.comparison_figure import comparison_figure
 from src.report.curves import median, title
 from src.report.figure import bar_figure
 from src.report.files import Curve
@@ -31,7 +32,14 @@ def write_comparison(runs: list[RunFolder], file: Path, scripts: Path | None) ->
         Section("Runs", _run_table(runs, names)),
         Section("Speed and memory", _speed_charts(runs, names)),
     ]
-    write_page(file, "Comparison", f"{len(runs)} runs", _lead(runs, names, compared), sections, scripts)
+    write_page(
+        file,
+        "Comparison",
+        f"{len(runs)} runs",
+        _verdicts(runs, names),
+        sections,
+        scripts,
+    )
 
 
 def labels(runs: list[RunFolder]) -> list[str]:
@@ -50,23 +58,11 @@ def _largest(curve: Curve, first: Curve) -> float | None:
     return float(gaps.max()) if len(gaps) else None
 
 
-def _lead(runs: list[RunFolder], names: list[str], compared: list[str]) -> Html:
-    """Return the sentence that says how far the runs are from the first one."""
-    if not compared:
-        return ""
-    metric = compared[0]
-    gaps = [_largest(run.curves[metric], runs[0].curves[metric]) for run in runs[1:]]
-    measured = [gap for gap in gaps if gap is not None]
-    if not measured:
-        return '<p class="lead">The runs have no step in common.</p>'
-    largest, first = max(measured), text(names[0])
-    if largest <= SAME:
-        verdict, color = "the same curve", "good"
-        sentence = f"No {metric} differs from that of {first} by more than {largest:.1e}, relative."
-    else:
-        verdict, color = "different curves", "warn"
-        sentence = f"The {metric} differs from that of {first} by up to {largest:.1e}, relative."
-    return f'<p class="lead"><span class="pill {color}">{verdict}</span> {sentence}</p>'
+def _verdicts(runs: list[RunFolder], names: list[str]) -> Html:
+    """Return a sentence for each two runs of one experiment: whether they have one curve."""
+    pills = {True: '<span class="pill warn">different curves</span>', False: '<span class="pill good">one curve</span>'}
+    lines = [f'<p class="lead">{pills[parts]} {text(sentence)}</p>' for sentence, parts in verdicts(runs, names)]
+    return "".join(lines) or '<p class="lead">No two runs are of one experiment.</p>'
 
 
 def _run_table(runs: list[RunFolder], names: list[str]) -> Html:
@@ -77,9 +73,9 @@ def _run_table(runs: list[RunFolder], names: list[str]) -> Html:
         gap = _largest(run.curves["train/loss"], runs[0].curves["train/loss"]) if both else None
         last = [float(run.curves[name].values[-1]) if name in run.curves else None for name in ("val/acc", "test/acc")]
         speed, memory = (median(run.curves, f"throughput/{key}") for key in ("samples_per_sec", "peak_memory_mib"))
-        rows.append([label, run.name, gap, *last, speed, memory])
-    columns = ["run", "folder", "largest difference", "val/acc", "test/acc", "images per second", "memory, MiB"]
-    return grid([card("", table(columns, rows, sortable=True), wide=True)])
+        rows.append([label, run.name, run.experiment or "–", gap, *last, speed, memory])
+    columns = ["run", "folder", "experiment", "largest difference", "val/acc", "test/acc", "images per second"]
+    return grid([card("", table([*columns, "memory, MiB"], rows, sortable=True), wide=True)])
 
 
 def _comparison_chart(metric: str, runs: list[RunFolder], names: list[str], *, wide: bool) -> Html:

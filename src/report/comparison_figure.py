@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from src.report.agreement import difference
 from src.report.curves import style_value_axis
 from src.report.figure import new_figure
 from src.report.files import Curve, Floats
@@ -17,15 +18,6 @@ if TYPE_CHECKING:
 SAME = 1e-9  # relative difference up to which two curves in float64 are the same
 _EXACT = 1e-17  # where the axis shows a difference of zero, below the rounding of float64
 _TICKS = (-15, -12, -9, -6, -3, 0)  # powers of ten of the axis of differences
-
-
-def difference(curve: Curve, first: Curve) -> Curve:
-    """Return the relative difference of a curve from the first one, at the steps that both have."""
-    steps, ours, theirs = np.intersect1d(curve.steps, first.steps, return_indices=True)
-    reference = first.values[theirs]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        gaps = np.abs(curve.values[ours] - reference) / np.abs(reference)
-    return Curve(steps, np.where(curve.values[ours] == reference, 0.0, gaps))
 
 
 def comparison_figure(metric: str, runs: list[RunFolder], names: list[str], height: int) -> "go.Figure":

@@ -63,6 +63,12 @@ class RunFolder:
         return sorted((_timeline(file) for file in files), key=lambda timeline: timeline.rank)
 
     @property
+    def experiment(self) -> str | None:
+        """The fingerprint of its experiment; None in a run of an earlier version."""
+        recorded = self.config.get("experiment")
+        return str(recorded) if recorded else None
+
+    @property
     def started(self) -> dict[str, Any]:
         """The newest event that has the command and the changed options; empty if none is recorded."""
         return next((event for event in reversed(self.events) if event["event"] in ("start", "resume")), {})

@@ -23,13 +23,10 @@ from src.run.replaced_targets import drop_replaced_options
 from src.run.resume import newest_checkpoint, remove_partial_checkpoints
 from src.run.unused import refuse_unknown_additions, refuse_unused_groups
 from src.utils.errors import UserError
-from src.utils.flatten import flatten_config
+from src.utils.option_kinds import experiment_options
 
 # A continued run does not inherit these options.
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
-# The resolved configuration of every run differs from the files under conf/ in these nodes.
-_NOT_COMPARED = [*_NOT_INHERITED, "init_from", "report", "runtime", "tags", "data.root"]
-_NOT_COMPARED += ["trainer.devices", "trainer.accelerator"]
 
 
 def resolve_config(cfg: DictConfig) -> DictConfig:
@@ -174,20 +171,17 @@ def _find_images(predict: str) -> Path:
 
 
 def _warn_of_changed_files(ckpt_path: str) -> None:
-    """Log each value under conf/ that has changed since the run of the checkpoint was started."""
+    """Print each option of the experiment that has changed in conf/ since the run of the checkpoint was started."""
     folder = folder_of(Path(ckpt_path))
     if folder is None:
         return
     saved = saved_config(folder)
     composed = hydra.compose("train", list(saved.runtime.overrides))
     drop_replaced_options(composed, saved.runtime.overrides)
-    for name in _NOT_COMPARED:
-        OmegaConf.update(composed, name, OmegaConf.select(saved, name))
     OmegaConf.resolve(composed)
-    before, now = flatten_config(OmegaConf.to_container(saved)), flatten_config(OmegaConf.to_container(composed))
-    # RunRecord adds these to the saved file. A run of an earlier version lacks some of `runtime`, as do its loggers.
-    added = ("data_source", "global_batch_size", "runtime.", "logger.")
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name) and not name.startswith(added):
+    options: Any = OmegaConf.masked_copy(saved, list(composed))  # without what RunRecord has added to the saved file
+    before, now = experiment_options(options), experiment_options(composed)
+    for name in sorted((before.keys() | now.keys()) - {"init_from"}):  # which is resolved in the saved file
+        if before.get(name) != now.get(name):
             change = f"{name} was {before.get(name)}, is {now.get(name)}"
             print(f"conf/ has changed since that run: {change}", file=sys.stderr)

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Callable
-from functools import reduce
+from functools import cache, reduce
 from types import ModuleType
 from typing import Any
 
@@ -56,3 +56,32 @@ def accepted_options(target: Callable[..., Any]) -> set[str] | None:
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {parameter.name for parameter in parameters if parameter.kind in by_name}
+
+
+@cache
+def default_options(target: str) -> dict[str, Any]:
+    """Return the options of a class or function, with their defaults; None stands for an option without a default.
+
+    The options that a class of this project hands on to its base classes belong to it. A default that is a
+    tuple is returned as a list, as in a configuration.
+    """
+    found = locate("_target_", target)
+    parts = [part for part in getattr(found, "__mro__", ())[1:] if part.__module__.startswith("src.")]
+    options: dict[str, Any] = {}
+    for part in [*reversed(parts), found]:
+        try:
+            parameters = inspect.signature(part).parameters.values()
+        except ValueError:  # some classes written in C have no signature
+            continue
+        for parameter in parameters:
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                default = None if parameter.default is parameter.empty else parameter.default
+                options[parameter.name] = list(default) if isinstance(default, tuple) else default
+    return options
+
+
+def target_names(node: Any) -> list[str]:
+    """Return the paths of all that Hydra would call to build a configuration node."""
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+    own = [str(node["_target_"])] if isinstance(node, dict) and "_target_" in node else []
+    return own + [target for child in children for target in target_names(child)]

@@ -75,7 +75,7 @@ def test_same_command_starts_and_resumes(small: list[str], folder: Path) -> None
     _, err = run_here(*command, "trainer.max_epochs=2")
     assert "last.ckpt is not a complete checkpoint" in err
     assert [line for line in err.splitlines() if line.startswith("conf/ has changed")] == [
-        "conf/ has changed since that run: launch.rendezvous_timeout was 7, is 600"
+        "conf/ has changed since that run: module.label_smoothing was 0.3, is None"
     ]
     assert steps(folder) == list(range(23))
     _, err = run_here(*[word for word in command if word != "resume=auto"], code=1)
@@ -97,7 +97,7 @@ def test_same_command_starts_and_resumes(small: list[str], folder: Path) -> None
 def save_as_an_earlier_version(file: Path) -> None:
     """Rewrite a run's configuration with other defaults, and without what the program has added since."""
     saved: Any = OmegaConf.load(file)
-    saved.launch.rendezvous_timeout = 7
+    saved.module.label_smoothing = 0.3
     saved.logger = {"wandb": {"name": "run-1234"}}
     for name in ("command", "changes", "model", "tags"):
         del saved.runtime[name]

@@ -272,7 +272,7 @@ def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     assert (evaluation.group, evaluation.job_type) == (run_id, "eval"), "W&B shows it with its run"
 
     _, err = run_here(f"ckpt_path='{folder}'", "data.batch_size=64", *alone, code=1)
-    assert "had data.batch_size=32, this one has 64" in error_line(err)
+    assert "had data.batch_size=32 (now 64)" in error_line(err)
     rows = (folder / "metrics.csv").read_text().splitlines()
     continued, err = run_here(f"ckpt_path='{folder}'", "trainer.max_epochs=3", *alone)
     assert "conf/ has changed" not in continued + err

@@ -256,7 +256,9 @@ def test_published_callbacks_find_wandb_beside_tensorboard(
     assert history.index("table._type") < history.index("direct") < history.index("train/loss"), "in order"
     configs = [record["config"]["update"] for record in records if "config" in record]
     assert {"author": "me"} in configs
-    assert [config for config in configs if "optimizer" in config], "the configuration of the run"
+    (fingerprint,) = {config["experiment"] for config in configs if "optimizer" in config}  # of the run
+    tags = [record["run"].get("tags", []) for record in records if "run" in record]
+    assert f"experiment {fingerprint}" in tags[-1]
     defined = {record["metric"].get("name"): record["metric"] for record in records if "metric" in record}
     assert defined["val/acc"]["summary"] == {"max": True}
     assert defined["val/loss"]["summary"] == {"min": True}

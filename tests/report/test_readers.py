@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from src.report import run_folder
+from src.report.agreement import difference
 from src.report.comparison import labels
-from src.report.comparison_figure import difference
 from src.report.curves import group_names, is_wide, style_value_axis
 from src.report.events import duration, mark_events
 from src.report.figure import new_figure

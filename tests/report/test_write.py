@@ -176,7 +176,7 @@ def test_commands_of_the_docs(tmp_path: Path) -> None:
         file = Path(out.strip())
         assert file.is_relative_to(tmp_path)
         text = file.read_text()
-        assert ("differs from that of first by up to" in text) == (str(second) in words)
+        assert ("parts from first at step" in text) == (str(second) in words)
         assert (len(text) > 4_000_000) == ("--single-file" in words)
 
 

@@ -16,7 +16,12 @@ _START = 1_770_000_000.0  # UNIX seconds
 
 
 def write_run(
-    folder: Path, points: int = 60, ranks: int = 2, gap: float = 0.0, cells: dict[str, float] | None = None
+    folder: Path,
+    points: int = 60,
+    ranks: int = 2,
+    gap: float = 0.0,
+    cells: dict[str, float] | None = None,
+    precision: str = "64-true",
 ) -> Path:
     """Write a run with all files; return its folder.
 
@@ -26,11 +31,13 @@ def write_run(
         ranks: number of ranks.
         gap: relative difference of its losses from those of another run.
         cells: values that replace those of the middle row of metrics.csv.
+        precision: the option `trainer.precision`.
     """
     folder.mkdir(parents=True)
     _write_metrics(folder / "metrics.csv", points, gap, cells or {})
     strategy = {"_target_": "src.strategies.pipeline.pipeline.Pipeline", "schedule": "gpipe"}
-    config = {"seed": 0, "strategy": strategy, "optimizer": {"lr": 0.1}}
+    config = {"seed": 0, "strategy": strategy, "optimizer": {"lr": 0.1}, "experiment": "5f3a9c"}
+    config |= {"trainer": {"precision": precision}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     _write_lines(folder / "events.jsonl", _events(points))
     for rank in range(ranks):

@@ -1,0 +1,68 @@
+"""Whether runs of one experiment have one curve, on the page and in the terminal."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from scripts.report import write
+from src.report.agreement import verdicts
+from src.report.files import Curve
+from src.report.run_folder import RunFolder
+from tests.support.commands import run_here
+from tests.support.run_folders import write_run
+
+STEPS = np.array([0.0, 1.0, 2.0, 50.0])
+
+
+def run(folder: Path, precision: str, device: str, *gaps: float) -> RunFolder:
+    """Return a run whose losses differ from 2 by these relative gaps."""
+    found = RunFolder(folder)
+    vars(found).update(
+        config={"experiment": "5f3a9c", "trainer.precision": precision},
+        curves={"train/loss": Curve(STEPS, 2 * (1 + np.array(gaps)))},
+        events=[{"event": "start", "device": device}],
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "gaps", "step"),
+    [
+        ("64-true", "cpu", (0, 1e-13, 1e-13, 5e-10), None),
+        ("64-true", "cpu", (0, 1e-13, 1e-13, 1e-8), 50),
+        ("32-true", "cpu", (1e-7, 2e-6, 1e-4, 0.1), None),  # about what docs/how-it-works.md has
+        ("32-true", "cpu", (2e-5, 0, 0, 0), 0),
+        ("32-true", "cpu", (1e-7, 2e-6, 0.02, 0.1), 2),
+        ("32-true", "cpu", (0, 0, 0, 0.6), 50),
+        ("32-true", "NVIDIA H100", (1e-4, 1e-4, 1e-2, 0.1), None),
+        ("bf16-mixed", "cpu", (1e-3, 1e-2, 1e-2, 0.1), None),
+        ("bf16-mixed", "cpu", (0.1, 0, 0, 0), 0),
+        ("64-true", "cpu", (0, float("nan"), 0, 0), 1),
+    ],
+)
+def test_runs_part_beyond_rounding(precision: str, device: str, gaps: tuple[float, ...], step: int | None) -> None:
+    pair = [run(Path("a"), precision, device, 0, 0, 0, 0), run(Path("b"), precision, device, *gaps)]
+    (verdict,) = verdicts(pair, ["a", "b"])
+    assert verdict.parts is (step is not None)
+    assert verdict.sentence.startswith("Experiment 5f3a9c: b ")
+    assert step is None or f"b parts from a at step {step}: train/loss differs by" in verdict.sentence
+
+
+def test_page_and_command_say_where_runs_part(tmp_path: Path) -> None:
+    first, same, other = (write_run(tmp_path / name) for name in ("first", "same", "other"))
+    config = yaml.safe_load((other / "config.yaml").read_text())
+    (other / "config.yaml").write_text(json.dumps(config | {"experiment": "000000"}))
+    apart = write_run(tmp_path / "apart", gap=1e-6)
+    page = write([first, same, other, apart], None, single_file=False).read_text()
+    assert "same and first have one curve" in page
+    assert "apart parts from first at step 0: train/loss differs by" in page
+    assert "other" not in page.partition("Experiment ")[2].partition("<section")[0], "it is another experiment"
+    assert "000000" in page
+    out, _ = run_here(str(first), str(same), str(other), program="scripts.compare")
+    assert "have one curve, up to rounding (60 log points)" in out
+    assert "000000" in out
+    out, _ = run_here(str(first), str(apart), program="scripts.compare", code=1)
+    assert f"{apart} parts from {first} at step 0: train/loss differs by" in out
