@@ -88,7 +88,7 @@ def test_only_strategies_know_strategies(file: Path) -> None:
 
 def test_files_are_short() -> None:
     assert len((ROOT / "train.py").read_text().splitlines()) < 80
-    assert {file.name: lines for file in SOURCES if (lines := file.read_text().count("\n")) > 230} == {}
+    assert {file.name: lines for file in SOURCES if (lines := file.read_text().count("\n")) > 400} == {}
 
 
 def test_every_object_configuration_has_a_target() -> None:

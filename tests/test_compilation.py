@@ -37,7 +37,7 @@ def augment(function: Any, options: dict[str, Any], epoch: int) -> tuple[Tensor,
     augmentation.samples = 100
     keys, mirrored = augmentation.keys(7, epoch, INDEX)
     preprocessing = Preprocessing(augmentation, [0.4, 0.5, 0.6], [0.2, 0.25, 0.3], num_classes=10, seed=7)
-    return function(preprocessing, IMAGES, keys, mirrored, torch.ones(32, dtype=torch.bool), torch.float32)
+    return function(preprocessing, IMAGES, keys, mirrored, torch.ones(32, dtype=torch.bool), 32.0, torch.float32)
 
 
 @pytest.mark.parametrize(

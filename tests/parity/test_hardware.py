@@ -14,8 +14,7 @@ from tests.support.hardware import BATCH, VARIED, Setting, cover, overrides
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit, fit_ranks
 
-# TODO(norm_groups): the default model, once its batch normalization belongs to the experiment
-TASK = ["experiment=parity", *SHORT, f"data.batch_size={BATCH}", "model.norm=group"]
+TASK = ["experiment=parity", *SHORT, f"data.batch_size={BATCH}"]
 NOT_VARIED = {  # by why they cannot matter here, or where else they are tested
     "the program": "runtime.* run_dir ckpt_path resume trainer.default_root_dir trainer.plugins trainer.strategy "
     "trainer.callbacks trainer.logger trainer.use_distributed_sampler strategy.devices strategy.num_nodes "
@@ -31,7 +30,6 @@ NOT_VARIED = {  # by why they cannot matter here, or where else they are tested
     "tests/data": "data.root data.source.urls data.source.file data.source.in_memory",
     "GPUs, or a compiler": "trainer.accelerator trainer.benchmark module.compile optimizer.compile "
     "data.augment.compile optimizer.fused optimizer.foreach optimizer.capturable",
-    "options to come": "module.recompute strategy.shares",
 }
 QUICK, PAIRS = cover(1), cover(2)
 

@@ -22,10 +22,13 @@ COMMON: Choices = {
     "data.device_resident": ["auto", "false", "true"],
     "data.batch_size_per_device": ["null", "share"],  # the share of the same global batch
     "module.channels_last": ["true", "false"],
+    "module.recompute": ["none", "blocks"],
     "callbacks": ["none", "default", "[default,evaluation,gradients]"],
     "callbacks.checkpoint.every_n_train_steps": ["null", 2],
 }
+_SHARES: Choices = {"strategy.shares": ["null", "uneven"]}
 _DDP: Choices = {
+    **_SHARES,
     "strategy.shard_optimizer": ["false", "true"],
     "strategy.bucket_cap_mb": ["null", 1],
     "strategy.static_graph": ["false", "true"],
@@ -44,12 +47,14 @@ STRATEGIES: dict[str, Choices] = {
     "ddp": {"trainer.devices": [1, 2, 4], **_DDP},
     "fsdp": {
         "trainer.devices": [2, 4],
+        **_SHARES,
         "strategy.replicas": [1, 2],
         "strategy.reshard_after_forward": ["true", "false"],
         **_SHARDED,
     },
     "pipeline": {"trainer.devices": [2], **_PIPELINE},
-    "hybrid": {"trainer.devices": [4], "strategy.stages": [2], "strategy.data_parallel": ["ddp", "fsdp"], **_PIPELINE},
+    "hybrid": {"trainer.devices": [4], "strategy.stages": [2], "strategy.data_parallel": ["ddp", "fsdp"], **_PIPELINE}
+    | _SHARES,
 }
 VARIED = {*COMMON, *(name for options in STRATEGIES.values() for name in options), "strategy._target_"}
 
@@ -86,6 +91,8 @@ def overrides(setting: Setting) -> list[str]:
     if setting["data.batch_size_per_device"] == "share":
         share = BATCH // (data_parallel(setting) * micro_batches(setting))
         words += ["data.batch_size=null", f"data.batch_size_per_device={share}"]
+    if setting.get("strategy.shares") == "uneven":
+        words.append(f"strategy.shares=[2{',1' * (data_parallel(setting) - 1)}]")
     if setting["callbacks"] != "none" and setting["callbacks.checkpoint.every_n_train_steps"] != "null":
         words.append(f"callbacks.checkpoint.every_n_train_steps={setting['callbacks.checkpoint.every_n_train_steps']}")
     return words
@@ -101,7 +108,8 @@ def micro_batches(setting: Setting) -> int:
     return int(setting["trainer.accumulate_grad_batches"]) * int(setting.get("strategy.microbatches", 1))
 
 
-_OWN = ("data.batch_size_per_device", "callbacks.checkpoint.every_n_train_steps")  # options that depend on others
+# Options whose values depend on others.
+_OWN = ("data.batch_size_per_device", "strategy.shares", "callbacks.checkpoint.every_n_train_steps")
 _ADDED = (
     "trainer.deterministic",
     "trainer.detect_anomaly",
@@ -120,5 +128,10 @@ def _is_valid(setting: Setting) -> bool:
     # It needs four stages and as many micro-batches.
     needs_four = schedule is not None and schedule.stages_per_rank > 1
     if needs_four and (setting["strategy.split"] != "auto" or setting["strategy.microbatches"] < 4):
+        return False
+    if schedule is not None and schedule.splits_backward and setting["module.recompute"] == "blocks":
+        return False
+    samples = BATCH // micro_batches(setting)
+    if setting.get("strategy.shares") == "uneven" and samples <= data_parallel(setting):
         return False
     return micro_batches(setting) <= GROUPS
