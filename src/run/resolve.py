@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -23,7 +22,6 @@ from src.run.replaced_targets import drop_replaced_options
 from src.run.resume import newest_checkpoint, remove_partial_checkpoints
 from src.run.unused import refuse_unknown_additions, refuse_unused_groups
 from src.utils.errors import UserError
-from src.utils.option_kinds import experiment_options
 
 # A continued run does not inherit these options.
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
@@ -49,7 +47,6 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     _resolve_resume(cfg, folder)
     if cfg.ckpt_path:
         cfg.ckpt_path = str(_find_checkpoint("ckpt_path", cfg.ckpt_path))
-        _warn_of_changed_files(cfg.ckpt_path)
     elif cfg.init_from:  # a continued run has its weights in `ckpt_path`
         cfg.init_from = str(_find_checkpoint("init_from", cfg.init_from))
     elif not cfg.fit and not cfg.doctor:
@@ -168,20 +165,3 @@ def _find_images(predict: str) -> Path:
 
     ImageFolder(folder, image_shape=(3, 1, 1))  # the check does not depend on the shape
     return folder
-
-
-def _warn_of_changed_files(ckpt_path: str) -> None:
-    """Print each option of the experiment that has changed in conf/ since the run of the checkpoint was started."""
-    folder = folder_of(Path(ckpt_path))
-    if folder is None:
-        return
-    saved = saved_config(folder)
-    composed = hydra.compose("train", list(saved.runtime.overrides))
-    drop_replaced_options(composed, saved.runtime.overrides)
-    OmegaConf.resolve(composed)
-    options: Any = OmegaConf.masked_copy(saved, list(composed))  # without what RunRecord has added to the saved file
-    before, now = experiment_options(options), experiment_options(composed)
-    for name in sorted((before.keys() | now.keys()) - {"init_from"}):  # which is resolved in the saved file
-        if before.get(name) != now.get(name):
-            change = f"{name} was {before.get(name)}, is {now.get(name)}"
-            print(f"conf/ has changed since that run: {change}", file=sys.stderr)

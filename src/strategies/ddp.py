@@ -27,7 +27,8 @@ class DDP(DDPStrategy):
 
     Args:
         comm_hook: communication of gradients; null leaves them unchanged. `fp16` and `bf16` reduce gradients in that
-            type. `powersgd` reduces two low-rank factors of each gradient, with error feedback (Vogels et al., 2019).
+            type. `powersgd` reduces two low-rank factors of each gradient, with error feedback (Vogels et al., 2019),
+            which starts anew when a run continues.
             `post_local_sgd` reduces no gradients: it averages the weights every `model_averaging_period` steps, and
             before validation and saving (Lin et al., "Don't use large mini-batches, use local SGD", 2020). A checkpoint
             then holds the averages of the optimizer states.
@@ -59,7 +60,6 @@ class DDP(DDPStrategy):
         super().__init__(model_averaging_period=model_averaging_period, **kwargs)
         self.comm_hook, self.comm_start_step, self.shard_optimizer = comm_hook, comm_start_step, shard_optimizer
         self.matrix_approximation_rank, self.shares = matrix_approximation_rank, shares
-        self._restored: dict[str, dict[int, Tensor]] = {}  # PowerSGD's tensors from a checkpoint, until training starts
         if comm_hook is not None and comm_hook not in HOOKS:
             raise UserError(f"strategy.comm_hook={comm_hook} is no hook: {suggest(comm_hook, HOOKS)}")
         if comm_start_step < 2 or model_averaging_period < 1 or matrix_approximation_rank < 1:
@@ -69,11 +69,6 @@ class DDP(DDPStrategy):
             )
         if comm_hook == "post_local_sgd" and shard_optimizer:
             raise UserError("strategy.shard_optimizer=true needs equal weights, but post_local_sgd lets them differ")
-        if comm_hook == "powersgd":
-            if kwargs.get("static_graph"):
-                raise UserError("strategy.static_graph=true changes the buckets of the powersgd state: set it to false")
-            # DDP then does not rebuild its buckets, so a resumed run has the buckets to which the saved state belongs.
-            self._ddp_kwargs["find_unused_parameters"] = True
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -143,54 +138,9 @@ class DDP(DDPStrategy):
             cast(DistributedDataParallel, self.model).register_comm_hook(self._ddp_comm_state, HOOKS[self.comm_hook])
 
     def on_train_start(self) -> None:
-        """Give the hook the step and the state that it would have in an uninterrupted run."""
-        state: Any = self._ddp_comm_state
-        if state is not None:
-            state.iter = self.lightning_module.trainer.global_step
+        """Give the averaging of weights the step that it would have in an uninterrupted run."""
         if self._model_averager is not None:
-            self._model_averager.step = state.iter
-        for name, tensors in self._restored.items():
-            setattr(state, name, {bucket: tensor.to(self.root_device) for bucket, tensor in tensors.items()})
-        self._restored = {}
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.comm_hook == "powersgd" and self._ddp_comm_state is not None:
-            checkpoint["powersgd"] = {"memory": self._powersgd_memory(), "options": self._layout()}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _powersgd_memory(self) -> dict[str, dict[int, Tensor]]:
-        """Return the tensors of PowerSGD by bucket, with the mean of all ranks' errors. Every rank must call it.
-
-        PowerSGD is linear in the errors of the ranks, so their mean is enough for any number of ranks.
-        """
-        state: Any = self._ddp_comm_state
-        memory = {name: dict(getattr(state, name)) for name in ("error_dict", "p_memory_dict", "q_memory_dict")}
-        errors = memory["error_dict"]
-        for bucket, error in errors.items():
-            errors[bucket] = self.reduce(error.clone(), reduce_op="mean")
-        return memory
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if self.comm_hook == "powersgd" and (saved := checkpoint.get("powersgd")):
-            for option, value in self._layout().items():
-                if saved["options"][option] != value:
-                    raise UserError(
-                        f"{option} is {value}, but the powersgd state in ckpt_path needs {saved['options'][option]}: "
-                        "set it back"
-                    )
-            self._restored = saved["memory"]
-        return checkpoint
-
-    def _layout(self) -> dict[str, Any]:
-        """Return the options on which the shapes and the order of the PowerSGD state depend."""
-        weights = list(self.lightning_module.parameters())
-        return {
-            "strategy.matrix_approximation_rank": self.matrix_approximation_rank,
-            "strategy.bucket_cap_mb": self._ddp_kwargs.get("bucket_cap_mb"),
-            "trainer.precision": str(weights[0].dtype),
-            "module.channels_last": not all(weight.is_contiguous() for weight in weights),
-        }
+            cast(Any, self._ddp_comm_state).iter = self._model_averager.step = self.lightning_module.trainer.global_step
 
     def on_validation_start(self) -> None:
         self._average(self.lightning_module.parameters())

@@ -74,9 +74,6 @@ def test_same_command_starts_and_resumes(small: list[str], folder: Path) -> None
     save_as_an_earlier_version(folder / CONFIG)
     _, err = run_here(*command, "trainer.max_epochs=2")
     assert "last.ckpt is not a complete checkpoint" in err
-    assert [line for line in err.splitlines() if line.startswith("conf/ has changed")] == [
-        "conf/ has changed since that run: module.label_smoothing was 0.3, is None"
-    ]
     assert steps(folder) == list(range(23))
     _, err = run_here(*[word for word in command if word != "resume=auto"], code=1)
     assert "holds a run: add resume=auto" in error_line(err)

@@ -99,7 +99,6 @@ def test_another_class_leaves_out_the_options_of_the_previous_one(small: list[st
     assert notice in err.splitlines()
     _, err = run_here(f"ckpt_path={tmp_path / 'run'}", "trainer.max_epochs=2")
     assert notice in err
-    assert "conf/ has changed" not in err
     _, err = run_here(*task, f"{folder}2", "optimizer.nesterov=true", code=1)
     assert "optimizer.nesterov=true: torch.optim.RMSprop has no option `nesterov`" in error_line(err)
 

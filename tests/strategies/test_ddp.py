@@ -144,9 +144,7 @@ def test_local_sgd_averages_periodically_and_before_validation(pool: Pool, small
         assert all(watch.validated)
 
 
-@pytest.mark.parametrize(
-    "options", [POWERSGD, LOCAL, [*ADAMW, "strategy.shard_optimizer=true"]], ids=["powersgd", "local", "zero"]
-)
+@pytest.mark.parametrize("options", [LOCAL, [*ADAMW, "strategy.shard_optimizer=true"]], ids=["local", "zero"])
 def test_resumes_exactly(options: list[str], pool: Pool, small: list[str], folder: Path) -> None:
     """The reference saves at the same step, since post-local SGD averages weights at each save."""
     task = [*PARITY, *TWO, *options]
@@ -187,21 +185,20 @@ def test_each_rank_holds_its_shard_of_the_optimizer(pool: Pool, small: list[str]
     assert all(0.3 * weights < moments < 0.7 * weights for moments, weights in ranks)
 
 
-def test_powersgd_does_not_depend_on_the_world_size(pool: Pool, small: list[str], folder: Path) -> None:
-    """PowerSGD is linear in the gradients, so four ranks can send the error that two ranks left."""
+def test_powersgd_starts_anew_in_a_continued_run(pool: Pool, small: list[str], folder: Path) -> None:
+    """It begins again with plain averaging, and then with no error to feed back, on any number of ranks."""
     task = [*PARITY, *POWERSGD, "strategy=ddp"]
     reference = pool.run(2, fit, compose(folder / "uninterrupted", *small, *task, "trainer.devices=2"))
-    pool.run(2, die, compose(folder, *small, *task, "trainer.devices=2"), "on_train_batch_end", 6)
+    pool.run(2, die, compose(folder, *small, *task, "trainer.devices=2"), "on_train_batch_end", 4)
     resumed = compose(folder, *small, *task, "trainer.devices=4", f"ckpt_path={folder}/died.ckpt")
     for record in pool.run(4, fit, resumed):
-        check_resumed([record], reference[0], done=6)
+        assert record.losses == pytest.approx(reference[0].losses[4:], rel=1e-2)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["strategy.comm_hook=powersdg"], "powersdg is no hook: did you mean powersgd"),
-        (["strategy.comm_hook=powersgd", "strategy.static_graph=true"], "strategy.static_graph=true"),
         (["strategy.comm_hook=post_local_sgd", "strategy.shard_optimizer=true"], "strategy.shard_optimizer=true"),
         (["strategy.comm_start_step=1"], "at least 2"),
     ],
@@ -209,14 +206,6 @@ def test_powersgd_does_not_depend_on_the_world_size(pool: Pool, small: list[str]
 def test_refuses_invalid_options(options: list[str], message: str, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=message):
         assemble(compose(folder, *small, *TWO, *options))
-
-
-def test_powersgd_resumes_only_with_the_same_options(pool: Pool, small: list[str], folder: Path) -> None:
-    task = [*PARITY, *TWO, *POWERSGD]
-    pool.run(2, die, compose(folder, *small, *task), "on_train_batch_end", 6)
-    for changed in ("strategy.bucket_cap_mb=1", "module.channels_last=false"):
-        with pytest.raises(RankFailed, match=f"{changed.partition('=')[0]} is .* needs .*: set it back"):
-            pool.run(2, fit, compose(folder, *small, *task, changed, f"ckpt_path={folder}/died.ckpt"))
 
 
 @pytest.mark.parametrize(

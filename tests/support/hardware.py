@@ -53,8 +53,13 @@ STRATEGIES: dict[str, Choices] = {
         **_SHARDED,
     },
     "pipeline": {"trainer.devices": [2], **_PIPELINE},
-    "hybrid": {"trainer.devices": [4], "strategy.stages": [2], "strategy.data_parallel": ["ddp", "fsdp"], **_PIPELINE}
-    | _SHARES,
+    "hybrid": {
+        "trainer.devices": [4],
+        "strategy.stages": [2],
+        "strategy.data_parallel": ["ddp", "fsdp"],
+        **_PIPELINE,
+        **_SHARES,
+    },
 }
 VARIED = {*COMMON, *(name for options in STRATEGIES.values() for name in options), "strategy._target_"}
 
