@@ -156,7 +156,7 @@ def test_make_targets_exist() -> None:
 
 
 def test_links_exist() -> None:
-    for path in re.findall(r"\]\((?!http)([^)]+)\)", README):
+    for path in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", README):
         assert (ROOT / path).exists(), path
     for module in re.findall(r"python -m (scripts[.\w]+)", GUIDE):
         path = ROOT / module.replace(".", "/")

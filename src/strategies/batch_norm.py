@@ -158,7 +158,8 @@ class GroupedBatchNorm(_BatchNorm):
         self.class_before._check_input_dim(self, input)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
+        # One group that a process holds in one piece is what torch's layer normalizes, with fewer kernels.
+        if not self.training or (self.groups.counts == ((len(input),),) and self.groups.micro_batches == 1):
             return super().forward(input)
         self._check_input_dim(input)
         sizes = self._rows_per_group(input)
@@ -219,12 +220,15 @@ class GroupedBatchNorm(_BatchNorm):
         momentum: Any = self.momentum
         if momentum is None:  # the mean over all steps; a tensor, because a number would have to wait for the GPU
             momentum = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
-        mean, var = moments.mean(0) * (momentum / self.groups.micro_batches)
-        for running, moment in ((self.running_mean, mean), (self.running_var, var)):
+        micro_batches, moments = self.groups.micro_batches, moments.mean(0).to(self.running_mean.dtype)
+        for running, moment in zip((self.running_mean, self.running_var), moments, strict=True):
+            if micro_batches == 1:
+                running.lerp_(moment, momentum)
+                continue
             if self.is_first_pass:
                 running.mul_(1 - momentum)
-            running.add_(moment)
-        if self.groups.micro_batches > 1:
+            running.add_(moment * (momentum / micro_batches))
+        if micro_batches > 1:
             self.is_first_pass = False
             if not torch.compiler.is_compiling():  # it would compile the layer for each number
                 self.passes += 1
