@@ -10,7 +10,9 @@ from functools import cached_property
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from src.utils.compilation import device_constant
@@ -130,22 +132,23 @@ class BatchLayout:
         Row i of a batch belongs to micro-batch i % num_microbatches. The samples of a micro-batch are ordered by group.
         """
         per_batch = self.parallel.num_microbatches
-        own = self._slots[:, None, None] * self.micro_batches + torch.arange(self.micro_batches).view(-1, per_batch)
-        return own.transpose(0, 1).flatten(1)
+        own = self._slots[:, None, None] * self.micro_batches + np.arange(self.micro_batches).reshape(-1, per_batch)
+        return torch.from_numpy(own.transpose(1, 0, 2).reshape(self.accumulate, -1))
 
     @cached_property
     def partners(self) -> Tensor:
         """Row of each row's partner in a batch of this rank, (samples_per_batch,), if it has pairs."""
-        position = self.positions[0]
-        row_of = torch.zeros(self.batch_size, dtype=torch.int64).index_copy(0, position, torch.arange(len(position)))
-        return row_of[(position + self.batch_size // 2) % self.batch_size]
+        position = self.positions[0].numpy()
+        row_of = np.zeros(self.batch_size, dtype=np.int64)
+        row_of[position] = np.arange(len(position))
+        return torch.from_numpy(row_of[(position + self.batch_size // 2) % self.batch_size])
 
     @cached_property
-    def counts(self) -> Tensor:
+    def counts(self) -> NDArray[np.int64]:
         """Number of samples of each rank in each group of a micro-batch, (dp_size, groups)."""
         number_of = self._ranks * self._groups_per_micro_batch + self._groups
         shape = (self.parallel.dp_size, self._groups_per_micro_batch)
-        return torch.bincount(number_of, minlength=shape[0] * shape[1]).view(shape)
+        return np.bincount(number_of, minlength=shape[0] * shape[1]).reshape(shape)
 
     @property
     def _shares(self) -> tuple[int, ...]:
@@ -156,23 +159,23 @@ class BatchLayout:
         return self.norm_groups // self.micro_batches if self.has_whole_groups else 1
 
     @cached_property
-    def _ranks(self) -> Tensor:
+    def _ranks(self) -> NDArray[np.int64]:
         """Rank of each position in a micro-batch, (positions,)."""
         size = self.batch_size // self.micro_batches
-        in_turn = torch.arange(self.parallel.dp_size).repeat_interleave(torch.tensor(self._shares))
+        in_turn = np.repeat(np.arange(self.parallel.dp_size), self._shares)
         distinct = size // 2 if self.has_pairs else size
-        return in_turn[torch.arange(size) % distinct % len(in_turn)]
+        return in_turn[np.arange(size) % distinct % len(in_turn)]
 
     @cached_property
-    def _groups(self) -> Tensor:
+    def _groups(self) -> NDArray[np.int64]:
         """Group of each position in a micro-batch, (positions,)."""
-        return torch.arange(len(self._ranks)) % self._groups_per_micro_batch
+        return np.arange(len(self._ranks)) % self._groups_per_micro_batch
 
     @cached_property
-    def _slots(self) -> Tensor:
+    def _slots(self) -> NDArray[np.int64]:
         """Positions of this rank in a micro-batch, (n,), ordered by group."""
-        own = torch.nonzero(self._ranks == self.parallel.dp_rank).flatten()
-        return own[self._groups[own].argsort(stable=True)]
+        own = np.flatnonzero(self._ranks == self.parallel.dp_rank)
+        return own[np.argsort(self._groups[own], kind="stable")]
 
 
 @device_constant

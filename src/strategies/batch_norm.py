@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +28,8 @@ from src.utils.errors import UserError
 from src.utils.recomputation import remember
 from src.utils.tensors import upcast_half
 from src.utils.timeline import communication
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name is deprecated
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,12 @@ def norm_groups(layout: BatchLayout, data_parallel: Any) -> NormGroups:
     return NormGroups(rows, ranks.index(rank), sharing, data_parallel, weight, layout.micro_batches)
 
 
-def _ranks_sharing(holds: Tensor, rank: int) -> list[int]:
+def _ranks_sharing(holds: NDArray[np.bool_], rank: int) -> list[int]:
     """Return the ranks that share a group with a rank, or with a rank that does, from (ranks, groups) bools."""
-    found = torch.arange(len(holds)) == rank
-    while True:
-        more = holds[:, holds[found].any(0)].any(1)
-        if more.equal(found):
-            return found.nonzero().flatten().tolist()
-        found = more
+    found, more = np.zeros(len(holds), dtype=bool), np.arange(len(holds)) == rank
+    while not np.array_equal(more, found):
+        found, more = more, holds[:, holds[more].any(0)].any(1)
+    return list(np.flatnonzero(found).tolist())
 
 
 def apply_norm_groups(net: nn.Module, groups: NormGroups) -> None:
@@ -204,7 +206,7 @@ class GroupedBatchNorm(_BatchNorm):
         """Return the same as `_normalize_alone`, for groups that several ranks share."""
         values_per_row = input[0, 0].numel() * sum(sizes) // sum(self.groups.sizes)
         mean, var = remember(lambda: _moments_over_ranks(input.detach(), sizes, self.groups))
-        values = _column(self.groups.totals, mean.dtype, mean.device) * values_per_row
+        values = _constant(self.groups.totals, mean.dtype, mean.device) * values_per_row
         weight = None if self.weight is None else self.weight.to(mean.dtype)
         bias = None if self.bias is None else self.bias.to(mean.dtype)
         output = _Normalize.apply(input, weight, bias, mean, var, values, self.eps, sizes, self.groups.sharing)
@@ -235,8 +237,8 @@ class GroupedBatchNorm(_BatchNorm):
 
 
 @device_constant
-def _column(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)[:, None]
+def _constant(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)[..., None]
 
 
 def _moments_over_ranks(input: Tensor, sizes: list[int], groups: NormGroups) -> tuple[Tensor, Tensor]:
@@ -245,11 +247,11 @@ def _moments_over_ranks(input: Tensor, sizes: list[int], groups: NormGroups) -> 
     The combination avoids cancellation (Chan, Golub and LeVeque, 1979).
     """
     own = torch.stack([_moments(part) for part in input.split(sizes)])
-    gathered = own.new_empty(len(groups.counts), *own.shape)
+    gathered = own.new_empty(len(groups.counts) * len(own), *own.shape[1:])
     with communication():
-        dist.all_gather(list(gathered), own, group=groups.sharing)
-    means, variances = gathered.unbind(2)  # (ranks, groups, channels)
-    counts = torch.stack([_column(row, own.dtype, own.device) for row in groups.counts])
+        _all_gather(gathered, own, group=groups.sharing)
+    means, variances = gathered.view(-1, *own.shape).unbind(2)  # (ranks, groups, channels)
+    counts = _constant(groups.counts, own.dtype, own.device)
     fractions = counts / counts.sum(0)
     mean = (fractions * means).sum(0)
     return mean, (fractions * (variances + (means - mean) ** 2)).sum(0)
@@ -260,7 +262,9 @@ def _moments(part: Tensor) -> Tensor:
     values = upcast_half(part)
     if not len(part):
         return values.new_zeros(2, part.shape[1])
-    return torch.stack(torch.batch_norm_update_stats(values, None, None, 0.0))  # 40 times as fast as torch.var_mean
+    if part.is_cuda:
+        return torch.stack(torch.var_mean(values, [0, *range(2, part.ndim)], correction=0)).flip(0)
+    return torch.stack(torch.batch_norm_update_stats(values, None, None, 0.0))  # 40 times as fast on a CPU
 
 
 class _Normalize(torch.autograd.Function):
