@@ -90,7 +90,7 @@ def groups(images: Path) -> list[Case]:
         "four groups": [],
         "one group": ["data.norm_groups=1"],
     }
-    uneven = {"shares 3:1": ["strategy.shares=[3,1]"]}
+    uneven = {"shares 3:1": ["strategy=ddp", "strategy.shares=[3,1]"]}
     cases = []
     for devices in (1, 2, 4):
         task = ("resnet9", images, STEPS["resnet9"], EVERY["resnet9"])
