@@ -109,7 +109,7 @@ class ImageDataModule(L.LightningDataModule):
             raise UserError(
                 f"data.batch_size={self.global_batch_size} exceeds the {len(self.splits['train'])} images to train on"
             )
-        if self.layout.is_uneven and not self._takes_batch:
+        if stage == "fit" and self.layout.is_uneven and not self._takes_batch:
             raise UserError(
                 f"{type(self._module).__name__} averages over the batch of its own process, but the "
                 f"{self.parallel.dp_size} processes have different numbers of samples: set a data.batch_size that "

@@ -100,3 +100,14 @@ def test_refuses_ranks_with_different_numbers_of_samples(
     cfg: Any = plain(folder, small, "strategy=ddp", *world)
     with pytest.raises(RankFailed, match="Plain averages over the batch of its own process"):
         pool.run(cfg.trainer.devices, fit, cfg)
+
+
+@pytest.mark.parametrize("world", [["trainer.devices=3"], ["trainer.devices=2", "strategy.shares=[3,1]"]], ids=str)
+def test_evaluates_on_ranks_with_different_numbers_of_samples(
+    world: list[str], pool: Pool, small: list[str], folder: Path
+) -> None:
+    alone = run(plain(folder / "one", small, "fit=false"))
+    cfg: Any = plain(folder, small, "fit=false", "strategy=ddp", *world)
+    for metrics in pool.run(cfg.trainer.devices, run, cfg):
+        for name in ("test/loss", "test/acc"):
+            assert metrics[name] == pytest.approx(alone[name], rel=1e-6)
