@@ -14,7 +14,7 @@ from src.data.augment.pixels import alternating_flip, crop_and_flip, cutout, sam
 from src.data.augment.trivial_augment import trivial_augment
 from src.data.hashing import integers, normal, uniform
 from src.data.layout import BatchLayout, DataParallelInfo
-from src.strategies.batch_norm import apply_norm_groups, norm_groups
+from src.strategies.batch_norm import apply_norm_groups, rank_groups
 
 _SHAPE = (64, 32, 8, 8)  # of the inputs of batch normalization
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # norms of differences, relative
@@ -105,7 +105,7 @@ def _normalize_on_rank(rank: int, session: Session, backend: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{session.folder}/rendezvous", rank=rank, world_size=2)
     for dtype in _TOLERANCES:
         net = nn.Sequential(nn.BatchNorm2d(_SHAPE[1]).to(device))
-        apply_norm_groups(net, norm_groups(BatchLayout(_SHAPE[0], DataParallelInfo(2, rank)), dist.group.WORLD))
+        apply_norm_groups(net, rank_groups(BatchLayout(_SHAPE[0], DataParallelInfo(2, rank)), dist.group.WORLD))
         part = [values[rank::2].to(device) for values in _inputs(dtype)]
         torch.save(_step(net[0], *part), _file(session, rank, dtype))
     dist.destroy_process_group()

@@ -11,7 +11,7 @@ from src.strategies.batch_norm import (
     apply_norm_groups,
     average_statistics,
     grouped_norms,
-    norm_groups,
+    rank_groups,
     revert_norm_groups,
 )
 from src.utils.errors import UserError
@@ -42,7 +42,7 @@ class NormGroups(L.Callback):
             )
         kwargs = trainer.distributed_sampler_kwargs or {}
         ranks = kwargs.get("group", dist.group.WORLD) if layout.parallel.dp_size > 1 else None
-        apply_norm_groups(pl_module, norm_groups(layout, ranks))
+        apply_norm_groups(pl_module, rank_groups(layout, ranks))
         _average_before_saving(trainer.strategy, pl_module)
 
     def on_train_batch_end(

@@ -91,12 +91,12 @@ class BatchLayout:
             return
         below = batch // parts * parts
         sizes = f"{below} or {below + parts}" if below else f"{parts}"
-        divisor = f"{self.micro_batches} micro-batches"
+        divisors = [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
         if self.has_pairs:
-            divisor += " of pairs of samples, which data.augment.mixup and cutmix mix"
+            divisors.append("pairs of samples, which data.augment.mixup and cutmix mix")
         raise UserError(
-            f"data.batch_size={batch} does not divide over {divisor}: set data.batch_size={sizes}, or change "
-            "trainer.accumulate_grad_batches or the number of micro-batches"
+            f"data.batch_size={batch} does not divide over {' of '.join(divisors)}: set data.batch_size={sizes}, or "
+            "change trainer.accumulate_grad_batches or the number of micro-batches"
         )
 
     @property

@@ -33,7 +33,7 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 
 
 @dataclass(frozen=True)
-class NormGroups:
+class RankGroups:
     """The normalization groups of a micro-batch that this rank, or a rank with which it shares a group, holds.
 
     Attributes:
@@ -63,7 +63,7 @@ class NormGroups:
         return tuple(map(sum, zip(*self.counts, strict=True)))
 
 
-def norm_groups(layout: BatchLayout, data_parallel: Any) -> NormGroups:
+def rank_groups(layout: BatchLayout, data_parallel: Any) -> RankGroups:
     """Return the groups of this rank. Every data-parallel rank must call it.
 
     Args:
@@ -79,7 +79,7 @@ def norm_groups(layout: BatchLayout, data_parallel: Any) -> NormGroups:
         sharing = dist.new_group(members, use_local_synchronization=True) if len(ranks) > 1 else None
     weight = counts.shape[1] / holds.shape[1] / len(ranks)
     rows = tuple(map(tuple, counts.tolist()))
-    return NormGroups(rows, ranks.index(rank), sharing, data_parallel, weight, layout.micro_batches)
+    return RankGroups(rows, ranks.index(rank), sharing, data_parallel, weight, layout.micro_batches)
 
 
 def _ranks_sharing(holds: NDArray[np.bool_], rank: int) -> list[int]:
@@ -90,7 +90,7 @@ def _ranks_sharing(holds: NDArray[np.bool_], rank: int) -> list[int]:
     return list(np.flatnonzero(found).tolist())
 
 
-def apply_norm_groups(net: nn.Module, groups: NormGroups) -> None:
+def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
     """Change the class of the batch normalization layers, in place. Parameters, names and hooks stay the same.
 
     DistributedDataParallel, if it wraps `net`, does not broadcast their running statistics: each rank has its own.
@@ -151,7 +151,7 @@ class GroupedBatchNorm(_BatchNorm):
         passes: number of forward passes of this step, if it has several micro-batches and the layer is not compiled.
     """
 
-    groups: NormGroups
+    groups: RankGroups
     class_before: type[_BatchNorm]
     is_first_pass: bool
     passes: int
@@ -241,7 +241,7 @@ def _constant(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device)
     return torch.tensor(values, dtype=dtype, device=device)[..., None]
 
 
-def _moments_over_ranks(input: Tensor, sizes: list[int], groups: NormGroups) -> tuple[Tensor, Tensor]:
+def _moments_over_ranks(input: Tensor, sizes: list[int], groups: RankGroups) -> tuple[Tensor, Tensor]:
     """Return the (groups, channels) means and biased variances over the ranks that share the groups.
 
     The combination avoids cancellation (Chan, Golub and LeVeque, 1979).

@@ -15,7 +15,7 @@ from src.strategies.batch_norm import (
     GroupedBatchNorm,
     apply_norm_groups,
     average_statistics,
-    norm_groups,
+    rank_groups,
     revert_norm_groups,
 )
 from src.utils.errors import UserError
@@ -87,7 +87,7 @@ def step_on_rank(
     shares, dtype = others.pop("shares", None), others.pop("dtype", torch.float64)
     layout = BatchLayout(len(inputs(shape)[0]), DataParallelInfo(size, dist.get_rank(), shares=shares), **others)
     net = nn.Sequential(layer(shape, **options))
-    apply_norm_groups(net, norm_groups(layout, dist.group.WORLD if size > 1 else None))
+    apply_norm_groups(net, rank_groups(layout, dist.group.WORLD if size > 1 else None))
     norm: Any = net[0]
     if compiled:
         torch._dynamo.reset()
@@ -171,7 +171,7 @@ def test_only_ranks_that_share_a_group_communicate() -> None:
 def test_apply_and_revert_keep_parameters_and_names() -> None:
     net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5))
     before = dict(net.named_parameters())
-    apply_norm_groups(net, norm_groups(BatchLayout(8, norm_groups=2), None))
+    apply_norm_groups(net, rank_groups(BatchLayout(8, norm_groups=2), None))
     assert isinstance(net[1], GroupedBatchNorm)
     assert list(net.state_dict()) == list(nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)).state_dict())
     revert_norm_groups(net)
@@ -186,18 +186,18 @@ class _BatchNormAct(nn.BatchNorm2d):
 
 def test_refuses_a_layer_with_a_forward_pass_of_its_own() -> None:
     with pytest.raises(UserError, match=r"0 is a _BatchNormAct.*trainer.sync_batchnorm=false"):
-        apply_norm_groups(nn.Sequential(_BatchNormAct(5)), norm_groups(BatchLayout(8), None))
+        apply_norm_groups(nn.Sequential(_BatchNormAct(5)), rank_groups(BatchLayout(8), None))
 
 
 def test_refuses_rows_that_belong_to_no_group() -> None:
     net = nn.Sequential(nn.BatchNorm1d(5))
-    apply_norm_groups(net, norm_groups(BatchLayout(8, norm_groups=2), None))
+    apply_norm_groups(net, rank_groups(BatchLayout(8, norm_groups=2), None))
     net(torch.randn(8, 5))
     with pytest.raises(UserError, match=r"gets 16 rows for 8 samples.*data.norm_groups=1"):
         net(torch.randn(16, 5))
-    apply_norm_groups(net := nn.Sequential(nn.BatchNorm1d(5)), norm_groups(BatchLayout(8), None))
+    apply_norm_groups(net := nn.Sequential(nn.BatchNorm1d(5)), rank_groups(BatchLayout(8), None))
     assert net(torch.randn(16, 5)).shape == (16, 5), "one group has all rows"
-    apply_norm_groups(net := nn.Sequential(nn.BatchNorm1d(5)), norm_groups(BatchLayout(8, norm_groups=8), None))
+    apply_norm_groups(net := nn.Sequential(nn.BatchNorm1d(5)), rank_groups(BatchLayout(8, norm_groups=8), None))
     with pytest.raises(UserError, match="one value per channel"):
         net(torch.randn(8, 5))
 
