@@ -97,7 +97,7 @@ class Timeline(L.Callback):
             self._finished.finish()
             self._record(None)
         if is_log_point(trainer, step):
-            self._write_interval(step)
+            self._write_interval(step, getattr(pl_module, "rank_loss", None))
         if is_log_point(trainer, step + 2):  # then the next step is the one before a log point
             self._record(StepRecording(self._device, "data"))
 
@@ -159,7 +159,7 @@ class Timeline(L.Callback):
         """
         Variable._execution_engine.queue_callback(partial(self._switch, COMMUNICATION))
 
-    def _write_interval(self, step: int) -> None:
+    def _write_interval(self, step: int, loss: float | None = None) -> None:
         synchronize(self._device)
         self.recorded = self._finished.resolve() if self._finished else None
         if self.recorded and self.recorded.passes:
@@ -168,7 +168,8 @@ class Timeline(L.Callback):
         now = time.time()
         interval = {"step": step, "steps": step - self._last_step, "start": self._start, "seconds": now - self._start}
         spans = self._spans(now - self._start)
-        self._write("interval", interval | {"spans": spans, "peak_memory_mib": peak_memory_mib(self._device)})
+        measured = {"spans": spans, "peak_memory_mib": peak_memory_mib(self._device)}
+        self._write("interval", interval | measured | ({} if loss is None else {"loss": loss}))
         self._last_step, self._start, self._finished = step, now, None
         self._seconds = dict.fromkeys(_PAUSES, 0.0)
 

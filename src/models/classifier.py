@@ -89,6 +89,7 @@ class ImageClassifier(Module):
         self._is_compiled = False
         self.mean_loss, self.accuracy, self.accuracy_tta = WeightedMean(), WeightedMean(), WeightedMean()
         self._step_sums: Tensor | None = None  # sums of loss and correct samples over the step's micro-batches
+        self.rank_loss: float | None = None  # at the newest log point; `train/loss` is its mean over the ranks
 
     def setup(self, stage: str) -> None:
         for metric in (self.mean_loss, self.accuracy, self.accuracy_tta):
@@ -189,9 +190,10 @@ class ImageClassifier(Module):
         micro_batches = self.trainer.accumulate_grad_batches
         if (batch_idx + 1) % micro_batches:
             return
-        # The progress bar needs the values on the CPU.
-        means = self.trainer.strategy.reduce(self._step_sums / micro_batches, reduce_op="mean").cpu()
-        self._step_sums = None
+        own = self._step_sums / micro_batches
+        # The progress bar needs the values on the CPU. One copy has those of all ranks, and those of this rank.
+        means, own = torch.stack([self.trainer.strategy.reduce(own.clone(), reduce_op="mean"), own]).cpu()
+        self.rank_loss, self._step_sums = float(own[0]), None
         self.log("train/loss", means[0], prog_bar=True)
         self.log("train/acc", means[1])
         # Lightning would copy a Python number to the GPU, and back when it writes the log.

@@ -14,6 +14,7 @@ from src.report.files import Curve
 from src.report.run_folder import RunFolder
 
 _METRIC = "train/loss"
+_DIVISION = ("trainer.devices", "trainer.num_nodes", "strategy._target_", "strategy.stages", "strategy.shares")
 _TIGHT, _FLOAT32, _LOW = (1e-9, 1e-9), (1e-5, 0.5), (1e-2, 0.5)  # relative: at the first step, and at most
 
 
@@ -52,8 +53,21 @@ def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Ve
         count = f"{len(gap.steps)} log points"
         return Verdict(f"{experiment} {name} and {first_name} have one curve, up to rounding ({count}).", False)
     at = beyond[0]
-    measured = f"{_METRIC} differs by {gap.values[at]:.1e}, relative; rounding explains {allowed[at]:.1e}"
+    where = _ranks_that_part(run, first, int(gap.steps[at]), float(allowed[at]))
+    measured = f"{_METRIC} differs by {gap.values[at]:.1e}, relative{where}; rounding explains {allowed[at]:.1e}"
     return Verdict(f"{experiment} {name} parts from {first_name} at step {gap.steps[at]:.0f}: {measured}.", True)
+
+
+def _ranks_that_part(run: RunFolder, first: RunFolder, step: int, allowed: float) -> str:
+    """Return which ranks have other losses, if both runs divide a batch among their ranks alike and recorded them."""
+    pairs = list(zip(run.timelines, first.timelines, strict=False))
+    is_alike = all(run.config.get(name) == first.config.get(name) for name in _DIVISION)
+    is_recorded = all(step in timeline.losses for pair in pairs for timeline in pair)
+    if not is_alike or not is_recorded or not 1 < len(pairs) == run.world_size:
+        return ""
+    losses = [(ours.rank, ours.losses[step], theirs.losses[step]) for ours, theirs in pairs]
+    ranks = [str(rank) for rank, ours, theirs in losses if not abs(ours - theirs) <= allowed * abs(theirs)]
+    return f", on rank {' and '.join(ranks)}" if len(ranks) < len(pairs) else ", on all ranks"
 
 
 def _bounds(*runs: RunFolder) -> tuple[float, float]:

@@ -21,11 +21,12 @@ _NEWEST_STEPS = 100  # of a pipeline
 class RankTimeline:
     """The records of one rank: intervals between log points, and the passes of a pipeline's newest recorded steps.
 
-    Of a long run, an interval is the sum of several.
+    Of a long run, an interval is the sum of several. `losses` has the rank's own loss by the step of metrics.csv.
     """
 
     rank: int
     intervals: list[dict[str, Any]] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
     passes: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_NEWEST_STEPS))
 
 
@@ -96,6 +97,8 @@ def _timeline(file: Path) -> RankTimeline:
     number = file.stem.removeprefix("rank")
     timeline = RankTimeline(int(number) if number.isdigit() else 0)
     for record in read_json_lines(file):
+        if isinstance(record.get("loss"), float):
+            timeline.losses[record["step"] - 1] = record["loss"]
         if record.get("kind") == "interval" and record.get("seconds"):
             timeline.intervals.append(record)
             if len(timeline.intervals) == _MOST_INTERVALS:
