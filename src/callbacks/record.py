@@ -1,17 +1,20 @@
-"""Log the configuration, record the start, print the banner, and cut metrics.csv back when a run is resumed."""
+"""Start the loggers, log the configuration and the start, print the banner, and cut metrics.csv when a run resumes."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.callbacks.fingerprint import Experiment, continue_experiment, describe_experiment
 from src.data.layout import BatchLayout
 from src.loggers.csv import CSVLogger
+from src.loggers.guard import start_loggers
 from src.utils.events import append_event
 
 _log = logging.getLogger(__name__)
@@ -22,10 +25,16 @@ class RunRecord(L.Callback):
     """Logs the resolved configuration, keeps it in every checkpoint as YAML, and prints the banner.
 
     Every checkpoint also keeps the metrics. When a run resumes, the rows of the steps that it repeats are cut.
+
+    Args:
+        config: the resolved configuration.
+        loggers: the configured loggers. Callbacks find W&B as `trainer.logger`, the first one. They start after every
+            check that may refuse to resume the run; the Trainer itself would start them before.
     """
 
-    def __init__(self, config: DictConfig) -> None:
+    def __init__(self, config: DictConfig, loggers: Iterable[Logger] = ()) -> None:
         self.config = config
+        self._loggers = loggers
         self._resumed_at = 0  # optimizer step
         self._restored_metrics: dict[str, float] = {}
         self._num_parameters, self._num_batch_norms = 0, 0
@@ -51,8 +60,7 @@ class RunRecord(L.Callback):
             self._resumed_at, self._restored_metrics = checkpoint["global_step"], checkpoint.get("metrics", {})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log only now, after every check that may refuse to resume the run."""
-        self._log_settings(trainer)
+        self._start_loggers(trainer)
         self._record_start(trainer, pl_module)
         trainer.last_step = trainer.datamodule.total_steps
         for logger in trainer.loggers:
@@ -69,12 +77,12 @@ class RunRecord(L.Callback):
             trainer.callback_metrics.setdefault(name, torch.tensor(value))
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._log_settings(trainer)
+        self._start_loggers(trainer)
         if not self.config.fit:
             self._record_start(trainer, pl_module)
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._log_settings(trainer)
+        self._start_loggers(trainer)
         if not self.config.fit and not self.config.test:
             self._record_start(trainer, pl_module)
 
@@ -96,10 +104,14 @@ class RunRecord(L.Callback):
             device=torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else module.device.type,
         )
 
-    def _log_settings(self, trainer: L.Trainer) -> None:
+    def _start_loggers(self, trainer: L.Trainer) -> None:
+        """Start the loggers in this process, and log the configuration."""
         data: Any = trainer.datamodule
         settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
         settings |= {"data_source": data.source.description, "global_batch_size": data.global_batch_size}
+        if not trainer.fast_dev_run:  # Lightning replaces all loggers
+            trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
+        self._loggers = ()
         for logger in trainer.loggers:
             logger.log_hyperparams(settings | {"experiment": self._fingerprint})
 

@@ -7,7 +7,7 @@ from lightning.pytorch import loggers
 from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 
-from src.loggers.evaluation_images import draw_confusion, draw_mistakes
+from src.loggers.evaluation_media import draw_confusion, draw_mistakes
 
 
 class TensorBoardLogger(loggers.TensorBoardLogger):

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
 from src.checkpoint.weights import load_initial_weights
-from src.loggers.wandb_end import finish_run, mark_preempted
+from src.loggers.wandb import finish_run, mark_preempted
 from src.models.dropout import use_sample_dropout
 from src.run.build import build
 from src.run.option_types import check_target_options

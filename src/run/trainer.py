@@ -25,7 +25,6 @@ from src.callbacks.scheduler_steps import SchedulerSteps
 from src.callbacks.seed import SeedEachStep
 from src.checkpoint.io import AtomicCheckpointIO
 from src.loggers.csv import CSVLogger
-from src.loggers.guard import GuardedLogger
 from src.run.build import build
 from src.utils.errors import UserError
 from src.utils.quoting import as_typed
@@ -62,8 +61,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
         return make_trainer(
             strategy=_build_strategy(cfg.strategy),
             callbacks=[*_required_callbacks(cfg), MonitorCheck(configured), *configured.values(), *norm_groups],
-            # Callbacks use `trainer.logger`, the first one, for W&B.
-            logger=[*_build_loggers(cfg), CSVLogger(folder)],
+            logger=CSVLogger(folder),  # RunRecord puts the configured loggers before it
             plugins=plugins,
             precision=precision,
             default_root_dir=folder,
@@ -94,7 +92,7 @@ def _required_callbacks(cfg: DictConfig) -> list[L.Callback]:
         Heartbeat(folder, cfg.launch.timeout),
         PreemptionHandler(folder),
         # A resumed run needs these to repeat the uninterrupted one: its log, data, best checkpoints, random numbers.
-        RunRecord(cfg),
+        RunRecord(cfg, list(_build_each(cfg, "logger").values())),
         DataPosition(),
         CheckpointHistory(),
         SeedEachStep(cfg.seed),
@@ -103,11 +101,6 @@ def _required_callbacks(cfg: DictConfig) -> list[L.Callback]:
         PredictionWriter(folder),
         PlainModules(),
     ]
-
-
-def _build_loggers(cfg: DictConfig) -> list[Any]:
-    """Build the configured loggers, whose failures do not end the run."""
-    return [GuardedLogger(logger, option) for option, logger in _build_each(cfg, "logger").items()]
 
 
 def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import lightning as L
 import torch.multiprocessing as mp
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
-from src.loggers.wandb_end import finish_run, mark_preempted
+from src.loggers.wandb import finish_run, mark_preempted
 from src.strategies.ddp import DDP
 from src.utils import signals
 from src.utils.malloc import tune_malloc

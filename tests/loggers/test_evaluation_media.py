@@ -11,9 +11,8 @@ import wandb
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from src.loggers.evaluation_images import draw_confusion, draw_mistakes
+from src.loggers.evaluation_media import draw_confusion, draw_mistakes, wandb_media
 from src.loggers.tensorboard import TensorBoardLogger
-from src.loggers.wandb_media import evaluation_media
 
 
 def png(mode: str) -> str:
@@ -50,7 +49,7 @@ def test_draws_mistakes_and_confusion(mode: str) -> None:
 
 
 def test_wandb_gets_charts_a_table_and_images() -> None:
-    media = evaluation_media("val", evaluation([mistake(4), mistake(2)]))
+    media = wandb_media("val", evaluation([mistake(4), mistake(2)]))
     assert media["images/val_confusion_matrix"].table.data == [
         ["cat", "cat", 3],
         ["cat", "dog", 2],

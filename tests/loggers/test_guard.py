@@ -1,18 +1,17 @@
-"""No failure of a logger ends a training run: a logger that keeps failing is dropped."""
+"""No failure of a logger ends a training run: a method that keeps failing is not called again."""
 
 import inspect
-import pickle
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
-from lightning.pytorch.loggers.logger import DummyExperiment
-from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core.imports import RequirementCache
 
-from src.loggers.guard import GuardedLogger
+from src.loggers.guard import start_loggers
 from src.run.experiment import run
 from src.utils.errors import UserError
 from tests.support.runs import compose
@@ -21,141 +20,89 @@ from tests.support.runs import compose
 class Fragile(Logger):
     """A logger of one's own. It fails in each method whose name is in `fails`."""
 
-    def __init__(self, fails: list[str] | None = None) -> None:
+    name, version = "fragile", "1"
+
+    def __init__(self, fails: Iterable[str] = ()) -> None:
         super().__init__()
-        self.fails, self.starts = fails or [], 0
+        self.fails = fails
+        self.calls: Counter[str] = Counter()
         self.rows: list[Any] = []
 
-    def _check(self, method: str) -> None:
+    def _call(self, method: str) -> None:
+        self.calls[method] += 1
         if method in self.fails:
             raise OSError(f"no space left for {method}")
 
     @property
-    def name(self) -> str:
-        return "fragile"
-
-    @property
-    def version(self) -> str:
-        self._check("version")
-        return "1"
-
-    @property
     def experiment(self) -> Any:
-        self._check("experiment")
-        self.starts += 1
-        return SimpleNamespace(log=self.log_metrics, config={"width": 1}, rows=self.rows)
+        self._call("experiment")
+        return SimpleNamespace(config={"width": 1})
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self._check("log_metrics")
+        self._call("log_metrics")
         self.rows.append(metrics)
 
     def log_hyperparams(self, params: Any) -> None:
-        self._check("log_hyperparams")
+        self._call("log_hyperparams")
+
+    def log_evaluation(self, stage: str) -> None:
+        self._call("log_evaluation")
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        self._check("after_save_checkpoint")
-
-    def save(self) -> None:
-        self._check("save")
+        self._call("after_save_checkpoint")
 
     def finalize(self, status: str) -> None:
-        self._check("finalize")
+        self._call("finalize")
 
 
-def use(logger: Any) -> None:
-    """Use a logger as Lightning and callbacks do."""
-    experiment = logger.experiment
-    logger.log_hyperparams({"width": 1})
-    logger.log_metrics({"loss": 1.0}, 1)
-    experiment.log({"loss": 2.0})
-    experiment.config.update({"width": 2})
-    experiment.note = "text"
-    experiment.rows[:1]
-    assert logger.name in ("fragile", "")
-    assert logger.version in ("1", "")
-    logger.after_save_checkpoint(None)
-    logger.save()
-    logger.finalize("success")
+ERROR = "OSError: no space left for"
 
 
-OUTCOMES = ("training continues", "training continues without it")
-METHODS = ("experiment", "log_hyperparams", "log_metrics", "version", "after_save_checkpoint", "save", "finalize")
+def test_logger_that_cannot_start_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    kept = Fragile()
+    assert start_loggers([Fragile(["experiment"]), kept]) == [kept]
+    assert caplog.messages == [f"Fragile cannot start, and training continues without it: {ERROR} experiment"]
+
+
+METHODS = {
+    "log_hyperparams": {"width": 1},
+    "log_metrics": {"loss": 1.0},
+    "log_evaluation": "val",
+    "after_save_checkpoint": None,
+    "finalize": "success",
+}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_logger_that_keeps_failing_is_dropped(method: str, caplog: pytest.LogCaptureFixture) -> None:
-    logger = GuardedLogger(original := Fragile([method]), "logger.fragile")
-    for _ in range(3):
-        use(logger)
+def test_method_that_keeps_failing_is_not_called_again(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    logger = Fragile([method])
+    start_loggers([logger])
+    for _ in range(4):
+        for name, argument in METHODS.items():
+            getattr(logger, name)(argument)
+    assert logger.calls[method] == 3
+    assert all(logger.calls[name] == 4 for name in METHODS if name != method)
     assert caplog.messages == [
-        f"logger.fragile failed, and {outcome}: OSError: no space left for {method}" for outcome in OUTCOMES
+        f"Fragile.{method} failed, and training continues: {ERROR} {method}",
+        f"Fragile.{method} failed 3 times in a row, and training continues without it: {ERROR} {method}",
     ]
-    original.fails = []
-    logger.log_metrics({"loss": 3.0}, 3)
-    assert {"loss": 3.0} not in original.rows
 
 
 def test_single_failures_cost_only_their_call(caplog: pytest.LogCaptureFixture) -> None:
-    logger: Any = GuardedLogger(original := Fragile(), "logger.fragile")
+    logger = Fragile()
+    start_loggers([logger])
     for step in range(12):
-        original.fails = [] if step % 3 == 2 else ["log_metrics"]
+        logger.fails = [] if step % 3 == 2 else ["log_metrics"]
         logger.log_metrics({"loss": step}, step)
-        logger.save()
-    assert original.rows == [{"loss": step} for step in (2, 5, 8, 11)]
+    assert logger.rows == [{"loss": step} for step in (2, 5, 8, 11)]
     assert len(caplog.messages) == 1
 
 
-def test_slow_failure_drops_a_logger(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """MLflow retries a server that is down for minutes."""
-    monkeypatch.setattr("src.loggers.guard.MAX_SECONDS", 0.0)
-    logger: Any = GuardedLogger(original := Fragile(["log_hyperparams"]), "logger.fragile")
-    logger.log_hyperparams({})
-    logger.log_metrics({"loss": 1.0}, 1)
-    assert not original.rows
-    assert len(caplog.messages) == 1
-
-
-def test_logger_is_the_original_one_to_callbacks() -> None:
-    original = Fragile()
-    logger: Any = GuardedLogger(original, "logger.fragile")
-    use(logger)
-    assert original.rows == [{"loss": 1.0}, {"loss": 2.0}]
-    assert isinstance(logger, Fragile)
-    assert isinstance(logger.experiment, SimpleNamespace)
+def test_callbacks_find_a_guarded_logger_by_its_class() -> None:
+    (logger,) = start_loggers([Fragile()])
+    assert type(logger) is Fragile
     assert not hasattr(logger, "log_image")
-    assert not hasattr(logger.experiment, "log_artifact")
-    assert isinstance(pickle.loads(pickle.dumps(logger)), Fragile), "spawned ranks get it"
-
-
-def test_experiment_starts_at_its_first_use() -> None:
-    """Lightning asks for it when a run starts."""
-    logger: Any = GuardedLogger(original := Fragile(), "logger.fragile")
-    experiment = logger.experiment
-    assert original.starts == 0
-    experiment.log({"loss": 1.0})
-    assert original.starts == 1
-
-
-def test_experiment_is_a_dummy_above_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_zero_only, "rank", 1)
-    logger: Any = GuardedLogger(original := Fragile(), "logger.fragile")
-    experiment: Any = logger.experiment
-    experiment.config.update({"width": 2})
-    experiment["images"][0].upload("file")
-    assert isinstance(experiment, DummyExperiment)
-    assert original.starts == 0
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_iteration_over_an_experiment_ends(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_zero_only, "rank", rank)
-    logger: Any = GuardedLogger(Fragile(["experiment"]), "logger.fragile")
-    experiment = logger.experiment
-    for part in (experiment, experiment.rows):
-        assert next(iter(part), None) is None
-    assert dict(experiment.config) == {}
-    assert len(experiment.rows) == 0
-    assert "loss" not in experiment.summary
+    assert logger.experiment.config == {"width": 1}
 
 
 def test_run_continues_without_a_failed_logger(
@@ -176,7 +123,8 @@ def test_run_continues_without_a_failed_logger(
     ]
     assert "test/acc" in run(compose(folder, *small, *options))
     assert [record.getMessage() for record in caplog.records if "failed" in record.getMessage()] == [
-        f"logger.tensorboard failed, and {outcome}: OSError: No space left on device" for outcome in OUTCOMES
+        f"TensorBoardLogger.log_metrics failed{outcome}: OSError: No space left on device"
+        for outcome in (", and training continues", " 3 times in a row, and training continues without it")
     ]
     assert "train/loss" in (folder / "metrics.csv").read_text()
 

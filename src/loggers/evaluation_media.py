@@ -1,4 +1,4 @@
-"""Images of an evaluation: its confusion matrix, and the images of its most confident mistakes."""
+"""An evaluation as images, and as objects of wandb: its confusion matrix, calibration and most confident mistakes."""
 
 import base64
 import io
@@ -60,3 +60,39 @@ def draw_mistakes(evaluation: dict[str, Any]) -> Image.Image:
 def _blend(fraction: float) -> tuple[int, ...]:
     """Return the color between white, for zero, and blue, for one."""
     return tuple(round(white + fraction * (blue - white)) for white, blue in zip(_WHITE, _BLUE, strict=True))
+
+
+def wandb_media(stage: str, evaluation: dict[str, Any]) -> dict[str, Any]:
+    """Return what `wandb.log` takes for an evaluation of `src/callbacks/evaluation.py`; stage is val or test."""
+    import wandb
+
+    classes, matrix = evaluation["classes"], evaluation["confusion"]
+    # wandb's chart takes the label and the prediction of each sample.
+    pairs = [
+        (label, predicted)
+        for label, counts in enumerate(matrix)
+        for predicted, count in enumerate(counts)
+        for _ in range(count)
+    ]
+    labels, predictions = ([pair[part] for pair in pairs] for part in (0, 1))
+    bins = [row for row in evaluation["calibration"]["bins"] if row["count"]]
+    confidence, accuracy = ([row[key] for row in bins] for key in ("confidence", "accuracy"))
+    class_rows = [
+        [name, sum(counts), counts[label] / sum(counts) if sum(counts) else None]
+        for label, (name, counts) in enumerate(zip(classes, matrix, strict=True))
+    ]
+    return {
+        f"images/{stage}_confusion_matrix": wandb.plot.confusion_matrix(
+            y_true=labels, preds=predictions, class_names=classes, title=f"Confusion matrix, {stage}"
+        ),
+        f"images/{stage}_calibration": wandb.plot.line_series(
+            xs=confidence,
+            ys=[accuracy, confidence],
+            keys=["accuracy", "perfect calibration"],
+            title=f"Calibration, {stage}",
+            xname="probability",
+        ),
+        f"images/{stage}_class_accuracy": wandb.Table(columns=["class", "samples", "accuracy"], data=class_rows),
+        # One image of all mistakes: 64 files of each validation would be thousands in a long run.
+        f"images/{stage}_mistakes": wandb.Image(draw_mistakes(evaluation)),
+    }
