@@ -14,16 +14,20 @@ _GUARDED = ("after_save_checkpoint", "finalize", "save", "watch")  # and all met
 
 def start_loggers(loggers: Iterable[Logger]) -> list[Logger]:
     """Start each logger. Leave out a logger that fails, and guard the methods of the others."""
-    started = []
-    for logger in loggers:
-        try:
-            getattr(logger, "experiment", None)  # its first use starts the logger
-        except Exception as error:
-            _warn(f"{type(logger).__name__} cannot start, and training continues without it", error)
-        else:
-            _guard_methods(logger)
-            started.append(logger)
+    started = [logger for logger in loggers if _start(logger)]
+    for logger in started:
+        _guard_methods(logger)
     return started
+
+
+def _start(logger: Logger) -> bool:
+    """Start a logger by the first use of its `experiment`; return whether that succeeded."""
+    try:
+        getattr(logger, "experiment", None)
+    except Exception as error:
+        _warn(f"{type(logger).__name__} cannot start, and training continues without it", error)
+        return False
+    return True
 
 
 def _guard_methods(logger: Logger) -> None:
