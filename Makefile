@@ -30,23 +30,23 @@ test-all: install lint
 	$(BIN)/python -m pytest -m "" $(ARGS)
 
 parity: install
-	$(BIN)/python -m scripts.parity
+	$(BIN)/python -m scripts.dev.parity
 
 # The CUDA code path on a machine without a GPU. ARGS=--write keeps the new numbers of operations.
 dry-gpu: install
-	$(BIN)/python -m scripts.dry_gpu $(ARGS)
+	$(BIN)/python -m scripts.dev.dry_gpu $(ARGS)
 
 bench: install
-	$(BIN)/python -m scripts.bench $(ARGS)
+	$(BIN)/python -m scripts.dev.bench $(ARGS)
 
 # On a machine with GPUs, some ten minutes: writes docs/benchmarks/gpu.md. PEER=FILE times the speedrun's record as well.
 gpu-check: install
-	$(BIN)/python -m scripts.gpu_check $(if $(PEER),--peer $(PEER)) $(ARGS)
+	$(BIN)/python -m scripts.dev.gpu_check $(if $(PEER),--peer $(PEER)) $(ARGS)
 
 # The pictures of the docs, in some minutes; needs Chromium or Chrome. ARGS="--only schedules" makes one.
 pictures: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) ".[pictures]"
-	$(BIN)/python -m scripts.pictures $(ARGS)
+	$(BIN)/python -m scripts.dev.pictures $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.bench import BENCHMARKS
-from scripts.benchmarks.programs import Case, Program, run_in_turn
-from scripts.benchmarks.report import achieved, plot, ratios, table, write
-from scripts.peers.communication import Communication, resident
+from scripts.dev.bench import BENCHMARKS
+from scripts.dev.benchmarks.programs import Case, Program, run_in_turn
+from scripts.dev.benchmarks.report import achieved, plot, ratios, table, write
+from scripts.dev.peers.communication import Communication, resident
 from src.strategies.pipeline.schedules import SCHEDULES
 from tests.support.commands import run_here
 from tests.support.pool import Pool
@@ -41,7 +41,7 @@ def run_peer(script: str, clock: Path, *options: object) -> None:
     sys.argv = [script, "--clock", str(clock), "--steps", str(STEPS), "--log-every", "2", "--batch", str(BATCH)]
     sys.argv += map(str, options)
     try:
-        importlib.import_module(f"scripts.peers.{script}").main()
+        importlib.import_module(f"scripts.dev.peers.{script}").main()
     finally:
         sys.argv = arguments
         torch.set_num_threads(threads)
@@ -104,7 +104,7 @@ def test_resident_set_counts_touched_memory() -> None:
 
 def run_allreduce(file: Path) -> None:
     sys.argv = ["allreduce", "--file", str(file), "--net", "tiny", "--repeats", "3", "--bucket-mb", "0.01"]
-    importlib.import_module("scripts.peers.allreduce").main()
+    importlib.import_module("scripts.dev.peers.allreduce").main()
 
 
 def test_reads_all_reduce_times(pool: Pool, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_programs_run_in_turn_and_report_failures(tmp_path: Path) -> None:
 
 
 def test_refuses_unknown_measurements() -> None:
-    _, err = run_here("speed", program="scripts.bench", code=2)
+    _, err = run_here("speed", program="scripts.dev.bench", code=2)
     assert "no such measurement: speed; there are overhead, ddp" in err
 
 

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scripts.gpu_check import numbers
-from scripts.gpu_check.__main__ import run_case
-from scripts.gpu_check.case import Case, CheckFailedError, Session
-from scripts.gpu_check.cases import cases
-from scripts.gpu_check.profile import busy_share, summary
-from scripts.gpu_check.report import Outcome, machine, markdown
-from scripts.gpu_check.speed import run_seconds
-from scripts.gpu_check.training import expect_equal
+from scripts.dev.gpu_check import numbers
+from scripts.dev.gpu_check.__main__ import run_case
+from scripts.dev.gpu_check.case import Case, CheckFailedError, Session
+from scripts.dev.gpu_check.cases import cases
+from scripts.dev.gpu_check.profile import busy_share, summary
+from scripts.dev.gpu_check.report import Outcome, machine, markdown
+from scripts.dev.gpu_check.speed import run_seconds
+from scripts.dev.gpu_check.training import expect_equal
 from src.cli.notebook import Result
 from tests.support.commands import ROOT, run_here, wait_until
 
@@ -38,13 +38,15 @@ def result(folder: Path, loss: float, weight: float) -> Result:
 
 def test_writes_a_table(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
-    run_here("--accelerator", "cpu", "--only", "hashes", "--output", str(page), program="scripts.gpu_check.__main__")
+    run_here(
+        "--accelerator", "cpu", "--only", "hashes", "--output", str(page), program="scripts.dev.gpu_check.__main__"
+    )
     assert "| hashes | ok | " in page.read_text()
 
 
 @NO_GPU
 def test_a_machine_without_gpu_gets_one_line() -> None:
-    _, err = run_here(program="scripts.gpu_check.__main__", code=1)
+    _, err = run_here(program="scripts.dev.gpu_check.__main__", code=1)
     assert err.count("\n") == 1
     assert "torch finds no NVIDIA GPU" in err
 
@@ -60,7 +62,7 @@ def test_a_check_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
     command = (
         f"run_limited([{sys.executable!r}, '-c', {SLEEP!r}, {str(tmp_path)!r}], Path({str(tmp_path / 'log')!r}), 60)"
     )
-    program = f"from pathlib import Path; from scripts.gpu_check.process import *; exit_on_sigterm(); {command}"
+    program = f"from pathlib import Path; from scripts.dev.gpu_check.process import *; exit_on_sigterm(); {command}"
     outer = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     assert wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", 30)
     outer.terminate()
@@ -125,7 +127,7 @@ def test_the_table_shows_failures() -> None:
 
 
 def test_an_unknown_case_gets_one_line() -> None:
-    _, err = run_here("--accelerator", "cpu", "--only", "nothing", program="scripts.gpu_check.__main__", code=1)
+    _, err = run_here("--accelerator", "cpu", "--only", "nothing", program="scripts.dev.gpu_check.__main__", code=1)
     assert err.startswith("error: --only nothing matches no case; there are short-run, hashes")
 
 
@@ -144,5 +146,5 @@ def test_the_hardware_of_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_every_case_runs_on_a_cpu(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
-    out, _ = run_here("--accelerator", "cpu", "--output", str(page), program="scripts.gpu_check.__main__")
+    out, _ = run_here("--accelerator", "cpu", "--output", str(page), program="scripts.dev.gpu_check.__main__")
     assert out.count("\nnot here ") == 2  # dp, and the program of the record

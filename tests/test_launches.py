@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.benchmarks.launches import count_operations
+from scripts.dev.benchmarks.launches import count_operations
 
 SMALL = ["data.batch_size=16", "data.source.test_size=20"]
 

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts.pictures.figures import curves_figure, speed_figure
-from scripts.pictures.runs import CURVES, PIPELINES, SPEEDS, Run
-from scripts.pictures.schedules import fastest_step, schedules_figure
-from scripts.pictures.svg import palettes, to_svg
+from scripts.dev.pictures.figures import curves_figure, speed_figure
+from scripts.dev.pictures.runs import CURVES, PIPELINES, SPEEDS, Run
+from scripts.dev.pictures.schedules import fastest_step, schedules_figure
+from scripts.dev.pictures.svg import palettes, to_svg
 from src.report.run_folder import RunFolder
 from tests.support.commands import ROOT, run_here
 from tests.support.run_folders import write_run
@@ -134,4 +134,4 @@ def test_a_picture_stands_alone(file: Path) -> None:
 
 
 def test_command_has_help() -> None:
-    assert "usage:" in run_here("--help", program="scripts.pictures")[0]
+    assert "usage:" in run_here("--help", program="scripts.dev.pictures")[0]

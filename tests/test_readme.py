@@ -166,7 +166,10 @@ def test_links_exist() -> None:
             assert (page.parent / path).exists(), (page.name, path)
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("[!_]*.py")), ids=lambda script: script.name)
+SCRIPTS = [*(ROOT / "scripts").glob("[!_]*.py"), *(ROOT / "scripts" / "dev").glob("[!_]*.py")]
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS), ids=lambda script: script.name)
 def test_every_script_has_help(script: Path) -> None:
-    out, _ = run_here("--help", program=f"scripts.{script.stem}")
+    out, _ = run_here("--help", program=".".join(script.relative_to(ROOT).with_suffix("").parts))
     assert "usage:" in out

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from scripts.benchmarks.launches import OperationCounter
+from scripts.dev.benchmarks.launches import OperationCounter
 from src.data.augment.pixels import sample_keys
 from src.data.augment.trivial_augment import OPERATIONS, apply_operations, trivial_augment
 from src.data.sources.shapes import generate_images

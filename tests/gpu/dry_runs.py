@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from scripts.dry_gpu.library import load_library
+from scripts.dev.dry_gpu.library import load_library
 
 QUICK = [
     "default",
@@ -19,9 +19,9 @@ SABOTAGES = ["ItemInLoss", "MaskInAugmentation", "MaskedAssignment", "CopyToDevi
 
 def main() -> None:
     load_library()
-    from scripts.dry_gpu.cases import CASES, Case
-    from scripts.dry_gpu.pool import run_cases
-    from scripts.dry_gpu.report import problems, read_rows
+    from scripts.dev.dry_gpu.cases import CASES, Case
+    from scripts.dev.dry_gpu.pool import run_cases
+    from scripts.dev.dry_gpu.report import problems, read_rows
 
     cases = [case for case in CASES if case.title in QUICK]
     sabotages = " ".join(f"+callbacks.{name}._target_=tests.gpu.sabotages.{name}" for name in SABOTAGES)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from scripts.dry_gpu.__main__ import main
-from scripts.dry_gpu.cases import CASES
-from scripts.dry_gpu.library import reason_to_skip
-from scripts.dry_gpu.measure import PHASES
-from scripts.dry_gpu.report import read_rows
+from scripts.dev.dry_gpu.__main__ import main
+from scripts.dev.dry_gpu.cases import CASES
+from scripts.dev.dry_gpu.library import reason_to_skip
+from scripts.dev.dry_gpu.measure import PHASES
+from scripts.dev.dry_gpu.report import read_rows
 from tests.gpu import sabotages
 from tests.gpu.dry_runs import QUICK
 from tests.support.commands import run
@@ -67,4 +67,4 @@ def test_refuses_an_unknown_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_all_runs_are_as_documented() -> None:
-    run(program=["-m", "scripts.dry_gpu"])
+    run(program=["-m", "scripts.dev.dry_gpu"])

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from scripts.benchmarks.recomputation import saved_bytes
+from scripts.dev.benchmarks.recomputation import saved_bytes
 from src.models.flops import flops_per_sample
 from src.models.vit import vit
 from src.run.experiment import assemble

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scripts.benchmarks.launches import OperationCounter
+from scripts.dev.benchmarks.launches import OperationCounter
 from src.models.airbench import airbench
 from src.optim.groups import build_optimizer
 from src.optim.muon import muon, orthogonalize

@@ -1,0 +1,55 @@
+"""Compare the speed of programs that do the same work, run in turn on this machine for several rounds.
+
+Ratios are taken within a round, so that a slow minute of the machine affects both programs. A step is the wall-clock
+time between log points after the first. A start lasts from the command to the end of the first step, compilation
+included. The command writes bench.csv, with every reading, and a plot per measurement. Leave the machine idle.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+from rich.console import Console
+
+from scripts.dev.benchmarks import cases, parallel
+from scripts.dev.benchmarks.cases import make_images
+from scripts.dev.benchmarks.programs import Case, Readings, run_in_turn
+from scripts.dev.benchmarks.report import header, plot, table, write
+
+BENCHMARKS = cases.BENCHMARKS | parallel.BENCHMARKS
+
+
+def main() -> None:
+    each = "\n".join(f"  {name:<12}{(cases_of.__doc__ or '').splitlines()[0]}" for name, cases_of in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"measurements:\n{each}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("measurements", nargs="*", metavar="|".join(BENCHMARKS), help="default: all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="only cases whose name matches this regular expression")
+    parser.add_argument("--programs", default="", help="likewise for programs; the first of a case always runs")
+    parser.add_argument("--data", type=Path, help="folder with CIFAR-10's files (default: noise of the same size)")
+    parser.add_argument("--out", type=Path, default=Path("bench"))
+    options = parser.parse_args()
+    if unknown := set(options.measurements) - set(BENCHMARKS):
+        parser.error(f"no such measurement: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    if "accuracy" in options.measurements and not options.data:
+        parser.error("accuracy needs real images: give --data")
+    out, console = options.out.resolve(), Console()
+    images = options.data.resolve() if options.data else make_images(out / "images")
+    console.print(header())
+    found: dict[str, list[tuple[Case, Readings]]] = {}
+    for name in options.measurements or [name for name in BENCHMARKS if options.data or name != "accuracy"]:
+        for case in BENCHMARKS[name](images):
+            if re.search(options.only, case.name):
+                case.keep(options.programs)
+                readings = run_in_turn(case, options.rounds, out / "scratch")
+                found.setdefault(name, []).append((case, readings))
+                write(found, out / "bench.csv")
+                console.print(table(case, readings))
+        if name in found:
+            plot(name, found[name], out / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Programs to compare, run in turn, so that slow minutes of the machine affect all of them."""
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+Readings = dict[str, list[dict[str, float]]]  # by program: a reading per round, numbers by name
+
+
+@dataclass
+class Program:
+    """A command, and the readings after its end.
+
+    Attributes:
+        command: its arguments; `{scratch}` stands for an empty folder, where the program may write the clock.json of
+            `scripts/dev/peers/marks.py`.
+        read: returns further numbers from the scratch folder.
+        samples: per step, over all processes.
+        ideal: the name of another program, and the fraction of its time that this one would take without any loss.
+    """
+
+    name: str
+    command: list[str]
+    read: Callable[[Path], dict[str, float]] = lambda scratch: {}
+    samples: int | None = None
+    ideal: tuple[str, float] | None = None
+
+
+@dataclass
+class Case:
+    """Programs that do the same work. `metric` compares each of them with the first."""
+
+    name: str
+    metric: str
+    programs: list[Program] = field(default_factory=list)
+
+    def keep(self, pattern: str) -> None:
+        """Drop programs whose name does not match `pattern`, except the first and those that are an ideal."""
+        ideals = {program.ideal[0] for program in self.programs if program.ideal}
+        others = [other for other in self.programs[1:] if other.name in ideals or re.search(pattern, other.name)]
+        self.programs = [self.programs[0], *others]
+
+
+def python(*arguments: object, processes: int = 1) -> list[str]:
+    """Return the command that starts Python with these arguments, under torchrun if it takes several processes."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [*launcher, *map(str, arguments)]
+
+
+def run_in_turn(case: Case, rounds: int, scratch: Path) -> Readings:
+    """Run each of the case's programs once per round, in reverse order in every second round."""
+    readings: Readings = {program.name: [] for program in case.programs}
+    for number in range(rounds):
+        for program in case.programs[:: -1 if number % 2 else 1]:
+            readings[program.name].append(_run(program, scratch))
+    return readings
+
+
+def _run(program: Program, scratch: Path) -> dict[str, float]:
+    """Return seconds to the end of the first step, milliseconds per later step, and the program's own readings.
+
+    Raises:
+        SystemExit: if the program fails.
+    """
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    command = [part.replace("{scratch}", str(scratch)) for part in program.command]
+    environment = {"WANDB_MODE": "offline"} | dict(os.environ)
+    start = time.time()
+    with (scratch / "log").open("w") as stream:
+        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream).returncode
+    if code:
+        sys.exit(f"error: {' '.join(command)} ended with {code}:\n{(scratch / 'log').read_text()[-3000:]}")
+    found = _read_clock(scratch / "clock.json", start)
+    if program.samples:
+        found["samples/s"] = 1000 * program.samples / found["step ms"]
+    return found | program.read(scratch)
+
+
+def _read_clock(file: Path, start: float) -> dict[str, float]:
+    if not file.exists():
+        return {"seconds": time.time() - start}
+    (_, end_of_first_step), *marks = json.loads(file.read_text())
+    spans = pairwise(marks)  # the steps before the first log point warm up
+    steps = [1000 * (time2 - time1) / (step2 - step1) for (step1, time1), (step2, time2) in spans]
+    return {"first step s": end_of_first_step - start, "step ms": statistics.median(steps)}

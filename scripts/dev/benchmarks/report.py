@@ -1,0 +1,85 @@
+"""Reports: a table per case, a CSV file of every reading, a plot per measurement."""
+
+import csv
+import os
+import platform
+import statistics
+from importlib.metadata import version
+from pathlib import Path
+
+import pygal
+import torch
+from rich.table import Table
+
+from scripts.dev.benchmarks.programs import Case, Program, Readings
+from src.utils.files import atomic_write
+
+
+def header() -> str:
+    """Return the machine and the versions, without which a time is meaningless."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
+    packages = ", ".join(f"{package} {version(package)}" for package in ("torch", "lightning", "wandb"))
+    return f"{name}, {len(os.sched_getaffinity(0))} cores; {', '.join(gpus) or 'no GPU'}; {packages}"
+
+
+def table(case: Case, readings: Readings) -> Table:
+    """Return a row per program: the median and range of each number, and of the ratio to the first program."""
+    names = list(dict.fromkeys(name for rounds in readings.values() for name in rounds[0]))
+    rounds = len(next(iter(readings.values())))
+    title = f"{case.name}: median of {rounds} (least to greatest)"
+    ideals = ["% of ideal"] if any(program.ideal for program in case.programs) else []
+    result = Table("", *names, f"ratio of {case.metric}", *ideals, title=title, title_justify="left")
+    for program in case.programs:
+        values = readings[program.name]
+        cells = [_spread([value[name] for value in values]) if name in values[0] else "" for name in names]
+        ideal = [_spread(achieved(case, readings, program)) if program.ideal else ""] if ideals else []
+        result.add_row(program.name, *cells, _spread(ratios(case, readings, program.name)), *ideal)
+    return result
+
+
+def achieved(case: Case, readings: Readings, program: Program) -> list[float]:
+    """Return the percentage of its ideal that the program reached in each round."""
+    assert program.ideal is not None
+    other, fraction = program.ideal
+    pairs = zip(readings[program.name], readings[other], strict=True)
+    return [100 * fraction * base[case.metric] / own[case.metric] for own, base in pairs]
+
+
+def ratios(case: Case, readings: Readings, program: str) -> list[float]:
+    """Return the program's number over that of the case's first program, in each round."""
+    first = readings[case.programs[0].name]
+    return [own[case.metric] / other[case.metric] for own, other in zip(readings[program], first, strict=True)]
+
+
+def write(found: dict[str, list[tuple[Case, Readings]]], file: Path) -> None:
+    """Write every reading of every program, one number per row."""
+    with atomic_write(file) as temporary, temporary.open("w", newline="") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(["measurement", "case", "program", "round", "name", "value"])
+        for measurement, cases in found.items():
+            for case, readings in cases:
+                for program, values in readings.items():
+                    for number, value in enumerate(values):
+                        rows.writerows([measurement, case.name, program, number, *pair] for pair in value.items())
+
+
+def plot(measurement: str, cases: list[tuple[Case, Readings]], file: Path) -> None:
+    """Plot ratios to each case's first program: bars at the median, lines from minimum to maximum."""
+    chart = pygal.HorizontalBar(title=f"{measurement}, as ratios\n{header()}", show_legend=False, print_values=True)
+    labels, bars = [], []
+    for case, readings in reversed(cases):
+        for name in reversed(readings):
+            values = ratios(case, readings, name)
+            labels.append(f"{case.name}: {name}")
+            bars.append({"value": statistics.median(values), "ci": {"low": min(values), "high": max(values)}})
+    chart.x_labels = labels
+    chart.add(measurement, bars)
+    with atomic_write(file) as temporary:
+        chart.render_to_file(str(temporary))
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"

@@ -1,0 +1,51 @@
+"""Commands with a time limit, whose process group is ended with them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+TIMED_OUT = None  # the exit code of a command that was ended at its limit
+_GRACE = 40.0  # seconds from SIGTERM to SIGKILL; torchrun kills a stopped worker after 30
+
+
+def exit_on_sigterm() -> None:
+    """Let SIGTERM raise SystemExit, so that `run_limited` ends its command, which is in a session of its own."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+def run_limited(command: list[str], log: Path, limit: float) -> int | None:
+    """Run a command in the repository root with its output in `log`.
+
+    Returns:
+        Its exit code, or TIMED_OUT if it did not end within `limit` seconds.
+    """
+    environment = {"WANDB_MODE": "offline"} | dict(os.environ)
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=stream, stderr=stream, start_new_session=True
+        )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        _signal_group(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE)
+        return TIMED_OUT
+    finally:
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # no process of the group is left
+        os.killpg(group, number)
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that is not empty; it usually names the error."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"

@@ -1,0 +1,80 @@
+"""Seconds per epoch of the speedrun, beside the record's own program if it is given, and FLOPs of ResNet-18."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from lightning.pytorch.callbacks import Timer
+
+from scripts.dev.gpu_check.case import NotHere, Session, expect
+from scripts.dev.gpu_check.process import last_line, run_limited
+from scripts.dev.gpu_check.training import TINY, column, middle, run
+from src.cli.notebook import Result
+from src.models.flops import flops_per_sample
+
+PEER_LIMIT = 300  # seconds of a record's program, which repeats its run many times
+_EPOCHS, _STEPS_PER_EPOCH = 8, 25  # of the speedrun: 50,000 images in batches of 2,000
+_RESNET_BATCH = 512
+_TIMER = "+callbacks.timer._target_=lightning.pytorch.callbacks.Timer"
+_TINY_SPEEDRUN = [*TINY, "model.widths=[8,16,16]", "trainer.max_epochs=2"]
+
+
+def speedrun(compile: bool) -> Callable[[Session], str]:
+    """Return the check that times experiment=speedrun on shapes of CIFAR's size, and its second run in one process."""
+
+    def check(session: Session) -> str:
+        size = [] if session.on_gpu else _TINY_SPEEDRUN
+        options = ["experiment=speedrun", "callbacks.checkpoint=null", f"module.compile={str(compile).lower()}", _TIMER]
+        run(session, "first", *options, *size)  # compiles, and tunes the kernels of cuDNN
+        second = run(session, "second", *options, *size)
+        step = middle(second, "throughput/step_ms")
+        epoch = f", {_STEPS_PER_EPOCH * step / 1000:.3f} s per epoch of 50,000 images" if session.on_gpu else ""
+        return f"{step:.1f} ms per step{epoch}; second run in the process: {_seconds(second):.2f} s"
+
+    return check
+
+
+def _seconds(result: Result) -> float:
+    """Return the seconds of training and of the test, which is with test-time augmentation."""
+    assert result.trainer
+    (timer,) = [callback for callback in result.trainer.callbacks if isinstance(callback, Timer)]
+    return timer.time_elapsed("train") + timer.time_elapsed("test")
+
+
+def peer(session: Session) -> str:
+    """Time the record's own program, until it ends or for PEER_LIMIT seconds."""
+    if session.peer is None:
+        raise NotHere("no --peer (PEER=path) was given")
+    log = session.folder / "peer.log"
+    code = run_limited([sys.executable, "-u", str(session.peer.resolve())], log, PEER_LIMIT)
+    seconds = run_seconds(log)
+    expect(bool(seconds), f"ended with {code} without a complete run: {last_line(log)}")
+    return f"{median(seconds) / _EPOCHS:.3f} s per epoch, the median of {len(seconds)} runs"
+
+
+def run_seconds(log: Path) -> list[float]:
+    """Return the seconds of each complete run, from the table that airbench94_muon.py prints, without the warm-up.
+
+    A run's first row has its name, and its last row has `eval` in the column of the epoch and the time in the last one.
+    """
+    seconds, name = [], ""
+    for line in log.read_text(errors="replace").splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        name = (cells[0] if cells else "") or name
+        if len(cells) > 2 and cells[1] == "eval" and name != "warmup":
+            seconds.append(float(cells[-1]))
+    return seconds
+
+
+def resnet18_flops(session: Session) -> str:
+    """Return FLOP/s of ResNet-18 in bfloat16, and their share of the peak if Lightning lists the device."""
+    gpu = ["data.source.train_size=20000", "data.source.test_size=500", f"data.batch_size={_RESNET_BATCH}"]
+    cpu = [*TINY, "data.batch_size=8", "trainer.max_steps=4", "test=false"]
+    length = ["trainer.max_epochs=3", "trainer.log_every_n_steps=10", "test=false"] if session.on_gpu else []
+    options = ["experiment=resnet18", "preset=gpu", "module.compile=false", *(gpu if session.on_gpu else cpu), *length]
+    result = run(session, "run", *options)
+    per_second = middle(result, "throughput/samples_per_sec")
+    tera = per_second * (flops_per_sample(result.module, result.data.image_shape) or 0.0) / 1e12
+    shares = column(result, "throughput/mfu")
+    return f"{per_second:,.0f} images/s, {tera:.4g} TFLOP/s, MFU {f'{median(shares):.1%}' if shares else 'unknown'}"

@@ -1,0 +1,95 @@
+"""The passes of each pipeline schedule, simulated and recorded, as a Plotly figure."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from scripts.dev.pictures.figures import LEGEND
+from src.report.figure import new_figure
+from src.report.pipeline import Pass, Rows, bubble, draw_passes, recorded_steps
+from src.report.run_folder import RankTimeline, RunFolder
+from src.strategies.pipeline.schedules import SCHEDULES
+from src.strategies.pipeline.simulation import simulate
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_ROW, _TITLE, _MARGIN = 20, 22, 60  # pixels: of a rank, of a panel's title, and of the figure for the legend
+
+
+class _Panel(NamedTuple):
+    """One step: its title, passes, the factor from their times to the unit of the axis, and the length of the axis."""
+
+    title: str
+    rows: Rows
+    scale: float
+    length: float
+
+
+def fastest_step(timelines: list[RankTimeline]) -> Rows:
+    """Return the passes of the shortest recorded step, which other programs have disturbed least.
+
+    Raises:
+        ValueError: if no step is recorded.
+    """
+    return min((rows for _, rows in recorded_steps(timelines)), key=_duration)
+
+
+def _duration(rows: Rows) -> float:
+    return max(one.end for passes in rows.values() for one in passes)
+
+
+def schedules_figure(runs: dict[str, RunFolder], ranks: int, microbatches: int) -> "go.Figure":
+    """Return the passes of each schedule: simulated, and below as recorded by its run.
+
+    All simulated steps have one time axis, on which a rank's forward pass of a micro-batch through all of its stages
+    takes one unit. Each recorded step has its own, because the ranks share the processors.
+    """
+    panels = []
+    simulations = {name: _simulate(name, ranks, microbatches) for name in runs}
+    longest = max(_duration(rows) / _stages(name) for name, rows in simulations.items())
+    for name, run in runs.items():
+        simulated, recorded = simulations[name], fastest_step(run.timelines)
+        title = f"<b>{name}</b>, simulated: the ranks idle {bubble(simulated):.1%} of the step"
+        panels.append(_Panel(title, simulated, 1 / _stages(name), longest))
+        milliseconds = 1000 * _duration(recorded)
+        title = f"recorded, {milliseconds:,.0f} ms: the ranks idle {bubble(recorded):.1%}"
+        panels.append(_Panel(title, recorded, 1000.0, milliseconds))
+    return _stack(panels, ranks)
+
+
+def _simulate(schedule: str, ranks: int, microbatches: int) -> Rows:
+    timeline = simulate(schedule, ranks, microbatches)
+    return {rank: [Pass(*one) for one in passes] for rank, passes in enumerate(timeline)}
+
+
+def _stages(schedule: str) -> int:
+    return SCHEDULES[schedule].stages_per_rank
+
+
+def _stack(panels: list[_Panel], ranks: int) -> "go.Figure":
+    """Return the panels below each other."""
+    each = ranks * _ROW + _TITLE
+    height = len(panels) * each
+    figure = new_figure(height + _MARGIN, barmode="overlay", bargap=0.14, uniformtext={"minsize": 9, "mode": "hide"})
+    for index, panel in enumerate(panels):
+        bottom = (len(panels) - 1 - index) * each
+        axis = str(index + 1) if index else ""
+        _add_panel(figure, panel, axis, [bottom / height, (bottom + ranks * _ROW) / height])
+    _show_each_name_once(figure)
+    figure.update_layout(legend=LEGEND)
+    return figure
+
+
+def _add_panel(figure: "go.Figure", panel: _Panel, axis: str, domain: list[float]) -> None:
+    draw_passes(figure, panel.rows, panel.scale, axis)
+    time = {"range": [0, panel.length], "anchor": f"y{axis}", "showgrid": False, "showticklabels": False}
+    rank = {"domain": domain, "anchor": f"x{axis}", "showgrid": False, "type": "category", "autorange": "reversed"}
+    figure.update_layout({f"xaxis{axis}": time, f"yaxis{axis}": rank | {"tickfont": {"size": 9}}})
+    note = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": domain[1], "yanchor": "bottom"}
+    figure.add_annotation(note, text=panel.title, showarrow=False, font={"size": 12, "color": "var(--ink)"})
+
+
+def _show_each_name_once(figure: "go.Figure") -> None:
+    seen: set[str] = set()
+    for trace in figure.data:
+        trace.showlegend = trace.name not in seen
+        seen.add(trace.name)
