@@ -18,7 +18,6 @@ from src.cli.main import TRACEBACK_WANTED, run_application
 from src.run.folder import remove_if_unused
 from src.sweeps.resolvers import register_resolvers
 from src.utils.errors import UserError
-from src.utils.gc_pause import gc_paused
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -28,11 +27,11 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
 
         return examine(cfg)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        with gc_paused():
-            from src.sweeps.job import run_job
+        from src.sweeps.job import run_job
+
         return run_job(cfg)
-    with gc_paused():
-        from src.launch.start import launch
+    from src.launch.start import launch
+
     try:
         return launch(cfg)
     except UserError as error:

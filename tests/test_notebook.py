@@ -1,6 +1,5 @@
 """Training from Python: `from src import compose, train, load_run`."""
 
-import importlib
 import logging
 import os
 import signal
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.trainer.connectors import accelerator_connector
 from omegaconf.errors import ReadonlyConfigError
 from PIL import Image
 
@@ -20,7 +18,6 @@ import src.run.trainer
 from src import compose, load_run, train
 from src.cli.notebook import Result
 from src.models.classifier import ImageClassifier
-from src.run.experiment import assemble
 from src.utils import signals
 from src.utils.errors import UserError
 from src.utils.signals import Stopped
@@ -195,16 +192,6 @@ def test_two_ranks_train_the_same(
     both = train(compose(*tiny, *TWO, f"run_dir={folder}"))
     assert both.metrics["test/loss"] == pytest.approx(result.metrics["test/loss"], rel=1e-5)
     assert [row["step"] for row in both.history] == [row["step"] for row in result.history]
-
-
-def test_notebooks_can_use_strategies_of_several_ranks(
-    small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Lightning refuses them where its first import finds an interactive interpreter."""
-    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
-    importlib.reload(src.run.trainer)
-    trainer, _, _ = assemble(runs.compose(folder, *small, "strategy=ddp", "model=mlp"))
-    assert trainer.world_size == 1
 
 
 def test_package_has_no_other_names() -> None:

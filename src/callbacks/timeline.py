@@ -21,7 +21,6 @@ from src.utils.timeline import COMMUNICATION, RecordedStep, StepRecording, set_r
 
 _log = logging.getLogger(__name__)
 _ACTIVITIES, _PAUSES = ("data", "forward_backward", COMMUNICATION, "optimizer"), ("validation", "save")
-_STEP_HOOKS = ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
 
 class Timeline(L.Callback):
@@ -70,11 +69,10 @@ class Timeline(L.Callback):
         trainer.save_checkpoint = partial(self._save, trainer.save_checkpoint)  # type: ignore[method-assign]
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Begin the computation of the recorded step; only in this step Lightning calls this and the next hooks."""
         self._switch("forward_backward")
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        if trainer.world_size > 1 and loss.requires_grad:  # a pipeline has no backward pass left
+        if self._recording and trainer.world_size > 1 and loss.requires_grad:  # a pipeline has no backward pass left
             loss.register_hook(self._record_wait)
 
     def on_after_backward(self, *_: Any) -> None:
@@ -138,14 +136,8 @@ class Timeline(L.Callback):
             self._record(StepRecording(self._device, self._recording.activity))
 
     def _record(self, recording: StepRecording | None) -> None:
-        """Begin a recording, or end it. Without one Lightning calls no hook of a step, which saves microseconds."""
         self._recording = recording
         set_recording(recording)
-        for hook in _STEP_HOOKS:
-            if recording:
-                vars(self).pop(hook, None)
-            else:
-                setattr(self, hook, None)
 
     def _switch(self, activity: str) -> None:
         if self._recording:

@@ -12,7 +12,6 @@ from src.launch.all_reduce import measure_all_reduce
 from src.launch.external import detect_cluster_environment
 from src.run.devices import device_count, runs_in_single_process
 from src.utils.errors import UserError
-from src.utils.gc_pause import gc_paused
 from src.utils.process_group import close_process_group
 from src.utils.rank_log import log_to_folder
 from src.utils.signals import Stopped
@@ -31,7 +30,7 @@ def run_rank(cfg: DictConfig, rank: int, keep: Callable[[Any], None] | None = No
     """
     if cfg.doctor:
         return measure_all_reduce(cfg)
-    with gc_paused(), _torchvision_checked():
+    with _torchvision_checked():
         from src.run.experiment import run  # late: it imports Lightning, which a process that only launches never uses
 
     log_to_folder(cfg.run_dir, rank)

@@ -21,7 +21,6 @@ from src.run.trainer_patches import patch_trainer
 from src.strategies.compatibility import check_can_train
 from src.utils.errors import UserError
 from src.utils.events import append_event
-from src.utils.log_points import log_first_and_last_step
 from src.utils.malloc import tune_malloc
 from src.utils.signals import Stopped
 
@@ -146,6 +145,7 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.Lightning
     L.seed_everything(cfg.seed, verbose=False)
     check_target_options(cfg)
     trainer = build_trainer(cfg)
+    patch_trainer(trainer)
     if isinstance(trainer.accelerator, CPUAccelerator):
         tune_malloc()
     module = _build_module(cfg, trainer)
@@ -158,8 +158,6 @@ def _build_module(cfg: DictConfig, trainer: L.Trainer) -> L.LightningModule:
     module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
     if not getattr(module, "takes_batch", False):
         trainer.num_sanity_val_steps = 1  # src/callbacks/monitor_check.py then checks its metrics
-    patch_trainer(trainer, module)
-    log_first_and_last_step(trainer)
     use_sample_dropout(module)
     check_can_train(trainer.strategy, module)
     if cfg.test and not is_overridden("test_step", module):

@@ -6,7 +6,6 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,10 +27,6 @@ from src.loggers.csv import CSVLogger
 from src.run.build import build
 from src.utils.errors import UserError
 from src.utils.quoting import as_typed
-
-# In a notebook Lightning refuses each strategy that may start processes (`_lazy_init_strategy` in
-# trainer/connectors/accelerator_connector.py of 2.6.6). Here the project's launcher starts them.
-accelerator_connector._IS_INTERACTIVE = False
 
 _OWN_ARGUMENTS = {  # arguments of Lightning's Trainer that `build_trainer` gives
     "strategy": "use strategy=NAME instead",

@@ -23,17 +23,33 @@ import torch
 from lightning.pytorch.trainer import call
 from omegaconf import OmegaConf
 
-from scripts.dev.benchmarks.trainer_patches import OPTIONS, ROOT, StepTimer
 from src.callbacks.timeline import Timeline
 from src.run.experiment import assemble
-from src.run.trainer_patches import remove_profiler_contexts
 from src.sweeps.resolvers import register_resolvers
 from src.utils.timeline import StepRecording, communication, set_recording
 
+ROOT = Path(__file__).parents[2]
+OPTIONS = ["data=shapes", "data.source.train_size=6000", "data.source.test_size=100", "data.batch_size=32"]
+OPTIONS += ["model=mlp", "model.hidden=[16]", "trainer.max_steps=600", "trainer.max_epochs=null", "test=false"]
+OPTIONS += ["trainer.limit_val_batches=0", "trainer.accelerator=cpu", "trainer.devices=1", "logger=none"]
 COMMON = [word for word in OPTIONS if not word.startswith("model")]
 DEFAULT_NETWORK = [*COMMON, "model=resnet9", "data.batch_size=128", "trainer.max_steps=130"]
 HOOKS = [name for name in vars(Timeline) if name.startswith("on_")]
 CALLS = 10_000
+
+
+class StepTimer(L.Callback):
+    """Collects the processor time of each step after the first hundred, in microseconds."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self._last: float | None = None
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        now = time.thread_time()
+        if self._last is not None and trainer.global_step > 100:
+            self.steps.append(1e6 * (now - self._last))
+        self._last = now
 
 
 class Clock:
@@ -82,7 +98,6 @@ def hook_call() -> float:
         def on_train_batch_end(self, *_: Any) -> None: ...
 
     trainer = L.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
-    remove_profiler_contexts(trainer)
     trainer.strategy._lightning_module = L.LightningModule()
 
     def run_hooks() -> None:
