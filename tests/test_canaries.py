@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 SIGNATURES: list[tuple[Callable[..., Any], list[str], str]] = [
     (_TrainingEpochLoop._broadcast_sigterm_tensor, ["self"], "src/run/trainer_patches.py"),
+    (_ResultCollection.metrics, ["self", "on_step"], "src/run/trainer_patches.py"),
     (ModelCheckpoint._save_none_monitor_checkpoint, ["self", "trainer", "monitor_candidates"], "callbacks/checkpoint"),
     (ModelCheckpoint._should_skip_saving_checkpoint, ["self", "trainer"], "src/callbacks/checkpoint.py"),
 ]

@@ -18,7 +18,7 @@ from src.utils.log_points import is_log_point
 def patch_trainer(trainer: L.Trainer) -> None:
     """Apply all patches to a trainer."""
     leave_signals_to_callback(trainer)
-    count_samples_as_floats(trainer)
+    replace_results(trainer)
     log_first_and_last_step(trainer)
 
 
@@ -40,24 +40,45 @@ def _do_nothing(*_: Any) -> None:
     """Replace a method of Lightning."""
 
 
-def count_samples_as_floats(trainer: L.Trainer) -> None:
-    """Let Lightning average the numbers of samples over the ranks as floats; it rounds an integer mean down.
+def replace_results(trainer: L.Trainer) -> None:
+    """Collect the logged metrics when they are logged, not again at every later step, and count samples as floats.
 
-    A metric logged with `sync_dist=True` would be wrong where ranks evaluate different numbers of samples. Upstream:
-    trainer/connectors/logger_connector/result.py, line 202; fabric/utilities/distributed.py, `_sync_ddp`.
+    Lightning reads the values of the progress bar at every step, and averages the numbers of samples over the ranks as
+    integers, which rounds down. Upstream: trainer/connectors/logger_connector/result.py, lines 202 and 491;
+    fabric/utilities/distributed.py, `_sync_ddp`.
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    loop._results = _ResultsWithFloatCounts(training=True)
+    loop._results = _Results(training=True)
     for evaluation in (loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        evaluation._results = _ResultsWithFloatCounts(training=False)
+        evaluation._results = _Results(training=False)
 
 
-class _ResultsWithFloatCounts(_ResultCollection):
+class _Results(_ResultCollection):
+    _cached_step_metrics: Any = None  # None after a value is logged
+
     def __setitem__(self, name: str, result: _ResultMetric) -> None:
         super().__setitem__(name, result)
         if "cumulated_batch_size" in result._defaults:
             result._defaults["cumulated_batch_size"] = torch.tensor(0.0)
             result.cumulated_batch_size = result.cumulated_batch_size.float()
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        self._cached_step_metrics = None
+        super().log(*args, **kwargs)
+
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        self._cached_step_metrics = None
+        super().reset(*args, **kwargs)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self._cached_step_metrics = None
+        return super().to(*args, **kwargs)
+
+    def metrics(self, on_step: bool) -> Any:
+        if not (on_step and self.training):
+            return super().metrics(on_step)
+        self._cached_step_metrics = self._cached_step_metrics or super().metrics(on_step)
+        return self._cached_step_metrics
 
 
 def log_first_and_last_step(trainer: L.Trainer) -> None:
