@@ -28,7 +28,7 @@ from src.run.experiment import assemble
 from src.sweeps.resolvers import register_resolvers
 from src.utils.timeline import StepRecording, communication, set_recording
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OPTIONS = ["data=shapes", "data.source.train_size=6000", "data.source.test_size=100", "data.batch_size=32"]
 OPTIONS += ["model=mlp", "model.hidden=[16]", "trainer.max_steps=600", "trainer.max_epochs=null", "test=false"]
 OPTIONS += ["trainer.limit_val_batches=0", "trainer.accelerator=cpu", "trainer.devices=1", "logger=none"]
