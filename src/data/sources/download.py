@@ -1,23 +1,17 @@
 """Find, download, verify and extract dataset archives; an interrupted step leaves no incomplete result in place."""
 
-import hashlib
 import shutil
+import sys
 import tarfile
 import tempfile
-import urllib.request
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
-from urllib.error import HTTPError
-
-from rich.progress import Progress
 
 from src.utils.errors import UserError
 from src.utils.files import check_can_store
 
-_TIMEOUT = 20.0  # seconds without a byte before the next URL is tried
-_CHECK_TIMEOUT = 5.0  # seconds for a URL to answer a request without a download
-_BLOCK = 1 << 20
+_TIMEOUT = 20  # seconds without a byte before the next URL is tried
+_CHECK_TIMEOUT = 5  # seconds for a URL to answer a request without a download
 _SPACE = 500_000_000  # bytes for an archive and its content
 
 
@@ -31,30 +25,26 @@ class Archive:
 
 
 def fetch(archive: Archive, root: Path, urls: list[str]) -> Path:
-    """Return the archive under `root`; if it is missing, download it from the first of `urls` that has it.
+    """Return the archive under `root`; if it is missing or corrupt, download it from the first of `urls` that has it.
+
+    pooch downloads to a temporary file, and renames it when its checksum is correct.
 
     Raises:
-        UserError: if no URL provides the archive, or the checksum of the found or downloaded file is wrong.
+        UserError: if no URL provides an archive with the checksum.
     """
-    file = root / archive.name
-    if file.exists():
-        _check(file, archive)
+    import pooch  # late: it takes a tenth of a second, and most runs find their data
+
+    file, reasons = root / archive.name, []
+    if _is_complete(file, archive):
         return file
-    partial, reasons = root / f"{archive.name}.part", []
-    if partial.exists() and _md5(partial) == archive.md5:  # complete, but its process died before it renamed the file
-        return partial.replace(file)
     for url in urls:
+        downloader = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=_TIMEOUT)
         try:
-            _download(f"{url.rstrip('/')}/{archive.name}", partial)
-        except OSError as error:  # includes URLError
-            reasons.append(f"{url}: {getattr(error, 'reason', error)}")
-            continue
-        try:
-            _check(partial, archive)
-        except UserError:
-            partial.unlink()  # otherwise the next start would ask the server to continue a complete file
-            raise
-        return partial.replace(file)
+            pooch.retrieve(_address(url, archive), f"md5:{archive.md5}", file.name, root, downloader=downloader)
+        except (OSError, ValueError) as error:  # no connection, an answer such as 404, or a wrong checksum
+            reasons.append(f"{url}: {' '.join(str(error).split())}")
+        else:
+            return file
     raise _unavailable(archive, root, reasons)
 
 
@@ -62,31 +52,41 @@ def check_archive(archive: Archive, root: Path, urls: list[str]) -> str:
     """Return what `fetch` and `extract` will do; nothing is downloaded.
 
     Raises:
-        UserError: if no URL answers, the existing file is corrupt, or `root` cannot hold the data.
+        UserError: if no URL has the archive, or `root` cannot hold the data.
     """
-    file, reasons = root / archive.name, []
-    space = check_can_store(root, "data.root", _SPACE)
-    if file.exists():
-        _check(file, archive)
-        return f"{file} is complete, and will be extracted; {space}"
+    import pooch
+
+    space, reasons = check_can_store(root, "data.root", _SPACE), []
+    if _is_complete(root / archive.name, archive):
+        return f"{root / archive.name} is complete, and will be extracted; {space}"
+    downloader = pooch.HTTPDownloader(timeout=_CHECK_TIMEOUT)
     for url in urls:
-        request = urllib.request.Request(f"{url.rstrip('/')}/{archive.name}", method="HEAD")
+        address = _address(url, archive)
         try:
-            with urllib.request.urlopen(request, timeout=_CHECK_TIMEOUT) as response:
-                size = int(response.headers.get("Content-Length", 0))
+            if downloader(address, None, None, check_only=True):
+                return f"{address} will be downloaded to {root}; {space}"
+            reasons.append(f"{url}: it has no {archive.name}")
         except OSError as error:
-            reasons.append(f"{url}: {getattr(error, 'reason', error)}")
-            continue
-        return f"{request.full_url} ({size / 1e6:.0f} MB) will be downloaded to {root}; {space}"
+            reasons.append(f"{url}: {error}")
     raise _unavailable(archive, root, reasons)
 
 
+def _address(url: str, archive: Archive) -> str:
+    return f"{url.rstrip('/')}/{archive.name}"
+
+
+def _is_complete(file: Path, archive: Archive) -> bool:
+    import pooch
+
+    return file.exists() and pooch.file_hash(str(file), alg="md5") == archive.md5
+
+
 def _unavailable(archive: Archive, root: Path, reasons: list[str]) -> UserError:
+    file = (root / archive.name).resolve()
+    state = "is corrupt" if file.exists() else "does not exist"
     return UserError(
-        f"{archive.name} is not in {root} and cannot be downloaded ({'; '.join(reasons)}):\n"
-        f"  put the archive at {(root / archive.name).resolve()},\n"
-        f"  or set data.root=/path/to/it (or $CIFAR_ROOT) to a folder that has it,\n"
-        f"  or train on synthetic images, which need no download: data=shapes"
+        f"{file} {state} and cannot be downloaded ({'; '.join(reasons)}): put the archive there, set data.root=FOLDER "
+        "(or $CIFAR_ROOT) to a folder that has it, or train on synthetic images with data=shapes"
     )
 
 
@@ -104,46 +104,3 @@ def extract(archive: Archive, file: Path, root: Path) -> None:
             raise UserError(f"{file} cannot be unpacked ({error}): delete it, or set data.root") from None
         shutil.rmtree(root / archive.folder, ignore_errors=True)  # an existing folder is incomplete
         (Path(temporary) / archive.folder).replace(root / archive.folder)
-
-
-def _download(url: str, partial: Path) -> None:
-    """Download to `partial`; continue an existing file if the server supports ranges, otherwise replace it.
-
-    Raises:
-        OSError: if the URL cannot be read, or the connection ends early.
-    """
-    try:
-        _continue_download(url, partial)
-    except HTTPError as error:
-        if error.code != HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-            raise
-        partial.unlink()  # it has the size of the archive, but is corrupt
-        _continue_download(url, partial)
-
-
-def _continue_download(url: str, partial: Path) -> None:
-    downloaded = partial.stat().st_size if partial.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={downloaded}-"} if downloaded else {})
-    with urllib.request.urlopen(request, timeout=_TIMEOUT) as response, Progress(transient=True) as progress:
-        resumed = response.status == 206
-        size = int(response.headers.get("Content-Length", 0)) + (downloaded if resumed else 0)
-        task = progress.add_task(f"downloading {url}", total=size or None, completed=downloaded if resumed else 0)
-        with partial.open("ab" if resumed else "wb") as stream:
-            while block := response.read(_BLOCK):
-                stream.write(block)
-                progress.advance(task, len(block))
-        if size and partial.stat().st_size < size:
-            raise OSError(f"the connection ended after {partial.stat().st_size} of {size} bytes; start again to resume")
-
-
-def _check(file: Path, archive: Archive) -> None:
-    if (found := _md5(file)) != archive.md5:
-        raise UserError(f"{file} is corrupt (MD5 {found} instead of {archive.md5}): delete it, or set data.root")
-
-
-def _md5(file: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
