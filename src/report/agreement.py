@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from src.report.files import Curve
-from src.report.run_folder import RunFolder
+from src.report.run_folder import Curve, RunFolder
 
 _METRIC = "train/loss"
 _DIVISION = ("trainer.devices", "trainer.num_nodes", "strategy._target_", "strategy.stages", "strategy.shares")

@@ -2,17 +2,22 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from markupsafe import Markup
 
 from src.report.agreement import difference, verdicts
-from src.report.comparison_figure import comparison_figure
-from src.report.curves import median, title
-from src.report.figure import bar_figure
-from src.report.files import Curve
-from src.report.markup import Html, Markup, Section, card, chart, grid, number, series_color, swatch, table, text
-from src.report.page import write_page
-from src.report.run_folder import RunFolder
+from src.report.metric_charts import downsample, median, style_value_axis, title
+from src.report.page import Section, bar_figure, chart, macros, new_figure, number, parts, series_color, write_page
+from src.report.run_folder import Curve, Floats, RunFolder
 
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+SAME = 1e-9  # relative difference up to which two curves in float64 are the same
+_EXACT = 1e-17  # where the axis shows a difference of zero, below the rounding of float64
+_TICKS = (-15, -12, -9, -6, -3, 0)  # powers of ten of the axis of differences
 _COMPARED = ("train/loss", "val/loss", "val/acc")
 
 
@@ -21,25 +26,19 @@ def write_comparison(runs: list[RunFolder], file: Path, scripts: Path | None) ->
     names = labels(runs)
     compared = [metric for metric in _COMPARED if all(metric in run.curves for run in runs)]
     charts = [_comparison_chart(metric, runs, names, wide=metric == compared[0]) for metric in compared]
+    page = macros("comparison")
     sections = [
         Section(
             "Curves and differences",
-            grid(charts) or '<p class="muted">The runs have no metric in common.</p>',
+            parts.grid(charts).strip() or parts.muted("The runs have no metric in common."),
             "Each curve is narrower than the one before it, so that equal curves lie visibly on each other. "
             "In float64 the difference stays below the line, on any hardware; in float32 rounding makes it grow, "
             "up to the noise of two seeds.",
         ),
-        Section("Runs", _run_table(runs, names)),
-        Section("Speed and memory", _speed_charts(runs, names)),
+        Section("Runs", parts.grid([parts.card("", _run_table(runs, names), wide=True)])),
+        Section("Speed and memory", parts.grid(_speed_charts(runs, names))),
     ]
-    write_page(
-        file,
-        "Comparison",
-        f"{len(runs)} runs",
-        _verdicts(runs, names),
-        sections,
-        scripts,
-    )
+    write_page(file, "Comparison", f"{len(runs)} runs", page.verdicts(verdicts(runs, names)), sections, scripts)
 
 
 def labels(runs: list[RunFolder]) -> list[str]:
@@ -58,42 +57,111 @@ def _largest(curve: Curve, first: Curve) -> float | None:
     return float(gaps.max()) if len(gaps) else None
 
 
-def _verdicts(runs: list[RunFolder], names: list[str]) -> Html:
-    """Return a sentence for each two runs of one experiment: whether they have one curve."""
-    pills = {True: '<span class="pill warn">different curves</span>', False: '<span class="pill good">one curve</span>'}
-    lines = [f'<p class="lead">{pills[parts]} {text(sentence)}</p>' for sentence, parts in verdicts(runs, names)]
-    return "".join(lines) or '<p class="lead">No two runs are of one experiment.</p>'
-
-
-def _run_table(runs: list[RunFolder], names: list[str]) -> Html:
+def _run_table(runs: list[RunFolder], names: list[str]) -> Markup:
     rows: list[list[Any]] = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        label = Markup(f'<span class="fixed">{swatch(series_color(index))}{text(name)}</span>')
+        label = macros("comparison").run(name, series_color(index))
         both = "train/loss" in run.curves and "train/loss" in runs[0].curves
         gap = _largest(run.curves["train/loss"], runs[0].curves["train/loss"]) if both else None
         last = [float(run.curves[name].values[-1]) if name in run.curves else None for name in ("val/acc", "test/acc")]
         speed, memory = (median(run.curves, f"throughput/{key}") for key in ("samples_per_sec", "peak_memory_mib"))
         rows.append([label, run.name, run.experiment or "–", gap, *last, speed, memory])
     columns = ["run", "folder", "experiment", "largest difference", "val/acc", "test/acc", "images per second"]
-    return grid([card("", table([*columns, "memory, MiB"], rows, sortable=True), wide=True)])
+    return parts.table([*columns, "memory, MiB"], rows, sortable=True)
 
 
-def _comparison_chart(metric: str, runs: list[RunFolder], names: list[str], *, wide: bool) -> Html:
+def _comparison_chart(metric: str, runs: list[RunFolder], names: list[str], *, wide: bool) -> Markup:
     figure = comparison_figure(metric, runs, names, 560 if wide else 440)
     return chart(figure, f"{title(metric.rpartition('/')[2])}: {metric}", wide=wide)
 
 
-def _speed_charts(runs: list[RunFolder], names: list[str]) -> Html:
-    charts = [
+def _speed_charts(runs: list[RunFolder], names: list[str]) -> list[Markup]:
+    return [
         _bar_chart(metric, [median(run.curves, metric) for run in runs], names)
         for metric in ("throughput/samples_per_sec", "throughput/peak_memory_mib")
         if any(metric in run.curves for run in runs)
     ]
-    return grid(charts)
 
 
-def _bar_chart(metric: str, values: list[float | None], names: list[str]) -> Html:
+def _bar_chart(metric: str, values: list[float | None], names: list[str]) -> Markup:
     colors = [series_color(index) for index in range(len(names))]
     figure = bar_figure(60 + 36 * len(names), names, values, list(map(number, values)), colors)
     figure.update_xaxes(rangemode="tozero", range=[0, 1.18 * max(value or 0.0 for value in values)])
     return chart(figure, title(metric), "Median over the log points.")
+
+
+def comparison_figure(metric: str, runs: list[RunFolder], names: list[str], height: int) -> "go.Figure":
+    """Return the curves of one metric, and their relative differences from the first run below them.
+
+    Args:
+        metric: a column of metrics.csv that all runs have.
+        runs: the runs.
+        names: their names in the legend.
+        height: in pixels.
+    """
+    figure = new_figure(height)
+    step = min(2.4, 12 / len(runs))  # pixels by which a curve is narrower than the one before it
+    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+        curve = downsample(run.curves[metric])
+        width = 1.6 + step * (len(runs) - 1 - index)
+        style = {"line": {"color": series_color(index), "width": width}, "marker": {"size": width + 5}}
+        mode = "lines" if len(curve.values) > 1 else "markers"
+        figure.add_scatter(x=curve.steps, y=curve.values, name=name, mode=mode, **style)
+    gaps = [difference(run.curves[metric], runs[0].curves[metric]) for run in runs[1:]]
+    for index, (gap, name) in enumerate(zip(gaps, names[1:], strict=True), 1):
+        _add_difference(figure, gap, name, series_color(index))
+    figure.update_layout(xaxis={"anchor": "y2", "title": "step"})
+    figure.update_layout(yaxis={"domain": [0.5, 1], "title": metric}, yaxis2=_difference_axis(gaps))
+    style_value_axis(figure, metric, [run.curves[metric] for run in runs])
+    _mark_same(figure)
+    return figure
+
+
+def _add_difference(figure: "go.Figure", gap: Curve, name: str, color: str) -> None:
+    shown = downsample(gap)
+    values = np.where(shown.values == 0, _EXACT, shown.values)
+    figure.add_scatter(
+        x=shown.steps,
+        y=values,
+        customdata=shown.values,
+        yaxis="y2",
+        name=name,
+        showlegend=False,
+        mode="lines+markers" if len(values) < 60 else "lines",
+        line={"color": color, "width": 1.4},
+        marker={"color": color, "size": 5},
+        hovertemplate="%{customdata:.2e}",
+    )
+
+
+def _difference_axis(gaps: list[Curve]) -> dict[str, Any]:
+    """Return the axis of the differences: from zero, which stands below the smallest number, past the largest one."""
+    finite: list[Floats] = [gap.finite() for gap in gaps if len(gap.finite())]
+    highest = max([1e-7, *(float(values.max()) * 10 for values in finite)])
+    return {
+        "domain": [0, 0.42],
+        "type": "log",
+        "range": [np.log10(_EXACT) - 0.6, np.log10(highest)],
+        "tickvals": [_EXACT, *(10.0**power for power in _TICKS)],
+        "ticktext": ["equal", *(f"10<sup>{power}</sup>" if power else "1" for power in _TICKS)],
+        "tickfont": {"size": 11},
+        "title": "relative difference",
+    }
+
+
+def _mark_same(figure: "go.Figure") -> None:
+    """Draw the line below which two curves in float64 are the same, and shade what is below it."""
+    across = {"xref": "paper", "x0": 0, "x1": 1, "yref": "y2", "layer": "below"}
+    figure.add_shape(**across, y0=_EXACT / 4, y1=SAME, fillcolor="var(--band)", line={"width": 0})
+    figure.add_shape(**across, y0=SAME, y1=SAME, line={"color": "var(--good)", "width": 1.5})
+    figure.add_annotation(
+        xref="paper",
+        x=1,
+        yref="y2",
+        y=np.log10(SAME),
+        xanchor="right",
+        yanchor="bottom",
+        text="10<sup>−9</sup>: the same curve below",
+        font={"size": 11, "color": "var(--good)"},
+        showarrow=False,
+    )

@@ -4,10 +4,10 @@ import re
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
-from src.report.figure import bar_figure, new_figure
-from src.report.files import Floats
-from src.report.markup import Html, Section, card, chart, details, grid, number, text
+from src.report.page import Section, bar_figure, chart, macros, new_figure, number, parts
+from src.report.run_folder import Floats
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 _SPLIT_NAMES = {"test": "Test", "val": "Validation"}
@@ -27,15 +27,16 @@ def evaluation_section(split: str, evaluation: dict[str, Any]) -> Section:
         charts.append(_class_chart(confusion, classes))
     if bins := [bin for bin in (evaluation.get("calibration") or {}).get("bins", []) if bin.get("count")]:
         charts.append(_calibration_chart(bins, evaluation["calibration"].get("error")))
-    parts = grid(charts, "narrow")
-    if images := _mistakes(evaluation.get("mistakes") or [], classes):
-        parts += grid([images])
+    body = parts.grid(charts, "narrow")
+    if mistakes := [_mistake(one, classes) for one in evaluation.get("mistakes") or [] if _has_image(one)]:
+        images = macros("run").mistakes(mistakes[:_FIRST_MISTAKES], mistakes[_FIRST_MISTAKES:])
+        body += parts.grid([images])
     step = evaluation.get("step")
-    name = _SPLIT_NAMES.get(split, split)
-    return Section(f"{name} set", parts, f"The newest evaluation, at step {step:,}." if isinstance(step, int) else "")
+    note = f"The newest evaluation, at step {step:,}." if isinstance(step, int) else ""
+    return Section(f"{_SPLIT_NAMES.get(split, split)} set", body, note)
 
 
-def _confusion_chart(confusion: Floats, classes: list[str]) -> Html:
+def _confusion_chart(confusion: Floats, classes: list[str]) -> Markup:
     share = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
     few = len(classes) <= _MOST_LABELED
     figure = new_figure(400, hovermode="closest")
@@ -62,7 +63,7 @@ def _confusion_chart(confusion: Floats, classes: list[str]) -> Html:
     return chart(figure, "Confusion matrix", f"{total}. Shades are fractions of a row.")
 
 
-def _class_chart(confusion: Floats, classes: list[str]) -> Html:
+def _class_chart(confusion: Floats, classes: list[str]) -> Markup:
     """Return the accuracy of each class, the lowest on top; of many classes, the twenty lowest."""
     counts = confusion.sum(axis=1)
     seen = np.flatnonzero(counts)
@@ -75,7 +76,7 @@ def _class_chart(confusion: Floats, classes: list[str]) -> Html:
     return chart(figure, "Accuracy of each class", f"The lowest first.{left_out}")
 
 
-def _calibration_chart(bins: list[dict[str, Any]], error: float | None) -> Html:
+def _calibration_chart(bins: list[dict[str, Any]], error: float | None) -> Markup:
     figure = new_figure(400, hovermode="closest")
     confidence = [bin["confidence"] for bin in bins]
     sizes = np.sqrt([bin["count"] for bin in bins])
@@ -100,32 +101,15 @@ def _calibration_chart(bins: list[dict[str, Any]], error: float | None) -> Html:
     return chart(figure, "Calibration", note)
 
 
-def _mistakes(mistakes: list[dict[str, Any]], classes: list[str]) -> Html:
-    figures = list(filter(None, (_mistake(mistake, classes) for mistake in mistakes)))
-    if not figures:
-        return ""
-    body = _images(figures[:_FIRST_MISTAKES])
-    if rest := figures[_FIRST_MISTAKES:]:
-        body += details(f"{len(rest)} more", _images(rest))
-    return card("Most confident mistakes", body, wide=True)
+def _has_image(mistake: dict[str, Any]) -> bool:
+    return bool(_BASE64.fullmatch(str(mistake.get("image") or "")))
 
 
-def _images(figures: list[Html]) -> Html:
-    return f'<div class="images">{"".join(figures)}</div>'
-
-
-def _mistake(mistake: dict[str, Any], classes: list[str]) -> Html:
-    image = str(mistake.get("image") or "")
-    if not _BASE64.fullmatch(image):
-        return ""
+def _mistake(mistake: dict[str, Any], classes: list[str]) -> tuple[Any, str, str, float, str]:
+    """Return the sample, the image, the predicted class with its probability, and the label."""
     label, predicted = (_class_name(mistake.get(key), classes) for key in ("label", "predicted"))
-    caption = f"<strong>{text(predicted)}</strong> {float(mistake.get('probability') or 0):.1%}<br>is {text(label)}"
-    alternative = f"{label}, taken for {predicted}"
-    index = text(mistake.get("sample_index", ""))
-    return (
-        f'<figure title="sample {index}"><img src="data:image/png;base64,{image}" alt="{text(alternative)}" '
-        f'loading="lazy"><figcaption>{caption}</figcaption></figure>'
-    )
+    probability = float(mistake.get("probability") or 0)
+    return mistake.get("sample_index", ""), mistake["image"], predicted, probability, label
 
 
 def _class_name(index: Any, classes: list[str]) -> str:

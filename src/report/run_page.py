@@ -1,20 +1,19 @@
 """The page of one run."""
 
+import shlex
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
-from src.report.curves import group_names, median, metric_chart, sampling_note, title
 from src.report.evaluation import evaluation_section
-from src.report.events import duration, event_table
-from src.report.markup import Html, Section, card, duration_text, grid, number, table, text, tiles
-from src.report.page import write_page
-from src.report.pipeline import pipeline_charts
+from src.report.metric_charts import group_names, median, metric_chart, sampling_note, title
+from src.report.page import Section, duration_text, macros, number, parts, write_page
+from src.report.rank_charts import pipeline_charts, slowest_rank, time_charts
 from src.report.run_folder import RunFolder
-from src.report.settings import settings
-from src.report.timeline import slowest_rank, time_charts
 
 REPORT = "report.html"
 _STATUS = {
@@ -25,6 +24,7 @@ _STATUS = {
     "": ("", "no end recorded"),
 }
 _MOST_CURVES = 10  # of a chart; the accuracies of a hundred classes are in the section of the evaluation
+_HIDDEN = "runtime."  # options that the program has set
 _SPEED, _RANKS = ("throughput/",), ("ranks/",)
 
 
@@ -35,29 +35,23 @@ def write_run_page(folder: Path, scripts: Path | None) -> Path:
         _curve_section(run),
         _speed_section(run),
         _rank_section(run),
-        Section("Pipeline", grid(pipeline_charts(run))),
+        Section("Pipeline", parts.grid(pipeline_charts(run))),
         *(evaluation_section(split, evaluation) for split, evaluation in run.evaluations.items()),
-        Section("Configuration", settings(run)),
-        Section("Events", grid([card("", events, wide=True)]) if (events := event_table(run.events)) else ""),
+        Section("Configuration", _settings(run)),
+        Section("Events", _event_table(run.events)),
     ]
     file = run.path / REPORT
     write_page(file, "Run", run.name, _lead(run), sections, scripts)
     return file
 
 
-def _lead(run: RunFolder) -> Html:
+def _lead(run: RunFolder) -> Markup:
     """Return the run's end, its hardware and its key figures."""
     color, status = _STATUS[run.status]
-    facts = [
-        run.strategy,
-        _processes(run.world_size),
-        run.started.get("device") or run.config.get("trainer.accelerator"),
-    ]
-    hardware = " · ".join(str(fact) for fact in facts if fact)
-    lead = f'<p><span class="pill {color}">{status}</span> <span class="muted">{text(hardware)}</span></p>'
-    if run.status in ("failed", "killed", "stopped") and (reason := run.events[-1].get("reason")):
-        lead += f'<p class="alert">{text(reason)}</p>'
-    return lead + tiles(_key_figures(run))
+    device = run.started.get("device") or run.config.get("trainer.accelerator")
+    hardware = " · ".join(str(fact) for fact in (run.strategy, _processes(run.world_size), device) if fact)
+    reason = run.events[-1].get("reason") if run.status in ("failed", "killed", "stopped") else ""
+    return macros("run").lead(color, status, hardware, reason, list(_key_figures(run)))
 
 
 def _processes(world_size: int | None) -> str:
@@ -83,7 +77,7 @@ def _key_figures(run: RunFolder) -> Iterable[tuple[str, str, str]]:
         yield "Duration", duration_text(seconds), ""
 
 
-def _charts(run: RunFolder, groups: dict[str, list[str]]) -> list[Html]:
+def _charts(run: RunFolder, groups: dict[str, list[str]]) -> list[Markup]:
     return [
         metric_chart(group, {name: run.curves[name] for name in names}, run.events) for group, names in groups.items()
     ]
@@ -101,8 +95,8 @@ def _curve_section(run: RunFolder) -> Section:
     drawn = {group: names for group, names in groups.items() if _has_course(run, names) and len(names) <= _MOST_CURVES}
     once = [names[0] for group, names in groups.items() if not _has_course(run, names) and len(names) == 1]
     rows = [(name, float(run.curves[name].values[0]), int(run.curves[name].steps[0])) for name in once]
-    single = card("Logged once", table(("metric", "value", "step"), rows)) if rows else ""
-    body = grid(filter(None, [*_charts(run, drawn), single])) or '<p class="muted">No metric was logged.</p>'
+    single = parts.card("Logged once", parts.table(("metric", "value", "step"), rows)) if rows else ""
+    body = parts.grid([*_charts(run, drawn), single]).strip() or parts.muted("No metric was logged.")
     note = f"Training values are those of single steps. {sampling_note(run.curves)}"
     return Section("Learning", body, note)
 
@@ -119,12 +113,52 @@ def _speed_section(run: RunFolder) -> Section:
         for name, values in found.items()
         if len(values)
     ]
-    medians = [card("Medians over the log points", table(("", "median", "lowest", "highest"), rows))] if rows else []
+    table = parts.table(("", "median", "lowest", "highest"), rows)
+    medians = parts.card("Medians over the log points", table) if rows else ""
     drawn = {group: names for group, names in groups.items() if _has_course(run, names)}
-    return Section("Speed and memory", grid([*medians, *_charts(run, drawn)]))
+    return Section("Speed and memory", parts.grid([medians, *_charts(run, drawn)]))
 
 
 def _rank_section(run: RunFolder) -> Section:
     groups = _groups(run, lambda name: name.startswith(_RANKS) and name != "ranks/slowest")
     charts = [*time_charts(run.timelines), *_charts(run, groups)]
-    return Section("Ranks", grid(charts), slowest_rank(run.curves))
+    return Section("Ranks", parts.grid(charts), slowest_rank(run.curves))
+
+
+def _event_table(events: list[dict[str, Any]]) -> Markup:
+    """Return the events as a table, in the order of time."""
+    rows = [
+        (
+            macros("run").time(datetime.fromtimestamp(event.get("time") or 0.0)),
+            event["event"],
+            event.get("step"),
+            event.get("reason") or " ".join(map(str, event.get("command") or [])),
+        )
+        for event in events
+    ]
+    table = parts.table(("time", "event", "step", "reason or command"), rows)
+    return parts.grid([parts.card("", table, wide=True)]) if rows else Markup()
+
+
+def duration(events: list[dict[str, Any]]) -> float | None:
+    """Return the seconds in which the run had a process; None if no end is recorded."""
+    total, began = None, None
+    for event in events:
+        if event["event"] in ("start", "resume"):
+            began = float(event["time"])
+        elif began is not None:
+            total, began = (total or 0.0) + float(event["time"]) - began, None
+    return total
+
+
+def _settings(run: RunFolder) -> Markup:
+    """Return the command and revision of the newest start, and the tables of the configuration."""
+    start, page = run.started, macros("run")
+    changes = {name: pair for name, pair in (start.get("changes") or {}).items() if isinstance(pair, list)}
+    rows = [
+        (page.option(name), page.option_value(pair[0]), page.option_value(pair[-1])) for name, pair in changes.items()
+    ]
+    shown = {name: value for name, value in run.config.items() if not name.startswith(_HIDDEN)}
+    options = [(page.option(name), page.option_value(value)) for name, value in shown.items()]
+    command = shlex.join(map(str, start.get("command") or []))
+    return page.settings(command, str(start.get("revision") or "")[:12], bool(start.get("modified")), rows, options)

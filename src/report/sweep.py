@@ -1,14 +1,25 @@
-"""A sweep as its page shows it: the jobs with the options in which they differ, ordered by their results."""
+"""A sweep as its page shows it: the jobs, their options and results, and charts of them."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from markupsafe import Markup
 
-from src.report.files import read_yaml
-from src.report.jobs import Job, differing_overrides, read_jobs
+from src.report.jobs import Job, differing_overrides, read_jobs, seed_rows
+from src.report.metric_charts import downsample, is_wide, style_value_axis, title
+from src.report.page import bar_figure, chart, new_figure, number, parts
+from src.report.run_folder import Floats, read_metrics, read_yaml
 
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_LEVEL_NAMES = ("worst quarter", "third quarter", "second quarter", "best quarter")
+_LEVEL_COLORS = ("var(--s9)", "var(--s7)", "var(--s3)", "var(--s2)")
+_MOST_TICKS = 8
+_MOST_LETTERS = 20  # of a tick, beside which the next axis stands
+_CURVE_POINTS = 200  # buckets of the curve of a job
 LEVELS = 4  # quarters of the jobs, by their results
 
 
@@ -24,6 +35,11 @@ class SweepJob:
     @property
     def status(self) -> str:
         return "killed" if self.job.status == "running" else self.job.status
+
+    @property
+    def chosen(self) -> str:
+        """The differing options as on a command line."""
+        return " ".join(f"{name}={value}" for name, value in self.options.items())
 
 
 class Sweep:
@@ -73,3 +89,163 @@ def _options(overrides: list[str], names: set[str]) -> dict[str, str]:
 def _split(override: str) -> tuple[str, str]:
     name, _, value = override.partition("=")
     return name.lstrip("+~"), value
+
+
+def parallel_coordinates(sweep: Sweep) -> Markup:
+    """Return a chart with an axis per option and one for the result; each line is a job."""
+    jobs, options = sweep.ranked, sweep.options
+    if len(jobs) < 2 or not options:
+        return Markup()
+    axes = [_axis([job.options.get(option, "") for job in jobs]) for option in options]
+    axes.append(_axis([str(job.job.result) for job in jobs]))
+    positions = np.array([axis[0] for axis in axes])  # (axes, jobs), from 0 to 1
+    figure = new_figure(380, hovermode="closest")
+    for level in range(LEVELS):
+        chosen = [index for index, job in enumerate(jobs) if job.level == level]
+        if chosen:
+            _add_lines(figure, level, [jobs[index] for index in chosen], positions[:, chosen], sweep.metric)
+    for place, (_, ticks) in enumerate(axes):
+        figure.add_shape(x0=place, x1=place, y0=0, y1=1, layer="below", line={"color": "var(--muted)", "width": 1})
+        for position, label in ticks:
+            _add_tick(figure, place, position, label)
+    names = [*options, sweep.metric]
+    figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names, range=[-0.3, len(names) - 0.9])
+    figure.update_layout(xaxis={"showgrid": False, "side": "top"}, yaxis={"visible": False, "range": [-0.08, 1.08]})
+    return chart(figure, "Parallel coordinates", "Each line is a job.", wide=True, min_width=160 * len(names))
+
+
+def _axis(values: list[str]) -> tuple[Floats, list[tuple[float, str]]]:
+    """Return the position of each value from 0 to 1, and the ticks of the axis."""
+    try:
+        numbers = np.array([float(value) for value in values])
+    except ValueError:
+        return _categories(values)
+    is_log = is_wide(numbers)
+    scaled = np.log10(numbers) if is_log else numbers
+    low, span = scaled.min(), float(np.ptp(scaled)) or 1.0
+    distinct = np.unique(scaled)
+    shown = distinct if len(distinct) <= _MOST_TICKS else np.linspace(low, low + span, 5)
+    ticks = [(float((tick - low) / span), number(float(10**tick if is_log else tick))) for tick in shown]
+    return (scaled - low) / span, ticks
+
+
+def _categories(values: list[str]) -> tuple[Floats, list[tuple[float, str]]]:
+    names = sorted(set(values))
+    last = max(1, len(names) - 1)
+    positions = np.array([names.index(value) / last for value in values])
+    labels = [name if len(name) <= _MOST_LETTERS else f"{name[:_MOST_LETTERS]}…" for name in names]
+    return positions, [(index / last, label or "–") for index, label in enumerate(labels)]
+
+
+def _add_lines(figure: "go.Figure", level: int, jobs: list[SweepJob], positions: Floats, metric: str) -> None:
+    """Add the lines of the jobs of one level; positions: (axes, jobs)."""
+    axes = len(positions)
+    x: list[float | None] = []
+    y: list[float | None] = []
+    labels: list[str] = []
+    for job, column in zip(jobs, positions.T, strict=True):
+        x += [*range(axes), None]
+        y += [*column.tolist(), None]
+        labels += [f"job {job.name}: {metric} {number(job.job.result)}"] * (axes + 1)
+    width = 2.2 if level == LEVELS - 1 else 1.3
+    figure.add_scatter(
+        x=x,
+        y=y,
+        mode="lines+markers",
+        name=_LEVEL_NAMES[level],
+        line={"color": _LEVEL_COLORS[level], "width": width},
+        marker={"color": _LEVEL_COLORS[level], "size": 4},
+        text=labels,
+        hovertemplate="%{text}<extra></extra>",
+    )
+
+
+def _add_tick(figure: "go.Figure", place: int, position: float, label: str) -> None:
+    figure.add_annotation(
+        x=place,
+        y=position,
+        text=label,
+        xanchor="right",
+        xshift=-5,
+        showarrow=False,
+        font={"size": 11},
+        bgcolor="var(--card)",
+        borderpad=1,
+    )
+
+
+def importance(sweep: Sweep) -> Markup:
+    """Return the fraction of the results' variance that each option explains alone (the η² of an analysis of variance).
+
+    It needs several jobs with the same value: for values that are all different, see Optuna's method.
+    """
+    jobs = sweep.ranked
+    results = np.array([job.job.result or 0.0 for job in jobs])
+    total = float(((results - results.mean()) ** 2).sum()) if len(jobs) else 0.0
+    shares = {}
+    for option in sweep.options:
+        values = np.array([job.options.get(option, "") for job in jobs])
+        groups = [results[values == value] for value in np.unique(values)]
+        if total and 1 < len(groups) < len(jobs):
+            shares[option] = sum(len(group) * (group.mean() - results.mean()) ** 2 for group in groups) / total
+    if not shares:
+        return Markup()
+    order = sorted(shares, key=lambda option: -shares[option])
+    lengths = [shares[option] for option in order]
+    figure = bar_figure(70 + 34 * len(order), order, lengths, [f"{length:.0%}" for length in lengths])
+    figure.update_xaxes(range=[0, 1.1], tickformat=".0%")
+    return chart(figure, "Importance", f"Fraction of the variance of {sweep.metric} that each option explains alone.")
+
+
+def seeds(sweep: Sweep) -> Markup:
+    """Return mean and standard deviation of the jobs that differ only in the seed."""
+    overrides = [[f"{name}={value}" for name, value in job.options.items()] for job in sweep.jobs]
+    rows: list[dict[str, Any]] = seed_rows([job.job for job in sweep.jobs], overrides, sweep.metric)
+    if not rows:
+        return Markup()
+    rows.sort(key=lambda row: row[f"{sweep.metric} mean"], reverse=not sweep.falls)
+    names = [row["overrides"] or "all jobs" for row in rows]
+    means, deviations = ([row[f"{sweep.metric} {key}"] for row in rows] for key in ("mean", "std"))
+    figure = new_figure(80 + 34 * len(rows), hovermode="closest")
+    figure.add_scatter(
+        x=means,
+        y=names,
+        mode="markers",
+        marker={"color": "var(--s1)", "size": 9},
+        error_x={"type": "data", "array": deviations, "color": "var(--s1)", "thickness": 1.5, "width": 5},
+        customdata=[
+            f"{number(mean)} ± {number(std)}, {row['seeds']} seeds"
+            for mean, std, row in zip(means, deviations, rows, strict=True)
+        ],
+        hovertemplate="%{customdata}<extra></extra>",
+    )
+    figure.update_xaxes(title=sweep.metric)
+    figure.update_yaxes(autorange="reversed", type="category")
+    shown = [list(row.values()) for row in rows]
+    numbers = parts.card("", parts.table(["options", "seeds", "mean", "standard deviation"], shown), wide=True)
+    note = f"Mean and standard deviation of {sweep.metric}, the best first."
+    return chart(figure, "Over seeds", note, wide=True, min_width=300 + 7 * max(map(len, names))) + numbers
+
+
+def curves(sweep: Sweep) -> Markup:
+    """Return the curve of the metric in each job, with the colors of the parallel coordinates."""
+    figure, drawn = new_figure(320, hovermode="closest"), []
+    for job in sweep.ranked:
+        curve = read_metrics(sweep.path / job.name / "metrics.csv").get(sweep.metric)
+        if curve is None or len(curve.values) < 2:
+            continue
+        drawn.append(curve)
+        shown = downsample(curve, _CURVE_POINTS)
+        figure.add_scatter(
+            x=shown.steps,
+            y=shown.values,
+            mode="lines",
+            name=_LEVEL_NAMES[job.level],
+            line={"color": _LEVEL_COLORS[job.level], "width": 2.2 if job.level == LEVELS - 1 else 1.3},
+            hovertemplate=f"job {job.name}, step %{{x}}: %{{y:.4g}}<extra></extra>",
+        )
+    if not figure.data:
+        return Markup()
+    figure.update_xaxes(title="step")
+    style_value_axis(figure, sweep.metric, drawn)
+    return chart(figure, f"{title(sweep.metric.rpartition('/')[2])} of each job", sweep.metric)

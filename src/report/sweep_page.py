@@ -1,20 +1,19 @@
-"""The page of a sweep."""
+"""The page of a sweep; if Optuna has chosen the jobs, it has Optuna's own plots of the study."""
 
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
-from urllib.parse import quote
+
+from markupsafe import Markup
 
 from src.report.jobs import last_line
-from src.report.markup import Html, Markup, Section, card, details, duration_text, grid, number, table, text, tiles
-from src.report.optuna_plots import is_optuna, optuna_plots
-from src.report.page import write_page
+from src.report.page import Section, chart, duration_text, macros, number, parts, write_page
 from src.report.run_page import REPORT
-from src.report.sweep import Sweep, SweepJob
-from src.report.sweep_charts import curves, importance, parallel_coordinates, seeds
+from src.report.sweep import Sweep, curves, importance, parallel_coordinates, seeds
 
+_SCALE = [[0, "var(--heat1)"], [1, "var(--heat4)"]]  # of Optuna's plots
 _COLORS = {"finished": "good", "failed": "bad", "killed": "bad", "stopped": "warn"}
 _SHOWN = ("val/acc", "test/acc", "train/loss")  # metrics that the table shows besides the optimized one
 
@@ -24,36 +23,29 @@ def write_sweep_page(folder: Path, scripts: Path | None) -> Path:
     sweep = Sweep(folder)
     charts = [parallel_coordinates(sweep), curves(sweep), *_importance(sweep)]
     sections = [
-        Section("Jobs", grid([card("", _job_table(sweep), wide=True)]), "A click on a column sorts the table."),
-        Section("Options and results", grid(charts)),
-        Section("Seeds", grid([seeds(sweep)])),
-        Section("Failures", _failures(sweep)),
+        Section("Jobs", parts.grid([_job_table(sweep)]), "A click on a column sorts the table."),
+        Section("Options and results", parts.grid(charts)),
+        Section("Seeds", parts.grid([seeds(sweep)])),
+        Section("Failures", parts.grid([_failures(sweep)])),
     ]
     file = sweep.path / REPORT
     write_page(file, "Sweep", sweep.path.name, _lead(sweep), sections, scripts)
     return file
 
 
-def _importance(sweep: Sweep) -> list[Html]:
+def _importance(sweep: Sweep) -> list[Markup]:
     if not is_optuna(sweep):
         return [importance(sweep)]
     try:
         return optuna_plots(sweep)
     except Exception as error:  # a storage raises errors of its own library
-        return [card("Optuna", f"<p>The study cannot be read: {text(last_line(str(error)))}</p>")]
+        return [macros("sweep").unreadable(last_line(str(error)))]
 
 
-def _lead(sweep: Sweep) -> Html:
+def _lead(sweep: Sweep) -> Markup:
     statuses = Counter(job.status for job in sweep.jobs)
-    pills = [
-        f'<span class="pill {_COLORS.get(status, "")}">{count} {text(status)}</span>'
-        for status, count in statuses.items()
-    ]
-    best = ""
-    if sweep.ranked:
-        chosen = " ".join(f"{name}={value}" for name, value in sweep.ranked[-1].options.items())
-        best = f'<p class="lead">The best is job {text(sweep.ranked[-1].name)}: <code>{text(chosen)}</code></p>'
-    return f"<p>{' '.join(pills)}</p>{best}{tiles(_key_figures(sweep))}"
+    best = sweep.ranked[-1] if sweep.ranked else None
+    return macros("sweep").lead(statuses, _COLORS, best, list(_key_figures(sweep)))
 
 
 def _key_figures(sweep: Sweep) -> Iterable[tuple[str, str, str]]:
@@ -64,25 +56,22 @@ def _key_figures(sweep: Sweep) -> Iterable[tuple[str, str, str]]:
     yield "Time of all jobs", duration_text(sum(job.job.seconds for job in sweep.jobs)), ""
 
 
-def _job_table(sweep: Sweep) -> Html:
+def _job_table(sweep: Sweep) -> Markup:
+    page = macros("sweep")
     metrics = [name for name in _SHOWN if name != sweep.metric and any(name in job.job.metrics for job in sweep.jobs)]
     rows = [
         [
-            _link(sweep, job),
+            page.job_link(job.name, REPORT if (sweep.path / job.name / REPORT).is_file() else ""),
             *(_value(job.options.get(option)) for option in sweep.options),
             job.job.result,
             *(job.job.metrics.get(name) for name in metrics),
             round(job.job.seconds, 1),
-            Markup(f'<span class="{_COLORS.get(job.status, "")}">{text(job.status)}</span>'),
+            page.status(_COLORS.get(job.status, ""), job.status),
         ]
         for job in sweep.jobs
     ]
-    return table(["job", *sweep.options, sweep.metric, *metrics, "seconds", "status"], rows, sortable=True)
-
-
-def _link(sweep: Sweep, job: SweepJob) -> Markup:
-    has_page = (sweep.path / job.name / REPORT).is_file()
-    return Markup(f'<a href="{quote(job.name)}/{REPORT}">{text(job.name)}</a>' if has_page else text(job.name))
+    columns = ["job", *sweep.options, sweep.metric, *metrics, "seconds", "status"]
+    return parts.card("", parts.table(columns, rows, sortable=True), wide=True)
 
 
 def _value(value: str | None) -> Any:
@@ -93,13 +82,57 @@ def _value(value: str | None) -> Any:
         return value
 
 
-def _failures(sweep: Sweep) -> Html:
-    failed = [job for job in sweep.jobs if job.job.error]
-    parts = []
-    for job in failed:
-        chosen = " ".join(f"{name}={value}" for name, value in job.options.items())
-        body = f'<p><code>{text(chosen)}</code></p><p><span class="bad">{text(last_line(job.job.error))}</span></p>'
-        if "\n" in job.job.error.strip():
-            body += details("Traceback", f"<pre>{text(job.job.error)}</pre>")
-        parts.append(card(f"Job {job.name}", body, wide=True))
-    return grid(parts)
+def _failures(sweep: Sweep) -> Markup:
+    return macros("sweep").failures([(job, last_line(job.job.error)) for job in sweep.jobs if job.job.error])
+
+
+def optuna_plots(sweep: Sweep) -> list[Markup]:
+    """Return importance, history and slices of the sweep's study; nothing if it has no two finished trials.
+
+    Raises:
+        Exception: whatever the storage raises if it cannot be read.
+    """
+    import optuna
+    from optuna.trial import TrialState
+
+    storage = sweep.sweeper.get("storage") or f"sqlite:///{sweep.path}/optuna.db"
+    study = optuna.load_study(study_name=sweep.sweeper.get("study_name") or sweep.path.name, storage=storage)
+    finished = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    if len(finished) < 2:
+        return []
+    from optuna import visualization
+
+    options = len({name for trial in finished for name in trial.params})
+    history = visualization.plot_optimization_history(study, target_name=sweep.metric)
+    importance = visualization.plot_param_importances(study).update_layout(xaxis_title=None, yaxis_title=None)
+    return [
+        _chart(importance, "Importance", "By PED-ANOVA.", 60 + 40 * options),
+        _chart(history, "History", "The best result so far.", 280),
+        _chart(
+            visualization.plot_slice(study, target_name=sweep.metric),
+            "Each option",
+            "A stronger color is a later trial.",
+            300,
+            wide=True,
+            min_width=240 * options,
+        ),
+    ]
+
+
+def is_optuna(sweep: Sweep) -> bool:
+    """Return whether Optuna has chosen the jobs."""
+    return "optuna" in str(sweep.sweeper.get("_target_", "")).lower()
+
+
+def _chart(figure: Any, title: str, note: str, height: int, **options: Any) -> Markup:
+    """Return one of Optuna's figures without its own colors and title."""
+    figure.update_layout(title=None, plot_bgcolor=None, height=height, hovermode="closest")
+    for index, trace in enumerate(figure.data):
+        color = f"var(--s{index % 10 + 1})"
+        if trace.type == "bar":
+            trace.update(marker={"color": "var(--s1)", "line": None}, cliponaxis=False)
+        elif trace.marker.colorscale:  # the color is the number of the trial
+            trace.marker.update(colorscale=_SCALE, showscale=False, line={"color": "var(--line)", "width": 1}, size=8)
+        else:
+            trace.update(marker={"color": color}, line={"color": color})
+    return chart(figure, title, note, **options)

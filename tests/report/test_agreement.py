@@ -11,8 +11,7 @@ import yaml
 
 from scripts.report import write
 from src.report.agreement import verdicts
-from src.report.files import Curve
-from src.report.run_folder import RunFolder
+from src.report.run_folder import Curve, RunFolder
 from tests.support.commands import run_here
 from tests.support.experiments import SHORT
 from tests.support.pool import Pool

@@ -10,16 +10,13 @@ import pytest
 from src.report import run_folder
 from src.report.agreement import difference
 from src.report.comparison import labels
-from src.report.curves import group_names, is_wide, style_value_axis
-from src.report.events import duration, mark_events
-from src.report.figure import new_figure
-from src.report.files import Curve, read_json, read_metrics
 from src.report.jobs import Job, seed_rows
-from src.report.pipeline import Pass, bubble, passes_chart, recorded_passes
-from src.report.run_folder import RunFolder
-from src.report.sampling import BUCKETS, downsample, means
+from src.report.metric_charts import BUCKETS, downsample, group_names, is_wide, mark_events, means, style_value_axis
+from src.report.page import new_figure
+from src.report.rank_charts import Pass, bubble, passes_chart, recorded_passes, slowest_rank, span_seconds
+from src.report.run_folder import Curve, RunFolder, read_json, read_metrics
+from src.report.run_page import duration
 from src.report.sweep import LEVELS, Sweep
-from src.report.timeline import slowest_rank, span_seconds
 from src.utils.json_lines import read_json_lines
 from tests.support.run_folders import write_run
 

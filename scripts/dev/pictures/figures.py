@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from src.report.comparison_figure import comparison_figure
-from src.report.figure import new_figure
-from src.report.markup import number, series_color
+from src.report.comparison import comparison_figure
+from src.report.page import new_figure, number, series_color
 from src.report.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, NamedTuple
 
 from scripts.dev.pictures.figures import LEGEND
-from src.report.figure import new_figure
-from src.report.pipeline import Pass, Rows, bubble, draw_passes, recorded_steps
+from src.report.page import new_figure
+from src.report.rank_charts import Pass, Rows, bubble, draw_passes, recorded_steps
 from src.report.run_folder import RankTimeline, RunFolder
 from src.strategies.pipeline.schedules import SCHEDULES
 from src.strategies.pipeline.simulation import simulate

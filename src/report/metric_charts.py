@@ -1,19 +1,18 @@
-"""Charts of the columns of metrics.csv, with the events of the run."""
+"""Charts of the columns of metrics.csv: long curves with fewer points, and the events of the run as lines."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from markupsafe import Markup
 
-from src.report.events import mark_events
-from src.report.figure import new_figure
-from src.report.files import Curve, Floats
-from src.report.markup import Html, chart, series_color
-from src.report.sampling import BUCKETS, downsample, means
+from src.report.page import chart, new_figure, series_color
+from src.report.run_folder import Curve, Floats
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+BUCKETS = 600  # of a long curve, each with its smallest and its largest value; a chart is some 600 pixels wide
 _NOISY = 400  # points from which a curve is pale, with the mean of each of `_MEANS` sections upon it
 _MEANS = 100
 _WIDE_RANGE = 50  # largest value / smallest value from which an axis is logarithmic
@@ -38,6 +37,15 @@ _TITLES = {
     "ranks/gain": "Part of a step that a balanced load would save",
     "ranks/slowest": "Slowest rank",
     "ranks/memory_mib": "Memory of the ranks, MiB",
+}
+_CLOSE = 0.03  # fraction of the axis within which the labels of two events would overlap
+_MOST_LABELS = 8  # more of them would cover the curves
+_EVENT_COLORS = {
+    "resume": "var(--accent)",
+    "restart": "var(--accent)",
+    "stopped": "var(--warn)",
+    "failed": "var(--bad)",
+    "killed": "var(--bad)",
 }
 
 
@@ -72,7 +80,7 @@ def is_wide(values: Floats) -> bool:
     return len(finite) > 0 and bool(finite.min() > 0 and finite.max() / finite.min() > _WIDE_RANGE)
 
 
-def metric_chart(metric: str, curves: dict[str, Curve], events: list[dict[str, Any]]) -> Html:
+def metric_chart(metric: str, curves: dict[str, Curve], events: list[dict[str, Any]]) -> Markup:
     """Return the chart of one group of metrics, given as curves by name."""
     figure = new_figure(260)
     for index, (name, curve) in enumerate(curves.items()):
@@ -140,3 +148,75 @@ def sampling_note(curves: dict[str, Curve]) -> str:
         size = -(-longest // BUCKETS)
         note += f" The pale line below it has the smallest and the largest of each {size} of {longest:,} points."
     return note
+
+
+def mark_events(figure: "go.Figure", events: list[dict[str, Any]], last_step: float) -> None:
+    """Draw a line at the step of each event between start and end; events that follow closely share it.
+
+    Args:
+        figure: the chart, whose x axis has steps.
+        events: all events of the run, by time.
+        last_step: where the axis ends.
+    """
+    marks: list[tuple[int, list[str]]] = []
+    for event in events:
+        if event["event"] not in _EVENT_COLORS or event.get("step") is None:
+            continue
+        step = int(event["step"])
+        if not marks or abs(step - marks[-1][0]) > _CLOSE * last_step:
+            marks.append((step, []))
+        marks[-1][1].append(event["event"])
+    for step, names in marks:
+        color = _EVENT_COLORS[names[0]]
+        figure.add_shape(x0=step, x1=step, y0=0, y1=1, yref="paper", line={"color": color, "width": 1, "dash": "dot"})
+        if len(marks) <= _MOST_LABELS:
+            side = "left" if step <= _CLOSE * last_step else "right"  # where the ticks of the value axis are
+            _add_label(figure, step, ", ".join(dict.fromkeys(names)), color, side)
+
+
+def _add_label(figure: "go.Figure", step: int, label: str, color: str, side: str) -> None:
+    figure.add_annotation(
+        x=step,
+        y=1,
+        yref="paper",
+        text=label,
+        font={"size": 10, "color": color},
+        textangle=-90,
+        xanchor=side,
+        yanchor="top",
+        borderpad=0,
+        showarrow=False,
+    )
+
+
+def downsample(curve: Curve, buckets: int = BUCKETS) -> Curve:
+    """Return the curve with the smallest and the largest value of each bucket, so that every spike stays visible.
+
+    A curve of at most two points per bucket is returned as it is, but for infinite values, which become nan.
+    """
+    values = np.where(np.isfinite(curve.values), curve.values, np.nan)
+    if len(values) <= 2 * buckets:
+        return Curve(curve.steps, values)
+    rows = _rows(values, buckets)
+    first = np.arange(len(rows)) * rows.shape[1]
+    lowest = first + np.where(np.isnan(rows), np.inf, rows).argmin(axis=1)
+    highest = first + np.where(np.isnan(rows), -np.inf, rows).argmax(axis=1)
+    kept = np.unique(np.concatenate([[0], lowest, highest, [len(values) - 1]]))
+    return Curve(curve.steps[kept], values[kept])
+
+
+def means(curve: Curve, buckets: int) -> Curve:
+    """Return the mean step and the mean of the finite values of each bucket; nan if there is none."""
+    values = _rows(np.where(np.isfinite(curve.values), curve.values, np.nan), buckets)
+    counts = np.isfinite(values).sum(axis=1)
+    sums = np.nansum(values, axis=1)
+    steps = np.nanmean(_rows(curve.steps, buckets), axis=1)
+    return Curve(steps, np.where(counts > 0, sums / np.maximum(counts, 1), np.nan))
+
+
+def _rows(values: Floats, buckets: int) -> Floats:
+    """Return the values in at most so many rows: (rows, values per bucket), the last row filled with nan."""
+    size = -(-len(values) // buckets)
+    rows = np.full((-(-len(values) // size), size), np.nan)
+    rows.flat[: len(values)] = values
+    return rows
