@@ -96,7 +96,7 @@ class RunRecord(L.Callback):
             "resume" if config.fit and config.ckpt_path else "start",
             self._resumed_at if config.fit else None,
             **{name: runtime[name] for name in ("command", "revision", "modified")},
-            changes={option: [default, value] for option, default, value in runtime["changes"]},
+            changes=_split_overrides(runtime["overrides"]),
             strategy=runtime["strategy"] or self._strategy_name,
             world_size=trainer.world_size,
             hosts=trainer.num_nodes,
@@ -154,3 +154,9 @@ class RunRecord(L.Callback):
         if not self.config.trainer.sync_batchnorm:
             return f"{layout.samples_per_batch // layout.parallel.num_microbatches} samples, those of a process"
         return f"{layout.norm_groups} group(s) of {layout.batch_size / layout.norm_groups:g} samples"
+
+
+def _split_overrides(overrides: list[str]) -> dict[str, list[str | None]]:
+    """Return [None, value] of each override by the name of its option; earlier versions recorded [default, value]."""
+    parts = [word.partition("=") for word in overrides]
+    return {name.lstrip("+~"): [None, value or None] for name, _, value in parts}

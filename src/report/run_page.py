@@ -155,9 +155,7 @@ def _settings(run: RunFolder) -> Markup:
     """Return the command and revision of the newest start, and the tables of the configuration."""
     start, page = run.started, macros("run")
     changes = {name: pair for name, pair in (start.get("changes") or {}).items() if isinstance(pair, list)}
-    rows = [
-        (page.option(name), page.option_value(pair[0]), page.option_value(pair[-1])) for name, pair in changes.items()
-    ]
+    rows = [(page.option(name), page.option_value(pair[-1])) for name, pair in changes.items()]
     shown = {name: value for name, value in run.config.items() if not name.startswith(_HIDDEN)}
     options = [(page.option(name), page.option_value(value)) for name, value in shown.items()]
     command = shlex.join(map(str, start.get("command") or []))

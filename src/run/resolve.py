@@ -16,7 +16,7 @@ from src.checkpoint.run_files import checkpoint_file
 from src.run.devices import device_count, resolve_devices
 from src.run.folder import CONFIG, folder_of, run_and_sweep_id, saved_config
 from src.run.option_types import check_root_options
-from src.run.origin import changed_options, default_and_value, describe_setup, source_revision, typed_command
+from src.run.origin import describe_setup, source_revision, typed_command
 from src.run.recipe_keys import refuse_unknown_keys
 from src.run.replaced_targets import drop_replaced_options
 from src.run.resume import newest_checkpoint, remove_partial_checkpoints
@@ -41,7 +41,6 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     refuse_unknown_keys(cfg, hydra_cfg)
     refuse_unused_groups(cfg, hydra_cfg.overrides.task)
     refuse_unknown_additions(cfg, hydra_cfg)
-    changed = changed_options(cfg, hydra_cfg.overrides.task)
     folder = Path(hydra_cfg.runtime.output_dir)
     _check_writable(folder)
     _resolve_resume(cfg, folder)
@@ -69,7 +68,6 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     world_size = device_count(cfg.trainer) * cfg.trainer.num_nodes
     runtime.update(describe_setup(cfg, hydra_cfg.runtime.choices, world_size))
     OmegaConf.resolve(cfg)
-    runtime.changes = default_and_value(cfg, changed)
     return cfg
 
 
