@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from src.data.augment.augmentation import Augmentation
+from src.data.augment.augmentation import Augmentation, Preprocessing
 from src.data.augment.pixels import crop_and_flip, sample_keys
-from src.data.preprocessing import Preprocessing
 from src.models.airbench import airbench
 from src.optim import muon
 from src.utils.compilation import compiled

@@ -3,19 +3,11 @@
 Lightning counts its limits in micro-batches, whose size depends on the number of ranks and on accumulation.
 """
 
-from collections.abc import Sequence
-
 from src.utils.errors import UserError
 
 
-def check_sizes(
-    batch_size: int | None,
-    batch_size_per_device: int | None,
-    norm_groups: int,
-    val_fraction: float | None,
-    train_samples: int | None,
-) -> None:
-    """Check the sizes of batches and splits, as configured.
+def check_sizes(batch_size: int | None, batch_size_per_device: int | None, norm_groups: int) -> None:
+    """Check the sizes of batches, as configured.
 
     Raises:
         UserError: if both or no batch sizes are given, or a size is out of its range.
@@ -26,27 +18,6 @@ def check_sizes(
     for name, size in sizes.items():
         if size is not None and (not isinstance(size, int) or size < 1):
             raise UserError(f"data.{name}={size}: give an integer of at least one")
-    if val_fraction is not None and not 0 <= val_fraction < 1:
-        raise UserError(f"data.val_fraction={val_fraction}: give a fraction of at least 0 and less than 1, or null")
-    if train_samples is not None and train_samples < 1:
-        raise UserError(f"data.train_samples={train_samples}: give at least one, or null for all")
-
-
-def check_image_shape(
-    image_shape: Sequence[int], mean: Sequence[float], std: Sequence[float], crop_padding: int
-) -> None:
-    """Check that the statistics have a value for each channel, and that an image can reflect its padding.
-
-    Raises:
-        UserError: if not.
-    """
-    if len(image_shape) != 3 or min(image_shape) < 1:
-        raise UserError(f"data.image_shape={list(image_shape)}: give [channels, height, width]")
-    for name, values in {"mean": mean, "std": std}.items():
-        if len(values) != image_shape[0]:
-            raise UserError(f"data.{name}={values}: give one value for each of the {image_shape[0]} channels")
-    if crop_padding >= min(image_shape[1:]):
-        raise UserError(f"data.augment.crop_padding={crop_padding} must be smaller than the image, which it reflects")
 
 
 def apply_limit(option: str, limit: int | float | None, available: int, unit: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""The DataLoader of a rank: batches from the device, or fetched on the host."""
+"""The DataLoader of a rank: batches of images that stay on its device, or that are fetched on the host."""
 
 import os
 import signal
@@ -7,26 +7,26 @@ import threading
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from src.data.batch import Batch
-from src.data.resident import ResidentBatches, should_keep_on_device
+from src.data.dataset import ImageSplit
 from src.data.sampler import Batches
-from src.data.splits import ImageSplit
 from src.utils import signals
 from src.utils.errors import UserError
 
+_MAX_FRACTION = 0.1  # of a GPU's free memory, for the images under `auto`
 
-def check_residency(choice: str | bool, num_workers: int, has_transforms: bool) -> None:
-    """Check `data.device_resident`: workers and transforms use images on the host.
+
+def check_residency(choice: str | bool, num_workers: int) -> None:
+    """Check `data.device_resident`: workers use images on the host.
 
     Raises:
-        UserError: if it is no choice, or excludes another option.
+        UserError: if it is no choice, or excludes `data.num_workers`.
     """
     if choice not in ("auto", True, False) or (choice is True and num_workers):
         raise UserError(f"data.device_resident={choice}: give auto, false, or true with data.num_workers=0")
-    if choice is True and has_transforms:
-        raise UserError("data.device_resident=true, but data.augment.transforms run on the host: set auto")
 
 
 def build_loader(
@@ -44,6 +44,51 @@ def build_loader(
         pin_memory=pin,
         worker_init_fn=_outlive_stop_requests,
     )
+
+
+def should_keep_on_device(split: ImageSplit, device: torch.device, choice: str | bool, num_workers: int) -> bool:
+    """Return whether to keep the images of the split on the device.
+
+    Under `auto` they stay there if they are there already, or need a small fraction of a GPU's free memory. Workers
+    cannot use images on a device.
+
+    Raises:
+        UserError: if the choice is true, but the images are not in memory.
+    """
+    images = split.dataset.images
+    if not isinstance(images, Tensor):
+        if choice is True:
+            raise UserError(
+                "data.device_resident=true, but the images are not in memory: set data.device_resident=auto"
+            )
+        return False
+    if choice != "auto" or num_workers:
+        return choice is True
+    if images.device == device:
+        return True
+    return device.type == "cuda" and images.nbytes <= _MAX_FRACTION * torch.cuda.mem_get_info(device)[0]
+
+
+class ResidentBatches(DataLoader[Batch]):
+    """A DataLoader that gathers batches from images on the device, without workers and per-batch overhead.
+
+    All indices of an epoch are sent at once from pinned memory, without a host-device synchronization.
+    """
+
+    def __init__(self, split: ImageSplit, sampler: Batches, device: torch.device) -> None:
+        super().__init__(split, sampler=sampler, batch_size=None)
+        split.dataset.move(device)
+        self.split, self.batches, self.device = split, sampler, device
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        index = self.split.sample_indices(self.batches.table())
+        if self.device.type == "cuda":
+            index = index.pin_memory().to(self.device, non_blocking=True)
+        dataset = self.split.dataset
+        rows = index.clamp_min(0)  # padding fetches sample 0, with weight 0
+        batches = zip(rows, dataset.labels[rows], index, index >= 0, strict=True)
+        for batch_rows, target, sample_index, weight in batches:
+            yield Batch(dataset.gather(batch_rows), target, sample_index, weight)
 
 
 def _outlive_stop_requests(worker: int) -> None:

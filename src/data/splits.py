@@ -1,37 +1,45 @@
-"""The images of a dataset, and the split of its training set into training and validation samples."""
+"""Load the images of a dataset, check them, and divide them into training, validation and test samples."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from src.data.batch import Batch
+from src.data.dataset import ImageSet, ImageSplit
 from src.data.hashing import permutation
-from src.data.sources.source import Images, ImageSource, has_val_split
+from src.data.sources.source import ImageSource, has_val_split
 from src.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
 _VAL_FRACTION = 0.1
 
 
-class ImageSet:
-    """All (n, channels, height, width) uint8 images of a dataset and their (n,) labels, which its splits share."""
+def check_properties(
+    image_shape: Sequence[int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    crop_padding: int,
+    val_fraction: float | None,
+    train_samples: int | None,
+) -> None:
+    """Check the properties of a dataset and of its splits, as configured, before the images are read.
 
-    def __init__(self, images: Images, labels: Tensor) -> None:
-        self.images, self.labels = images, labels
-
-    def move(self, device: torch.device) -> None:
-        """Move the images, a tensor, and the labels to the device, where they stay."""
-        assert isinstance(self.images, Tensor)
-        self.images, self.labels = self.images.to(device), self.labels.to(device)
-
-    def gather(self, index: Tensor) -> Tensor:
-        """Return the images of (n,) indices, which are on the device of a tensor of images."""
-        if isinstance(self.images, Tensor):
-            return self.images.index_select(0, index)  # `images[index]` would be much slower
-        return self.images[index]
+    Raises:
+        UserError: if a channel has no statistics, an image cannot reflect its padding, or a size is out of its range.
+    """
+    if len(image_shape) != 3 or min(image_shape) < 1:
+        raise UserError(f"data.image_shape={list(image_shape)}: give [channels, height, width]")
+    for name, values in {"mean": mean, "std": std}.items():
+        if len(values) != image_shape[0]:
+            raise UserError(f"data.{name}={values}: give one value for each of the {image_shape[0]} channels")
+    if crop_padding >= min(image_shape[1:]):
+        raise UserError(f"data.augment.crop_padding={crop_padding} must be smaller than the image, which it reflects")
+    if val_fraction is not None and not 0 <= val_fraction < 1:
+        raise UserError(f"data.val_fraction={val_fraction}: give a fraction of at least 0 and less than 1, or null")
+    if train_samples is not None and train_samples < 1:
+        raise UserError(f"data.train_samples={train_samples}: give at least one, or null for all")
 
 
 def load_sets(
@@ -79,25 +87,6 @@ def _load_set(
             "labels count from 0 to data.num_classes - 1"
         )
     return ImageSet(images, labels.long())
-
-
-class ImageSplit(Dataset[Batch]):
-    """A split of a dataset; an item is a batch, fetched by (n,) positions in the split (-1: padding)."""
-
-    def __init__(self, dataset: ImageSet, indices: Tensor) -> None:
-        self.dataset, self.indices = dataset, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, positions: Tensor) -> Batch:
-        index = self.sample_indices(positions)
-        rows = index.clamp_min(0)  # padding fetches sample 0, with weight 0
-        return Batch(self.dataset.gather(rows), self.dataset.labels[rows], index, index >= 0)
-
-    def sample_indices(self, positions: Tensor) -> Tensor:
-        """Return the dataset indices of positions in the split, in the same shape; -1 stays -1."""
-        return torch.where(positions >= 0, self.indices[positions], -1)
 
 
 def divide(

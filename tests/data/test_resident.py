@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from src.data.batch import Batch
+from src.data.dataset import ImageSet, ImageSplit
 from src.data.layout import BatchLayout, DataParallelInfo
-from src.data.resident import ResidentBatches, should_keep_on_device
+from src.data.loader import ResidentBatches, should_keep_on_device
 from src.data.sampler import EvaluationBatches, TrainingBatches
-from src.data.splits import ImageSet, ImageSplit
 from src.run.experiment import assemble
 from src.utils.errors import UserError
 from tests.support.comparison import relative

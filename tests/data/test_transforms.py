@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from src.data.dataset import ImageSet, ImageSplit, TransformedSplit
 from src.data.layout import BatchLayout, DataParallelInfo
 from src.data.sampler import TrainingBatches
-from src.data.splits import ImageSet, ImageSplit
-from src.data.transforms import TransformedSplit
 from src.run.experiment import assemble
 from src.utils.errors import UserError
 from tests.support.comparison import check_resumed

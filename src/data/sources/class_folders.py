@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from src.data.dataset import Images
 from src.data.image_files import ImageFiles, find_images
-from src.data.sources.source import Images, read_all
+from src.data.sources.source import read_all
 from src.utils.errors import UserError
 
 

@@ -7,14 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-
-class Images(Protocol):
-    """The images of a split: a tensor, or an object that reads the images of a batch when they are fetched."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Tensor, /) -> Tensor:
-        """Return the images of (n,) indices, (n, channels, height, width) uint8."""
+from src.data.dataset import Images
 
 
 class ImageSource(Protocol):

@@ -1,7 +1,8 @@
-"""The user's own transforms of single images, on the host, with random numbers that depend only on the sample."""
+"""Datasets of images whose items are batches, and the user's transforms of single images, on the host."""
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -9,13 +10,58 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from src.data.augment.pixels import sample_keys
 from src.data.batch import Batch
+from src.data.hashing import hash_ints
 from src.data.sampler import TrainingBatches
-from src.data.splits import ImageSplit
 from src.utils.errors import UserError
 
 Transform = Callable[[Tensor], Tensor]
+
+
+class Images(Protocol):
+    """The images of a split: a tensor, or an object that reads the images of a batch when they are fetched."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Tensor, /) -> Tensor:
+        """Return the images of (n,) indices, (n, channels, height, width) uint8."""
+
+
+class ImageSet:
+    """All (n, channels, height, width) uint8 images of a dataset and their (n,) labels, which its splits share."""
+
+    def __init__(self, images: Images, labels: Tensor) -> None:
+        self.images, self.labels = images, labels
+
+    def move(self, device: torch.device) -> None:
+        """Move the images, a tensor, and the labels to the device, where they stay."""
+        assert isinstance(self.images, Tensor)
+        self.images, self.labels = self.images.to(device), self.labels.to(device)
+
+    def gather(self, index: Tensor) -> Tensor:
+        """Return the images of (n,) indices, which are on the device of a tensor of images."""
+        if isinstance(self.images, Tensor):
+            return self.images.index_select(0, index)  # `images[index]` would be much slower
+        return self.images[index]
+
+
+class ImageSplit(Dataset[Batch]):
+    """A split of a dataset; an item is a batch, fetched by (n,) positions in the split (-1: padding)."""
+
+    def __init__(self, dataset: ImageSet, indices: Tensor) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, positions: Tensor) -> Batch:
+        index = self.sample_indices(positions)
+        rows = index.clamp_min(0)  # padding fetches sample 0, with weight 0
+        return Batch(self.dataset.gather(rows), self.dataset.labels[rows], index, index >= 0)
+
+    def sample_indices(self, positions: Tensor) -> Tensor:
+        """Return the dataset indices of positions in the split, in the same shape; -1 stays -1."""
+        return torch.where(positions >= 0, self.indices[positions], -1)
 
 
 class TransformedSplit(Dataset[Batch]):
@@ -39,7 +85,7 @@ class TransformedSplit(Dataset[Batch]):
 
     def __getitem__(self, positions: Tensor) -> Batch:
         batch = self.split[positions]
-        keys = sample_keys(self.seed, self.batches.epoch, batch.sample_index).tolist()
+        keys = hash_ints(self.seed, self.batches.epoch, batch.sample_index).tolist()
         with isolate_rng(include_cuda=False):
             images = [self._apply(image, key) for image, key in zip(batch.image, keys, strict=True)]
         return batch._replace(image=torch.stack(images))
