@@ -15,7 +15,7 @@ from src.checkpoint.weights import load_initial_weights
 from src.loggers.wandb import finish_run, mark_preempted
 from src.models.dropout import use_sample_dropout
 from src.run.build import build
-from src.run.option_types import check_target_options
+from src.run.option_checks import check_target_options
 from src.run.trainer import build_trainer
 from src.run.trainer_patches import patch_trainer
 from src.strategies.compatibility import check_can_train

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from src.run.option_types import NOT_PASSED
+from src.run.option_checks import NOT_PASSED
 from src.utils.targets import accepted_options, locate
 
 

@@ -15,12 +15,15 @@ from omegaconf import DictConfig, OmegaConf
 from src.checkpoint.run_files import checkpoint_file
 from src.run.devices import device_count, resolve_devices
 from src.run.folder import CONFIG, folder_of, run_and_sweep_id, saved_config
-from src.run.option_types import check_root_options
+from src.run.option_checks import (
+    check_root_options,
+    refuse_unknown_additions,
+    refuse_unknown_keys,
+    refuse_unused_groups,
+)
 from src.run.origin import describe_setup, source_revision, typed_command
-from src.run.recipe_keys import refuse_unknown_keys
 from src.run.replaced_targets import drop_replaced_options
 from src.run.resume import newest_checkpoint, remove_partial_checkpoints
-from src.run.unused import refuse_unknown_additions, refuse_unused_groups
 from src.utils.errors import UserError
 
 # A continued run does not inherit these options.

@@ -19,9 +19,9 @@ from src.cli.messages import explain
 from src.launch.config_sync import _check_equal
 from src.launch.rank import run_rank
 from src.run.folder import CONFIG, remove_if_unused, run_and_sweep_id
+from src.run.option_checks import refuse_unknown_additions, refuse_unused_groups
 from src.run.origin import describe_setup, source_revision
 from src.run.resolve import as_tags
-from src.run.unused import refuse_unknown_additions, refuse_unused_groups
 from src.utils.errors import UserError
 from src.utils.quoting import quote
 from tests.support.commands import ROOT, TINY, error_line, run_here

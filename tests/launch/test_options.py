@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from src.run.experiment import assemble, run
-from src.run.option_types import _check_type
+from src.run.option_checks import _check_type
 from src.utils.errors import UserError
 from tests.support.commands import TINY, error_line, run_here
 from tests.support.runs import compose

@@ -5,7 +5,7 @@ from pathlib import Path
 import hydra
 import pytest
 
-from src.run.recipe_keys import is_variable, refuse_unknown_keys
+from src.run.option_checks import is_variable, refuse_unknown_keys
 from src.sweeps.resolvers import register_resolvers
 from src.utils.errors import UserError
 from tests.support.commands import error_line, run_here
