@@ -1,6 +1,7 @@
 """The Frechet distance between real and generated images, by the features of a classifier."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -10,7 +11,6 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 
 from src.checkpoint.weights import load_network
 from src.data.batch import Batch
-from src.models.resnet9 import resnet9
 from src.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -25,24 +25,23 @@ class FrechetDistance(L.Callback):
     comparable.
 
     Args:
-        feature_checkpoint: run folder or checkpoint of a classifier; None means a network with random weights, always
-            the same, whose distance is less informative (Naeem et al., "Reliable fidelity and diversity metrics for
-            generative models", 2020).
+        random_net: builds a classifier. Its random weights are always the same; their distance is less informative than
+            that of trained ones (Naeem et al., "Reliable fidelity and diversity metrics for generative models", 2020).
+        feature_checkpoint: run folder or checkpoint of a classifier, to be used instead.
 
     Raises:
         UserError: if the checkpoint is not of a classifier, or the module generates no images.
     """
 
-    def __init__(self, feature_checkpoint: str | None = None) -> None:
-        self.feature_checkpoint = feature_checkpoint
+    def __init__(self, random_net: Callable[[], nn.Module], feature_checkpoint: str | None = None) -> None:
+        self.random_net, self.feature_checkpoint = random_net, feature_checkpoint
         self._distance: FrechetInceptionDistance | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Build the metric in this process, because a spawned process would share its parent's tensors."""
         if not hasattr(pl_module, "sample"):
             raise UserError("callbacks.frechet is for modules that generate images: omit it, or use experiment=gan")
-        features = _trained_features(self.feature_checkpoint) if self.feature_checkpoint else _random_features()
-        self._distance = FrechetInceptionDistance(feature=features)
+        self._distance = FrechetInceptionDistance(feature=self._features())
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         random_net = "a network with random weights (callbacks.frechet.feature_checkpoint=RUN_DIR takes a trained one)"
@@ -59,6 +58,14 @@ class FrechetDistance(L.Callback):
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._log_distance(pl_module, "test/frechet")
+
+    def _features(self) -> "_Features":
+        if self.feature_checkpoint:
+            net, config, _ = load_network(self.feature_checkpoint, "callbacks.frechet.feature_checkpoint")
+            return _Features(net, list(config.data.mean), list(config.data.std))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return _Features(self.random_net(), mean=[0.5] * 3, std=[0.25] * 3)
 
     def _update(self, trainer: L.Trainer, fake: Tensor, batch: Batch | tuple[Tensor, Tensor]) -> None:
         """Add the real and the generated images of a batch, without its padding.
@@ -94,14 +101,3 @@ class _Features(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         return self.net((pixels - self.mean) / self.std)
-
-
-def _trained_features(feature_checkpoint: str) -> _Features:
-    net, config, _ = load_network(feature_checkpoint, "callbacks.frechet.feature_checkpoint")
-    return _Features(net, list(config.data.mean), list(config.data.std))
-
-
-def _random_features() -> _Features:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return _Features(resnet9(num_classes=10, width=32), mean=[0.5] * 3, std=[0.25] * 3)

@@ -1,8 +1,14 @@
-"""A first layer whose frozen filters whiten small image patches."""
+"""A first layer whose frozen filters whiten small image patches, and the callback that computes the filters."""
 
+from typing import Any
+
+import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from src.data.augment.pixels import normalize
+from src.utils.errors import UserError
 
 
 class Whitening(nn.Conv2d):
@@ -47,3 +53,46 @@ class Whitening(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         bias = self.bias if self.trains_bias or self.bias is None else self.bias.detach()
         return self._conv_forward(input, self.weight, bias)
+
+
+class InitWhitening(L.Callback):
+    """Computes the filters from training images, before a strategy shards or splits the network.
+
+    A rank with a GPU computes there. All ranks get the filters of rank zero. Filters that were loaded from a checkpoint
+    (`ckpt_path` or `init_from`) are kept.
+
+    Args:
+        images: number of training images for the computation.
+        bias_fraction: fraction of the run in which the layer's bias is trained.
+
+    Raises:
+        UserError: if the network has no whitening layer.
+    """
+
+    def __init__(self, images: int = 5000, bias_fraction: float = 1.0) -> None:
+        self.images, self.bias_fraction = images, bias_fraction
+        self._layers: list[Whitening] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._layers = [part for part in pl_module.modules() if isinstance(part, Whitening)]
+        if not self._layers:
+            raise UserError("callbacks.whitening: `model` has no whitening layer; use model=airbench, or omit it")
+        for layer in self._layers:
+            if not layer.has_computed_filters:
+                filters = layer.compute_filters(self._training_images(trainer))
+                layer.weight.data.copy_(trainer.strategy.broadcast(filters.cpu()))
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        data: Any = trainer.datamodule
+        for layer in self._layers:
+            layer.trains_bias = trainer.global_step < self.bias_fraction * data.total_steps
+
+    def _training_images(self, trainer: L.Trainer) -> Tensor:
+        """Return normalized images on the rank's device if it is CUDA: other devices may lack float64."""
+        data: Any = trainer.datamodule
+        split, device = data.splits["train"], trainer.strategy.root_device
+        images = split[torch.arange(min(self.images, len(split)))].image
+        images = images.to(device if device.type == "cuda" else "cpu")
+        return normalize(images, data.mean, data.std, torch.float32)

@@ -3,6 +3,7 @@
 import csv
 import io
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from src.callbacks.frechet import FrechetDistance
 from src.data.hashing import hash_ints, normal
+from src.models.resnet9 import resnet9
 from src.run.build import build
 from src.run.experiment import assemble, run
 from src.strategies.compatibility import check_can_train
@@ -172,7 +174,7 @@ def test_real_images_are_nearer_to_real_ones_than_noise(small: list[str], folder
     pixels = data.source.load(data.root, "train")[0].float() / 255
     _, gan, _ = assemble(compose(folder, *TASK, *small, *SHORT))
     for feature_checkpoint in (str(folder / "checkpoints" / "last.ckpt"), None):
-        callback = FrechetDistance(feature_checkpoint)
+        callback = FrechetDistance(partial(resnet9, 10), feature_checkpoint)
         callback.setup(L.Trainer(accelerator="cpu", logger=False), gan, "fit")
         far = []
         for fake in (pixels[200:], pixels[200:] * 0.5 + 0.5 * torch.rand(200, 3, 32, 32), torch.rand(200, 3, 32, 32)):

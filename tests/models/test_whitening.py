@@ -1,15 +1,23 @@
-"""The whitening layer: its filters, and its bias once it is frozen."""
+"""The whitening layer and its callback: filters from training images, the same on all ranks, and a frozen bias."""
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from src.models.airbench import airbench
 from src.models.whitening import Whitening
+from src.utils.errors import UserError
+from tests.support.pool import Pool
+from tests.support.runs import Record, compose, fit
 
 IMAGES = torch.nn.functional.avg_pool2d(
     torch.randn(200, 3, 34, 34, generator=torch.Generator().manual_seed(0)), 3, stride=1
 )
+NET = ["model=airbench", "model.widths=[8,8,8]", "data.batch_size=16", "trainer.max_epochs=1"]
+TASK = [*NET, "callbacks=[default,whitening]", "trainer.limit_train_batches=4", "trainer.limit_val_batches=1"]
+FILTERS, BIAS = "net.layer1.whitening.weight", "net.layer1.whitening.bias"
 
 
 def fitted() -> Whitening:
@@ -51,3 +59,53 @@ def test_frozen_bias_has_no_gradient() -> None:
     assert torch.equal(gradients[False].pop("layer1.whitening.bias"), torch.zeros_like(bias))
     assert all(torch.allclose(gradients[False][name], tensor) for name, tensor in gradients[True].items())
     assert layer.weight.grad is None
+
+
+def test_every_strategy_starts_with_the_same_filters(pool: Pool, small: list[str], folder: Path) -> None:
+    alone = fit(compose(folder / "alone", *small, *TASK)).initial[FILTERS]
+    assert torch.equal(alone[:12], -alone[12:])
+    for strategy in ("ddp", "fsdp", "pipeline"):
+        cfg = compose(folder / strategy, *small, *TASK, f"strategy={strategy}", "trainer.devices=2")
+        found = [record.initial[FILTERS] for record in pool.run(2, fit, cfg) if FILTERS in record.initial]
+        assert found
+        assert all(torch.equal(filters, alone) for filters in found)
+
+
+def test_initialized_filters_are_kept(small: list[str], cifar: Path, folder: Path) -> None:
+    first = fit(compose(folder, *small, *TASK)).final[FILTERS]
+    others = ["data=cifar10", f"data.root={cifar}"]
+    started = fit(compose(folder / "new", *others, *TASK, f"init_from={folder}/checkpoints/last.ckpt"))
+    fresh = fit(compose(folder / "fresh", *others, *TASK))
+    assert torch.equal(started.final[FILTERS], first)
+    assert not torch.allclose(fresh.final[FILTERS], first)
+
+
+def test_bias_is_trained_for_bias_fraction_of_the_run(small: list[str], folder: Path) -> None:
+    def run(fraction: float) -> Record:
+        options = ["optimizer.weight_decay=0", "optimizer.momentum=0", "optimizer.nesterov=false"]
+        options += [f"callbacks.whitening.bias_fraction={fraction}"]
+        return fit(compose(folder / str(fraction), *small, *TASK, *options))
+
+    none, half, full = (run(fraction) for fraction in (0.0, 0.5, 1.0))
+    moved = [float((record.final[BIAS] - record.initial[BIAS]).norm()) for record in (none, half, full)]
+    assert moved[0] == 0 < moved[1]
+    assert moved[1] != moved[2] > 0
+
+
+def test_refuses_a_network_without_a_whitening_layer(small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *small, "callbacks=[default,whitening]")
+    with pytest.raises(UserError, match="no whitening layer"):
+        fit(cfg)
+
+
+def test_speedrun_trains_on_all_images_without_warnings(
+    small: list[str], folder: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    tiny = ["data.batch_size=20", "model.widths=[8,8,8]", "trainer.max_epochs=2", "trainer.log_every_n_steps=5"]
+    record = fit(compose(folder, *small, "experiment=speedrun", *tiny), test=True)
+    assert sorted(index for batch in record.indices[:20] for index in batch) == list(range(400))
+    assert not [str(warning.message) for warning in recwarn if "DataLoader" in str(warning.message)]
+    assert sorted(file.name for file in (folder / "checkpoints").iterdir()) == ["last.ckpt"], "it saves once"
+    assert torch.load(folder / "checkpoints" / "last.ckpt")["global_step"] == 40
+    assert {"test/acc", "test/acc_tta"} <= record.metrics.keys()
+    assert not {"val/acc", "val/loss"} & record.metrics.keys()
