@@ -11,20 +11,15 @@ from torch.optim import Optimizer
 
 from src.checkpoint.integrity import check_fits
 from src.data.batch import Batch
-from src.models.metrics import WeightedMean
-from src.models.module import Module
+from src.models.module import Module, WeightedMean
 from src.models.views import average_over_views, check_views
-from src.optim.groups import build_optimizer, override_hyperparameters, scaling_factor
-from src.optim.schedulers import as_torch_schedule, check_same_kind, scheduler_config
-from src.optim.schedules import lr_multiplier
-from src.utils.compilation import compiled, should_compile
+from src.optim.groups import build_optimizer, scaling_factor
+from src.optim.schedulers import keep_configured_rates, scheduler_config
+from src.utils.compilation import GRAPH_MODES, check_compile_mode, compile_blocks, compiled, should_compile
 from src.utils.errors import UserError, suggest
-from src.utils.log_points import is_log_point
 from src.utils.recomputation import recompute_blocks
 
-_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # with CUDA graphs
 _RECOMPUTE = ("none", "blocks")
-_COMPILE_MODES = ("default", "max-autotune-no-cudagraphs", *_GRAPH_MODES)
 
 
 class ImageClassifier(Module):
@@ -69,8 +64,7 @@ class ImageClassifier(Module):
         if not 0 <= label_smoothing <= 1:
             raise UserError(f"module.label_smoothing={label_smoothing}: give a fraction between 0 and 1")
         check_views(tta)
-        if isinstance(compile, str) and compile not in _COMPILE_MODES:
-            raise UserError(f"module.compile={compile}: give true, false or a mode: {suggest(compile, _COMPILE_MODES)}")
+        check_compile_mode("module.compile", compile)
         if recompute not in _RECOMPUTE:
             raise UserError(f"module.recompute={recompute}: {suggest(str(recompute), _RECOMPUTE)}")
         if recompute == "blocks":
@@ -88,25 +82,18 @@ class ImageClassifier(Module):
         self.compile_mode = compile if isinstance(compile, str) else None
         self._is_compiled = False
         self.mean_loss, self.accuracy, self.accuracy_tta = WeightedMean(), WeightedMean(), WeightedMean()
-        self._step_sums: Tensor | None = None  # sums of loss and correct samples over the step's micro-batches
-        self.rank_loss: float | None = None  # at the newest log point; `train/loss` is its mean over the ranks
 
     def setup(self, stage: str) -> None:
-        for metric in (self.mean_loss, self.accuracy, self.accuracy_tta):
-            # A spawned process shares tensors with its parent; the reset allocates its own.
-            metric.reset()
+        super().setup(stage)
         if self.should_compile and not self._is_compiled:
-            # Dynamo skips the file of nn.Sequential, so `net.compile()` would compile its layers one by one. The blocks
-            # become a part of the graph of the network, unless FSDP's hooks break it at each block.
-            for part in (self.net, *self.net.children()):
-                part.forward = torch.compile(part.forward, mode=self.compile_mode)
+            compile_blocks(self.net, self.compile_mode)
             self._is_compiled = True
 
     def forward(self, image: Tensor) -> Tensor:
         """Map (n, channels, height, width) images to (n, classes) logits."""
         logits = self.net(image.contiguous(memory_format=self.memory_format))
         # The next replay of a CUDA graph overwrites its output, and test-time augmentation needs several.
-        return logits.clone() if self.compile_mode in _GRAPH_MODES else logits
+        return logits.clone() if self.compile_mode in GRAPH_MODES else logits
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the samples' losses times `batch.weight`, from (n, classes) logits; it has no side effects.
@@ -119,8 +106,9 @@ class ImageClassifier(Module):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         outputs = self(batch.image)
         loss = self.loss(outputs, batch)
-        if is_log_point(self.trainer, self.trainer.global_step + 1):
-            self._log_step(loss.detach(), outputs.detach(), batch, batch_idx)
+        if self.is_log_point:
+            accuracy = (_correct(outputs.detach(), batch) * batch.weight).sum()
+            self.log_step({"train/loss": loss, "train/acc": accuracy}, batch_idx)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -163,41 +151,16 @@ class ImageClassifier(Module):
             UserError: if the checkpoint is of another network, or another kind of optimizer or scheduler.
         """
         check_fits(checkpoint["state_dict"], self.state_dict())
-        if not self.trainer.training or not checkpoint.get("optimizer_states"):
-            return
-        own: Any = self.configure_optimizers()
-        optimizer, scheduler = own["optimizer"], own["lr_scheduler"]["scheduler"]
-        check_same_kind(checkpoint.get("scheduler", "LambdaLR"), scheduler)  # earlier versions had no other
-        if as_torch_schedule(self.schedule):
-            return
-        step, steps = checkpoint["global_step"], self.trainer.datamodule.total_steps
-        saved = checkpoint["optimizer_states"][0]
-        override_hyperparameters(saved, optimizer, lambda group: lr_multiplier(self.schedule, group, step, steps))
-        # The scheduler takes the learning rates from the configuration, not from the checkpoint.
-        for key in ("base_lrs", "_last_lr"):
-            checkpoint["lr_schedulers"][0].pop(key)
+        if self.trainer.training and checkpoint.get("optimizer_states"):
+            keep_configured_rates(
+                checkpoint, self.configure_optimizers(), self.schedule, self.trainer.datamodule.total_steps
+            )
 
     def _evaluate(self, outputs: Tensor, batch: Batch, stage: str) -> None:
         self.mean_loss.update(_losses(outputs, batch.target, self.label_smoothing), batch.weight)
         self.accuracy.update(_correct(outputs, batch), batch.weight)
         self.log(f"{stage}/loss", self.mean_loss, on_step=False, on_epoch=True, prog_bar=True)
         self.log(f"{stage}/acc", self.accuracy, on_step=False, on_epoch=True, prog_bar=True)
-
-    def _log_step(self, loss: Tensor, outputs: Tensor, batch: Batch, batch_idx: int) -> None:
-        """Log the mean over the global batch of a step: sum over micro-batches, then reduce once over ranks."""
-        sums = torch.stack([loss, (_correct(outputs, batch) * batch.weight).sum()])
-        self._step_sums = sums if self._step_sums is None else self._step_sums + sums
-        micro_batches = self.trainer.accumulate_grad_batches
-        if (batch_idx + 1) % micro_batches:
-            return
-        own = self._step_sums / micro_batches
-        # The progress bar needs the values on the CPU. One copy has those of all ranks, and those of this rank.
-        means, own = torch.stack([self.trainer.strategy.reduce(own.clone(), reduce_op="mean"), own]).cpu()
-        self.rank_loss, self._step_sums = float(own[0]), None
-        self.log("train/loss", means[0], prog_bar=True)
-        self.log("train/acc", means[1])
-        # Lightning would copy a Python number to the GPU, and back when it writes the log.
-        self.log("lr", torch.tensor(self.trainer.optimizers[0].param_groups[0]["lr"]))
 
 
 def _losses(outputs: Tensor, target: Tensor, label_smoothing: float) -> Tensor:

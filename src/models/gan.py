@@ -15,7 +15,6 @@ from src.data.hashing import hash_ints, normal
 from src.models.module import Module
 from src.optim.groups import build_optimizer, override_hyperparameters
 from src.utils.errors import UserError
-from src.utils.log_points import is_log_point
 
 _NOISE = 1  # separates these random numbers from those of augmentation
 _EVALUATION_EPOCH = -1  # in place of the current epoch: constant noise makes scores comparable
@@ -54,18 +53,20 @@ class GAN(Module):
         return self(self._noise(torch.arange(count, device=self.device), _EVALUATION_EPOCH))
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        should_log = is_log_point(self.trainer, self.trainer.global_step + 1)
+        should_log = self.is_log_point  # of this step; the optimizers' steps below count it
         generator_loss, discriminator_loss = self._losses(batch)
         # Lightning increments global_step for each wrapped optimizer; one wrapper makes it one step per batch.
         wrapped, _ = cast(list[Any], self.optimizers())
         _, unwrapped = cast(list[Any], self.optimizers(use_pl_optimizer=False))
         wrapped.zero_grad()
         unwrapped.zero_grad()
-        self.manual_backward(generator_loss + discriminator_loss)
+        loss = generator_loss + discriminator_loss
+        self.manual_backward(loss)
         unwrapped.step()
         wrapped.step()
         if should_log:
-            self._log_step(torch.stack([generator_loss, discriminator_loss]).detach())
+            metrics = {"train/loss_generator": generator_loss, "train/loss_discriminator": discriminator_loss}
+            self.log_step({"train/loss": loss, **metrics}, batch_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return one generated image for each real image, (n, channels, height, width); callbacks compare them."""
@@ -108,11 +109,3 @@ class GAN(Module):
         """Return (n, latent) standard normal noise, a hash of the seed, the epoch and the (n,) sample indices."""
         keys = hash_ints(self.trainer.datamodule.seed, epoch, _NOISE, index, device=self.device)
         return normal(keys, self.latent).to(cast(torch.dtype, self.dtype))
-
-    def _log_step(self, losses: Tensor) -> None:
-        means = self.trainer.strategy.reduce(losses, reduce_op="mean").cpu()
-        self.log("train/loss", means.sum(), prog_bar=True)
-        self.log("train/loss_generator", means[0])
-        self.log("train/loss_discriminator", means[1])
-        # Lightning would copy a Python number to the GPU, and back when it writes the log.
-        self.log("lr", torch.tensor(self.trainer.optimizers[0].param_groups[0]["lr"]))

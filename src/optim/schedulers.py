@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from src.optim.groups import override_hyperparameters
 from src.optim.schedules import Schedule, lr_lambdas, lr_multiplier, unwrap_partial
 from src.utils.errors import UserError
 
@@ -80,11 +81,28 @@ def scheduler_config(optimizer: Optimizer, schedule: Any, steps: int) -> dict[st
     }
 
 
-def check_same_kind(saved: str, scheduler: LRScheduler) -> None:
-    """Check that a scheduler can continue the run of a checkpoint with the scheduler class `saved`.
+def keep_configured_rates(checkpoint: dict[str, Any], configured: Any, schedule: Any, steps: int) -> None:
+    """Let a continued run use the configured hyper-parameters instead of those in its checkpoint.
+
+    A scheduler of torch may have changed any of them, so that those of the checkpoint stay.
+
+    Args:
+        checkpoint: checkpoint of a LightningModule, changed in place.
+        configured: what the module's `configure_optimizers` returns now.
+        schedule: as in `scheduler_config`.
+        steps: steps of the run.
 
     Raises:
-        UserError: if it is of another class.
+        UserError: if the checkpoint has another kind of optimizer or scheduler.
     """
-    if saved != type(scheduler).__name__:
-        raise UserError(f"ckpt_path is a run with another kind of `scheduler` ({saved}): set it as in that run")
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    saved_kind = checkpoint.get("scheduler", "LambdaLR")  # earlier versions had no other
+    if saved_kind != type(scheduler).__name__:
+        raise UserError(f"ckpt_path is a run with another kind of `scheduler` ({saved_kind}): set it as in that run")
+    if as_torch_schedule(schedule):
+        return
+    step, saved = checkpoint["global_step"], checkpoint["optimizer_states"][0]
+    override_hyperparameters(saved, optimizer, lambda group: lr_multiplier(schedule, group, step, steps))
+    # The scheduler takes the learning rates from the configuration, not from the checkpoint.
+    for key in ("base_lrs", "_last_lr"):
+        checkpoint["lr_schedulers"][0].pop(key)

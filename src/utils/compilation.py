@@ -1,18 +1,41 @@
-"""torch.compile for functions that are not networks: they keep the values of the eager functions."""
+"""torch.compile: for networks, and for other functions, which keep the values of the eager functions."""
 
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from src.utils.errors import UserError, suggest
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 # Without these options Inductor keeps intermediate values of half precision in float32, contracts a product and a sum
 # into one rounding, and divides approximately.
 _EAGER_ROUNDING = ("emulate_precision_casts", "eager_numerics.division_rounding")
+
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # with CUDA graphs
+_MODES = ("default", "max-autotune-no-cudagraphs", *GRAPH_MODES)
+
+
+def check_compile_mode(option: str, choice: bool | str) -> None:
+    """Check the value of an option that compiles.
+
+    Raises:
+        UserError: if it is the name of no mode of torch.compile.
+    """
+    if isinstance(choice, str) and choice not in _MODES:
+        raise UserError(f"{option}={choice}: give true, false or a mode: {suggest(choice, _MODES)}")
+
+
+def compile_blocks(net: nn.Module, mode: str | None) -> None:
+    """Compile the forward pass of a network as one graph; the names of its parameters do not change."""
+    # Dynamo skips the file of nn.Sequential, so `net.compile()` would compile its layers one by one. The blocks become
+    # a part of the graph of the network, unless FSDP's hooks break it at each block.
+    for part in (net, *net.children()):
+        part.forward = torch.compile(part.forward, mode=mode)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from src.models.metrics import WeightedMean
+from src.models.module import WeightedMean
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
