@@ -2,8 +2,7 @@
 
 import lightning as L
 
-from src.optim.optimizer_state import shard
-from src.optim.parameter_names import name_parameters
+from src.optim.optimizer_state import name_parameters, shard
 
 
 class PlainModules(L.Callback):

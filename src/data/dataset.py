@@ -91,11 +91,7 @@ class TransformedSplit(Dataset[Batch]):
         return batch._replace(image=torch.stack(images))
 
     def _apply(self, image: Tensor, key: int) -> Tensor:
-        """Apply the transforms to an image.
-
-        Raises:
-            UserError: if the result is no uint8 image of the same shape.
-        """
+        """Apply the transforms to an image."""
         torch.default_generator.manual_seed(key)  # torch.manual_seed would also seed, and so use, the GPUs
         random.seed(key)
         np.random.seed(key % 2**32)

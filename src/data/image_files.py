@@ -45,11 +45,7 @@ class ImageFiles:
 
 
 def to_tensor(image: Image.Image, image_shape: Sequence[int]) -> Tensor:
-    """Crop an image around its center to the proportions of `image_shape`, resize it, and return it as uint8.
-
-    Raises:
-        UserError: if there is no image of as many channels.
-    """
+    """Crop an image around its center to the proportions of `image_shape`, resize it, and return it as uint8."""
     channels, height, width = image_shape
     if channels not in _MODES:
         raise UserError(f"data.image_shape={list(image_shape)}: images have 1 channel (gray) or 3 (colors)")

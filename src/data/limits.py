@@ -7,11 +7,7 @@ from src.utils.errors import UserError
 
 
 def check_sizes(batch_size: int | None, batch_size_per_device: int | None, norm_groups: int) -> None:
-    """Check the sizes of batches, as configured.
-
-    Raises:
-        UserError: if both or no batch sizes are given, or a size is out of its range.
-    """
+    """Check the sizes of batches, as configured."""
     if (batch_size is None) == (batch_size_per_device is None):
         raise UserError("give data.batch_size or data.batch_size_per_device, and set the other to null")
     sizes = {"batch_size": batch_size, "batch_size_per_device": batch_size_per_device, "norm_groups": norm_groups}

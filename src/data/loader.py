@@ -20,11 +20,7 @@ _MAX_FRACTION = 0.1  # of a GPU's free memory, for the images under `auto`
 
 
 def check_residency(choice: str | bool, num_workers: int) -> None:
-    """Check `data.device_resident`: workers use images on the host.
-
-    Raises:
-        UserError: if it is no choice, or excludes `data.num_workers`.
-    """
+    """Check `data.device_resident`: workers use images on the host."""
     if choice not in ("auto", True, False) or (choice is True and num_workers):
         raise UserError(f"data.device_resident={choice}: give auto, false, or true with data.num_workers=0")
 

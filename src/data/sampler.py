@@ -72,11 +72,7 @@ class EvaluationBatches(Sampler[Tensor]):
         return torch.where(positions < self.num_samples, positions, -1)
 
     def check_no_rank_is_empty(self, split: str) -> None:
-        """Check that each batch of each rank has a sample.
-
-        Raises:
-            UserError: if one is all padding.
-        """
+        """Check that each batch of each rank has a sample."""
         if self.rounds == 1 and self.num_samples < self.batches * self.samples_per_round:
             raise UserError(
                 f"the {self.num_samples} images of `{split}` leave a batch of one of the processes empty: "

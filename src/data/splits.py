@@ -24,11 +24,7 @@ def check_properties(
     val_fraction: float | None,
     train_samples: int | None,
 ) -> None:
-    """Check the properties of a dataset and of its splits, as configured, before the images are read.
-
-    Raises:
-        UserError: if a channel has no statistics, an image cannot reflect its padding, or a size is out of its range.
-    """
+    """Check the properties of a dataset and of its splits, as configured, before the images are read."""
     if len(image_shape) != 3 or min(image_shape) < 1:
         raise UserError(f"data.image_shape={list(image_shape)}: give [channels, height, width]")
     for name, values in {"mean": mean, "std": std}.items():
@@ -45,11 +41,7 @@ def check_properties(
 def load_sets(
     source: ImageSource, root: Path, num_classes: int, image_shape: tuple[int, int, int]
 ) -> dict[str, ImageSet]:
-    """Load `train`, `test` and, if the dataset has its own validation images, `val`.
-
-    Raises:
-        UserError: if the images or the number of classes are not as configured.
-    """
+    """Load `train`, `test` and, if the dataset has its own validation images, `val`."""
     names = ["train", "test", *(["val"] if has_val_split(source, root) else [])]
     sets = {name: _load_set(source, root, name, num_classes, image_shape) for name in names}
     if (count := len(source.classes)) not in (0, num_classes):

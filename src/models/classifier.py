@@ -12,14 +12,12 @@ from torch.optim import Optimizer
 from src.checkpoint.integrity import check_fits
 from src.data.batch import Batch
 from src.models.module import Module, WeightedMean
-from src.models.views import average_over_views, check_views
+from src.models.views import VIEWS, average_over_views
 from src.optim.groups import build_optimizer, scaling_factor
 from src.optim.schedulers import keep_configured_rates, scheduler_config
 from src.utils.compilation import GRAPH_MODES, check_compile_mode, compile_blocks, compiled, should_compile
-from src.utils.errors import UserError, suggest
+from src.utils.errors import UserError, check_choice
 from src.utils.recomputation import recompute_blocks
-
-_RECOMPUTE = ("none", "blocks")
 
 
 class ImageClassifier(Module):
@@ -42,9 +40,6 @@ class ImageClassifier(Module):
             on CPUs and GPUs.
         recompute: `blocks` keeps only the input of each block of the network, and computes its activations again in
             the backward pass, which saves memory; `none` keeps all activations.
-
-    Raises:
-        UserError: if `label_smoothing`, `tta`, `compile` or `recompute` is not valid.
     """
 
     def __init__(
@@ -63,10 +58,10 @@ class ImageClassifier(Module):
         super().__init__()
         if not 0 <= label_smoothing <= 1:
             raise UserError(f"module.label_smoothing={label_smoothing}: give a fraction between 0 and 1")
-        check_views(tta)
+        if tta is not None:
+            check_choice("module.tta", tta, VIEWS)
         check_compile_mode("module.compile", compile)
-        if recompute not in _RECOMPUTE:
-            raise UserError(f"module.recompute={recompute}: {suggest(str(recompute), _RECOMPUTE)}")
+        check_choice("module.recompute", recompute, ("none", "blocks"))
         if recompute == "blocks":
             if compile:
                 raise UserError(f"module.compile={compile} and module.recompute=blocks exclude each other: unset one")
@@ -146,9 +141,6 @@ class ImageClassifier(Module):
         """Refuse the checkpoint of another network; when training resumes, use the configured hyper-parameters.
 
         A scheduler of torch may have changed any of them, so that those of the checkpoint stay.
-
-        Raises:
-            UserError: if the checkpoint is of another network, or another kind of optimizer or scheduler.
         """
         check_fits(checkpoint["state_dict"], self.state_dict())
         if self.trainer.training and checkpoint.get("optimizer_states"):

@@ -83,11 +83,7 @@ class GAN(Module):
         return [build_optimizer(net, self.optimizer, 1.0, prefix, fused) for prefix, net in networks.items()]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network; when training resumes, use the configured hyper-parameters.
-
-        Raises:
-            UserError: if the checkpoint is of other networks or another kind of optimizer.
-        """
+        """Refuse the checkpoint of another network; when training resumes, use the configured hyper-parameters."""
         check_fits(checkpoint["state_dict"], self.state_dict())
         if self.trainer.training:
             for saved, optimizer in zip(checkpoint["optimizer_states"], self.configure_optimizers(), strict=True):

@@ -4,9 +4,7 @@ import math
 
 from torch import nn
 
-from src.utils.errors import UserError, suggest
-
-_NORMS = ("batch", "group")
+from src.utils.errors import check_choice
 
 
 def norm_layer(norm: str, channels: int) -> nn.Module:
@@ -15,10 +13,6 @@ def norm_layer(norm: str, channels: int) -> nn.Module:
     Args:
         norm: `batch` (Ioffe and Szegedy, 2015), or `group` (Wu and He, 2018), which is independent of the batch.
         channels: channels of the input. Group normalization has gcd(32, channels) groups; the paper has 32.
-
-    Raises:
-        UserError: if there is no such normalization.
     """
-    if norm not in _NORMS:
-        raise UserError(f"model.norm={norm} is not a normalization: {suggest(norm, _NORMS)}")
+    check_choice("model.norm", norm, ("batch", "group"))
     return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(math.gcd(32, channels), channels)

@@ -5,22 +5,9 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from src.utils.errors import UserError, suggest
 from src.utils.tensors import upcast_half
 
-_AUGMENTATIONS = ("mirror", "shift")
-
-
-def check_views(tta: str | None) -> None:
-    """Check the name of a test-time augmentation.
-
-    Raises:
-        UserError: if there is no such test-time augmentation.
-    """
-    if tta is not None and tta not in _AUGMENTATIONS:
-        raise UserError(
-            f"module.tta={tta} is no test-time augmentation (null means none): {suggest(tta, _AUGMENTATIONS)}"
-        )
+VIEWS = ("mirror", "shift")  # the choices of `average_over_views`
 
 
 def average_over_views(net: Callable[[Tensor], Tensor], image: Tensor, logits: Tensor, tta: str) -> Tensor:

@@ -41,9 +41,6 @@ def vit(
         mlp_ratio: hidden units of the MLP in multiples of `width`.
         dropout: probability of dropping an element after the embedding, the attention and both layers of the MLP.
         drop_path: stochastic depth rate of the last layer; it rises linearly from zero at the first layer.
-
-    Raises:
-        UserError: if `patch` does not divide height and width, or `heads` does not divide `width`.
     """
     channels, *size = image_shape
     if any(side % patch for side in size):

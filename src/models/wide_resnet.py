@@ -25,9 +25,6 @@ def wide_resnet(
         width: channels in multiples of 16, 32 and 64 in the three groups.
         dropout: probability of dropping an element between the two convolutions of a block.
         norm: `batch` or `group`.
-
-    Raises:
-        UserError: if the depth is not 6 n + 4.
     """
     if depth < 10 or (depth - 4) % 6:
         raise UserError(f"model.depth={depth}: a wide ResNet has 6 n + 4 layers; take 10, 16, 22, 28 or 40")

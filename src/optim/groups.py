@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from src.optim.schedules import unwrap_partial
-from src.utils.errors import UserError, suggest
+from src.utils.errors import UserError, check_choice
 
 _RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
 _FUSED_DEVICES = ("cuda",)
@@ -21,12 +21,8 @@ def scaling_factor(rule: str, batch_size: int, reference: int) -> float:
 
     `linear` is the rule of Goyal et al., "Accurate, large minibatch SGD" (2017). `sqrt`, from Krizhevsky, "One weird
     trick" (2014), suits adaptive optimizers.
-
-    Raises:
-        UserError: if there is no such rule.
     """
-    if rule not in _RULES:
-        raise UserError(f"module.lr_scaling={rule} is not a rule: {suggest(rule, _RULES)}")
+    check_choice("module.lr_scaling", rule, _RULES)
     return _RULES[rule](batch_size / reference)
 
 

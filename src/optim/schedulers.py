@@ -21,9 +21,6 @@ class TorchSchedule:
         interval: `epoch` or `step`: the optimizer step.
         frequency: intervals between two steps of the scheduler; each epoch counts its optimizer steps from one.
         monitor: metric for ReduceLROnPlateau.
-
-    Raises:
-        UserError: if the interval or the frequency is not valid.
     """
 
     scheduler: partial[LRScheduler]

@@ -35,6 +35,13 @@ def suggest(word: str, names: Iterable[str]) -> str:
     return f"known: {', '.join(names)}"
 
 
+def check_choice(option: str, value: object, choices: Iterable[str]) -> None:
+    """Check that the value of an option is one of its choices."""
+    names = list(choices)
+    if value not in names:
+        raise UserError(f"{option}={value}: {suggest(str(value), names)}")
+
+
 def nearest_options(name: str, options: Iterable[str]) -> str:
     """Return the end of an error message about an unknown option: those that end with its name, or similar ones."""
     options, key = set(options), name.rpartition(".")[2]

@@ -71,7 +71,7 @@ def test_env_file_sets_only_missing_variables(tmp_path: Path, monkeypatch: pytes
         ("++trainerr.max_epoch=3", "trainerr.max_epoch is no option here; did you mean trainer.max_epochs"),
         ("modle=vit", "modle is no option here; did you mean module or model?"),
         ("optimizer.momentun=1", "did you mean optimizer.momentum?"),
-        ("module.tta=shiftt", "is no test-time augmentation (null means none): did you mean shift?"),
+        ("module.tta=shiftt", "module.tta=shiftt: did you mean shift?"),
         ("callbacks.x={a: 1 ]", "callbacks.x={a: 1 ]: the value is not valid: close its brackets"),
         ("--cgf", "--cgf: there is no such flag; see python train.py --help"),
         ("--cfg=jub", "--cfg/-c: invalid choice: 'jub'"),

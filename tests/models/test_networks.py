@@ -76,7 +76,7 @@ def test_group_normalization_replaces_every_batch_normalization(name: str, folde
 @pytest.mark.parametrize(
     ("overrides", "hint"),
     [
-        (["model=resnet18", "model.norm=bach"], "model.norm=bach .* did you mean batch"),
+        (["model=resnet18", "model.norm=bach"], "model.norm=bach: did you mean batch"),
         (["model=wide_resnet", "model.depth=27"], "model.depth=27.*28"),
         (["model=vit", "model.patch=5"], "model.patch=5 .* 32 x 32"),
         (["model=vit", "model.heads=7"], "model.heads=7 .* model.width=192"),

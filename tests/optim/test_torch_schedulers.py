@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from src.optim.parameter_names import name_parameters
+from src.optim.optimizer_state import name_parameters
 from src.run.experiment import run
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances

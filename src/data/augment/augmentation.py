@@ -40,9 +40,6 @@ class Augmentation:
 
     Attributes:
         samples: number of samples of the dataset, if known. Their keys are then computed once per epoch.
-
-    Raises:
-        UserError: if a value is out of its range.
     """
 
     samples: int | None = None

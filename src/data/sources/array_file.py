@@ -33,11 +33,7 @@ class ArrayFile:
         self.file, self.image_shape, self.classes = Path(file), tuple(image_shape), classes or []
 
     def prepare(self, root: Path) -> None:
-        """Check that there are all arrays.
-
-        Raises:
-            UserError: if the file cannot be read, or lacks an array.
-        """
+        """Check that there are all arrays."""
         if missing := [name for name in _REQUIRED if name not in self._names()]:
             raise UserError(f"data.source.file={self.file} has no array {missing[0]}: it needs {', '.join(_REQUIRED)}")
 
@@ -50,11 +46,7 @@ class ArrayFile:
         return {"x_val", "y_val"} <= self._names()
 
     def load(self, root: Path, split: str) -> tuple[Images, Tensor]:
-        """Return the split's images, (n, channels, height, width), and labels, (n,) int64.
-
-        Raises:
-            UserError: if the labels are no integers.
-        """
+        """Return the split's images, (n, channels, height, width), and labels, (n,) int64."""
         images: Images
         if self.file.is_dir():
             images = _MappedImages(self.file / f"x_{split}.npy", self.image_shape)

@@ -27,11 +27,7 @@ class ClassFolders:
         self.classes: list[str] = []
 
     def prepare(self, root: Path) -> None:
-        """Check that there are folders for training and test.
-
-        Raises:
-            UserError: if one is missing.
-        """
+        """Check that there are folders for training and test."""
         for split in ("train", "test"):
             if not (root / split).is_dir():
                 raise UserError(f"data.root={root}: there is no folder `{split}` in it, with a folder for each class")
