@@ -53,7 +53,8 @@ class ImageDataModule(DataModule):
         seed: int = 0,
         limits: dict[str, int | float] | None = None,
     ) -> None:
-        if augment.transforms:  # they run on the host, and so does the fetching of all splits, which share their images
+        if augment.transforms:
+            # They run on the host, and so does the fetching of all splits, which share their images.
             if device_resident is True:
                 raise UserError("data.device_resident=true, but data.augment.transforms run on the host: set auto")
             device_resident = False
@@ -99,7 +100,7 @@ class ImageDataModule(DataModule):
             batch = self.augment_batch(batch, trainer.current_epoch, trainer.global_step, dtype)
         else:
             batch = self.preprocessing.normalize(batch, dtype)
-        return self.pass_on(batch)
+        return self.to_step_input(batch)
 
     def augment_batch(self, batch: Batch, epoch: int = 0, step: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
         """Augment and normalize a batch of the training loader as the given step does; `to_pixels` shows the images."""

@@ -103,7 +103,7 @@ class DataModule(L.LightningDataModule):
         parallel = replace(self.parallel, shares=None)
         return self._loader(data, EvaluationBatches(len(data), self._evaluation_batch_size, parallel))  # type: ignore[arg-type]
 
-    def pass_on(self, batch: Batch) -> Batch | tuple[Tensor, Tensor]:
+    def to_step_input(self, batch: Batch) -> Batch | tuple[Tensor, Tensor]:
         """Return what the steps of the module take: the batch, or (images, targets) without `takes_batch`."""
         self.sample_index = batch.sample_index
         if self._takes_batch:

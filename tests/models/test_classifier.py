@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from src.data.batch import Batch
+from src.models.module import WeightedMean
 from src.run.experiment import assemble
 from src.utils.errors import UserError
 from tests.support.runs import compose, fit
@@ -39,6 +40,18 @@ def test_checkpoint_is_plain_and_loads_into_the_bare_network(small: list[str], f
     module.net.load_state_dict(weights)
     groups = checkpoint["optimizer_states"][0]["param_groups"]
     assert {name for group in groups for name in group["param_names"]} == set(checkpoint["state_dict"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_means_count_beyond_the_range_of_half_precision(dtype: torch.dtype) -> None:
+    """The metric has the module's type, as under Lightning; four of five of 10,000 samples are correct."""
+    metric = WeightedMean().to(dtype)
+    metric.reset()
+    for _ in range(625):
+        correct = (torch.arange(16) % 5 > 0).float()
+        metric.update(correct, torch.ones(16, dtype=dtype))
+    assert metric.weight == 10_000
+    assert metric.compute() == pytest.approx(float((torch.arange(16) % 5 > 0).float().mean()), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -95,16 +95,6 @@ def test_every_parameter_gets_a_gradient(network: tuple[str, nn.Module]) -> None
     ] == []
 
 
-def test_seed_fixes_the_initialization(
-    network: tuple[str, nn.Module], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    cfg = compose(tmp_path_factory.mktemp("run"), f"model={network[0]}")
-    torch.manual_seed(0)
-    again = build(cfg.model)
-    for name, tensor in network[1].state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name])
-
-
 def test_follows_the_number_of_classes(tmp_path_factory: pytest.TempPathFactory) -> None:
     for name in MODELS:
         cfg = compose(tmp_path_factory.mktemp("run"), "data=cifar100", f"model={name}")

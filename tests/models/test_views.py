@@ -51,10 +51,6 @@ def test_is_logged_beside_the_plain_accuracy(small: list[str], folder: Path) -> 
     assert accuracies[0] != accuracies[1]
 
 
-def test_is_off_by_default(small: list[str], folder: Path) -> None:
-    assert "test/acc_tta" not in fit(compose(folder, *small, *NET), test=True).metrics
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
 def test_is_exact_on_two_processes(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
     task = [*NET, "module.tta=shift", "optimizer.lr=0", "trainer.precision=64-true", "model.norm=group"]
