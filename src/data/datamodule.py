@@ -5,15 +5,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from src.data.augment.augmentation import Augmentation, Preprocessing
 from src.data.batch import Batch
-from src.data.image_files import ImageFolder
 from src.data.module import DataModule
 from src.data.sources.source import ImageSource
 from src.data.splits import check_properties, divide, load_sets
 from src.utils.errors import UserError
+from src.utils.image_files import ImageFiles
 
 
 class ImageDataModule(DataModule):
@@ -121,3 +121,22 @@ class ImageDataModule(DataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved_classes = state_dict["classes"]
+
+
+class ImageFolder(Dataset[Batch]):
+    """The images of a folder and its subfolders, for prediction; an item is a batch.
+
+    Raises:
+        UserError: if the folder contains no image, or an image cannot be read.
+    """
+
+    def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
+        self.images = ImageFiles.in_folder(folder, image_shape, f"predict={folder}")
+        self.files = self.images.files
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, positions: Tensor) -> Batch:
+        images = self.images[positions.clamp_min(0)]  # padding fetches image 0, with weight 0
+        return Batch(images, torch.zeros_like(positions), positions, weight=positions >= 0)

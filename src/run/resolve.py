@@ -162,7 +162,7 @@ def _find_images(predict: str) -> Path:
     folder = Path(predict).expanduser().absolute()
     if not folder.is_dir():
         raise UserError(f"predict={predict}: there is no such folder")
-    from src.data.image_files import ImageFolder  # late, because most runs do not need it
+    from src.utils.image_files import ImageFiles  # late, because most runs do not need it
 
-    ImageFolder(folder, image_shape=(3, 1, 1))  # the check does not depend on the shape
+    ImageFiles.in_folder(folder, image_shape=(3, 1, 1), option=f"predict={folder}")  # any shape will do for the check
     return folder

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from src.checkpoint.run_files import CHECKPOINTS
 from src.checkpoint.weights import load_network
-from src.data.image_files import ImageFolder
 from src.utils.errors import UserError, suggest
+from src.utils.image_files import ImageFiles
 
 _IMAGES_AT_ONCE = 256
 
@@ -71,9 +71,9 @@ class Run:
         Raises:
             UserError: if there is no image in it, or one cannot be read.
         """
-        images = ImageFolder(Path(folder), tuple(self.config.data.image_shape))
+        images = ImageFiles.in_folder(Path(folder), self.config.data.image_shape, f"folder={folder}")
         parts = torch.arange(len(images)).split(_IMAGES_AT_ONCE)
-        labels = torch.cat([self.predict(images[part].image).argmax(1) for part in parts])
+        labels = torch.cat([self.predict(images[part]).argmax(1) for part in parts])
         return {str(file): self.classes[label] for file, label in zip(images.files, labels.tolist(), strict=True)}
 
 

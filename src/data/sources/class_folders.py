@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from src.data.dataset import Images
-from src.data.image_files import ImageFiles, find_images
 from src.data.sources.source import read_all
 from src.utils.errors import UserError
+from src.utils.image_files import ImageFiles, find_images
 
 
 class ClassFolders:

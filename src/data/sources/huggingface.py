@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from src.data.dataset import Images
-from src.data.image_files import to_tensor
 from src.data.sources.source import read_all
 from src.utils.errors import UserError
+from src.utils.image_files import to_tensor
 
 
 class HuggingFaceDataset:

@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from src.data.batch import Batch
 from src.utils.errors import UserError
 
 _MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
@@ -27,6 +25,18 @@ class ImageFiles:
 
     def __init__(self, files: Sequence[Path], image_shape: Sequence[int], option: str) -> None:
         self.files, self.image_shape, self.option = files, image_shape, option
+
+    @classmethod
+    def in_folder(cls, folder: Path, image_shape: Sequence[int], option: str) -> "ImageFiles":
+        """Return the images of a folder and its subfolders.
+
+        Raises:
+            UserError: if there is no image.
+        """
+        files = find_images(folder)
+        if not files:
+            raise UserError(f"{option}: there is no image in it (.png, .jpg, or another format that Pillow reads)")
+        return cls(files, image_shape, option)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -63,26 +73,3 @@ def find_images(folder: Path) -> list[Path]:
 def _readable_suffixes() -> set[str]:
     Image.init()  # registers all formats, which Pillow does not do at import
     return {suffix for suffix, kind in Image.EXTENSION.items() if kind in Image.OPEN}
-
-
-class ImageFolder(Dataset[Batch]):
-    """The images of a folder and its subfolders, for prediction; an item is a batch.
-
-    Raises:
-        UserError: if the folder contains no image, or an image cannot be read.
-    """
-
-    def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
-        self.files = find_images(folder)
-        if not self.files:
-            raise UserError(
-                f"predict={folder}: there is no image in it (.png, .jpg, or another format that Pillow reads)"
-            )
-        self.images = ImageFiles(self.files, image_shape, f"predict={folder}")
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, positions: Tensor) -> Batch:
-        images = self.images[positions.clamp_min(0)]  # padding fetches image 0, with weight 0
-        return Batch(images, torch.zeros_like(positions), positions, weight=positions >= 0)
