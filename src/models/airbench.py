@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from src.models.whitening import Whitening
 
 
-def airbench(num_classes: int, widths: Sequence[int] = (64, 256, 256)) -> nn.Sequential:
-    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits.
+def airbench(num_classes: int, widths: Sequence[int] = (64, 256, 256), channels: int = 3) -> nn.Sequential:
+    """Return the network as a sequence of blocks; it maps (n, channels, 32, 32) images to (n, num_classes) logits.
 
     Args:
         num_classes: number of classes.
         widths: channels of the three stages.
+        channels: channels of the images.
     """
     first, second, third = widths
     return nn.Sequential(
         OrderedDict(
-            layer1=_Whitened(first),
+            layer1=_Whitened(channels, first),
             layer2=_Stage(first, second),
             layer3=_Stage(second, third),
             head=nn.Sequential(nn.MaxPool2d(3), nn.Flatten(), _Head(third, num_classes)),
@@ -49,9 +50,9 @@ class _Whitened(nn.Module):
     `callbacks.whitening` can stop the training of the whitening bias during the run.
     """
 
-    def __init__(self, outputs: int) -> None:
+    def __init__(self, channels: int, outputs: int) -> None:
         super().__init__()
-        self.whitening = Whitening(3, 2)
+        self.whitening = Whitening(channels, 2)
         self.stage = _Stage(self.whitening.out_channels, outputs)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from src.models.norm import norm_layer
 
 
-def preact_resnet18(num_classes: int, norm: str = "batch") -> nn.Sequential:
-    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits."""
-    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=_convolution(3, 64))
+def preact_resnet18(num_classes: int, norm: str = "batch", channels: int = 3) -> nn.Sequential:
+    """Return the network as a sequence of blocks; it maps (n, channels, 32, 32) images to (n, num_classes) logits."""
+    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=_convolution(channels, 64))
     inputs = 64
     for stage, outputs in enumerate((64, 128, 256, 512)):
         first = PreActBlock(inputs, outputs, 2 if stage else 1, norm)

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from src.models.norm import norm_layer
 
 
-def resnet18(num_classes: int, norm: str = "batch") -> nn.Sequential:
-    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits."""
-    return _resnet(_basic, (2, 2, 2, 2), num_classes, norm)
+def resnet18(num_classes: int, norm: str = "batch", channels: int = 3) -> nn.Sequential:
+    """Return the network as a sequence of blocks; it maps (n, channels, 32, 32) images to (n, num_classes) logits."""
+    return _resnet(_basic, (2, 2, 2, 2), num_classes, norm, channels)
 
 
-def resnet34(num_classes: int, norm: str = "batch") -> nn.Sequential:
-    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits."""
-    return _resnet(_basic, (3, 4, 6, 3), num_classes, norm)
+def resnet34(num_classes: int, norm: str = "batch", channels: int = 3) -> nn.Sequential:
+    """Return the network as a sequence of blocks; it maps (n, channels, 32, 32) images to (n, num_classes) logits."""
+    return _resnet(_basic, (3, 4, 6, 3), num_classes, norm, channels)
 
 
-def resnet50(num_classes: int, norm: str = "batch") -> nn.Sequential:
-    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits."""
-    return _resnet(_bottleneck, (3, 4, 6, 3), num_classes, norm, expansion=4)
+def resnet50(num_classes: int, norm: str = "batch", channels: int = 3) -> nn.Sequential:
+    """Return the network as a sequence of blocks; it maps (n, channels, 32, 32) images to (n, num_classes) logits."""
+    return _resnet(_bottleneck, (3, 4, 6, 3), num_classes, norm, channels, expansion=4)
 
 
 class _Residual(nn.Module):
@@ -60,9 +60,11 @@ def _resnet(
     depths: Sequence[int],
     num_classes: int,
     norm: str,
+    channels: int,
     expansion: int = 1,
 ) -> nn.Sequential:
-    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Sequential(_convolution(3, 64, 3, 1, norm), nn.ReLU()))
+    stem = nn.Sequential(_convolution(channels, 64, 3, 1, norm), nn.ReLU())
+    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
     inputs = 64
     for stage, depth in enumerate(depths):
         layers, outputs = [], expansion * 64 * 2**stage

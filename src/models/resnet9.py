@@ -11,17 +11,18 @@ from torch import Tensor, nn
 from src.models.norm import norm_layer
 
 
-def resnet9(num_classes: int, width: int = 16, norm: str = "batch") -> nn.Sequential:
-    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits.
+def resnet9(num_classes: int, width: int = 16, norm: str = "batch", channels: int = 3) -> nn.Sequential:
+    """Return the network as a sequence of blocks; it maps (n, channels, 32, 32) images to (n, num_classes) logits.
 
     Args:
         num_classes: number of classes.
         width: channels of the first convolution.
         norm: `batch` or `group`.
+        channels: channels of the images.
     """
     return nn.Sequential(
         OrderedDict(
-            stem=_convolution(3, width, norm),
+            stem=_convolution(channels, width, norm),
             layer1=nn.Sequential(_halving(width, 2 * width, norm), _Residual(2 * width, norm)),
             layer2=_halving(2 * width, 4 * width, norm),
             layer3=nn.Sequential(_halving(4 * width, 8 * width, norm), _Residual(8 * width, norm)),

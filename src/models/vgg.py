@@ -15,10 +15,10 @@ from src.models.norm import norm_layer
 _STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
-def vgg16(num_classes: int, dropout: float = 0.0, norm: str = "batch") -> nn.Sequential:
-    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits."""
+def vgg16(num_classes: int, dropout: float = 0.0, norm: str = "batch", channels: int = 3) -> nn.Sequential:
+    """Return the network as a sequence of blocks; it maps (n, channels, 32, 32) images to (n, num_classes) logits."""
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
-    inputs = 3
+    inputs = channels
     for stage, widths in enumerate(_STAGES, start=1):
         layers: list[nn.Module] = []
         for outputs in widths:

@@ -15,9 +15,14 @@ from src.utils.errors import UserError
 
 
 def wide_resnet(
-    num_classes: int, depth: int = 28, width: int = 10, dropout: float = 0.0, norm: str = "batch"
+    num_classes: int,
+    depth: int = 28,
+    width: int = 10,
+    dropout: float = 0.0,
+    norm: str = "batch",
+    channels: int = 3,
 ) -> nn.Sequential:
-    """Return the network as a sequence of blocks; it maps (n, 3, 32, 32) images to (n, num_classes) logits.
+    """Return the network as a sequence of blocks; it maps (n, channels, 32, 32) images to (n, num_classes) logits.
 
     Args:
         num_classes: number of classes.
@@ -25,10 +30,11 @@ def wide_resnet(
         width: channels in multiples of 16, 32 and 64 in the three groups.
         dropout: probability of dropping an element between the two convolutions of a block.
         norm: `batch` or `group`.
+        channels: channels of the images.
     """
     if depth < 10 or (depth - 4) % 6:
         raise UserError(f"model.depth={depth}: a wide ResNet has 6 n + 4 layers; take 10, 16, 22, 28 or 40")
-    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Conv2d(3, 16, 3, padding=1, bias=False))
+    blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Conv2d(channels, 16, 3, padding=1, bias=False))
     inputs = 16
     for group in range(3):
         layers, outputs = [], 16 * width * 2**group

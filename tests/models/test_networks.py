@@ -45,6 +45,12 @@ def test_is_the_composition_of_its_blocks(network: tuple[str, nn.Module]) -> Non
     assert len(list(net.children())) >= 3
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_takes_gray_images(name: str, folder: Path) -> None:
+    cfg = compose(folder, f"model={name}", "data.image_shape=[1,32,32]")
+    assert build(cfg.model).eval()(torch.randn(2, 1, 32, 32)).shape == (2, 10)
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_has_the_published_size(name: str, folder: Path) -> None:
     with torch.device("meta"):
