@@ -14,6 +14,7 @@ from src.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
 _VAL_FRACTION = 0.1
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check_properties(
@@ -69,8 +70,13 @@ def _load_set(
         )
     if first.shape != image_shape:
         raise UserError(
-            f"data.image_shape={list(image_shape)}, but the images of `{split}` are {list(first.shape)} "
-            "(channels, height, width): set it to that"
+            f"data.image_shape={list(image_shape)}, but the images of `{split}` are {list(first.shape)}: "
+            f"set data.image_shape={_channels_first(first.shape)}"
+        )
+    if labels.ndim != 1 or labels.dtype not in _INTEGERS:
+        raise UserError(
+            f"data.root={root}: the labels of `{split}` are {labels.dtype} of shape {list(labels.shape)}: "
+            "this DataModule is for images of one class each, so give one integer per image"
         )
     lowest, highest = int(labels.min()), int(labels.max())
     if lowest < 0 or highest >= num_classes:
@@ -79,6 +85,13 @@ def _load_set(
             "labels count from 0 to data.num_classes - 1"
         )
     return ImageSet(images, labels.long())
+
+
+def _channels_first(shape: torch.Size) -> list[int]:
+    """Return the shape of an image as [channels, height, width], whatever the order in which it is stored."""
+    if len(shape) == 2:
+        return [1, *shape]
+    return [shape[2], *shape[:2]] if shape[2] in (1, 3) and shape[0] not in (1, 3) else list(shape)
 
 
 def divide(

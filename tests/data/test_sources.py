@@ -157,9 +157,10 @@ GOOD = {
     [
         ({"x_test": None}, "has no array x_test"),
         ({"x_train": np.zeros((20, 8, 8, 3))}, "the images of `train` are torch.float64"),
-        ({"x_train": np.zeros((20, 8, 9, 3), np.uint8)}, r"the images of `train` are \[8, 9, 3\]"),
+        ({"x_train": np.zeros((20, 8, 9, 3), np.uint8)}, r"are \[8, 9, 3\]: set data.image_shape=\[3, 8, 9\]"),
         ({"x_train": np.zeros((19, 8, 8, 3), np.uint8)}, "`train` has 19 images and 20 labels"),
-        ({"y_train": np.zeros(20)}, "y_train has torch.float64 values"),
+        ({"y_train": np.zeros(20)}, r"the labels of `train` are torch.float64 of shape \[20\]"),
+        ({"y_train": np.zeros((20, 8, 8), int)}, r"the labels of `train` are torch.int64 of shape \[20, 8, 8\]"),
         ({"y_test": np.full(20, -1)}, "`test` has labels from -1 to -1"),
         (None, "is no .npz file that can be read"),
     ],

@@ -46,7 +46,7 @@ class ArrayFile:
         return {"x_val", "y_val"} <= self._names()
 
     def load(self, root: Path, split: str) -> tuple[Images, Tensor]:
-        """Return the split's images, (n, channels, height, width), and labels, (n,) int64."""
+        """Return the split's images, (n, channels, height, width), and its labels, (n,) integers."""
         images: Images
         if self.file.is_dir():
             images = _MappedImages(self.file / f"x_{split}.npy", self.image_shape)
@@ -55,9 +55,7 @@ class ArrayFile:
             with np.load(self.file) as arrays:
                 images = _channels_first(torch.from_numpy(arrays[f"x_{split}"]), self.image_shape)
                 labels = torch.from_numpy(arrays[f"y_{split}"])
-        if labels.is_floating_point():
-            raise UserError(f"data.source.file={self.file}: y_{split} has {labels.dtype} values: store integers")
-        return images, labels.flatten().long()
+        return images, labels.squeeze(1) if labels.shape[1:] == (1,) else labels
 
     def _names(self) -> set[str]:
         if self.file.is_dir():

@@ -66,7 +66,7 @@ class HuggingFaceDataset:
         dataset = self._dataset[self.splits[split]]
         self.classes = getattr(dataset.features[self.label_column], "names", None) or []
         images = _DecodedImages(dataset.select_columns([self.image_column]), self.image_column, self.image_shape)
-        labels = torch.tensor(dataset[self.label_column][:], dtype=torch.int64)
+        labels = torch.tensor(dataset[self.label_column][:])
         return read_all(images) if self.in_memory else images, labels
 
     @functools.cached_property

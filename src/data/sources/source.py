@@ -30,7 +30,7 @@ class ImageSource(Protocol):
         """Create the files under `root`, by download or generation. This runs in one process per node."""
 
     def load(self, root: Path, split: str) -> tuple[Images, Tensor]:
-        """Return images, (n, channels, height, width) uint8, and labels, (n,) int64, of the split `train` or `test`."""
+        """Return images, (n, channels, height, width) uint8, and labels, (n,) integers, of `train` or `test`."""
 
 
 def has_val_split(source: ImageSource, root: Path) -> bool:
