@@ -32,9 +32,17 @@ class OptunaSweeper(Sweeper):
     """Sweeper that asks Optuna for trials and tells it their results; `storage` keeps the study."""
 
     def __init__(
-        self, n_trials: int, n_jobs: int, direction: Any, storage: str | None, study_name: str | None, sampler: Any
+        self,
+        n_trials: int,
+        n_jobs: int,
+        direction: Any,
+        storage: str | None,
+        study_name: str | None,
+        sampler: Any,
+        params: dict[str, Any] | None = None,
     ) -> None:
         self.n_trials, self.n_jobs, self.direction = n_trials, n_jobs, direction
+        self.params = params or {}
         self.storage, self.study_name, self.sampler = storage, study_name, sampler
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -52,11 +60,11 @@ class OptunaSweeper(Sweeper):
         """
         import optuna
 
-        from src.sweeps.search_space import search_space
+        from src.sweeps.search_space import search_space, with_params
 
         self.folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, self.folder / "multirun.yaml")  # as Hydra's own sweeper does
-        space, self.fixed = search_space(OverridesParser.create().parse_overrides(arguments))
+        space, self.fixed = search_space(OverridesParser.create().parse_overrides(with_params(self.params, arguments)))
         if not space:
             raise UserError(
                 "hydra/sweeper=optuna has nothing to choose: give an option as 'interval(a,b)', or several values"

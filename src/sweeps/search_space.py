@@ -1,6 +1,6 @@
 """Conversion of Hydra's sweep syntax to Optuna's distributions."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
@@ -20,6 +20,13 @@ def search_space(overrides: Iterable[Override]) -> tuple[dict[str, BaseDistribut
         else:
             fixed.append(name if override.is_delete() else f"{name}={override.get_value_element_as_str()}")
     return space, fixed
+
+
+def with_params(params: Mapping[str, Any], arguments: Iterable[str]) -> list[str]:
+    """Return the overrides of a sweep: those of `hydra.sweeper.params`, unless the command line sets the option too."""
+    arguments = list(arguments)
+    given = {argument.partition("=")[0] for argument in arguments}
+    return [*(f"{name}={value}" for name, value in params.items() if name not in given), *arguments]
 
 
 def _distribution(override: Override) -> BaseDistribution:

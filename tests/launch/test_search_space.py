@@ -6,7 +6,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from src.sweeps.search_space import search_space
+from src.sweeps.search_space import search_space, with_params
 from src.utils.errors import UserError
 
 
@@ -33,3 +33,9 @@ def test_sweep_syntax(values: str, expected: Any) -> None:
 def test_refuses_ranges_that_do_not_rise(values: str) -> None:
     with pytest.raises(UserError, match=r"x=range.*: give a range that rises"):
         space(f"x={values}")
+
+
+def test_the_command_line_precedes_a_recipe() -> None:
+    params = {"optimizer.lr": "interval(0.1,2)", "model.width": "choice(8,16)"}
+    overrides = with_params(params, ["model.width=8", "seed=0"])
+    assert overrides == ["optimizer.lr=interval(0.1,2)", "model.width=8", "seed=0"]
