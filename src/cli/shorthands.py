@@ -14,6 +14,7 @@ from src.utils.quoting import quote
 
 _CONF = Path(__file__).parents[2] / "conf"
 _OPTIONAL = ("experiment", "preset", "debug")  # config groups that need no choice
+_REMOVED = ("launch.endpoint", "launch.rendezvous_timeout")  # options of earlier versions, which their runs have saved
 _SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in the sweep's folder
 
 
@@ -129,8 +130,8 @@ def _path(word: str) -> Path:
 
 
 def _without_replaced(saved: Iterable[str], argv: list[str]) -> list[str]:
-    """Return the saved overrides, except those of an option or a group that `argv` gives again."""
-    given = {_name(word) for word in argv}
+    """Return the saved overrides, except those of an option or a group that `argv` gives again, or that is no more."""
+    given = {_name(word) for word in argv} | {*_REMOVED}
     kept = []
     for word in saved:
         parts = _name(word).split(".")

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from src.launch.external import check_port_is_free, config_store_port, detect_cluster_environment
-from src.launch.hosts import check_endpoint
 from src.utils.errors import UserError
 
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -36,8 +35,6 @@ def check_ports(cfg: DictConfig) -> str:
             for port in ports:
                 check_port_is_free(port, "MASTER_PORT")
         return f"{ports[0]} and {ports[1]} of {env.main_address}"
-    if cfg.trainer.num_nodes > 1:
-        return check_endpoint(cfg.launch.endpoint, cfg.launch.max_restarts)
     return "any free port of this host"
 
 

@@ -1,17 +1,22 @@
-"""Ranks that torchrun or SLURM started: detect them, connect them, and check their number."""
+"""Ranks that torchrun or SLURM started: they take rank zero's configuration before a process group exists."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
+import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+import yaml
 from omegaconf import DictConfig
 
 from src.run.devices import device_count, runs_in_single_process
 from src.utils.errors import UserError
+from src.utils.flatten import flatten_config
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -32,11 +37,13 @@ def detect_cluster_environment() -> ClusterEnvironment | None:
     return None
 
 
-def rendezvous(env: ClusterEnvironment) -> dist.Store:
-    """Return a store through which the ranks get the configuration before a process group exists.
+def connect_ranks(env: ClusterEnvironment) -> dist.Store:
+    """Return a store that all ranks share: that of torchrun's agent, or else one of rank zero on its own port.
 
-    It is the store of torchrun's agent if there is one, otherwise a TCPStore of rank zero on its own port. A temporary
-    process group would leave addresses behind that break Lightning's own.
+    A temporary process group would leave addresses behind that break Lightning's own.
+
+    Raises:
+        UserError: if a port of rank zero is in use.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     port = env.main_port if agent else config_store_port(env.main_port)
@@ -45,7 +52,9 @@ def rendezvous(env: ClusterEnvironment) -> dist.Store:
         for server_port in (port, env.main_port):  # the second is the process group's
             check_port_is_free(server_port, "MASTER_PORT")
     store = dist.TCPStore(env.main_address, port, env.world_size(), is_server, timeout=_STORE_TIMEOUT)
-    return dist.PrefixStore(f"configuration/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    if agent:  # it keeps the keys of an earlier start
+        return dist.PrefixStore(f"configuration/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    return store
 
 
 def config_store_port(main_port: int) -> int:
@@ -57,28 +66,77 @@ def config_store_port(main_port: int) -> int:
 
 
 def check_port_is_free(port: int, option: str) -> None:
-    """Check that this process can listen on the port, which follows from the value of `option`.
-
-    Raises:
-        UserError: if not.
-    """
+    """Check that this process can listen on the port, which follows from the value of `option`."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", port))
         except OSError as error:
-            reason = error.strerror
             raise UserError(
-                f"cannot listen on port {port} of this host ({reason}): set {option} to another port"
+                f"cannot listen on port {port} of this host ({error.strerror}): set {option} to another port"
             ) from None
 
 
-def check_world_size(cfg: DictConfig, world_size: int) -> DictConfig:
-    """Return the configuration after a check that it matches the number of started processes.
+def share_config(
+    store: dist.Store, rank: int, world_size: int, composed: str, resolve: Callable[[], DictConfig]
+) -> DictConfig:
+    """Return rank zero's resolved configuration on every rank.
+
+    Args:
+        store: key-value store of all ranks.
+        rank: the rank of this process.
+        world_size: number of ranks.
+        composed: this rank's composed configuration as YAML, before interpolations are resolved.
+        resolve: function that returns the resolved configuration; called on rank zero only.
 
     Raises:
-        UserError: if it does not, or the strategy runs in a single process.
+        UserError: on all ranks, if `resolve` raised one, or the composed configurations differ.
     """
+    store.set(f"composed/{rank}", composed)
+    if rank == 0:
+        result = _config_or_error(store, world_size, resolve)
+        store.set("result", pickle.dumps(result))  # type: ignore[arg-type]
+    result = pickle.loads(store.get("result"))
+    store.add("read", 1)
+    # Rank zero may host the store, so it continues only when all ranks have read the result.
+    while rank == 0 and store.add("read", 0) < world_size:
+        time.sleep(0.05)
+    if isinstance(result, UserError):
+        raise result
+    return result
+
+
+def _config_or_error(store: dist.Store, world_size: int, resolve: Callable[[], DictConfig]) -> DictConfig | UserError:
+    """Return the error instead of raising it, so that every rank can raise it."""
+    try:
+        check_same_options([store.get(f"composed/{rank}") for rank in range(world_size)])
+        cfg = resolve()
+        _check_world_size(cfg, world_size)
+        return cfg
+    except UserError as error:
+        return error
+
+
+def check_same_options(composed: list[bytes]) -> None:
+    """Check that all ranks composed the same configuration; the error names the first option that differs."""
+    for rank, text in enumerate(composed):
+        if text == composed[0]:
+            continue
+        first, other = _options(composed[0]), _options(text)
+        names = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        if names:  # otherwise only the order of the options differs
+            name = names[0]
+            raise UserError(
+                f"process {rank} was started with {name}={other.get(name)}, process 0 with {name}={first.get(name)}: "
+                "give every process the same command and the same files under conf/"
+            )
+
+
+def _options(composed: bytes) -> dict[str, Any]:
+    return flatten_config(yaml.safe_load(composed))
+
+
+def _check_world_size(cfg: DictConfig, world_size: int) -> None:
     configured = device_count(cfg.trainer) * cfg.trainer.num_nodes
     if configured != world_size:
         raise UserError(
@@ -89,4 +147,3 @@ def check_world_size(cfg: DictConfig, world_size: int) -> DictConfig:
         raise UserError(
             "this strategy runs in one process, but torchrun or srun started several: use strategy=ddp with them"
         )
-    return cfg

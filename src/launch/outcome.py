@@ -25,18 +25,12 @@ def run_recorded(cfg: DictConfig, is_recorder: bool = True) -> Iterator[None]:
         yield
         return
     append_kill(cfg.run_dir)
-    with run_report(cfg), _failure_recorded(cfg.run_dir):
-        yield
-
-
-@contextmanager
-def _failure_recorded(run_dir: str) -> Iterator[None]:
-    """Append the exception that ends a run to its events."""
-    try:
-        yield
-    except BaseException as error:
-        append_end(run_dir, *_event_and_reason(error))
-        raise
+    with run_report(cfg):
+        try:
+            yield
+        except BaseException as error:
+            append_end(cfg.run_dir, *_event_and_reason(error))
+            raise
 
 
 def record_restart(run_dir: str, failed: RankFailedError) -> None:
@@ -52,8 +46,6 @@ def _event_and_reason(error: BaseException) -> tuple[str, str]:
     if isinstance(error, KeyboardInterrupt):
         return "stopped", SIGINT.name
     lines = str(error).strip().splitlines() or [""]
-    if isinstance(error, RankDiedError):
-        return "killed", lines[0]
     if isinstance(error, RankFailedError):  # stacks follow in further lines
-        return "failed", lines[0]
+        return "killed" if isinstance(error, RankDiedError) else "failed", lines[0]
     return "failed", lines[-1] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[-1]}"

@@ -1,8 +1,7 @@
 """Process entry of one rank: log file, CPU threads, run, shutdown."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,9 +29,7 @@ def run_rank(cfg: DictConfig, rank: int, keep: Callable[[Any], None] | None = No
     """
     if cfg.doctor:
         return measure_all_reduce(cfg)
-    with _torchvision_checked():
-        from src.run.experiment import run  # late: it imports Lightning, which a process that only launches never uses
-
+    run = _import_run()
     log_to_folder(cfg.run_dir, rank)
     if device_count(cfg.trainer) > 1 and not runs_in_single_process(cfg):
         torch.set_num_threads(max(1, _cores_per_rank(device_count(cfg.trainer))))
@@ -45,14 +42,13 @@ def run_rank(cfg: DictConfig, rank: int, keep: Callable[[Any], None] | None = No
     return metrics
 
 
-@contextmanager
-def _torchvision_checked() -> Iterator[None]:
-    """Turn the import error of a torchvision for another torch into a user error.
+def _import_run() -> Callable[..., dict[str, float]]:
+    """Import what a rank runs: late, since it imports Lightning, which a process that only launches never uses.
 
     Lightning imports torchmetrics, which imports torchvision if it is installed (functional/image/arniqa.py).
     """
     try:
-        yield
+        from src.run.experiment import run
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise
@@ -60,6 +56,7 @@ def _torchvision_checked() -> Iterator[None]:
             f"the installed torchvision is not for torch {torch.__version__} ({error}): "
             "install the one for it, or `pip uninstall torchvision`"
         ) from error
+    return run
 
 
 def _cores_per_rank(ranks: int) -> int:

@@ -1,31 +1,32 @@
-"""Run all ranks of this node in new processes, with torch's elastic launcher."""
+"""Run all ranks in new processes of this host, with torch's elastic launcher."""
 
 import logging
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig
 
 from src.checkpoint.run_files import stop_message
-from src.launch.failures import RankFailedError, first_error, log_sizes
-from src.launch.hosts import rendezvous_settings
+from src.launch.failures import (
+    REPORT_FILE,
+    RankFailedError,
+    exit_worker,
+    first_failure,
+    remove_stacks,
+    report_error,
+)
 from src.launch.outcome import record_restart
 from src.launch.rank import run_rank
-from src.launch.rank_exit import ERROR_FILE, exit_worker
 from src.run.devices import runs_in_single_process
 from src.run.resume import with_newest_checkpoint
 from src.utils import signals
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
-_ELASTIC_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)  # signals that the elastic launcher handles
 
 
-def launch_workers(cfg: DictConfig, processes: int, node_rank: int = 0) -> dict[str, float]:
+def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
     """Run all ranks, restart them up to `launch.max_restarts` times after a failure; return rank zero's metrics.
 
     Raises:
@@ -35,45 +36,44 @@ def launch_workers(cfg: DictConfig, processes: int, node_rank: int = 0) -> dict[
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
+    restarts_left = cfg.launch.max_restarts
     with signals.forward_to_workers():
-        for attempt in range(cfg.launch.max_restarts + 1):
+        while True:
             try:
-                return _run_group(cfg, processes, node_rank, attempt)
-            except SignalException as stopped:
-                raise _stopped(cfg, signals.requested() or stopped.sigval) from None
+                return _run_group(cfg, processes)
+            except SignalException:  # a second signal
+                raise _stopped(cfg) from None
             except RankFailedError as failed:
-                if attempt == cfg.launch.max_restarts:
+                if not restarts_left:
                     raise
-                restarts_left = cfg.launch.max_restarts - attempt - 1
+                restarts_left -= 1
                 print(f"{failed}\nrestarting; {restarts_left} restarts left after this one", file=sys.stderr)
-                if node_rank == 0:
-                    record_restart(cfg.run_dir, failed)
+                record_restart(cfg.run_dir, failed)
             cfg = with_newest_checkpoint(cfg)
-    raise AssertionError("the last attempt returns or raises")
 
 
-def _run_group(cfg: DictConfig, processes: int, node_rank: int, attempt: int) -> dict[str, float]:
-    """Run all ranks once; return the metrics of this node's first rank."""
+def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
+    """Run all ranks once; return the metrics of rank zero."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     _silence_launchers()
-    elastic_config = _elastic_config(cfg, processes, node_rank, attempt)
-    sizes = log_sizes(cfg.run_dir)
-    with _elastic_signals_restored():
-        try:
-            results = elastic_launch(elastic_config, _run_worker)(cfg, os.getpid())
-        except ChildFailedError as failed:
-            if number := signals.requested():  # a signal came before the ranks could save, or a second one came
-                raise _stopped(cfg, number) from None
-            raise first_error(failed, cfg.run_dir, sizes) from None
-    metrics_or_signal = next(iter(results.values()))
+    remove_stacks(cfg.run_dir)
+    try:
+        results = elastic_launch(_elastic_config(cfg, processes), _run_worker)(cfg, os.getpid())
+    except ChildFailedError as failed:
+        if signals.requested():  # a signal came before the ranks could save, or a second one came
+            raise _stopped(cfg) from None
+        raise first_failure(failed, cfg.run_dir) from None
+    finally:
+        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+    metrics_or_signal = results[0]
     if isinstance(metrics_or_signal, int):
         raise signals.Stopped(metrics_or_signal)
     return metrics_or_signal
 
 
-def _elastic_config(cfg: DictConfig, processes: int, node_rank: int, attempt: int) -> Any:
+def _elastic_config(cfg: DictConfig, processes: int) -> Any:
     """Return the settings of torch's elastic launcher.
 
     Its own restarts are off, because they would repeat user errors and hide their messages.
@@ -84,35 +84,24 @@ def _elastic_config(cfg: DictConfig, processes: int, node_rank: int, attempt: in
     # Seconds between SIGTERM and SIGKILL for the ranks that remain; torch before 2.12 always waits 30.
     options: dict[str, Any] = {"shutdown_timeout": 5} if hasattr(LaunchConfig, "shutdown_timeout") else {}
     return LaunchConfig(
-        min_nodes=cfg.trainer.num_nodes,
-        max_nodes=cfg.trainer.num_nodes,
+        min_nodes=1,
+        max_nodes=1,
         nproc_per_node=processes,
-        run_id=f"{cfg.runtime.run_id}-{attempt}",
-        **rendezvous_settings(cfg, node_rank, attempt),
+        run_id=cfg.runtime.run_id,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        **options,
-        signals_to_handle=",".join(number.name for number in _ELASTIC_SIGNALS),
+        signals_to_handle="",  # none: src/utils/signals.py handles them
         logs_specs=DefaultLogsSpecs(),
+        **options,
     )
 
 
-@contextmanager
-def _elastic_signals_restored() -> Iterator[None]:
-    """Restore the signal handlers that the elastic launcher replaces, and remove its environment variable."""
-    handlers = {number: signal.getsignal(number) for number in _ELASTIC_SIGNALS}
-    try:
-        yield
-    finally:
-        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _stopped(cfg: DictConfig, number: int) -> signals.Stopped:
+def _stopped(cfg: DictConfig) -> signals.Stopped:
     """Print how to continue the run, and return the exception that ends it."""
-    print(stop_message(number, cfg.run_dir), file=sys.stderr)
-    return signals.Stopped(number)
+    print(stop_message(signals.requested(), cfg.run_dir), file=sys.stderr)
+    return signals.Stopped(signals.requested())
 
 
 def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
@@ -122,11 +111,9 @@ def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
         cfg: the resolved configuration.
         launcher: process id of the launcher.
     """
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
     signals.prepare_started_process(launcher)
     _silence_launchers()
-    rank, error_file = int(os.environ["RANK"]), os.environ[ERROR_FILE]
+    rank, report_file = int(os.environ["RANK"]), os.environ[REPORT_FILE]
     if runs_in_single_process(cfg):
         _remove_launcher_variables()
     try:
@@ -134,9 +121,8 @@ def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
     except signals.Stopped as stopped:
         return stopped.number
     except Exception as error:
-        os.environ[ERROR_FILE] = error_file  # which `_remove_launcher_variables` removes
-        # The report must exist before the sockets close, because their end fails the other ranks.
-        get_error_handler().record_exception(error)
+        os.environ[REPORT_FILE] = report_file  # which `_remove_launcher_variables` removes
+        report_error(error)
         if dist.is_initialized():
             exit_worker(error)
         raise

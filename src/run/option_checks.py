@@ -28,7 +28,6 @@ _ROOT_TYPES = {
     "doctor": bool,
     "report": bool,
     "launch.max_restarts": int,
-    "launch.rendezvous_timeout": float,
 }
 NOT_PASSED = ("single_process",)  # the launcher reads this option of a strategy
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", NoneType: "null"}

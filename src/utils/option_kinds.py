@@ -32,7 +32,7 @@ EXPERIMENT = """
 
 HARDWARE = """
     ckpt_path resume fit test predict doctor report tags optimized_metric run_dir runtime.* logger.*
-    launch.endpoint launch.rendezvous_timeout launch.timeout launch.max_restarts
+    launch.timeout launch.max_restarts
     optimizer.compile optimizer.fused optimizer.foreach optimizer.capturable data.augment.compile
     module.compile module.channels_last module.recompute module.tta
     data.root data.source.urls data.source.file data.source.in_memory data.predict_dir

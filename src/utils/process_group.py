@@ -10,10 +10,10 @@ _MARGIN = timedelta(minutes=5)
 
 
 def set_timeouts_after(seconds: float) -> None:
-    """Let the collectives of all process groups fail some minutes after the watchdog, whose timeout is in seconds.
+    """Let the collectives of all process groups fail some minutes after `launch.timeout` seconds.
 
-    The watchdog names the rank that hangs. NCCL names and ends one that waits for it: by default after half an hour,
-    and after ten minutes in the subgroups of a device mesh, which take no timeout.
+    The timer of `src/callbacks/heartbeat.py` then ends the rank that hangs. NCCL would end one that waits for it: by
+    default after half an hour, and after ten minutes in the subgroups of a device mesh, which take no timeout.
     """
     if dist.is_available() and dist.is_initialized():
         for group in dist.distributed_c10d._world.pg_map:

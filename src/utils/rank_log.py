@@ -33,15 +33,9 @@ def log_file(run_dir: str | Path, rank: int) -> Path:
     return Path(run_dir) / "logs" / f"rank{rank}.log"
 
 
-def batches_file(run_dir: str | Path, rank: int) -> Path:
-    """Return the path of the file that has the number of batches which a rank has begun."""
-    return log_file(run_dir, rank).with_suffix(".batches")
-
-
-def open_log(file: Path) -> int:
-    """Open a log for appending, and create its folder if it is missing; return the file descriptor."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def stack_file(run_dir: str | Path, rank: int) -> Path:
+    """Return the path of the file for the stacks of a rank that hangs."""
+    return log_file(run_dir, rank).with_suffix(".stack")
 
 
 def log_to_folder(run_dir: str | Path, rank: int) -> None:
@@ -104,7 +98,7 @@ def _terminal_handler() -> logging.Handler:
 
 
 def _redirect_output(file: Path) -> None:
-    descriptor = open_log(file)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(descriptor, stream.fileno())

@@ -8,11 +8,9 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -87,7 +85,6 @@ def prepare_started_process(parent: int) -> None:
     """
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def requested() -> int:
@@ -120,28 +117,9 @@ def forward_to_workers() -> Iterator[None]:
         handlers = install_handlers(handler)
         os.environ[FLAG_FILE] = str(flag)
         try:
-            with _interrupt_blocked_in_children():
-                yield
+            yield
         finally:
             del os.environ[FLAG_FILE]
             restore_handlers(handlers)
             if _received:
                 install_handlers(on_signal)  # the flag is gone
-
-
-@contextmanager
-def _interrupt_blocked_in_children() -> Iterator[None]:
-    """Block Ctrl-C in processes that start meanwhile, until `prepare_started_process`.
-
-    Python would print a traceback if it were interrupted during its imports. This process still receives the signal:
-    the kernel delivers it to the other thread, and Python runs the handler in the main thread.
-    """
-    resource_tracker.ensure_running()  # its start unblocks the signal
-    is_over = threading.Event()
-    threading.Thread(target=is_over.wait, daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        is_over.set()

@@ -1,4 +1,4 @@
-"""The watchdog of a rank ends a hang before the process groups do, and records how far the rank is."""
+"""The timer of a rank ends a hang before the process groups do."""
 
 import faulthandler
 from datetime import timedelta
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from src.callbacks.heartbeat import Heartbeat
-from src.utils.rank_log import batches_file
+from src.utils.rank_log import stack_file
 
 
 @pytest.fixture
@@ -23,26 +23,22 @@ def heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     callback.teardown(None, None, "fit")  # type: ignore[arg-type]
 
 
-def arm(heartbeat: Heartbeat, rank: int = 0) -> None:
+def start(heartbeat: Heartbeat, rank: int = 0) -> None:
     heartbeat.setup(SimpleNamespace(global_rank=rank), None, "fit")  # type: ignore[arg-type]
 
 
-def test_process_groups_wait_for_the_watchdog(heartbeat: Heartbeat) -> None:
+def test_process_groups_wait_for_the_timer(heartbeat: Heartbeat) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
-    arm(heartbeat)
+    start(heartbeat)
     for group in [dist.group.WORLD, *mesh.get_all_groups()]:
         timeout = group._get_backend(torch.device("cpu")).options._timeout
         assert timeout == timedelta(seconds=1000, minutes=5)
 
 
-def test_records_the_number_of_batches(heartbeat: Heartbeat, tmp_path: Path) -> None:
-    file = batches_file(tmp_path, 3)
-    file.parent.mkdir()
-    file.write_text(f"{10**6:>12}\n")  # of an earlier start
-    arm(heartbeat, rank=3)
-    assert int(file.read_text()) == 0
-    for hook in ("train", "validation", "train"):
-        getattr(heartbeat, f"on_{hook}_batch_start")()
-    heartbeat.on_save_checkpoint()
-    assert int(file.read_text()) == 3
+def test_only_a_hang_leaves_a_file(heartbeat: Heartbeat, tmp_path: Path) -> None:
+    """A stopped process leaves it empty."""
+    start(heartbeat, rank=3)
+    assert stack_file(tmp_path, 3).read_text() == ""
+    heartbeat.on_exception(None, None, RuntimeError())  # type: ignore[arg-type]
+    assert not stack_file(tmp_path, 3).exists()

