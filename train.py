@@ -25,7 +25,8 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
     if cfg.doctor:
         from src.doctor.examination import examine
 
-        return examine(cfg)
+        examine(cfg)
+        return {}
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         from src.sweeps.job import run_job
 

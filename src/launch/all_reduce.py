@@ -1,13 +1,12 @@
-"""The job of a rank with doctor=true: a real all-reduce on its device, with a time limit for every step."""
+"""The job of a rank with doctor=true: an all-reduce on its device, with a time limit for every step."""
 
 import faulthandler
+import multiprocessing
 import os
-import statistics
-import threading
+import socket
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from multiprocessing.pool import ThreadPool
 
 import torch
 import torch.distributed as dist
@@ -18,38 +17,36 @@ from src.launch.external import detect_cluster_environment
 from src.utils.errors import UserError
 from src.utils.process_group import close_process_group
 
-_TIMEOUT = 60.0  # seconds for the ranks to arrive, and as many for their communication
+_TIMEOUT = 60.0  # seconds for the ranks to get ready, and as many for their communication
 _SIZE = 16 << 20  # float32 numbers, 64 MiB
-_DURATION = 1.0  # seconds of repetitions
-_CLOCK_ROUNDS = 5
-_ADVICE = {
-    "gloo": "set GLOO_SOCKET_IFNAME to the network interface that connects the hosts",
-    "nccl": (
-        "NCCL_DEBUG=INFO shows where; between hosts, set NCCL_SOCKET_IFNAME to the interface that connects them; "
-        "on one host, try NCCL_P2P_DISABLE=1"
-    ),
-}
+_REPEATS = 5
 
 
 def measure_all_reduce(cfg: DictConfig) -> dict[str, float]:
-    """Reduce a tensor over all ranks; return `processes`, `seconds`, `bytes` and `clock_difference`, in seconds.
-
-    `seconds` is the median of rank zero, or 0 with one process.
+    """Reduce a tensor over all ranks; return the numbers of `processes`, `hosts` and `bytes`, and its mean `seconds`.
 
     Raises:
-        UserError: if a rank does not arrive, the communication hangs, the result is wrong, or versions differ.
+        UserError: if a rank does not get ready, the communication hangs, or the result is wrong.
     """
-    # The main thread may hang as well. Descriptor 2 is stderr, whatever a notebook has made of `sys.stderr`.
+    # The last resort, as this thread may hang in a call of the driver. Descriptor 2 is stderr, also in a notebook.
     faulthandler.dump_traceback_later(3 * _TIMEOUT, exit=True, file=2)
     try:
         rank, world_size, local_rank, store = _connect()
+        store.set(f"host/{rank}", socket.gethostname())
         values = torch.ones(_SIZE, device=_device(cfg, local_rank))
-        _wait_for_ranks(store, rank, world_size)
-        measured = _run_in_time(lambda: _measure(values, store, rank, world_size), _backend(values), world_size)
+        hosts = _wait_for_ranks(store, rank, world_size)
+        with ThreadPool(1) as pool:  # a call of NCCL that hangs cannot be interrupted
+            seconds = pool.apply_async(_time_all_reduce, (values, store, rank, world_size)).get(_TIMEOUT)
         close_process_group()
+    except multiprocessing.TimeoutError:
+        raise UserError(
+            f"the ranks on {', '.join(hosts)} are ready, but their all-reduce does not end in {_TIMEOUT:.0f} s: set "
+            "NCCL_SOCKET_IFNAME (for CPUs GLOO_SOCKET_IFNAME) to the network interface that connects the hosts; on one "
+            "host, try NCCL_P2P_DISABLE=1; NCCL_DEBUG=INFO shows where it hangs"
+        ) from None
     finally:
         faulthandler.cancel_dump_traceback_later()
-    return measured
+    return {"processes": world_size, "hosts": len(hosts), "bytes": values.nbytes, "seconds": seconds}
 
 
 def _connect() -> tuple[int, int, int, dist.Store]:
@@ -71,114 +68,37 @@ def _device(cfg: DictConfig, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank if isinstance(devices, int) else devices[local_rank])
 
 
-def _backend(values: Tensor) -> str:
-    return "nccl" if values.is_cuda else "gloo"
-
-
-def _wait_for_ranks(store: dist.Store, rank: int, world_size: int) -> None:
-    """Wait until all ranks have a tensor on their device.
-
-    Raises:
-        UserError: if some have not in time; the message names them.
-    """
-    store.set(f"arrived/{rank}", "")
-    names = [f"arrived/{other}" for other in range(world_size)]
-    deadline = time.monotonic() + _TIMEOUT
-    while not store.check(names):
-        if time.monotonic() > deadline:
-            missing = ", ".join(str(other) for other, name in enumerate(names) if not store.check([name]))
-            raise UserError(
-                f"rank {missing} has no tensor on its device after {_TIMEOUT:.0f} s: see `nvidia-smi` and `dmesg` there"
-            )
-        time.sleep(0.02)
-
-
-def _run_in_time(work: Callable[[], dict[str, float]], backend: str, world_size: int) -> dict[str, float]:
-    """Return the result of `work`, which runs in a thread, because a call of NCCL that hangs cannot be interrupted.
-
-    Raises:
-        UserError: if it does not end in time.
-    """
-    result: list[Any] = []
-
-    def run() -> None:
-        try:
-            result.append(work())
-        except Exception as error:
-            result.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(_TIMEOUT)
-    if not result:
+def _wait_for_ranks(store: dist.Store, rank: int, world_size: int) -> list[str]:
+    """Wait until every rank has a tensor on its device; return the names of the hosts, or raise a UserError."""
+    store.set(f"ready/{rank}", "")
+    keys = [f"ready/{other}" for other in range(world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=_TIMEOUT))
+    except dist.DistStoreError:
+        missing = [f"rank {other} on {_host(store, other)}" for other, key in enumerate(keys) if not store.check([key])]
         raise UserError(
-            f"the all-reduce of {world_size} processes by {backend} has not ended after {_TIMEOUT:.0f} s: "
-            f"{_ADVICE[backend]}"
-        )
-    if isinstance(result[0], Exception):
-        raise result[0]
-    return result[0]
+            f"no answer after {_TIMEOUT:.0f} s from {', '.join(missing)}: see `nvidia-smi` and `dmesg` there"
+        ) from None
+    return sorted({_host(store, other) for other in range(world_size)})
 
 
-def _measure(values: Tensor, store: dist.Store, rank: int, world_size: int) -> dict[str, float]:
-    """Open the process group and measure; `values` are ones on the device of this rank."""
+def _host(store: dist.Store, rank: int) -> str:
+    key = f"host/{rank}"
+    return store.get(key).decode() if store.check([key]) else "an unknown host, where it has not started"
+
+
+def _time_all_reduce(values: Tensor, store: dist.Store, rank: int, world_size: int) -> float:
+    """Return the mean seconds of an all-reduce; `values` are ones on the device of this rank."""
     if values.is_cuda:
         torch.cuda.set_device(values.device)  # which is a setting of the thread
-    limit = timedelta(seconds=2 * _TIMEOUT)
-    dist.init_process_group(_backend(values), store=store, rank=rank, world_size=world_size, timeout=limit)
-    first = _time_all_reduce(values)
+    backend, limit = "nccl" if values.is_cuda else "gloo", timedelta(seconds=2 * _TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    dist.all_reduce(values)  # the first one also connects the ranks
     if not torch.all(values == world_size):
         raise UserError(f"the sum of {world_size} ones is {values.mean():g}: test the memory and the links of the GPUs")
-    _check_versions()
-    result = {"processes": world_size, "bytes": values.nbytes, "clock_difference": _clock_difference()}
-    if world_size == 1:
-        return result | {"seconds": 0.0}
-    slowest = torch.tensor(first, device=values.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks need the same number of repetitions
-    repeats = max(1, min(10, int(_DURATION / slowest.item())))
-    return result | {"seconds": statistics.median(_time_all_reduce(values) for _ in range(repeats))}
-
-
-def _time_all_reduce(values: Tensor) -> float:
-    """Return the seconds of one all-reduce, after a barrier."""
-    dist.barrier()
     begun = time.perf_counter()
-    dist.all_reduce(values)
+    for _ in range(_REPEATS):
+        dist.all_reduce(values)
     if values.is_cuda:
         torch.cuda.synchronize(values.device)
-    return time.perf_counter() - begun
-
-
-def _check_versions() -> None:
-    """Check that all processes have the same versions of torch and NCCL.
-
-    Raises:
-        UserError: if not.
-    """
-    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
-    versions = _gather((torch.__version__, nccl))
-    for rank, other in enumerate(versions):
-        if other != versions[0]:
-            raise UserError(
-                f"rank {rank} has torch {other[0]} and NCCL {other[1]}, but rank 0 has {versions[0][0]} and "
-                f"{versions[0][1]}: install the same versions on all hosts"
-            )
-
-
-def _clock_difference() -> float:
-    """Return the largest difference between the clocks of the processes, in seconds.
-
-    It is the least of several rounds, because a busy host may delay a process after the barrier.
-    """
-    differences = []
-    for _ in range(_CLOCK_ROUNDS):
-        dist.barrier()
-        clocks = _gather(time.time())
-        differences.append(max(clocks) - min(clocks))
-    return min(differences)
-
-
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return (time.perf_counter() - begun) / _REPEATS

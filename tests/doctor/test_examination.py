@@ -1,15 +1,20 @@
-"""`doctor=true` as a command, and the time limits of its all-reduce."""
+"""`doctor=true` as a command, and its all-reduce, which names the ranks that do not answer."""
 
+import faulthandler
+import re
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
-from src.doctor.finding import Finding
-from src.doctor.report import Report
+from src.doctor import examination
+from src.doctor.examination import Finding, check_all_reduce, run_check
 from src.launch import all_reduce
+from src.launch.failures import RankFailedError
 from src.utils.errors import UserError
 from tests.support.commands import error_line, run, run_here
 
@@ -19,9 +24,8 @@ QUICK = ["doctor=true", "trainer.accelerator=cpu", "logger=none"]
 def test_two_processes(small: list[str], tmp_path: Path) -> None:
     """Lightning would start the ranks of this strategy itself."""
     out, _ = run(*small, *QUICK, "strategy=ddp_spawn", "trainer.devices=2", f"run_dir={tmp_path / 'run'}")
-    assert "problem" not in out.replace("no problem", "")
-    assert "\nok      all-reduce     2 processes, 64 MiB in " in out
-    assert "\nok      clocks " in out
+    assert re.findall(r"^(\w+) +(\S+)", out, re.MULTILINE) == [("ok", name) for name in examination.CHECKS]
+    assert re.search(r"2 process\(es\) on 1 host\(s\), 64 MiB in \d.* ms, \d.* GB/s", out)
     assert not (tmp_path / "run").exists()
 
 
@@ -31,14 +35,14 @@ def test_one_process_beside_a_run(small: list[str], tmp_path: Path) -> None:
     part.parent.mkdir(parents=True)
     part.touch()
     out, _ = run_here(*small, *QUICK, f"run_dir={tmp_path / 'run'}", "resume=auto")
-    assert "\nok      all-reduce     one process" in out
+    assert "all-reduce  1 process(es)" in out
     assert [file.name for file in (tmp_path / "run").rglob("*")] == ["checkpoints", part.name]
 
 
-def test_problem_is_exit_code_1(small: list[str], tmp_path: Path) -> None:
+def test_error_is_exit_code_1(small: list[str], tmp_path: Path) -> None:
     out, _ = run_here(*QUICK, "data=folder", f"data.root={tmp_path}", f"run_dir={tmp_path / 'run'}", code=1)
-    assert "\nproblem data           data.root=" in out
-    assert out.endswith("1 problem\n")
+    assert "\nerror    data        data.root=" in out
+    assert "\nok       all-reduce" in out
     assert not (tmp_path / "run").exists()
 
 
@@ -48,46 +52,47 @@ def test_refuses_sweeps(tmp_path: Path) -> None:
 
 
 def test_other_ranks_print_only_problems(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(rank=3)
-    report.add(Finding("data", True, "complete"))
+    examination._print("data", [Finding("ok", "complete")], rank=3)
     assert capsys.readouterr().out == ""
-    report.add(Finding("data", False, "missing"))
-    assert "problem data           rank 3 on " in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="1"):
-        report.close()
+    examination._print("data", [Finding("error", "missing [0]")], rank=3)
+    assert re.match(r"error    data        rank 3 on \S+: missing \[0\]", capsys.readouterr().out)
 
 
-def test_names_ranks_that_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_without_srun_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    (finding,) = run_check(check_all_reduce, OmegaConf.create())
+    assert finding.status == "error"
+    assert "start `srun python train.py ...`" in finding.text
+
+
+def test_a_rank_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    died = RankFailedError("rank 1 died (Signal 9 (SIGKILL)); its log is /run/logs/rank1.log\ntrace")
+    monkeypatch.setattr(examination, "launch", Mock(side_effect=died))
+    cfg = OmegaConf.create({"launch": {}, "trainer": {"num_nodes": 1}, "strategy": {}})
+    assert list(run_check(check_all_reduce, cfg)) == [Finding("error", "rank 1 died (Signal 9 (SIGKILL))")]
+
+
+def test_names_ranks_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_reduce, "_TIMEOUT", 0.1)
     store = HashStore()
-    store.set("arrived/2", "")
-    with pytest.raises(UserError, match="rank 1, 3 has no tensor on its device after"):
+    store.set("ready/2", "")
+    store.set("host/3", "node7")
+    with pytest.raises(UserError, match=r"from rank 1 on an unknown host, .*, rank 3 on node7: see `nvidia-smi`"):
         all_reduce._wait_for_ranks(store, 0, 4)
 
 
 def test_communication_that_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang() -> dict[str, float]:
-        time.sleep(1)
-        return {}
-
     monkeypatch.setattr(all_reduce, "_TIMEOUT", 0.1)
-    with pytest.raises(UserError, match=r"2 processes by nccl has not ended .* NCCL_DEBUG=INFO shows where"):
-        all_reduce._run_in_time(hang, "nccl", 2)
+    monkeypatch.setattr(all_reduce, "_time_all_reduce", lambda *_: time.sleep(2))
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)  # it would end the tests
+    begun = time.monotonic()
+    with pytest.raises(
+        UserError, match=r"the ranks on \S+ are ready, .* set NCCL_SOCKET_IFNAME .* NCCL_DEBUG=INFO shows"
+    ):
+        all_reduce.measure_all_reduce(OmegaConf.create({"trainer": {"accelerator": "cpu"}}))
+    assert time.monotonic() - begun < 1.5
 
 
 def test_wrong_sum_is_noticed() -> None:
     with pytest.raises(UserError, match="the sum of 1 ones is 0"):
-        all_reduce._measure(torch.zeros(2), HashStore(), rank=0, world_size=1)
-
-
-def test_different_versions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_reduce, "_gather", lambda value: [value, ("2.6.0", (2, 21, 5))])
-    with pytest.raises(UserError, match=r"rank 1 has torch 2.6.0 and NCCL \(2, 21, 5\), but rank 0 has"):
-        all_reduce._check_versions()
-
-
-def test_clock_difference_is_the_least_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = iter([[0.0, 9.0], [0.0, 3.0], [0.0, 5.0], [0.0, 4.0], [0.0, 8.0]])
-    monkeypatch.setattr(all_reduce, "_gather", lambda value: next(rounds))
-    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
-    assert all_reduce._clock_difference() == 3.0
+        all_reduce._time_all_reduce(torch.zeros(2), HashStore(), rank=0, world_size=1)
