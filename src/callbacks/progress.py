@@ -7,22 +7,19 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.callbacks.progress.rich_progress import ProcessingSpeedColumn
 from rich import get_console
-from rich.progress import Task, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 from rich.table import Column
-from rich.text import Text
 
 _log = logging.getLogger(__name__)
-_WIDE = 100  # characters of a line in which the elapsed time and the speed have room beside three metrics
-_OTHER_COLUMNS, _OTHER_COLUMNS_WIDE = 38, 58  # characters of all columns but the metrics, with a bar of 4
+_OTHER_COLUMNS = 38  # characters of all columns but the metrics, with a bar of 4
 
 
 class ProgressBar(RichProgressBar):
     """Lightning's RichProgressBar on one line, with its metrics gathered at each of the `refresh_rate` refreshes.
 
-    Lightning gathers them at every step. The bar takes the room that the metrics leave. Metrics that do not fit are
-    cut.
+    Lightning gathers them at every step, and also shows the elapsed time and the speed. The bar takes the room that the
+    metrics leave. Metrics that do not fit are cut.
     """
 
     _refreshed_at = 0.0
@@ -47,29 +44,16 @@ class ProgressBar(RichProgressBar):
         return {name.removeprefix("train/"): value for name, value in metrics.items() if name != "v_num"}
 
     def configure_columns(self, trainer: L.Trainer) -> list[Any]:
-        description, bar, batches, time, speed = super().configure_columns(trainer)
+        description, bar, batches, *_ = super().configure_columns(trainer)
         bar.bar_width = None  # what the other columns leave
-        wide = [batches, time, _SpeedColumn(speed.style)]
-        others = wide if self._terminal_width >= _WIDE else [batches, TimeRemainingColumn()]
-        for column in (description, *others):
+        columns = [description, batches, TimeRemainingColumn()]
+        for column in columns:
             column._table_column = Column(no_wrap=True)
-        return [description, bar, *others]
+        return [description, bar, *columns[1:]]
 
     def _init_progress(self, trainer: L.Trainer) -> None:
         super()._init_progress(trainer)
         if self._metric_component is not None:
-            others = _OTHER_COLUMNS_WIDE if self._terminal_width >= _WIDE else _OTHER_COLUMNS
-            room = max(1, self._terminal_width - others)
+            assert self._console is not None
+            room = max(1, self._console.width - _OTHER_COLUMNS)
             self._metric_component._table_column = Column(no_wrap=True, overflow="ellipsis", max_width=room)
-
-    @property
-    def _terminal_width(self) -> int:
-        assert self._console is not None
-        return self._console.width
-
-
-class _SpeedColumn(ProcessingSpeedColumn):
-    """Lightning's column, without its "0.00it/s" for a speed that is not known yet, or never in a short epoch."""
-
-    def render(self, task: Task) -> Any:
-        return Text("") if task.speed is None else super().render(task)

@@ -18,7 +18,6 @@ from src.loggers.guard import start_loggers
 from src.utils.events import append_event
 
 _log = logging.getLogger(__name__)
-_FEW_IMAGES = 64  # fewer of the size of CIFAR's keep no GPU busy
 
 
 class RunRecord(L.Callback):
@@ -118,7 +117,7 @@ class RunRecord(L.Callback):
     def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         data: Any = trainer.datamodule
         batch, group = data.global_batch_size, trainer.optimizers[0].param_groups[0]
-        layout, per_device, dp_size = data.layout, data.samples_per_micro_batch, data.parallel.dp_size
+        layout, dp_size = data.layout, data.parallel.dp_size
         mean_size = batch / layout.micro_batches / dp_size  # uneven shares are larger and smaller
         banner = {
             "experiment": self._fingerprint,
@@ -131,11 +130,6 @@ class RunRecord(L.Callback):
             "parameters": f"{self._num_parameters:,}",
             "run folder": self.config.run_dir,
         }
-        if module.device.type == "cuda" and per_device < _FEW_IMAGES:
-            banner["hint"] = (
-                f"with {per_device} images at a time a GPU waits for kernel launches: raise data.batch_size, "
-                "or use fewer devices or micro-batches"
-            )
         if self.config.ckpt_path:
             banner["goes on from"] = f"{self.config.ckpt_path}, step {self._resumed_at}"
         return banner

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from src.callbacks.ranks import RankComparison
 from src.callbacks.timeline import Timeline
@@ -26,7 +25,8 @@ class Throughput(L.Callback):
     `samples_per_sec`: images per second over all processes. `step_ms`: milliseconds of one optimizer step.
     `data_fraction`: fraction of a step between the end of a batch and the start of the next, when the host fetches,
     transfers and augments data. `peak_memory_mib`: largest memory of any process: allocated tensors on a GPU, resident
-    set size on a CPU. `mfu`: model FLOPs utilization (Chowdhery et al., "PaLM", 2022), if the device's peak is known.
+    set size on a CPU. `mfu`: model FLOPs utilization (Chowdhery et al., "PaLM", 2022), if the device's peak is known
+    and the module has a method `loss`, which a GAN has not.
 
     With several processes, `ranks/` has their memory and, if `callbacks.timeline` records steps, the time for which
     they work in a step; training ends with a message about a rank for which the others wait (`src/callbacks/ranks.py`).
@@ -42,7 +42,6 @@ class Throughput(L.Callback):
         self.peak_tflops = peak_tflops
         self._peak_flops: float | None = None  # of one device, per second
         self._step_flops: float | None = None  # over all processes
-        self._counter: FlopCounterMode | None = None  # counts the first batch if the FLOPs are not known before
         self._reports: list[dict[str, float]] = []
         self._ranks = RankComparison()
         self._batch_start: float | None  # of the latest batch; None if a pause interrupted it
@@ -59,11 +58,6 @@ class Throughput(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._reports, self._ranks = [], RankComparison()
-        # Under the counter dynamo would skip the network, and never compile it.
-        is_compiled = getattr(pl_module, "should_compile", False)
-        if trainer.is_global_zero and self._step_flops is None and not is_compiled:
-            self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()
 
     def on_train_batch_start(self, *_: Any) -> None:
         now = perf_counter()
@@ -83,8 +77,6 @@ class Throughput(L.Callback):
         if self._batch_start is not None:
             self._batch_seconds += self._batch_end - self._batch_start
             self._batches += 1
-        if self._counter:
-            self._estimate_step_flops(trainer)
         if should_report:
             if trainer.global_step > 1 or trainer.log_every_n_steps == 1:  # the first step is a warm-up
                 self._report(trainer, pl_module)
@@ -95,10 +87,6 @@ class Throughput(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self._pause(pl_module.device)
-
-    def on_exception(self, *_: Any) -> None:
-        if self._counter:
-            self._counter.__exit__(None, None, None)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._reports and trainer.is_global_zero:
@@ -140,18 +128,12 @@ class Throughput(L.Callback):
             module.log_dict({f"ranks/{name}": torch.tensor(value) for name, value in ranks.items()})
         self._reports.append(report)
 
-    def _estimate_step_flops(self, trainer: L.Trainer) -> None:
-        """Extrapolate the first batch's FLOPs to a step: every process and every micro-batch costs the same."""
-        assert self._counter is not None
-        self._counter.__exit__(None, None, None)
-        self._step_flops = self._counter.get_total_flops() * trainer.world_size * trainer.accumulate_grad_batches
-        self._counter = None
-
     def _summary(self) -> str:
         values = defaultdict(list)
         for report in self._reports:
             for name, value in report.items():
                 values[name].append(value)
         rows = {name: median(measured) for name, measured in values.items()}
-        rows["gflop_per_step"] = (self._step_flops or 0) / 1e9
+        if self._step_flops:
+            rows["gflop_per_step"] = self._step_flops / 1e9
         return "\n".join(f"    {name:<16}  {value:.4g}" for name, value in rows.items())

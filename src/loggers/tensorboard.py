@@ -7,7 +7,7 @@ from lightning.pytorch import loggers
 from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 
-from src.loggers.evaluation_media import draw_confusion, draw_mistakes
+from src.loggers.evaluation_media import calibration_table, confusion_table, draw_mistakes
 
 
 class TensorBoardLogger(loggers.TensorBoardLogger):
@@ -22,16 +22,8 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
 
     @rank_zero_only
     def log_evaluation(self, stage: str, evaluation: dict[str, Any]) -> None:
-        """Log what `src/callbacks/evaluation.py` records of a stage, val or test."""
+        """Log the evaluation of a stage, val or test: the mistakes as an image, the rest as tables."""
         step = evaluation["step"]
-        self.log_image(f"images/{stage}_confusion_matrix", [draw_confusion(evaluation)], step)
         self.log_image(f"images/{stage}_mistakes", [draw_mistakes(evaluation)], step)
-        self.experiment.add_text(
-            f"images/{stage}_calibration", _calibration_table(evaluation["calibration"]["bins"]), step
-        )
-
-
-def _calibration_table(bins: list[dict[str, Any]]) -> str:
-    """Return the bins that have samples as a table in Markdown."""
-    rows = [f"| {row['confidence']:.3f} | {row['accuracy']:.3f} | {row['count']} |" for row in bins if row["count"]]
-    return "\n".join(["| mean probability | accuracy | samples |", "| --- | --- | --- |", *rows])
+        self.experiment.add_text(f"images/{stage}_confusion_matrix", confusion_table(evaluation), step)
+        self.experiment.add_text(f"images/{stage}_calibration", calibration_table(evaluation), step)
