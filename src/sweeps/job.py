@@ -43,37 +43,24 @@ def run_job(cfg: DictConfig) -> float:
     return nan if job.result is None else job.result
 
 
-class _JobTimer:
-    """The duration of a job; the wait for free devices is not part of it."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-
-    def seconds(self) -> float:
-        return time.monotonic() - self._start
-
-    @contextmanager
-    def reserve_then_restart(self, cfg: DictConfig) -> Iterator[None]:
-        """Reserve the job's devices, and restart the timer when they are free."""
-        with reserve_devices(cfg):
-            self._start = time.monotonic()
-            yield
-
-
 def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
-    """Run the job, and write its record at the start and at the end, whatever the end is.
-
-    Raises:
-        Stopped: if a signal came meanwhile.
-    """
+    """Run the job, and write its record at the start and at the end, whatever the end is."""
     job.status, job.error, job.metric = "running", "", cfg.optimized_metric or ""
     job.write(folder)
-    timer = _JobTimer()
+    began = time.monotonic()
+
+    @contextmanager
+    def reserve_then_begin(cfg: DictConfig) -> Iterator[None]:
+        nonlocal began
+        with reserve_devices(cfg):
+            began = time.monotonic()  # the wait for free devices is not part of the job
+            yield
+
     try:
         if cfg.fit and not cfg.ckpt_path and (newest := newest_checkpoint(folder)):
             cfg.ckpt_path = str(newest)
         with _arguments(HydraConfig.get().overrides.task):
-            job.metrics = launch(cfg, timer.reserve_then_restart)
+            job.metrics = launch(cfg, reserve_then_begin)
         job.result = _result(cfg.optimized_metric, job.metrics)
         job.status = "finished"
     except Exception as error:
@@ -85,7 +72,7 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
         print(f"sweep={folder.parent} goes on with the sweep", file=sys.stderr)
         raise
     finally:
-        job.seconds = timer.seconds()
+        job.seconds = time.monotonic() - began
         job.write(folder)
     if number := signals.requested():  # it came too late for this job, and must stop the sweep
         print(f"sweep={folder.parent} goes on with the sweep", file=sys.stderr)

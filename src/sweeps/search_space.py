@@ -33,9 +33,6 @@ def _distribution(override: Override) -> BaseDistribution:
     """Return the distribution of one override.
 
     It can be `interval(a,b)` or `int(interval(a,b))`, each also in `tag(log, ...)`, `range(a,b,step)`, or a choice.
-
-    Raises:
-        UserError: if a range is empty or falls.
     """
     value: Any = override.value()
     if not isinstance(value, IntervalSweep | RangeSweep):

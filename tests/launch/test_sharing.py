@@ -15,7 +15,7 @@ from src.launch import rank
 from src.report.jobs import Job
 from src.run.devices import resolve_devices
 from src.sweeps.devices import _reserve_gpus
-from src.sweeps.record import job_folder
+from src.sweeps.resolvers import job_folder
 from src.sweeps.table import report
 from src.utils.errors import UserError
 from src.utils.locks import hold_lock, try_lock
