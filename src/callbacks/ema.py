@@ -23,9 +23,6 @@ class EMA(L.Callback):
     Args:
         decay: fraction of the average that one step keeps; at most (1 + step) / (10 + step), which lowers it in the
             first steps.
-
-    Raises:
-        UserError: if `decay` is not in [0, 1), or `save_weights_only` of a checkpoint callback omits the average.
     """
 
     averages_weights = True  # strategies that average weights themselves refuse it

@@ -28,9 +28,6 @@ class FrechetDistance(L.Callback):
         random_net: builds a classifier. Its random weights are always the same; their distance is less informative than
             that of trained ones (Naeem et al., "Reliable fidelity and diversity metrics for generative models", 2020).
         feature_checkpoint: run folder or checkpoint of a classifier, to be used instead.
-
-    Raises:
-        UserError: if the checkpoint is not of a classifier, or the module generates no images.
     """
 
     def __init__(self, random_net: Callable[[], nn.Module], feature_checkpoint: str | None = None) -> None:

@@ -21,9 +21,6 @@ class GradientNorms(L.Callback):
 
     Ranks may hold copies, shards or different parameters, and a norm counts each element once. Where ranks differ
     between two averages (`strategy.comm_hook=post_local_sgd`), it is their root mean square.
-
-    Raises:
-        UserError: if the module has several optimizers.
     """
 
     def __init__(self) -> None:

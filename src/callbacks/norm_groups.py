@@ -21,11 +21,7 @@ class NormGroups(L.Callback):
     """Lets the batch normalization layers of any network use `data.norm_groups` groups of the global batch."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Change the layers before a strategy wraps, shards or splits the network.
-
-        Raises:
-            UserError: if a micro-batch does not hold whole groups, or there are more groups than samples.
-        """
+        """Change the layers before a strategy wraps, shards or splits the network."""
         if stage != "fit" or not any(isinstance(part, _BatchNorm) for part in pl_module.modules()):
             return
         layout = trainer.datamodule.layout

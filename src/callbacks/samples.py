@@ -20,9 +20,6 @@ class SampleGrid(L.Callback):
 
     Args:
         count: number of images in the grid, a square number.
-
-    Raises:
-        UserError: if `count` is no square number, or the module generates no images.
     """
 
     def __init__(self, count: int = 64) -> None:

@@ -13,11 +13,7 @@ from src.utils.errors import UserError
 
 
 def check_is_complete(path: Path, option: str = "ckpt_path") -> None:
-    """Check that `path` is a complete checkpoint of a run.
-
-    Raises:
-        UserError: if it is not.
-    """
+    """Check that `path` is a complete checkpoint of a run."""
     try:
         if corrupt_member := zipfile.ZipFile(path).testzip():  # torch.load ignores a wrong checksum
             raise zipfile.BadZipFile(f"{corrupt_member} is corrupt")
@@ -26,15 +22,6 @@ def check_is_complete(path: Path, option: str = "ckpt_path") -> None:
         raise
     except Exception as error:  # a corrupt file can raise anything
         raise corruption_error(path, error, option) from error
-
-
-def check_is_checkpoint(path: Path, option: str) -> None:
-    """Check that `path`, the value of `option`, is a checkpoint of a run, without reading its tensors.
-
-    Raises:
-        UserError: if it is not.
-    """
-    read_run_checkpoint(path, option, map_location="meta", mmap=True)
 
 
 def read_weights(path: _PATH, option: str, **options: Any) -> dict[str, Tensor]:
@@ -51,11 +38,7 @@ def read_weights(path: _PATH, option: str, **options: Any) -> dict[str, Tensor]:
 
 
 def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    """Check that the weights of a checkpoint have the names and shapes of this module's weights.
-
-    Raises:
-        UserError: if they do not.
-    """
+    """Check that the weights of a checkpoint have the names and shapes of this module's weights."""
     mismatched = sorted(saved.keys() ^ own.keys()) or [name for name in own if saved[name].shape != own[name].shape]
     if mismatched:
         others = f" and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""

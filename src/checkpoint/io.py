@@ -47,11 +47,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise write_error(file, cause) from error
 
     def load_checkpoint(self, path: _PATH, map_location: Any = "cpu", weights_only: Any = True) -> dict[str, Any]:
-        """Read the file; it may contain only tensors and plain containers.
-
-        Raises:
-            UserError: if it is not a complete checkpoint.
-        """
+        """Read the file; it may contain only tensors and plain containers."""
         return read_checkpoint(path, map_location=map_location)
 
     def remove_checkpoint(self, path: _PATH) -> None:

@@ -40,13 +40,7 @@ def save_shards(checkpoint: dict[str, Any], folder: Path) -> None:
 def load_full(checkpoint: dict[str, Any], file: Path, moments: bool = True) -> dict[str, Any]:
     """Return the checkpoint with full tensors, read from its folder if it is sharded. Each rank can call it alone.
 
-    Args:
-        checkpoint: content of the file, with meta tensors if it is sharded.
-        file: the checkpoint file.
-        moments: whether to read the state of the optimizers too.
-
-    Raises:
-        FileNotFoundError: if the folder does not exist.
+    `moments=False` does not read the state of the optimizers.
     """
     if not isinstance(checkpoint, dict) or SHARDS not in checkpoint:  # a file may contain any object
         return checkpoint
@@ -81,17 +75,13 @@ def load_shards(wanted: dict[str, Any], file: Path, checkpoint: dict[str, Any]) 
 
 
 def _rank_error(error: dcp.CheckpointException) -> Exception:
-    """Return the first OSError of a rank, or the first error if there is none.
+    """Return the first OSError of a rank, or the text of the first error if there is none.
 
     CheckpointException is a BaseException and hides the errors of the ranks.
     """
     raised = [failure for failure, _ in error.failures.values()]
-    for failure in raised:
-        for cause in (failure, failure.__cause__, failure.__context__):
-            if isinstance(cause, OSError):
-                return cause
-    first = raised[0]
-    return first if isinstance(first, Exception) else RuntimeError(str(first))
+    causes = [cause for failure in raised for cause in (failure, failure.__cause__, failure.__context__)]
+    return next((cause for cause in causes if isinstance(cause, OSError)), RuntimeError(str(raised[0])))
 
 
 def check_shards(checkpoint: dict[str, Any], file: Path) -> None:
@@ -131,11 +121,7 @@ def _folder_name(file: Path) -> str | None:
 def named_tensors(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of weights and optimizers by names that are the same on every rank."""
     tensors: dict[str, Tensor] = {}
-
-    def collect(name: str, tensor: Tensor) -> None:
-        tensors[name] = tensor
-
-    map_tensors(checkpoint, collect)
+    map_tensors(checkpoint, tensors.setdefault)
     return tensors
 
 

@@ -53,11 +53,7 @@ def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.
 
 
 def _build_trusted(node: DictConfig, packages: Sequence[str], origin: str) -> Any:
-    """Build the object that a checkpoint's configuration describes, only with code of the packages.
-
-    Raises:
-        UserError: if it would run other code; the message names `origin`.
-    """
+    """Build the object that a checkpoint's configuration describes, only with code of the packages."""
     for target in [node._target_, *target_names(OmegaConf.to_container(node))]:
         if not _is_in(target, packages):
             package = target.partition(".")[0]
@@ -86,9 +82,6 @@ def load_initial_weights(module: nn.Module, path: str) -> None:
     """Load the weights of another run, or of a file with the `state_dict` of the network alone, into the module.
 
     If the last linear layer has another number of outputs, it keeps its initialization, and a log line reports it.
-
-    Raises:
-        UserError: if the weights are those of another network.
     """
     saved, own = read_weights(path, "init_from"), module.state_dict()
     if not saved.keys() & own.keys():

@@ -144,12 +144,12 @@ def _find_checkpoint(option: str, value: str) -> Path:
     if not checkpoint.is_file():
         missing = f"checkpoint in that folder ({checkpoint})" if path.is_dir() else "such file or run folder"
         raise UserError(f"{option}={value}: there is no {missing}")
-    from src.checkpoint.integrity import check_is_checkpoint, read_weights  # late, because it imports Lightning
+    from src.checkpoint.integrity import read_run_checkpoint, read_weights  # late, because it imports Lightning
 
     if option == "init_from":
         read_weights(checkpoint, option, map_location="meta")
     else:
-        check_is_checkpoint(checkpoint, option)
+        read_run_checkpoint(checkpoint, option, map_location="meta", mmap=True)
     return checkpoint
 
 
