@@ -26,8 +26,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 SIGNATURES: list[tuple[Callable[..., Any], list[str], str]] = [
     (_TrainingEpochLoop._broadcast_sigterm_tensor, ["self"], "src/run/trainer_patches.py"),
     (_ResultCollection.metrics, ["self", "on_step"], "src/run/trainer_patches.py"),
-    (ModelCheckpoint._save_none_monitor_checkpoint, ["self", "trainer", "monitor_candidates"], "callbacks/checkpoint"),
-    (ModelCheckpoint._should_skip_saving_checkpoint, ["self", "trainer"], "src/callbacks/checkpoint.py"),
 ]
 
 
@@ -49,7 +47,7 @@ def test_private_functions_accept_our_arguments(function: Callable[..., Any], pa
 
 
 def test_loop_counters_that_a_resumption_rewrites_exist() -> None:
-    """src/callbacks/data_position.py writes these into a checkpoint."""
+    """src/callbacks/resumption.py writes these into a checkpoint."""
     loops = L.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu").fit_loop.state_dict()
     for name in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
         assert set(loops[name]["total"]) == {"ready", "started", "processed", "completed"}
@@ -195,7 +193,7 @@ def test_lightning_still_counts_samples_as_integers() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_torch_still_records_a_stack_trace_to_seed_an_unused_device() -> None:
-    """If not, src/callbacks/seed.py can call torch.manual_seed."""
+    """If not, src/callbacks/resumption.py can call torch.manual_seed."""
     torch.cuda.manual_seed_all(0)
     _, trace = torch.cuda._lazy_seed_tracker.manual_seed_all_cb
     assert "test_canaries.py" in "".join(trace)

@@ -2,16 +2,18 @@
 
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
 
+from src.checkpoint.run_files import LAST
 from src.utils.consensus import RankConsensus
 from src.utils.errors import UserError
 
 
-class LastCheckpoint(ModelCheckpoint):
+class LastCheckpoint(Checkpoint):
     """Keeps one checkpoint: the state at the end of an epoch, after its validation, or at a later step.
 
     The end of the last epoch is always saved.
@@ -27,11 +29,10 @@ class LastCheckpoint(ModelCheckpoint):
         every_n_train_steps: optimizer steps between additional saves.
         train_time_interval: time after the last save at which a rank requests another, as the arguments of timedelta,
             such as {minutes: 10}.
-        filename: name of the file without its extension.
-
-    Raises:
-        UserError: if an interval is not valid.
     """
+
+    # A logger that uploads checkpoints reads these, as of a ModelCheckpoint that monitors nothing.
+    monitor, best_model_score, save_top_k = None, None, 1
 
     def __init__(
         self,
@@ -39,22 +40,17 @@ class LastCheckpoint(ModelCheckpoint):
         every_n_epochs: int | None = 1,
         every_n_train_steps: int | None = None,
         train_time_interval: dict[str, float] | None = None,
-        filename: str = "last",
     ) -> None:
-        super().__init__(dirpath, filename, enable_version_counter=False, save_on_train_epoch_end=True)
         for name, interval in {"every_n_epochs": every_n_epochs, "every_n_train_steps": every_n_train_steps}.items():
             if interval is not None and interval < 1:
                 raise UserError(f"callbacks.checkpoint.{name}={interval}: give at least 1, or null")
+        self.best_model_path = str(Path(dirpath) / LAST)
         self._epoch_interval, self._step_interval = every_n_epochs, every_n_train_steps
         self._time_interval = _to_seconds(train_time_interval)
-        self._saved_at = time.monotonic()
-        self._consensus = RankConsensus()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved_at, self._consensus = time.monotonic(), RankConsensus()
-        self._last_global_step_saved = trainer.global_step  # a resumed run begins with a state that is saved already
-
-    on_train_batch_end = None  # type: ignore[assignment]  # Lightning's hook would save before the metrics are logged
+        self._saved_step = trainer.global_step  # a resumed run begins with a state that is saved already
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches:
@@ -63,18 +59,25 @@ class LastCheckpoint(ModelCheckpoint):
         if self._time_interval is not None:
             # Every rank must poll at every step, also when the step alone decides.
             should_save = bool(self._consensus.poll(trainer, self._is_time_over)) or should_save
-        if should_save and not self._should_skip_saving_checkpoint(trainer):
-            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        if should_save:
+            self._save(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        epochs = trainer.current_epoch + 1
         has_all_steps = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
-        is_last = trainer.should_stop or has_all_steps or trainer.current_epoch + 1 == trainer.max_epochs
-        if is_last or (self._epoch_interval and (trainer.current_epoch + 1) % self._epoch_interval == 0):
-            super().on_train_epoch_end(trainer, pl_module)
+        is_last = trainer.should_stop or has_all_steps or epochs == trainer.max_epochs
+        if is_last or (self._epoch_interval and epochs % self._epoch_interval == 0):
+            self._save(trainer)
 
-    def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
-        super()._save_checkpoint(trainer, filepath)
-        self._saved_at = time.monotonic()
+    def _save(self, trainer: L.Trainer) -> None:
+        """Save, unless this step is saved already. Every rank must call it."""
+        if trainer.fast_dev_run or trainer.global_step == self._saved_step:
+            return
+        trainer.save_checkpoint(self.best_model_path)
+        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(self)  # type: ignore[arg-type]
 
     def _is_time_over(self) -> bool:
         return time.monotonic() - self._saved_at >= (self._time_interval or 0.0)

@@ -42,13 +42,8 @@ class PreemptionHandler(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
         """Stop before a step, because the previous step and its validation are then logged and saved."""
-        if batch_idx % trainer.accumulate_grad_batches:
-            return
-        if signal_number := self._consensus.poll(trainer, signals.requested):
-            if not trainer.fast_dev_run:
-                trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST)
-            self._log_stop(trainer, signal_number)
-            raise signals.Stopped(signal_number)
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._stop_if_requested(trainer, should_save=not trainer.fast_dev_run)
 
     def on_test_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._stop_if_requested(trainer)
@@ -56,13 +51,14 @@ class PreemptionHandler(L.Callback):
     def on_predict_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._stop_if_requested(trainer)
 
-    def _stop_if_requested(self, trainer: L.Trainer) -> None:
-        if signal_number := self._consensus.poll(trainer, signals.requested):
-            self._log_stop(trainer, signal_number)
-            raise signals.Stopped(signal_number)
-
-    def _log_stop(self, trainer: L.Trainer, signal_number: int) -> None:
+    def _stop_if_requested(self, trainer: L.Trainer, should_save: bool = False) -> None:
+        signal_number = self._consensus.poll(trainer, signals.requested)
+        if not signal_number:
+            return
+        if should_save:
+            trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST)
         if trainer.is_global_zero:
             _log.info(stop_message(signal_number, self.folder, f" at step {trainer.global_step}"))
             if not trainer.fast_dev_run:
                 append_event(self.folder, "stopped", trainer.global_step, Signals(signal_number).name)
+        raise signals.Stopped(signal_number)

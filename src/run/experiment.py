@@ -157,7 +157,7 @@ def _build_module(cfg: DictConfig, trainer: L.Trainer) -> L.LightningModule:
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
     module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
     if not getattr(module, "takes_batch", False):
-        trainer.num_sanity_val_steps = 1  # src/callbacks/monitor_check.py then checks its metrics
+        trainer.num_sanity_val_steps = 1  # src/callbacks/checks.py then checks its metrics
     use_sample_dropout(module)
     check_can_train(trainer.strategy, module)
     if cfg.test and not is_overridden("test_step", module):

@@ -10,18 +10,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from src.callbacks.checkpoint import LastCheckpoint
-from src.callbacks.checkpoint_history import CheckpointHistory
-from src.callbacks.data_position import DataPosition
-from src.callbacks.heartbeat import Heartbeat
-from src.callbacks.monitor_check import MonitorCheck
-from src.callbacks.nan_guard import NaNGuard
+from src.callbacks.checks import RunChecks
 from src.callbacks.norm_groups import NormGroups
-from src.callbacks.plain_modules import PlainModules
 from src.callbacks.predictions import PredictionWriter
 from src.callbacks.preemption import PreemptionHandler
 from src.callbacks.record import RunRecord
-from src.callbacks.scheduler_steps import SchedulerSteps
-from src.callbacks.seed import SeedEachStep
+from src.callbacks.resumption import ExactResumption
+from src.callbacks.steps import OptimizerSteps
+from src.callbacks.watchdog import Watchdog
 from src.checkpoint.io import AtomicCheckpointIO
 from src.loggers.csv import CSVLogger
 from src.run.build import build
@@ -48,14 +44,12 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     _check_options(cfg.trainer)
     folder = Path(cfg.run_dir)
     configured = _configured_callbacks(cfg)
-    # The last one, because `throughput` counts the FLOPs of a few samples, which form no groups.
-    norm_groups = [NormGroups()] if cfg.trainer.sync_batchnorm else []
     plugins, precision = _plugins_and_precision(cfg.trainer)
     make_trainer = build(cfg.trainer, _partial_=True)
     try:
         return make_trainer(
             strategy=_build_strategy(cfg.strategy),
-            callbacks=[*_required_callbacks(cfg), MonitorCheck(configured), *configured.values(), *norm_groups],
+            callbacks=_all_callbacks(cfg, configured),
             logger=CSVLogger(folder),  # RunRecord puts the configured loggers before it
             plugins=plugins,
             precision=precision,
@@ -79,23 +73,24 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
         raise UserError(f"an option of `trainer`, `strategy` or `callbacks` is invalid: {message}") from error
 
 
-def _required_callbacks(cfg: DictConfig) -> list[L.Callback]:
-    """Return the callbacks of every run, whatever is configured."""
+def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callback]:
+    """Return the callbacks that every run needs, and the configured ones."""
     folder = Path(cfg.run_dir)
-    return [
+    callbacks = [
         # These end the run: a hung rank alone, or all ranks at the same step after a signal.
-        Heartbeat(folder, cfg.launch.timeout),
+        Watchdog(folder, cfg.launch.timeout),
         PreemptionHandler(folder),
-        # A resumed run needs these to repeat the uninterrupted one: its log, data, best checkpoints, random numbers.
         RunRecord(cfg, list(_build_each(cfg, "logger").values())),
-        DataPosition(),
-        CheckpointHistory(),
-        SeedEachStep(cfg.seed),
-        SchedulerSteps(),
-        NaNGuard(),
-        PredictionWriter(folder),
-        PlainModules(),
+        ExactResumption(cfg.seed),
+        OptimizerSteps(),
+        RunChecks(configured),
+        *configured.values(),
     ]
+    if cfg.predict:
+        callbacks.append(PredictionWriter(folder))
+    if cfg.trainer.sync_batchnorm:
+        callbacks.append(NormGroups())  # the last one: `throughput` counts the FLOPs of a few samples, without groups
+    return callbacks
 
 
 def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:

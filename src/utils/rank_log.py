@@ -17,6 +17,7 @@ _IGNORED_WARNINGS = [
     "Checkpoint directory .* exists",
     "smaller than the logging interval",  # the first and the last step are logged anyway
     "The dirpath has changed",  # for an evaluation, which has a folder of its own
+    "callbacks used to create the checkpoint need to be provided",  # a continued run may have other callbacks
     "LeafSpec",
     "The `srun` command is available",
     "torch.distributed is disabled, unavailable or uninitialized",

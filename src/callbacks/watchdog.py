@@ -14,7 +14,7 @@ from src.utils.rank_log import stack_file
 _INTERVAL = 1.0  # seconds between two starts of the timer, each of which takes some 50 microseconds
 
 
-class Heartbeat(L.Callback):
+class Watchdog(L.Callback):
     """Ends this rank if it makes no progress within `timeout` seconds.
 
     The timer runs in C, so it also runs while Python waits in a collective that never returns. The timeout of a process

@@ -1,15 +1,16 @@
-"""Steps of learning-rate schedulers that do not depend on the hardware or on a restart."""
+"""Count in optimizer steps, on any hardware and after a restart, what Lightning counts in micro-batches."""
 
 from typing import Any
 
 import lightning as L
 import torch
 
+from src.data.limits import validation_interval
 from src.utils.errors import UserError
 
 
-class SchedulerSteps(L.Callback):
-    """Counts the frequency of a scheduler in optimizer steps, and makes up for the steps that a restart loses.
+class OptimizerSteps(L.Callback):
+    """Converts the intervals of validation and schedulers, and makes up for steps of ReduceLROnPlateau.
 
     Lightning counts micro-batches. It steps ReduceLROnPlateau after an epoch's checkpoint is saved, and not at all
     after the first epoch of a restart (`_FitLoop.on_advance_end` and `_TrainingEpochLoop._update_learning_rates`,
@@ -19,6 +20,14 @@ class SchedulerSteps(L.Callback):
     def __init__(self) -> None:
         self._restored_metrics: dict[str, float] = {}
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        data: Any = trainer.datamodule
+        if stage == "fit" and data.evaluated_samples("val"):
+            may_cross_epochs = trainer.check_val_every_n_epoch is None
+            trainer.val_check_interval = validation_interval(
+                trainer.val_check_interval, data.steps_per_epoch, data.accumulate, may_cross_epochs
+            )
+
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._restored_metrics = checkpoint.get("metrics", {})
 
@@ -27,34 +36,11 @@ class SchedulerSteps(L.Callback):
             if config.interval == "step":
                 config.frequency *= trainer.accumulate_grad_batches
 
-    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check the metric of ReduceLROnPlateau in a module that was not written for this template.
-
-        Raises:
-            UserError: if validation logs other metrics.
-        """
-        logged = trainer.callback_metrics
-        for config in trainer.lr_scheduler_configs:
-            monitor = config.monitor or ""
-            if config.reduce_on_plateau and logged and monitor.startswith("val") and monitor not in logged:
-                raise UserError(
-                    f"ReduceLROnPlateau monitors {monitor}, but validation logs {', '.join(logged)}: name one"
-                )
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check that the metric of ReduceLROnPlateau is new whenever it takes a step.
-
-        Raises:
-            UserError: if there is no validation, or not as often.
-        """
-        data: Any = trainer.datamodule
+        """Check that the metric of ReduceLROnPlateau is new whenever it takes a step."""
         every = trainer.check_val_every_n_epoch or 1
         for config in _plateau_configs(trainer):
-            if not config.monitor.startswith("val"):
-                continue
-            if not data.evaluated_samples("val"):
-                raise UserError(f"scheduler.monitor={config.monitor}: the run has no validation; set data.val_fraction")
-            if config.frequency % every:
+            if config.monitor.startswith("val") and config.frequency % every:
                 raise UserError(
                     f"scheduler.frequency={config.frequency}, but validation is every {every} epochs "
                     f"(trainer.check_val_every_n_epoch): set scheduler.frequency={every}"
@@ -75,11 +61,7 @@ def _plateau_configs(trainer: L.Trainer) -> list[Any]:
 
 
 def _check_equal_on_ranks(trainer: L.Trainer, device: torch.device, config: Any) -> None:
-    """Check that a scheduler has seen the same metric on all ranks. Every rank must call it.
-
-    Raises:
-        UserError: on all ranks, if not: their learning rates would differ.
-    """
+    """Raise a UserError on all ranks if a scheduler has seen different metrics on them. Every rank must call it."""
     scheduler = config.scheduler
     state = torch.tensor([scheduler.best, scheduler.num_bad_epochs], device=device)
     states = trainer.strategy.all_gather(state).view(-1, len(state))
