@@ -42,7 +42,7 @@ def history(file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "when", [["trainer.check_val_every_n_epoch=2"], ["+trainer.val_check_interval=2"], ["trainer.max_steps=13"]]
+    "when", [["trainer.check_val_every_n_epoch=2"], ["+trainer.val_check_interval=2", "trainer.max_steps=13"]]
 )
 def test_best_checkpoint_has_the_step_of_its_validation(when: list[str], small: list[str], folder: Path) -> None:
     fit(compose(folder, *small, *TASK, *when, "callbacks=[default,top_k]", "callbacks.best.save_top_k=-1"))
@@ -55,8 +55,7 @@ def test_best_checkpoint_has_the_step_of_its_validation(when: list[str], small: 
     assert saved == validated
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("step", [4, 11])
+@pytest.mark.parametrize(("step", "devices"), [(4, 2), (11, 1)])
 def test_kill_does_not_change_checkpoints(step: int, devices: int, pool: Pool, small: list[str], folder: Path) -> None:
     world = [f"trainer.devices={devices}", f"strategy={'ddp' if devices > 1 else 'auto'}"]
     task = [*small, *TASK, *TWICE_AN_EPOCH, *world, "callbacks.checkpoint.every_n_train_steps=3"]
@@ -89,7 +88,10 @@ def test_moved_folder_keeps_its_best_checkpoint(small: list[str], folder: Path) 
 
 
 def test_copied_checkpoint_starts_a_new_history(small: list[str], folder: Path) -> None:
+    """An earlier version saved the state of a callback that does not exist any more."""
     fit(compose(folder / "here", *small, *TASK, f"trainer.max_steps={SHORT_EPOCH}"))
-    copied = (folder / "here" / "checkpoints" / "last.ckpt").rename(folder / "copied.ckpt")
-    fit(compose(folder / "there", *small, *TASK, f"ckpt_path={copied}"))
+    last = torch.load(folder / "here" / "checkpoints" / "last.ckpt")
+    last["callbacks"]["LastCheckpoint{'monitor': None}"] = {"best_model_path": "last.ckpt"}
+    torch.save(last, folder / "copied.ckpt")
+    fit(compose(folder / "there", *small, *TASK, f"ckpt_path={folder}/copied.ckpt"))
     assert (folder / "there" / "checkpoints" / "best.ckpt").is_file()

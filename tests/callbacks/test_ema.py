@@ -55,6 +55,13 @@ def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert max(relative(found[name], tensor) for name, tensor in expected.items()) < TOLERANCE
 
 
+@pytest.fixture(scope="module")
+def alone(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """Return the folder and the metrics of a run in a single process."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    return folder, run(compose(folder, *small, *TASK))
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_average_follows_the_formula(accumulate: int, small: list[str], folder: Path) -> None:
     expected = ReferenceAverage()
@@ -67,69 +74,55 @@ def test_average_follows_the_formula(accumulate: int, small: list[str], folder: 
     assert min(moved) > 1e-4
 
 
-def test_ema_does_not_change_training(small: list[str], folder: Path) -> None:
-    plain = fit(compose(folder / "plain", *small, "experiment=parity", *SHORT))
-    averaged = fit(compose(folder, *small, *TASK))
-    assert averaged.losses == plain.losses
-    check_same(averaged.final, plain.final)
-
-
-def test_evaluates_the_weights_in_the_checkpoint(small: list[str], folder: Path) -> None:
-    metrics = run(compose(folder, *small, *TASK))
-    assert metrics["test/loss"] != run(compose(folder / "plain", *small, "experiment=parity", *SHORT))["test/loss"]
-    best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
+def test_it_changes_the_evaluation_only(alone: tuple[Path, dict[str, float]], small: list[str], folder: Path) -> None:
+    """The weights in training are those of a run without it; the best checkpoint has both, too."""
+    plain = fit(compose(folder, *small, "experiment=parity", *SHORT), test=True)
+    best = torch.load(alone[0] / "checkpoints" / "best.ckpt", weights_only=True)
+    check_same(checkpoint(alone[0])["training_state_dict"], plain.final)
     assert best["state_dict"].keys() == best["training_state_dict"].keys()
-    for callbacks in ("[default,ema]", "default"):
-        again = [*small, "experiment=parity", *SHORT, f"callbacks={callbacks}", "fit=false"]
-        from_file = compose(folder / callbacks, *again, f"ckpt_path={folder}/checkpoints/last.ckpt")
-        assert run(from_file)["test/loss"] == pytest.approx(metrics["test/loss"], rel=TOLERANCE)
+    assert alone[1]["test/loss"] != plain.metrics["test/loss"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
-def test_restarted_finished_run_is_tested_with_the_average(
-    strategy: str, pool: Pool, small: list[str], folder: Path
+@pytest.mark.parametrize("words", [["callbacks=[default,ema]", "fit=false"], ["fit=false"], TASK[-2:]])
+def test_evaluates_the_weights_in_the_checkpoint(
+    words: list[str], alone: tuple[Path, dict[str, float]], small: list[str], folder: Path
 ) -> None:
-    """Test on one process, and on two that may each hold a part of the average."""
-    task = [*small, *TASK]
-    metrics = run(compose(folder, *task))
-    last = f"ckpt_path={folder}/checkpoints/last.ckpt"
-    two = compose(folder / "two", *task, last, f"strategy={strategy}", "trainer.devices=2")
-    for again in (run(compose(folder, *task, last)), *pool.run(2, run, two)):
-        assert again["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
+    """With and without the callback, and after a restart of the finished run."""
+    task = [*small, "experiment=parity", *SHORT, *words, f"ckpt_path={alone[0]}/checkpoints/last.ckpt"]
+    assert run(compose(folder, *task))["test/loss"] == pytest.approx(alone[1]["test/loss"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
     "strategy",
     [pytest.param(name, marks=[] if name in ("ddp", "fsdp", "pipeline") else pytest.mark.slow) for name in STRATEGIES],
 )
-def test_agrees_with_single_process(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
-    task = [*small, *TASK]
-    alone = run(compose(folder / "single", *task))
-    cfg = compose(folder, *task, f"strategy={strategy}", "trainer.devices=2")
-    metrics = run(cfg) if runs_in_single_process(cfg) else pool.run(2, run, cfg)[0]
+def test_agrees_with_single_process(
+    strategy: str, alone: tuple[Path, dict[str, float]], pool: Pool, small: list[str], folder: Path
+) -> None:
+    """In a run, and in the test of a finished run, where each rank may hold a part of the average."""
+    two = [*small, *TASK, f"strategy={strategy}", "trainer.devices=2"]
+    for cfg in (compose(folder, *two), compose(folder, *two, f"ckpt_path={alone[0]}/checkpoints/last.ckpt")):
+        metrics = run(cfg) if runs_in_single_process(cfg) else pool.run(2, run, cfg)[0]
+        for name in ("val/loss", "test/loss"):
+            assert metrics[name] == pytest.approx(alone[1][name], rel=1e-6)
     for kind in ("state_dict", "training_state_dict"):
-        check_same(checkpoint(folder)[kind], checkpoint(folder / "single")[kind])
-    for name in ("val/loss", "test/loss"):
-        assert metrics[name] == pytest.approx(alone[name], rel=1e-6)
+        check_same(checkpoint(folder)[kind], checkpoint(alone[0])[kind])
 
 
-@pytest.mark.parametrize(
-    ("hook", "before", "after"),
-    [
-        ("on_train_batch_end", 1, 2),
-        ("on_validation_end", 2, 1),
-        pytest.param("on_train_batch_end", 1, 1, marks=pytest.mark.slow),
-        pytest.param("on_train_batch_end", 2, 1, marks=pytest.mark.slow),
-        pytest.param("on_validation_end", 1, 1, marks=pytest.mark.slow),
-        pytest.param("on_validation_end", 1, 2, marks=pytest.mark.slow),
-    ],
-)
-def test_resumes_exactly(hook: str, before: int, after: int, pool: Pool, small: list[str], folder: Path) -> None:
-    fit(task(folder / "uninterrupted", small, 1))
+@pytest.mark.parametrize(("hook", "before", "after"), [("on_train_batch_end", 1, 2), ("on_validation_end", 2, 1)])
+def test_resumes_exactly(
+    hook: str,
+    before: int,
+    after: int,
+    alone: tuple[Path, dict[str, float]],
+    pool: Pool,
+    small: list[str],
+    folder: Path,
+) -> None:
     run_on_ranks(pool, before, die, task(folder, small, before), hook, 3)
     run_on_ranks(pool, after, fit, task(folder, small, after, f"ckpt_path={folder}/died.ckpt"))
     for kind in ("state_dict", "training_state_dict"):
-        check_same(checkpoint(folder)[kind], checkpoint(folder / "uninterrupted")[kind])
+        check_same(checkpoint(folder)[kind], checkpoint(alone[0])[kind])
 
 
 def test_average_keeps_small_steps_in_half_precision(small: list[str], folder: Path) -> None:
@@ -142,6 +135,7 @@ def test_average_keeps_small_steps_in_half_precision(small: list[str], folder: P
     assert relative(average[name], record.final[name]) < 0.8 * relative(record.initial[name], record.final[name])
 
 
-def test_decay_must_be_a_fraction(small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=r"callbacks.ema.decay=1.5"):
-        fit(compose(folder, *small, "callbacks=[default,ema]", "callbacks.ema.decay=1.5"))
+@pytest.mark.parametrize("option", ["callbacks.ema.decay=1.5", "+callbacks.best.save_weights_only=true"])
+def test_refuses(option: str, small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=r"callbacks.ema.decay=1.5|save_weights_only omits the average"):
+        fit(compose(folder, *small, "callbacks=[default,ema]", option))

@@ -68,9 +68,7 @@ def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> lis
     [
         (2, ["strategy=ddp"]),
         (2, ["strategy=ddp", "strategy.shard_optimizer=true"]),
-        (2, ["strategy=fsdp"]),
         (4, ["strategy=hsdp"]),
-        (4, ["strategy=hybrid"]),
         (
             4,
             [

@@ -22,9 +22,8 @@ def losses(folder: Path) -> dict[int, str]:
 def test_logs_the_first_and_the_last_step(task: list[str], small: list[str], tmp_path: Path) -> None:
     last = SHORT_STEPS - 1
     found = {}
-    for interval in (1, 3, 50):
+    for interval in (1, 3):
         fit(compose(tmp_path / str(interval), *small, *task, f"trainer.log_every_n_steps={interval}"))
         found[interval] = losses(tmp_path / str(interval))
     assert list(found[1]) == list(range(SHORT_STEPS))
     assert found[3] == {step: found[1][step] for step in (0, 2, 5, last)}
-    assert found[50] == {step: found[1][step] for step in (0, last)}

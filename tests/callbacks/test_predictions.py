@@ -8,6 +8,8 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
+from src.data.sources.shapes import CLASSES
+from src.run.build import build
 from src.run.devices import runs_in_single_process
 from src.run.experiment import run
 from src.utils.errors import UserError
@@ -27,10 +29,14 @@ def trained(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def accuracy(trained: Path, small: list[str], tmp_path_factory: pytest.TempPathFactory) -> float:
+    cfg = compose(tmp_path_factory.mktemp("test"), *small, *TASK, "fit=false", f"ckpt_path={trained}")
+    return run(cfg)["test/acc"]
+
+
+@pytest.fixture(scope="module")
 def images(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the test set as files, some in a subfolder, and a file that is no image."""
-    from src.run.build import build
-
     folder = tmp_path_factory.mktemp("images")
     data = build(compose(folder, *small).data)
     (folder / "below").mkdir()
@@ -46,20 +52,16 @@ def images(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     [pytest.param(name, marks=[] if name in ("ddp", "fsdp", "pipeline") else pytest.mark.slow) for name in STRATEGIES],
 )
 def test_predictions_match_the_accuracy(
-    strategy: str, trained: Path, images: Path, pool: Pool, small: list[str], folder: Path
+    strategy: str, trained: Path, images: Path, accuracy: float, pool: Pool, small: list[str], folder: Path
 ) -> None:
     world = [f"strategy={strategy}", "trainer.devices=2"]
     cfg = compose(folder, *small, *TASK, *world, "fit=false", f"ckpt_path={trained}", f"predict={images}")
     run(cfg) if runs_in_single_process(cfg) else pool.run(2, run, cfg)  # tests, then predicts
     rows = list(csv.DictReader((folder / "predictions.csv").open()))
     assert len({row["file"] for row in rows}) == 90
-    alone = run(compose(folder / "test", *small, *TASK, "fit=false", f"ckpt_path={trained}"))
-    from src.data.sources.shapes import CLASSES
-    from src.run.build import build
-
     labels = build(cfg.data).source.load(build(cfg.data).root, "test")[1].tolist()
     correct = [row["class"] == CLASSES[labels[int(Path(row["file"]).stem)]] for row in rows]
-    assert sum(correct) / len(correct) == pytest.approx(alone["test/acc"], abs=1e-6)
+    assert sum(correct) / len(correct) == pytest.approx(accuracy, abs=1e-6)
     assert all(0.1 <= float(row["probability"]) <= 1 for row in rows)
 
 

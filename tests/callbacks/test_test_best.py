@@ -22,23 +22,32 @@ from tests.support.runs import compose
 BEST_IS_FIRST = ["experiment=parity", *SHORT, "callbacks.best.monitor=lr", "scheduler=cosine", "trainer.max_steps=10"]
 
 
-@pytest.mark.parametrize(
-    "strategy", ["auto", "ddp", "fsdp", "pipeline", pytest.param("ddp_spawn", marks=pytest.mark.slow)]
-)
-def test_tests_the_best_checkpoint(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
-    world = [f"strategy={strategy}", f"trainer.devices={1 if strategy == 'auto' else 2}"]
+@pytest.fixture(scope="module")
+def best(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """Return the best checkpoint of a run in a single process, and its test loss."""
+    folder = tmp_path_factory.mktemp("single") / "run"
+    tested = run(compose(folder, *small, *BEST_IS_FIRST, "test=best"))
+    file = folder / CHECKPOINTS / "best.ckpt"
+    evaluation = [*small, "experiment=parity", *SHORT, "fit=false", f"ckpt_path={file}"]
+    expected = run(compose(folder.parent / "evaluation", *evaluation))
+    assert tested["test/loss"] == expected["test/loss"]
+    assert tested["val/loss"] != torch.load(file)["metrics"]["val/loss"], "the last weights are others"
+    return file, expected["test/loss"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+def test_tests_the_best_checkpoint(
+    strategy: str, best: tuple[Path, float], pool: Pool, small: list[str], folder: Path
+) -> None:
+    world = [f"strategy={strategy}", "trainer.devices=2"]
     cfg = compose(folder, *small, *BEST_IS_FIRST, *world, "test=best", "callbacks=[default,evaluation]")
-    tested = run(cfg) if strategy in ("auto", "ddp_spawn") else pool.run(2, run, cfg)[0]
-    best = folder / CHECKPOINTS / "best.ckpt"
-    assert torch.load(best)["global_step"] == SHORT_EPOCH
+    tested = run(cfg) if strategy == "ddp_spawn" else pool.run(2, run, cfg)[0]
+    assert tested["test/loss"] == pytest.approx(best[1], rel=1e-9)
+    assert torch.load(folder / CHECKPOINTS / "best.ckpt")["global_step"] == SHORT_EPOCH
     steps = {
         stage: json.loads((folder / "evaluation" / f"{stage}.json").read_text())["step"] for stage in ("val", "test")
     }
     assert steps == {"val": 2 * SHORT_EPOCH, "test": SHORT_EPOCH}
-    evaluation = [*small, "experiment=parity", *SHORT, "fit=false"]
-    expected = run(compose(folder / "best", *evaluation, f"ckpt_path={best}"))
-    assert tested["test/loss"] == pytest.approx(expected["test/loss"], rel=1e-9)
-    assert tested["val/loss"] != torch.load(best)["metrics"]["val/loss"], "the last weights are others"
 
 
 @pytest.mark.parametrize(
@@ -78,11 +87,7 @@ def test_finds_the_newest_run(
     ]
 
 
-def test_best_from_the_command_line(small: list[str], folder: Path) -> None:
-    words = ["test=best", "trainer.accelerator=cpu", "logger=none", "trainer.enable_progress_bar=false"]
-    trained, _ = run_here(*small, *BEST_IS_FIRST, *words, f"run_dir={folder}")
-    evaluated, _ = run_here("fit=false", "test=true", f"ckpt_path={folder}/best", f"run_dir={folder}-evaluation")
-    loss = run(
-        compose(folder, *small, "experiment=parity", *SHORT, "fit=false", f"ckpt_path={folder}/checkpoints/best.ckpt")
-    )
-    assert all(f"test/loss {loss['test/loss']:.4f}" in out for out in (trained, evaluated))
+def test_best_from_the_command_line(best: tuple[Path, float], small: list[str], folder: Path) -> None:
+    words = [*small, "experiment=parity", *SHORT, "fit=false", "trainer.accelerator=cpu", "logger=none"]
+    evaluated, _ = run_here(*words, f"ckpt_path={best[0].parents[1]}/best", f"run_dir={folder}")
+    assert f"test/loss {best[1]:.4f}" in evaluated
