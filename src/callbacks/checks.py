@@ -40,7 +40,7 @@ class RunChecks(L.Callback):
             if logged and monitor not in logged:
                 raise UserError(
                     f"{name} monitors {monitor}, which validation does not log (it logs {', '.join(logged)}): "
-                    f"name one of these in {name}.monitor, or leave {name} out"
+                    f"set its `monitor` to one of these, or {_without(name)}"
                 )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -50,7 +50,7 @@ class RunChecks(L.Callback):
             return
         for name, monitor in self._monitors(trainer).items():
             problem = f"{name} monitors {monitor}, but the run has no validation"
-            remedy = f"set data.val_fraction and trainer.limit_val_batches above 0, or leave {name} out"
+            remedy = f"set data.val_fraction and trainer.limit_val_batches above 0, or {_without(name)}"
             if not isinstance(self.callbacks.get(name), Checkpoint):
                 raise UserError(f"{problem}: {remedy}")
             _log.warning("%s, so it saves nothing: %s", problem, remedy)
@@ -74,6 +74,11 @@ class RunChecks(L.Callback):
             if config.reduce_on_plateau:
                 monitors["scheduler"] = config.monitor
         return {name: monitor for name, monitor in monitors.items() if monitor and monitor.startswith("val")}
+
+
+def _without(name: str) -> str:
+    """Return how to leave a callback or the scheduler out."""
+    return "choose another scheduler" if name == "scheduler" else f"{name}=null"
 
 
 def _stop(trainer: L.Trainer, problem: str) -> NoReturn:

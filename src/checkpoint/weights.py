@@ -88,11 +88,12 @@ def load_initial_weights(module: nn.Module, path: str) -> None:
         saved = {f"net.{name}": tensor for name, tensor in saved.items()}
     linear_layers = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
     head = linear_layers[-1] if linear_layers else None
-    in_one_only = sorted(saved.keys() ^ own.keys())
     resized = [name for name in own if name in saved and saved[name].shape != own[name].shape]
-    resized_before_head = [name for name in resized if name.rpartition(".")[0] != head]
-    resized_inputs = [name for name in resized if saved[name].shape[1:] != own[name].shape[1:]]
-    if mismatched := in_one_only or resized_before_head or resized_inputs:
+    mismatched = sorted(saved.keys() ^ own.keys())
+    for name in resized:
+        if name.rpartition(".")[0] != head or saved[name].shape[1:] != own[name].shape[1:]:
+            mismatched.append(name)
+    if mismatched:
         raise UserError(
             f"init_from={path} contains another network than this run's `model`: they differ in {mismatched[0]}"
         )

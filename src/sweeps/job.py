@@ -19,7 +19,7 @@ from src.run.resume import newest_checkpoint
 from src.sweeps.devices import reserve_devices
 from src.utils import signals
 from src.utils.errors import UserError
-from src.utils.locks import hold_lock
+from src.utils.locks import named_lock
 
 
 def run_job(cfg: DictConfig) -> float:
@@ -34,7 +34,7 @@ def run_job(cfg: DictConfig) -> float:
     # joblib sets a start method of its own, which fails in the workers.
     multiprocessing.set_start_method(None, force=True)
     folder = Path(HydraConfig.get().runtime.output_dir)
-    with hold_lock(str(folder)):  # the same sweep may run twice at the same time
+    with named_lock(str(folder)):  # the same sweep may run twice at the same time
         job = Job.read(folder)
         if job.status in DONE:
             print(f"job {folder.name} has {job.status} before")

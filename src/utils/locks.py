@@ -1,37 +1,21 @@
-"""Locks between the processes of one machine. They leave no file, and end with the process that holds them."""
+"""Locks between the processes of one user on one machine. They end with the process that holds them."""
 
 import hashlib
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import gettempdir
+
+from filelock import FileLock, Timeout
 
 _PAUSE = 0.2  # seconds between two attempts
 
 
-def try_lock(name: str) -> socket.socket | None:
-    """Return the lock of this name, or None if another process holds it.
-
-    It is held until it is closed or the process ends. It is a socket in Linux's abstract namespace: the kernel lets
-    only one process bind a name, and frees the name however that process ends.
-    """
-    lock = socket.socket(socket.AF_UNIX)
-    try:
-        lock.bind(f"\0train-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()}")
-    except OSError:
-        lock.close()
-        return None
-    return lock
-
-
-@contextmanager
-def hold_lock(name: str) -> Iterator[None]:
-    """Wait for the lock of this name, and hold it."""
-    while (lock := try_lock(name)) is None:
-        time.sleep(_PAUSE)
-    with lock:
-        yield
+def named_lock(name: str) -> FileLock:
+    """Return the lock of this name, as a context manager that waits for it. Its file is empty, and remains."""
+    return FileLock(Path(gettempdir()) / f"train-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()}.lock")
 
 
 @contextmanager
@@ -40,14 +24,22 @@ def acquire_locks(names: list[str], count: int) -> Iterator[list[str]]:
 
     Only one process at a time acquires locks, which prevents a deadlock.
     """
+    acquired: list[str] = []
     with ExitStack() as stack:
-        acquired: list[str] = []
-        with hold_lock("gathering"):
+        with named_lock("gathering"):
             while len(acquired) < count:
                 for name in names:
-                    if name not in acquired and len(acquired) < count and (lock := try_lock(name)):
-                        stack.enter_context(lock)
+                    if name not in acquired and len(acquired) < count and _try_acquire(lock := named_lock(name)):
+                        stack.callback(lock.release)
                         acquired.append(name)
                 if len(acquired) < count:
                     time.sleep(_PAUSE)
         yield sorted(acquired, key=names.index)
+
+
+def _try_acquire(lock: FileLock) -> bool:
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return False
+    return True

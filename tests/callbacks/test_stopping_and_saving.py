@@ -9,6 +9,7 @@ import torch
 from src.run.experiment import run
 from src.run.trainer import _configured_callbacks
 from src.utils.errors import UserError
+from tests.support.commands import TWO
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit
@@ -16,15 +17,13 @@ from tests.support.runs import compose, fit
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32"]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_stops_without_improvement(devices: int, pool: Pool, small: list[str], folder: Path) -> None:
+def test_stops_without_improvement(pool: Pool, small: list[str], folder: Path) -> None:
     stopping = ["callbacks=[default,early_stopping]", "callbacks.early_stopping.patience=2", "optimizer.lr=0"]
-    world = [f"trainer.devices={devices}", f"strategy={'ddp' if devices > 1 else 'auto'}"]
-    cfg = compose(folder, *small, *MLP, *stopping, *world, "trainer.max_epochs=20")
-    pool.run(devices, fit, cfg) if devices > 1 else fit(cfg)
+    cfg = compose(folder, *small, *MLP, *stopping, *TWO, "trainer.max_epochs=20")
+    pool.run(2, fit, cfg)
     assert torch.load(folder / "checkpoints" / "last.ckpt")["global_step"] == 3 * 11
     cfg.ckpt_path = f"{folder}/checkpoints/last.ckpt"
-    for record in pool.run(devices, fit, cfg) if devices > 1 else [fit(cfg)]:
+    for record in pool.run(2, fit, cfg):
         assert record.indices == [], "a run that was stopped early stays stopped"
 
 

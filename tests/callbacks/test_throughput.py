@@ -140,17 +140,6 @@ def test_counting_changes_no_state(model: str, small: list[str], folder: Path) -
     assert all(weight.grad is None for weight in module.parameters())
 
 
-def test_counts_a_compiled_network_like_an_uncompiled_one(small: list[str], folder: Path) -> None:
-    """Counting does not compile the network, which would take seconds and a compiler."""
-    _, plain, data = assemble(compose(folder, *small, "model.width=4"))
-    _, compiled, _ = assemble(compose(folder, *small, "model.width=4", "module.compile=true"))
-    compiled.setup("fit")
-    frames = torch._dynamo.utils.counters["frames"]["total"]
-    counts = [flops_per_sample(module, data.image_shape) for module in (plain, compiled)]
-    assert counts[0] == counts[1]
-    assert torch._dynamo.utils.counters["frames"]["total"] == frames
-
-
 def test_network_compiles_after_counting(small: list[str], folder: Path) -> None:
     """dynamo never compiles code that it has once met inside torch's counter."""
     torch._dynamo.reset()

@@ -1,6 +1,7 @@
 """`resume=auto` and its treatment of corrupt checkpoints."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,17 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.fixture
-def trained(small: list[str], folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def run_of_seven_steps(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
     fit(compose(folder, *small, *PARITY, *SHORT, "trainer.max_steps=7"))
     return folder
+
+
+@pytest.fixture
+def trained(run_of_seven_steps: Path, folder: Path) -> Path:
+    """Return a copy of the run, for a test to damage."""
+    return Path(shutil.copytree(run_of_seven_steps, folder))
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
@@ -49,17 +57,15 @@ def test_finds_the_newest_complete_checkpoint(damage: Any, trained: Path, capsys
     assert newest_checkpoint(trained) is None
 
 
-def test_finds_the_newest_without_modification_times(trained: Path) -> None:
-    os.utime(trained / "checkpoints" / "last.ckpt", (0, 0))
-    assert newest_checkpoint(trained) == trained / "checkpoints" / "last.ckpt"
-
-
 def test_detects_a_wrong_byte(trained: Path) -> None:
-    check_is_complete(trained / "checkpoints" / "last.ckpt")
-    flip_a_bit(trained / "checkpoints" / "last.ckpt")
-    torch.load(trained / "checkpoints" / "last.ckpt")  # torch itself does not check
+    """The newest one is found without times of modification."""
+    last = trained / "checkpoints" / "last.ckpt"
+    os.utime(last, (0, 0))
+    assert newest_checkpoint(trained) == last
+    flip_a_bit(last)
+    torch.load(last)  # torch itself does not check
     with pytest.raises(UserError, match="is corrupt"):
-        check_is_complete(trained / "checkpoints" / "last.ckpt")
+        check_is_complete(last)
 
 
 def test_same_command_starts_and_resumes(small: list[str], folder: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import Timeout
 from omegaconf import DictConfig, OmegaConf
 
 from src.launch import rank
@@ -18,7 +19,7 @@ from src.sweeps.devices import _reserve_gpus
 from src.sweeps.resolvers import job_folder
 from src.sweeps.table import report
 from src.utils.errors import UserError
-from src.utils.locks import hold_lock, try_lock
+from src.utils.locks import named_lock
 
 SPAWN = mp.get_context("spawn")
 
@@ -50,7 +51,7 @@ def test_parallel_jobs_see_different_gpus(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def hold(name: str, held: Any) -> None:
-    with hold_lock(name):
+    with named_lock(name):
         held.set()
         time.sleep(100)
 
@@ -60,12 +61,11 @@ def test_lock_ends_with_its_process() -> None:
     holder = SPAWN.Process(target=hold, args=(name, held))
     holder.start()
     assert held.wait(60)
-    assert try_lock(name) is None
+    with pytest.raises(Timeout):
+        named_lock(name).acquire(blocking=False)
     os.kill(holder.pid, signal.SIGKILL)  # type: ignore[arg-type]
     holder.join()
-    lock = try_lock(name)
-    assert lock is not None
-    lock.close()
+    named_lock(name).acquire(blocking=False)
 
 
 def composed(*overrides: str) -> DictConfig:
