@@ -113,7 +113,7 @@ def remove_stacks(run_dir: str) -> None:
 
 
 def _stacks(run_dir: str) -> str:
-    """Return the stacks of the ranks by rank, or nothing if no timer of `src/callbacks/heartbeat.py` has run out."""
+    """Return the stacks of the ranks by rank, or nothing if no timer of `src/callbacks/watchdog.py` has run out."""
     stacks = {rank: file.read_text() for rank, file in sorted(_stack_files(run_dir).items())}
     if not any(stacks.values()):
         return ""
