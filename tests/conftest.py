@@ -1,9 +1,10 @@
-"""Fixtures of all tests: the ranks, and data small enough to train on in seconds."""
+"""Fixtures of all tests: the ranks, data small enough to train on in seconds, and runs of one process."""
 
+import functools
 import logging
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,11 @@ from PIL import Image
 
 from src.data.sources.cifar import CIFAR10, CIFAR100
 from src.data.sources.shapes import Shapes
-from tests.support.experiments import SIZES
+from tests.support.experiments import SHORT_RUN, SIZES
 from tests.support.huggingface import save_to_disk, use_stand_in
 from tests.support.memory import disable_malloc_tuning, release_memory
 from tests.support.pool import Pool
-from tests.support.runs import CONF
+from tests.support.runs import CONF, Record, compose, fit_and_test, fit_ranks
 
 pytest_plugins = ["tests.support.report"]
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -56,6 +57,23 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     root = tmp_path_factory.mktemp("data")
     Shapes(**SIZES).prepare(root)
     return ["data=shapes", f"data.root={root}", *(f"data.source.{name}={size}" for name, size in SIZES.items())]
+
+
+@pytest.fixture(scope="session")
+def alone(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Record]:
+    """Return a function that makes the short run in one process, with a test, once for each choice of options."""
+
+    @functools.cache
+    def run(*options: str) -> Record:
+        return fit_and_test(compose(tmp_path_factory.mktemp("alone"), *small, *SHORT_RUN, *options))
+
+    return run
+
+
+@pytest.fixture
+def short_run(pool: Pool, small: list[str], folder: Path) -> Callable[..., list[Record]]:
+    """Return a function that makes the short run in `folder`, with a test; it returns the record of each rank."""
+    return lambda *options: fit_ranks(compose(folder, *small, *SHORT_RUN, *options), pool, test=True)
 
 
 @pytest.fixture(scope="session")

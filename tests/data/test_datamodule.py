@@ -1,6 +1,7 @@
 """Splits, batch sizes and exact evaluation."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,9 @@ from src.run.experiment import assemble
 from src.utils.errors import UserError
 from tests.support.commands import ROOT
 from tests.support.comparison import check_same_rows, read_rows
-from tests.support.experiments import SHORT
-from tests.support.interruption import run_on_ranks
+from tests.support.experiments import SHORT_RUN
 from tests.support.pool import Pool
-from tests.support.runs import CONF, compose, fit
+from tests.support.runs import CONF, Record, compose, fit, fit_ranks
 
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32"]
 
@@ -93,31 +93,18 @@ def test_refuses_invalid_sizes(overrides: list[str], message: str, small: list[s
         splits(small, folder, *overrides)
 
 
-def test_refuses_a_batch_that_does_not_divide(small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=r"data.batch_size=32 does not divide over 3 .* set data.batch_size=30 or 33"):
-        fit(compose(folder, *small, *MLP, "trainer.accumulate_grad_batches=3"))
-
-
-def test_batch_size_per_device_sets_the_global_batch(pool: Pool, small: list[str], folder: Path) -> None:
-    per_device = ["data.batch_size=null", "data.batch_size_per_device=16", "trainer.max_epochs=1"]
-    cfg = compose(folder, *small, *MLP, *per_device, "strategy=ddp", "trainer.devices=2", "trainer.log_every_n_steps=1")
-    single = fit(compose(folder / "one", *small, *MLP, "trainer.max_epochs=1", "trainer.log_every_n_steps=1"))
-    for record in pool.run(2, fit, cfg):
-        assert record.losses == pytest.approx(single.losses, rel=1e-5)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("ddp", 4), ("fsdp", 2), ("pipeline", 2), pytest.param("ddp_spawn", 2, marks=pytest.mark.slow)],
+)
 def test_evaluation_is_exact_on_any_number_of_processes(
-    world_size: int, pool: Pool, small: list[str], folder: Path
+    strategy: str, devices: int, alone: Callable[..., Record], short_run: Callable[..., list[Record]], folder: Path
 ) -> None:
-    same = [*small, "experiment=parity", *SHORT, "data.val_fraction=0.13"]
-    alone = fit(compose(folder / "one", *same), test=True).metrics
-    cfg = compose(folder, *same, "strategy=ddp", f"trainer.devices={world_size}")
-    for record in pool.run(world_size, fit_and_test, cfg):
-        for name in ("val/acc", "test/acc"):
-            assert record.metrics[name] == alone[name]
-        for name in ("val/loss", "test/loss"):
-            assert record.metrics[name] == pytest.approx(alone[name], rel=1e-6)
+    """Each rank counts metrics in its own memory, and the test starts from zero after validation."""
+    uneven = "data.val_fraction=0.13"
+    for record in short_run(uneven, f"strategy={strategy}", f"trainer.devices={devices}"):
+        assert record.metrics["test/acc"] == alone(uneven).metrics["test/acc"]
+    check_same_rows(folder, alone(uneven).file.parent)
 
 
 def test_evaluation_equals_a_reference_loop(small: list[str], folder: Path) -> None:
@@ -130,24 +117,6 @@ def test_evaluation_equals_a_reference_loop(small: list[str], folder: Path) -> N
     logits = module(normalize(images, data.mean, data.std, torch.float32)).detach()
     assert record.metrics["test/acc"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()), abs=1e-7)
     assert record.metrics["test/loss"] == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_spawned_ranks_evaluate_the_same(small: list[str], folder: Path) -> None:
-    """Each rank counts metrics in its own memory, and test starts from zero after validation."""
-    task = [*small, *MLP, "trainer.max_epochs=2"]
-    alone = fit(compose(folder / "one", *task), test=True).metrics
-    spawned = fit(compose(folder, *task, "strategy=ddp_spawn", "trainer.devices=2"), test=True).metrics
-    for name in ("val/acc", "test/acc", "val/loss", "test/loss"):
-        assert spawned[name] == pytest.approx(alone[name], rel=1e-5)
-    steps = [int(row.split(",")[0]) for row in (folder / "metrics.csv").read_text().splitlines()[1:]]
-    assert steps == sorted(steps)
-    assert steps[-1] == 22
-    assert read_rows(folder)[-1]["epoch"] == read_rows(folder / "one")[-1]["epoch"]
-
-
-def fit_and_test(cfg: object) -> object:
-    return fit(cfg, test=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in (CONF / "data").glob("[!_]*.yaml")))
@@ -186,7 +155,7 @@ def test_documented_notebook(small: list[str], monkeypatch: pytest.MonkeyPatch, 
 def test_limits_and_intervals_count_steps(small: list[str], folder: Path, pool: Pool) -> None:
     """Neither accumulation nor micro-batches change what a run trains on, and when and on what it validates."""
     limits = ["trainer.limit_train_batches=0.5", "trainer.limit_val_batches=1", "trainer.limit_test_batches=2"]
-    task = ["experiment=parity", *SHORT, "+trainer.val_check_interval=0.5", *limits]
+    task = [*SHORT_RUN, "+trainer.val_check_interval=0.5", *limits]
     places = {
         "alone": ["data.batch_size=8"],
         "accumulating": ["data.batch_size=8", "trainer.accumulate_grad_batches=2"],
@@ -194,8 +163,7 @@ def test_limits_and_intervals_count_steps(small: list[str], folder: Path, pool: 
     }
     for name, place in places.items():
         world = ["strategy=pipeline", "trainer.devices=2"] if name == "pipeline" else []
-        cfg = compose(folder / name, *small, *task, *place, *world)
-        run_on_ranks(pool, cfg.trainer.devices, fit_and_test, cfg)
+        fit_ranks(compose(folder / name, *small, *task, *place, *world), pool, test=True)
         check_same_rows(folder / name, folder / "alone")
     validated = [row["step"] for row in read_rows(folder / "alone") if row["val/loss"]]
     assert validated == ["1", "3", "6"], "every two of five steps, counted from the start of each epoch"

@@ -29,15 +29,14 @@ def epoch(
     return [sorted(torch.cat(batches).tolist()) for batches in zip(*ranks, strict=True)]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-@pytest.mark.parametrize("dp_size", [2, 4])
-def test_global_batches_do_not_depend_on_the_world_size(dp_size: int, accumulate: int) -> None:
-    assert epoch(dp_size, accumulate) == epoch(1, accumulate)
-
-
-@pytest.mark.parametrize(("dp_size", "shares"), [(5, None), (7, None), (2, (3, 1)), (3, (5, 2, 1))])
-def test_global_batches_do_not_depend_on_shares(dp_size: int, shares: tuple[int, ...] | None) -> None:
-    assert epoch(dp_size, accumulate=2, shares=shares) == epoch(1, accumulate=2)
+@pytest.mark.parametrize(
+    ("dp_size", "accumulate", "shares"),
+    [(2, 1, None), (4, 3, None), (7, 2, None), (2, 2, (3, 1)), (3, 2, (5, 2, 1))],
+)
+def test_global_batches_do_not_depend_on_the_ranks(
+    dp_size: int, accumulate: int, shares: tuple[int, ...] | None
+) -> None:
+    assert epoch(dp_size, accumulate, shares=shares) == epoch(1, accumulate)
 
 
 @pytest.mark.parametrize(("batch", "dp_size"), [(128, 3), (512, 7), (24, 24)])
@@ -107,12 +106,8 @@ def test_order_is_fixed_by_seed_and_epoch() -> None:
     assert epoch(1) != epoch(1, seed=1)
 
 
-@pytest.mark.parametrize("dp_size", [1, 2])
-def test_resumes_at_a_sample(dp_size: int) -> None:
-    assert epoch(dp_size, start=2 * BATCH) == epoch(1)[2:]
-
-
-def test_next_epoch_starts_at_its_beginning() -> None:
+def test_resumes_at_a_sample_and_starts_the_next_epoch_at_its_beginning() -> None:
+    assert epoch(2, start=2 * BATCH) == epoch(1)[2:]
     batches = TrainingBatches(COUNT, BatchLayout(BATCH))
     batches.epoch, batches.start = 3, 2 * BATCH
     batches.set_epoch(3)
@@ -121,8 +116,8 @@ def test_next_epoch_starts_at_its_beginning() -> None:
     assert batches.start == 0
 
 
-@pytest.mark.parametrize("shares", [(1,), (1, 1), (1, 1, 1, 1), (3, 1), (5, 2, 1)])
-@pytest.mark.parametrize("count", [0, 1, 16, 33, 90, 103])
+@pytest.mark.parametrize("shares", [(1,), (1, 1, 1, 1), (3, 1), (5, 2, 1)])
+@pytest.mark.parametrize("count", [0, 1, 33, 90])
 def test_evaluation_counts_every_sample_once_by_shares(count: int, shares: tuple[int, ...]) -> None:
     """Each rank has as many batches, as few as possible, of as many rows as its share, with one round of padding."""
     size, rounds = sum(shares), 32 // sum(shares)

@@ -18,9 +18,9 @@ from src.run.experiment import run
 from src.utils.errors import UserError
 from tests.support.comparison import check_resumed
 from tests.support.huggingface import CLASSES
-from tests.support.interruption import die, run_on_ranks
+from tests.support.interruption import die
 from tests.support.pool import Pool
-from tests.support.runs import Record, compose, fit
+from tests.support.runs import Record, compose, fit, fit_ranks
 
 SHAPE = (3, 32, 32)
 TASK = [  # two epochs of five steps in float64
@@ -210,28 +210,18 @@ def in_memory(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Record:
     return fit(compose(tmp_path_factory.mktemp("in_memory"), *TASK, f"data.root={images}"), test=True)
 
 
-def fit_and_test(cfg: Any) -> Record:
-    return fit(cfg, test=True)
-
-
-@pytest.mark.parametrize("place", ["one process", "one process, two workers", "two processes"])
-def test_images_from_files_give_the_same_run(
-    place: str, in_memory: Record, pool: Pool, images: Path, folder: Path
+def test_images_from_files_give_the_same_run_on_two_processes(
+    in_memory: Record, pool: Pool, images: Path, folder: Path
 ) -> None:
-    devices = 2 if place == "two processes" else 1
-    options = ["data.num_workers=2"] if "workers" in place else []
-    world = ["strategy=ddp", f"trainer.devices={devices}"] if devices > 1 else []
-    cfg = compose(folder, *TASK, *FROM_FILES, f"data.root={images}", *options, *world)
-    records = run_on_ranks(pool, devices, fit_and_test, cfg)
+    cfg = compose(folder, *TASK, *FROM_FILES, f"data.root={images}", "strategy=ddp", "trainer.devices=2")
+    records = fit_ranks(cfg, pool, test=True)
     check_resumed(records, in_memory, 0)
-    for record in records:
-        assert record.metrics["test/loss"] == pytest.approx(in_memory.metrics["test/loss"], rel=1e-9)
+    assert records[0].metrics["test/loss"] == pytest.approx(in_memory.metrics["test/loss"], rel=1e-9)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_images_from_files_resume_within_an_epoch(workers: int, in_memory: Record, images: Path, folder: Path) -> None:
+def test_images_from_files_resume_within_an_epoch(in_memory: Record, images: Path, folder: Path) -> None:
     """The third step of the second epoch is next: workers must not prefetch another epoch."""
-    task = [*TASK, *FROM_FILES, f"data.root={images}", f"data.num_workers={workers}"]
+    task = [*TASK, *FROM_FILES, f"data.root={images}", "data.num_workers=2"]
     die(compose(folder, *task), "on_train_batch_end", 7)
     resumed = fit(compose(folder, *task, f"ckpt_path={folder}/died.ckpt"))
     check_resumed([resumed], in_memory, 7)
@@ -250,11 +240,10 @@ def test_images_from_files_do_not_stay_on_a_device(images: Path, folder: Path) -
         fit(compose(folder, *TASK, *FROM_FILES, f"data.root={images}", "data.device_resident=true"))
 
 
-def test_a_checkpoint_names_the_classes_of_predictions(images: Path, folder: Path) -> None:
+def test_a_checkpoint_names_the_classes_of_predictions(in_memory: Record, images: Path, folder: Path) -> None:
     """The training data is not needed."""
-    run(compose(folder, *TASK, f"data.root={images}"))
     predict = [f"predict={images}/test/class 0", "fit=false", "test=false", "data.root=nowhere"]
-    run(compose(folder / "predict", *TASK, *predict, f"ckpt_path={folder}/checkpoints/last.ckpt"))
-    rows = (folder / "predict" / "predictions.csv").read_text().splitlines()[1:]
+    run(compose(folder, *TASK, *predict, f"ckpt_path={in_memory.file.parent}/checkpoints/last.ckpt"))
+    rows = (folder / "predictions.csv").read_text().splitlines()[1:]
     assert len(rows) == 5
     assert {row.split(",")[1] for row in rows} <= set(CLASSES)

@@ -1,6 +1,7 @@
 """Transforms of the user change an image by (seed, epoch, sample) alone, on any number of processes and workers."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from src.data.sampler import TrainingBatches
 from src.run.experiment import assemble
 from src.utils.errors import UserError
 from tests.support.comparison import check_resumed
-from tests.support.experiments import SHORT
-from tests.support.interruption import die, run_on_ranks
+from tests.support.experiments import SHORT_RUN, SMALL_MLP
+from tests.support.interruption import die
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
@@ -79,37 +80,19 @@ def test_refuses_other_types_and_shapes(transform: Any) -> None:
 
 NOISE = "{_target_: tests.data.test_transforms.Noise}"
 BRIGHTEN = "{_target_: tests.data.test_transforms.brighten, _partial_: true, amount: 20}"
-TASK = [
-    *("experiment=parity", *SHORT, "model=mlp", "~model.width", "model.hidden=[16]"),
-    f"data.augment.transforms=[{NOISE},{BRIGHTEN}]",
-]
+OPTIONS = [*SMALL_MLP, f"data.augment.transforms=[{NOISE},{BRIGHTEN}]"]
 
 
-@pytest.fixture(scope="module")
-def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Record:
-    return fit(compose(tmp_path_factory.mktemp("reference"), *small, *TASK))
-
-
-@pytest.mark.parametrize("place", ["two processes", "two micro-batches", "a worker"])
-def test_runs_agree(place: str, reference: Record, pool: Pool, small: list[str], folder: Path) -> None:
-    options = {
-        "two processes": ["strategy=ddp", "trainer.devices=2"],
-        "two micro-batches": ["trainer.accumulate_grad_batches=2"],
-        "a worker": ["data.num_workers=1"],
-    }[place]
-    cfg = compose(folder, *small, *TASK, *options)
-    check_resumed(run_on_ranks(pool, cfg.trainer.devices, fit, cfg), reference, 0)
-
-
-def test_a_resumed_run_agrees(reference: Record, small: list[str], folder: Path) -> None:
-    die(compose(folder, *small, *TASK), "on_train_batch_end", 7)
-    check_resumed([fit(compose(folder, *small, *TASK, f"ckpt_path={folder}/died.ckpt"))], reference, 7)
-
-
-def test_transforms_change_the_run(reference: Record, small: list[str], folder: Path) -> None:
-    assert fit(compose(folder, *small, *TASK, "data.augment.transforms=[]")).losses != reference.losses
+def test_two_processes_and_a_resumed_run_with_a_worker_agree(
+    alone: Callable[..., Record], pool: Pool, small: list[str], folder: Path
+) -> None:
+    task = [*small, *SHORT_RUN, *OPTIONS]
+    pool.run(2, die, compose(folder, *task, "strategy=ddp", "trainer.devices=2"), "on_train_batch_end", 7)
+    resumed = fit(compose(folder, *task, "data.num_workers=1", f"ckpt_path={folder}/died.ckpt"))
+    check_resumed([resumed], alone(*OPTIONS), 7)
+    assert alone(*OPTIONS).losses != alone(*SMALL_MLP).losses
 
 
 def test_transforms_need_images_on_the_host(small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=r"data.device_resident=true, but data.augment.transforms run on the host"):
-        assemble(compose(folder, *small, *TASK, "data.device_resident=true"))
+        assemble(compose(folder, *small, *SHORT_RUN, *OPTIONS, "data.device_resident=true"))

@@ -24,7 +24,7 @@ from src.strategies.compatibility import check_can_train
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.experiments import SHORT, SHORT_STEPS
-from tests.support.interruption import die, run_on_ranks
+from tests.support.interruption import die
 from tests.support.pool import Pool
 from tests.support.runs import STRATEGIES, Record, compose, fit, fit_ranks
 
@@ -65,12 +65,8 @@ def test_rank_without_test_images_counts_none(pool: Pool, small: list[str], fold
     few += ["callbacks.best=null"]
     alone = fit(compose(folder / "alone", *few), test=True).metrics["test/frechet"]
     cfg = compose(folder, *few, "strategy=ddp", "trainer.devices=4")
-    for record in pool.run(4, _fit_and_test, cfg):
+    for record in fit_ranks(cfg, pool, test=True):
         assert record.metrics["test/frechet"] == pytest.approx(alone, rel=1e-4)
-
-
-def _fit_and_test(cfg: Any) -> Record:
-    return fit(cfg, test=True)
 
 
 @pytest.mark.parametrize(("strategy", "devices"), WORLDS)
@@ -92,17 +88,11 @@ def test_both_networks_learn_and_a_batch_is_one_step(reference: Record) -> None:
     assert reference.final["generator.layer1.1.num_batches_tracked"] == SHORT_STEPS
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1)])
-def test_resumes_exactly(
-    before: int, after: int, reference: Record, pool: Pool, small: list[str], folder: Path
-) -> None:
-    def task(devices: int, *more: str) -> object:
-        strategy = "ddp" if devices > 1 else "auto"
-        return compose(folder, *TASK, *small, *SHORT, f"strategy={strategy}", f"trainer.devices={devices}", *more)
-
-    run_on_ranks(pool, before, die, task(before), "on_train_batch_end", 3)
-    resumed = run_on_ranks(pool, after, fit, task(after, f"ckpt_path={folder}/died.ckpt"))
-    check_resumed(resumed, reference, done=3)
+def test_resumes_exactly(reference: Record, pool: Pool, small: list[str], folder: Path) -> None:
+    task = [*TASK, *small, *SHORT]
+    pool.run(2, die, compose(folder, *task, "strategy=ddp", "trainer.devices=2"), "on_train_batch_end", 3)
+    resumed = fit(compose(folder, *task, f"ckpt_path={folder}/died.ckpt"))
+    check_resumed([resumed], reference, done=3)
 
 
 def test_each_loss_has_gradients_of_its_own_network_only(small: list[str], folder: Path) -> None:
@@ -137,26 +127,20 @@ def test_noise_is_normal_and_fixed_by_the_sample() -> None:
     assert torch.equal(normal(keys[order], 100), noise[order])
 
 
-def test_samples_are_laid_out_in_a_square(small: list[str], folder: Path) -> None:
-    cfg = compose(folder, *TASK, *small, *SHORT, "callbacks.samples.count=16", "trainer.max_epochs=1")
-    fit(cfg)
-    image = Image.open(folder / "samples" / "step000005.png")
-    assert image.size == (128, 128)
-    trainer, module, data = assemble(cfg)
-    module.load_state_dict(torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"])
-    trainer.datamodule = data
-    module.trainer = trainer
-    samples = data.to_pixels(module.eval().sample(16))  # type: ignore[operator]
-    second_row_third = torch.from_numpy(np.array(image))[32:64, 64:96].permute(2, 0, 1)
-    assert torch.equal(second_row_third, (samples[6] * 255).round().to(torch.uint8))
-
-
-def test_samples_are_logged_as_images(small: list[str], folder: Path) -> None:
+def test_samples_are_laid_out_in_a_square_and_logged_as_images(small: list[str], folder: Path) -> None:
     folder /= "logged_samples"  # the run's id must be unique in this process
     options = ["logger=[wandb,tensorboard]", "trainer.accelerator=cpu", "trainer.max_epochs=1"]
-    run(compose(folder, *TASK, *small, *SHORT, *options, quiet=False))
-    (sent,) = folder.glob("wandb/offline-run-*/files/media/images/images/samples_*.png")
+    cfg = compose(folder, *TASK, *small, *SHORT, *options, "callbacks.samples.count=16", quiet=False)
+    run(cfg)
     written = np.asarray(Image.open(folder / "samples" / "step000005.png"))
+    assert written.shape == (128, 128, 3)
+    trainer, module, data = assemble(cfg)
+    module.load_state_dict(torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"])
+    trainer.datamodule, module.trainer = data, trainer
+    samples = data.to_pixels(module.eval().sample(16))  # type: ignore[operator]
+    second_row_third = torch.from_numpy(written.copy())[32:64, 64:96].permute(2, 0, 1)
+    assert torch.equal(second_row_third, (samples[6] * 255).round().to(torch.uint8))
+    (sent,) = folder.glob("wandb/offline-run-*/files/media/images/images/samples_*.png")
     assert np.array_equal(np.asarray(Image.open(sent)), written)
     assert (Path(sys.executable).parent / "tensorboard").exists(), "the documented command"
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
@@ -187,11 +171,10 @@ def test_real_images_are_nearer_to_real_ones_than_noise(small: list[str], folder
         assert far[0] < far[1] < far[2]
 
 
-def test_refuses_invalid_options(small: list[str], folder: Path) -> None:
+def test_refuses_invalid_options(reference: Record, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=r"frechet.feature_checkpoint=.* is not a complete checkpoint"):
         run(compose(folder, *TASK, *small, *SHORT, f"callbacks.frechet.feature_checkpoint={Path(__file__)}"))
-    fit(compose(folder / "other", *TASK, *small, *SHORT, "trainer.max_epochs=1"))
-    own = folder / "other" / "checkpoints" / "last.ckpt"
+    own = reference.file.parent / "checkpoints" / "last.ckpt"
     with pytest.raises(UserError, match=r"frechet.feature_checkpoint=.* is not a checkpoint of a classifier"):
         run(compose(folder, *TASK, *small, *SHORT, f"callbacks.frechet.feature_checkpoint={own}"))
     for alone in ("samples", "frechet"):

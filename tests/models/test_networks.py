@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from src.models.vit import vit
 from src.run.build import build
 from src.utils.errors import UserError
 from tests.support.runs import CONF, compose
@@ -14,6 +13,7 @@ from tests.support.runs import CONF, compose
 MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
 AIRBENCH_FILTERS = [(24, 64), (64, 64), (64, 256), (256, 256), (256, 256), (256, 256)]  # 3 x 3, inputs and outputs
 SIZES = {  # parameters for ten classes, as published, or computed from the published layers
+    "resnet9": 6_573_120 + 10,  # the widest, with a bias
     "resnet18": 11_173_962,
     "resnet34": 21_282_122,
     "resnet50": 23_520_842,
@@ -28,21 +28,19 @@ SIZES = {  # parameters for ten classes, as published, or computed from the publ
 NORMS = [name for name in MODELS if "norm:" in (CONF / "model" / f"{name}.yaml").read_text()]
 
 
-@pytest.fixture(params=MODELS)
-def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, nn.Module]:
-    cfg = compose(tmp_path_factory.mktemp("run"), f"model={request.param}")
+@pytest.mark.parametrize("name", MODELS)
+def test_is_the_composition_of_its_blocks_and_trains_each_parameter(name: str, folder: Path) -> None:
     torch.manual_seed(0)
-    return request.param, build(cfg.model)
-
-
-def test_is_the_composition_of_its_blocks(network: tuple[str, nn.Module]) -> None:
-    net = network[1].eval()
+    net = build(compose(folder, "data=cifar100", f"model={name}").model).eval()
     x = images = torch.randn(2, 3, 32, 32)
     for block in net.children():
         x = block(x)
     assert torch.equal(x, net(images))
-    assert x.shape == (2, 10)
+    assert x.shape == (2, 100), "it follows the number of classes"
     assert len(list(net.children())) >= 3
+    x.logsumexp(1).sum().backward()
+    for name, parameter in net.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -53,19 +51,10 @@ def test_takes_gray_images(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_has_the_published_size(name: str, folder: Path) -> None:
+    widest = ["model.width=64"] if name == "resnet9" else []
     with torch.device("meta"):
-        net = build(compose(folder, f"model={name}").model)
+        net = build(compose(folder, f"model={name}", *widest).model)
     assert sum(parameter.numel() for parameter in net.parameters()) == SIZES[name]
-
-
-def test_the_widest_resnet9_is_the_published_one_with_a_bias(folder: Path) -> None:
-    with torch.device("meta"):
-        net = build(compose(folder, "model=resnet9", "model.width=64").model)
-    assert sum(parameter.numel() for parameter in net.parameters()) == 6_573_120 + 10
-
-
-def test_vit_has_the_published_size_of_deit_tiny() -> None:
-    assert sum(parameter.numel() for parameter in vit(1000, (3, 224, 224), patch=16).parameters()) == 5_717_416
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -91,18 +80,3 @@ def test_group_normalization_replaces_every_batch_normalization(name: str, folde
 def test_refuses_invalid_sizes(overrides: list[str], hint: str, folder: Path) -> None:
     with pytest.raises(UserError, match=hint):
         build(compose(folder, *overrides).model)
-
-
-def test_every_parameter_gets_a_gradient(network: tuple[str, nn.Module]) -> None:
-    net = network[1]
-    net(torch.randn(4, 3, 32, 32)).logsumexp(1).sum().backward()
-    assert [
-        name for name, parameter in net.named_parameters() if (parameter.grad is None) == parameter.requires_grad
-    ] == []
-
-
-def test_follows_the_number_of_classes(tmp_path_factory: pytest.TempPathFactory) -> None:
-    for name in MODELS:
-        cfg = compose(tmp_path_factory.mktemp("run"), "data=cifar100", f"model={name}")
-        with torch.device("meta"):
-            assert build(cfg.model).eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 100)

@@ -1,5 +1,6 @@
 """Test-time augmentation averages the views correctly, in the test only, beside the plain accuracy."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,8 @@ from src.data.augment.pixels import normalize
 from src.models.views import average_over_views
 from src.run.experiment import assemble
 from src.utils.errors import UserError
-from tests.support.pool import Pool
-from tests.support.runs import Record, compose, fit
+from tests.support.runs import Record, compose
 
-NET = ["model=resnet9", "model.width=4", "data.batch_size=16", "trainer.max_epochs=1", "trainer.limit_train_batches=5"]
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -52,16 +51,12 @@ def test_is_logged_beside_the_plain_accuracy(small: list[str], folder: Path) -> 
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
-def test_is_exact_on_two_processes(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
-    task = [*NET, "module.tta=shift", "optimizer.lr=0", "trainer.precision=64-true", "model.norm=group"]
-    alone = fit(compose(folder / "alone", *small, *task), test=True)
-    cfg = compose(folder, *small, *task, f"strategy={strategy}", "trainer.devices=2")
-    for record in pool.run(2, _fit_and_test, cfg):
-        assert record.metrics["test/acc_tta"] == pytest.approx(alone.metrics["test/acc_tta"], abs=1e-12)
-
-
-def _fit_and_test(cfg: object) -> Record:
-    return fit(cfg, test=True)  # type: ignore[arg-type]
+def test_is_exact_on_two_processes(
+    strategy: str, alone: Callable[..., Record], short_run: Callable[..., list[Record]]
+) -> None:
+    expected = alone("module.tta=shift").metrics["test/acc_tta"]
+    for record in short_run("module.tta=shift", f"strategy={strategy}", "trainer.devices=2"):
+        assert record.metrics["test/acc_tta"] == pytest.approx(expected, abs=1e-12)
 
 
 def test_refuses_unknown_views(small: list[str], folder: Path) -> None:

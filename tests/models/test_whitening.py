@@ -1,4 +1,7 @@
-"""The whitening layer and its callback: filters from training images, the same on all ranks, and a frozen bias."""
+"""The whitening layer and its callback: filters from training images, and a frozen bias.
+
+tests/parity has it under strategies.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,6 @@ import torch
 from src.models.airbench import airbench
 from src.models.whitening import Whitening
 from src.utils.errors import UserError
-from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
 IMAGES = torch.nn.functional.avg_pool2d(
@@ -59,16 +61,6 @@ def test_frozen_bias_has_no_gradient() -> None:
     assert torch.equal(gradients[False].pop("layer1.whitening.bias"), torch.zeros_like(bias))
     assert all(torch.allclose(gradients[False][name], tensor) for name, tensor in gradients[True].items())
     assert layer.weight.grad is None
-
-
-def test_every_strategy_starts_with_the_same_filters(pool: Pool, small: list[str], folder: Path) -> None:
-    alone = fit(compose(folder / "alone", *small, *TASK)).initial[FILTERS]
-    assert torch.equal(alone[:12], -alone[12:])
-    for strategy in ("ddp", "fsdp", "pipeline"):
-        cfg = compose(folder / strategy, *small, *TASK, f"strategy={strategy}", "trainer.devices=2")
-        found = [record.initial[FILTERS] for record in pool.run(2, fit, cfg) if FILTERS in record.initial]
-        assert found
-        assert all(torch.equal(filters, alone) for filters in found)
 
 
 def test_initialized_filters_are_kept(small: list[str], cifar: Path, folder: Path) -> None:

@@ -3,18 +3,18 @@
 `make test` has each choice in a run, and `make test-all` each pair of choices.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from src.utils.option_kinds import HARDWARE, experiment_options
 from tests.support.comparison import TOLERANCE, check_replicas, relative
-from tests.support.experiments import SHORT
+from tests.support.experiments import SHORT_RUN
 from tests.support.hardware import BATCH, VARIED, Setting, cover, overrides
 from tests.support.pool import Pool
-from tests.support.runs import Record, compose, fit, fit_ranks
+from tests.support.runs import Record, compose, fit_ranks
 
-TASK = ["experiment=parity", *SHORT, f"data.batch_size={BATCH}"]
 NOT_VARIED = {  # by why they cannot matter here, or where else they are tested
     "the program": "runtime.* run_dir ckpt_path resume trainer.default_root_dir trainer.plugins trainer.strategy "
     "trainer.callbacks trainer.logger trainer.use_distributed_sampler strategy.devices strategy.num_nodes "
@@ -39,21 +39,16 @@ def test_every_hardware_option_is_varied_or_excused() -> None:
     assert {name for name in HARDWARE if name.removesuffix(".*") not in named} == excused
 
 
-@pytest.fixture(scope="module")
-def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Record:
-    return fit(compose(tmp_path_factory.mktemp("reference"), *small, *TASK))
-
-
 @pytest.mark.parametrize(
     "setting",
     [*QUICK, *(pytest.param(setting, marks=pytest.mark.slow) for setting in PAIRS)],
     ids=lambda setting: f"{setting['strategy']} x{setting['trainer.devices']}",
 )
 def test_curve_is_that_of_the_defaults(
-    setting: Setting, reference: Record, pool: Pool, small: list[str], folder: Path
+    setting: Setting, alone: Callable[..., Record], pool: Pool, small: list[str], folder: Path
 ) -> None:
-    cfg = compose(folder, *small, *TASK, *overrides(setting))
-    records = fit_ranks(cfg, pool)
+    cfg = compose(folder, *small, *SHORT_RUN, *overrides(setting))
+    records, reference = fit_ranks(cfg, pool), alone()
     every = setting["trainer.log_every_n_steps"]
     expected = reference.losses[every - 1 :: every]
     assert {name for record in records for name in record.final} == set(reference.final)
@@ -61,5 +56,5 @@ def test_curve_is_that_of_the_defaults(
         assert record.losses == pytest.approx(expected, rel=TOLERANCE)
         assert max(relative(tensor, reference.final[name]) for name, tensor in record.final.items()) < TOLERANCE
     check_replicas(records)
-    default = experiment_options(compose(folder, *small, *TASK))
+    default = experiment_options(compose(folder, *small, *SHORT_RUN))
     assert experiment_options(cfg) | {"data.batch_size": BATCH} == default | {"data.batch_size": BATCH}

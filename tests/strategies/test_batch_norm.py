@@ -1,5 +1,6 @@
 """Batch normalization over groups is the same for any ranks and micro-batches, with gradients and buffers."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,15 @@ from torch.func import functional_call
 from src.data.layout import BatchLayout, DataParallelInfo
 from src.run.experiment import assemble
 from src.strategies.batch_norm import (
-    GroupedBatchNorm,
     apply_norm_groups,
     average_statistics,
     rank_groups,
-    revert_norm_groups,
 )
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, relative
-from tests.support.experiments import SHORT
-from tests.support.pool import Pool, RankFailed
-from tests.support.runs import compose, fit
+from tests.support.experiments import SHORT_RUN
+from tests.support.pool import Pool
+from tests.support.runs import Record, compose, fit
 
 SHAPES = {"1d": (12, 5), "1d long": (12, 5, 3), "2d": (12, 5, 4, 4), "3d": (12, 5, 2, 3, 2)}
 OPTIONS: list[dict[str, Any]] = [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}]
@@ -127,8 +126,7 @@ def check(
         assert torch.allclose(found.to(value.dtype), value, rtol, atol), name
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("shape", "options"), zip(SHAPES.values(), OPTIONS, strict=True), ids=SHAPES)
 @pytest.mark.parametrize("groups", [1, 4])
 def test_agrees_with_torch_per_group(groups: int, shape: tuple[int, ...], options: dict[str, Any], pool: Pool) -> None:
     expected = reference(layer(shape, **options), *inputs(shape), groups)
@@ -142,8 +140,7 @@ def test_any_ranks_and_micro_batches_agree(world: str, pool: Pool) -> None:
     check(pool.run(ranks, step_on_rank, SHAPES["2d"], {}, layout), expected, 1e-11)
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": None}], ids=str)
-@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(("groups", "options"), [(1, {"momentum": None}), (4, {})], ids=str)
 def test_compiles_as_one_graph(groups: int, options: dict[str, Any], pool: Pool) -> None:
     expected = reference(layer(SHAPES["2d"], **options), *inputs(SHAPES["2d"]), groups)
     check(pool.run(2, step_on_rank, SHAPES["2d"], options, {"norm_groups": groups}, True), expected, 1e-11)
@@ -166,17 +163,6 @@ def test_only_ranks_that_share_a_group_communicate() -> None:
     for ranks, groups, sharing in [(2, 4, 1), (4, 4, 1), (4, 2, 2), (6, 4, 3), (3, 4, 3), (8, 1, 8)]:
         holds = BatchLayout(48, DataParallelInfo(ranks), norm_groups=groups).counts > 0
         assert (holds.sum(0) == sharing).all()
-
-
-def test_apply_and_revert_keep_parameters_and_names() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5))
-    before = dict(net.named_parameters())
-    apply_norm_groups(net, rank_groups(BatchLayout(8, norm_groups=2), None))
-    assert isinstance(net[1], GroupedBatchNorm)
-    assert list(net.state_dict()) == list(nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)).state_dict())
-    revert_norm_groups(net)
-    assert type(net[1]) is nn.BatchNorm2d
-    assert all(before[name] is parameter for name, parameter in net.named_parameters())
 
 
 class _BatchNormAct(nn.BatchNorm2d):
@@ -212,9 +198,11 @@ def test_refuses_rows_that_belong_to_no_group() -> None:
 )
 def test_refuses_groups_that_do_not_fit(options: list[str], message: str, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=message):
-        fit(compose(folder, *small, "experiment=parity", *SHORT, *options))
-    if "data.norm_groups=0" not in options:
-        fit(compose(folder / "group", *small, "experiment=parity", *SHORT, *options, "model.norm=group"))
+        fit(compose(folder, *small, *SHORT_RUN, *options))
+
+
+def test_network_without_batch_normalization_has_no_groups(small: list[str], folder: Path) -> None:
+    fit(compose(folder, *small, *SHORT_RUN, "data.norm_groups=32", "model.norm=group", "trainer.max_steps=1"))
 
 
 class _TwoPasses(nn.Module):
@@ -233,7 +221,7 @@ def _fit_two_passes(cfg: Any) -> Any:
 
 
 def test_refuses_a_network_that_runs_twice_per_micro_batch(small: list[str], folder: Path) -> None:
-    task = [*small, "experiment=parity", *SHORT, "callbacks=none"]
+    task = [*small, *SHORT_RUN, "callbacks=none", "trainer.max_steps=2"]
     _fit_two_passes(compose(folder, *task))
     with pytest.raises(UserError, match="runs more than once in training_step, so set it to 1"):
         _fit_two_passes(compose(folder, *task, "trainer.accumulate_grad_batches=2"))
@@ -245,28 +233,16 @@ def test_can_be_switched_off(on: bool, small: list[str], folder: Path) -> None:
     assert any(type(callback).__name__ == "NormGroups" for callback in trainer.callbacks) is on
 
 
-@pytest.mark.parametrize("callbacks", [[], ["callbacks=[default,ema]", "callbacks.ema.decay=0.5"]], ids=["", "ema"])
 def test_evaluation_and_checkpoints_have_the_mean_over_all_groups(
-    callbacks: list[str], pool: Pool, small: list[str], folder: Path
+    alone: Callable[..., Record], short_run: Callable[..., list[Record]], folder: Path
 ) -> None:
     """Each rank's own statistics would give another validation loss, and those of rank zero another checkpoint."""
-    task = [*small, "experiment=parity", *SHORT, *callbacks]
-    alone = fit(compose(folder / "single", *task), test=True)
-    ranks = pool.run(2, fit_and_test, compose(folder / "ranks", *task, "strategy=ddp", "trainer.devices=2"))
-    for metrics in ranks:
+    average = ["callbacks=[default,ema]", "callbacks.ema.decay=0.5"]
+    for record in short_run(*average, "strategy=ddp", "trainer.devices=2"):
         for name in ("val/loss", "test/loss", "test/acc"):
-            assert metrics[name] == pytest.approx(alone.metrics[name], rel=TOLERANCE)
+            assert record.metrics[name] == pytest.approx(alone(*average).metrics[name], rel=TOLERANCE)
     for name in ("last", "best"):
-        ours, theirs = (torch.load(folder / run / "checkpoints" / f"{name}.ckpt") for run in ("single", "ranks"))
+        single = alone(*average).file.parent
+        ours, theirs = (torch.load(run / "checkpoints" / f"{name}.ckpt") for run in (single, folder))
         for key, value in ours["state_dict"].items():
             assert relative(theirs["state_dict"][key], value) < TOLERANCE
-
-
-def fit_and_test(cfg: Any) -> dict[str, float]:
-    return fit(cfg, test=True).metrics
-
-
-def test_error_on_ranks_is_one_of_the_user(pool: Pool, small: list[str], folder: Path) -> None:
-    task = [*small, "experiment=parity", *SHORT, "strategy=pipeline", "trainer.devices=2", "strategy.microbatches=8"]
-    with pytest.raises(RankFailed, match=r"data.norm_groups=4 does not divide over the 8 micro-batches"):
-        pool.run(2, fit, compose(folder, *task))

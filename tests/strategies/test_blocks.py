@@ -1,7 +1,6 @@
 """A pipeline splits networks with a forward pass of their own, or refuses them; it never trains another network."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,10 +13,8 @@ from src.strategies.pipeline.split import cut
 from src.strategies.pipeline.stage import keep_own_stages
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
-from tests.support.experiments import SHORT
 from tests.support.networks import OwnForward, Skips, Wrapper
-from tests.support.pool import Pool
-from tests.support.runs import compose, fit
+from tests.support.runs import Record
 
 IMAGES = torch.rand(2, 3, 8, 8)
 
@@ -44,23 +41,22 @@ def test_finds_the_blocks(net: nn.Module, names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("network", "options"),
     [
-        ("OwnForward", ["strategy=pipeline", "trainer.devices=2"]),
         ("OwnForward", ["strategy=pipeline", "trainer.devices=2", "strategy.schedule=zbv_zero_bubble"]),
-        ("Skips", ["strategy=pipeline", "trainer.devices=4"]),
         ("Skips", ["strategy=pipeline", "trainer.devices=2", "strategy.schedule=interleaved_1f1b"]),
-        ("Skips", ["strategy=hybrid", "trainer.devices=4", "strategy.data_parallel=fsdp"]),
+        pytest.param(
+            "Skips",
+            ["strategy=hybrid", "trainer.devices=4", "strategy.data_parallel=fsdp"],
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=" ".join,
+    ids=["own forward", "skips", "skips hybrid"],
 )
 def test_agrees_with_single_process(
-    network: str, options: list[str], pool: Pool, small: list[str], folder: Path
+    network: str, options: list[str], alone: Callable[..., Record], short_run: Callable[..., list[Record]]
 ) -> None:
     own = [f"model._target_=tests.support.networks.{network}", "~model.norm"]
-    task = [*small, "experiment=parity", *SHORT, *own]
-    reference = fit(compose(folder / "single", *task), test=True)
-    cfg = compose(folder, *task, *options)
-    for record in pool.run(cfg.trainer.devices, fit, cfg):
-        assert max(distances(record, reference)) < TOLERANCE
+    for record in short_run(*own, *options):
+        assert max(distances(record, alone(*own))) < TOLERANCE
 
 
 class TwoBlocks(nn.Module):

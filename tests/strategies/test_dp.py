@@ -1,6 +1,7 @@
 """DataParallel without GPUs: it is refused, and everything but torch's own part works."""
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from src.run.experiment import run
 from src.strategies.dp import DP, _forward_on_all
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
-from tests.support.experiments import SHORT
-from tests.support.runs import compose, fit
+from tests.support.experiments import SHORT_RUN
+from tests.support.runs import Record, compose, fit
 
-PARITY = ["experiment=parity", *SHORT, "strategy=dp", "trainer.devices=2"]
+PARITY = [*SHORT_RUN, "strategy=dp", "trainer.devices=2"]
 
 
 def test_refuses_to_run_without_gpus(small: list[str], folder: Path) -> None:
@@ -26,11 +27,15 @@ def test_refuses_to_run_without_gpus(small: list[str], folder: Path) -> None:
 
 
 def test_agrees_with_single_process_on_a_cpu(
-    small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    alone: Callable[..., Record],
+    small: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """On a CPU torch's DataParallel does not split the batch, so the run is that of one process."""
     monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
-    reference = fit(compose(folder / "single", *small, "experiment=parity", *SHORT, "data.norm_groups=1"), test=True)
+    reference = alone("data.norm_groups=1")
     with caplog.at_level(logging.INFO, "src"):
         record = fit(compose(folder, *small, *PARITY), test=True)
     assert max(distances(record, reference)) < TOLERANCE

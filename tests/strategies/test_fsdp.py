@@ -1,21 +1,20 @@
 """FSDP: each rank holds its shard, clips by the full norm, and refuses invalid options."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.tensor import DTensor
 
-from src.run.experiment import assemble, run
+from src.run.experiment import assemble
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances
-from tests.support.experiments import SHORT
+from tests.support.experiments import SHORT_RUN
 from tests.support.interruption import die
 from tests.support.pool import Pool, RankFailed
-from tests.support.runs import compose, fit
+from tests.support.runs import Record, compose, fit
 
-PARITY = ["experiment=parity", *SHORT]
 FSDP = ["strategy=fsdp", "trainer.devices=2"]
 
 
@@ -47,52 +46,32 @@ def test_each_rank_holds_its_shard(
         assert weights == pytest.approx(full / shards, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["trainer.gradient_clip_val=0.5"],
-        ["strategy.reshard_after_forward=false", "data.augment.mixup=1.0"],
-        ["model.norm=group", "optimizer.momentum=0", "optimizer.nesterov=false"],
-    ],
-    ids=" ".join,
-)
-def test_agrees_with_single_process(overrides: list[str], pool: Pool, small: list[str], folder: Path) -> None:
-    plain = [override for override in overrides if not override.startswith("strategy")]
-    reference = fit(compose(folder / "single", *small, *PARITY, *plain))
-    default = fit(compose(folder / "default", *small, *PARITY)).final
-    assert any(not torch.equal(tensor, default.get(name, tensor)) for name, tensor in reference.final.items())
-    for record in pool.run(2, fit, compose(folder, *small, *PARITY, *FSDP, *overrides)):
-        assert max(distances(record, reference)) < TOLERANCE
+def test_clips_by_the_norm_of_all_shards(alone: Callable[..., Record], short_run: Callable[..., list[Record]]) -> None:
+    clip = "trainer.gradient_clip_val=0.5"
+    assert alone(clip).losses != alone().losses
+    for record in short_run(*FSDP, clip):
+        assert max(distances(record, alone(clip))) < TOLERANCE
 
 
-def test_an_optimizer_without_state_resumes(pool: Pool, small: list[str], folder: Path) -> None:
-    stateless = [*PARITY, "optimizer.momentum=0", "optimizer.nesterov=false"]
-    reference = fit(compose(folder / "single", *small, *stateless))
-    pool.run(2, die, compose(folder, *small, *stateless, *FSDP), "on_train_batch_end", 3)
-    resumed = pool.run(2, fit, compose(folder, *small, *stateless, *FSDP, f"ckpt_path={folder}/died.ckpt"))
-    for record in resumed:
-        check_resumed([record], reference, done=3)
+def test_an_optimizer_without_state_resumes(
+    alone: Callable[..., Record], pool: Pool, small: list[str], folder: Path
+) -> None:
+    stateless = ["model.norm=group", "optimizer.momentum=0", "optimizer.nesterov=false"]
+    task = [*small, *SHORT_RUN, *stateless, *FSDP]
+    pool.run(2, die, compose(folder, *task), "on_train_batch_end", 3)
+    check_resumed(pool.run(2, fit, compose(folder, *task, f"ckpt_path={folder}/died.ckpt")), alone(*stateless), done=3)
 
 
 @pytest.mark.parametrize("dtypes", [["strategy.param_dtype=bfloat16"], ["trainer.precision=bf16-mixed"]], ids=" ".join)
 def test_half_precision_stays_near_full_precision(
-    dtypes: list[str], pool: Pool, small: list[str], folder: Path
+    dtypes: list[str], alone: Callable[..., Record], short_run: Callable[..., list[Record]]
 ) -> None:
-    task = ["model.width=8", "data.batch_size=32", "trainer.max_epochs=1", "trainer.log_every_n_steps=1"]
-    reference = fit(compose(folder / "single", *small, *task))
-    for record in pool.run(2, fit, compose(folder, *small, *task, *FSDP, *dtypes)):
+    task = ["trainer.precision=32-true", "optimizer.lr=0.001"]
+    reference = alone(*task)
+    for record in short_run(*task, *FSDP, *dtypes):
         assert record.losses == pytest.approx(reference.losses, rel=0.1)
         assert record.losses != pytest.approx(reference.losses, rel=1e-5)
         assert record.metrics["val/loss"] == pytest.approx(reference.metrics["val/loss"], rel=0.2)
-
-
-def test_evaluates_and_predicts_as_one_process(pool: Pool, small: list[str], folder: Path) -> None:
-    metrics = run(compose(folder / "single", *small, *PARITY))
-    weights = f"ckpt_path={folder}/single/checkpoints/last.ckpt"
-    for results in pool.run(2, run, compose(folder, *small, *PARITY, *FSDP, "fit=false", weights)):
-        assert results["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
-    for results in pool.run(2, run, compose(folder, *small, *PARITY, *FSDP)):
-        assert results["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
 
 
 def test_refuses_invalid_options(pool: Pool, small: list[str], folder: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from src.run.experiment import assemble, run
+from src.run.experiment import assemble
 from src.strategies.pipeline.blocks import Block, ordered_blocks
 from src.strategies.pipeline.pipeline import Pipeline
 from src.strategies.pipeline.schedules import SCHEDULES
@@ -21,40 +21,34 @@ from src.strategies.pipeline.simulation import Action, order_of_passes
 from src.strategies.pipeline.split import cut
 from src.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
-from tests.support.experiments import SHORT, SHORT_STEPS
+from tests.support.experiments import SHORT_RUN, SHORT_STEPS, SMALL_MLP
 from tests.support.pool import Pool, RankFailed
-from tests.support.runs import compose, fit
+from tests.support.runs import Record, compose, fit
 
-PARITY = ["experiment=parity", *SHORT]
 PIPELINE = ["strategy=pipeline", "trainer.devices=2"]
-
-
-def test_ranks_hold_different_stages(pool: Pool, small: list[str], folder: Path) -> None:
-    quick = ["trainer.max_steps=1", "trainer.limit_val_batches=0", "callbacks.best=null"]
-    records = pool.run(2, fit, compose(folder, *small, *PARITY, *PIPELINE, *quick))
-    assert not set(records[0].final) & set(records[1].final)
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["trainer.gradient_clip_val=0.5"],
-        ["strategy.split=[layer3]"],
-        ["strategy.schedule=zbv_zero_bubble", "model.norm=group"],
-        ["strategy.schedule=interleaved_zero_bubble", "model.norm=group"],
-        ["strategy.microbatches=1", "strategy.schedule=gpipe"],
-        ["data.augment.mixup=1.0", "module.label_smoothing=0.1"],
-        ["strategy=hybrid", "trainer.devices=4", "trainer.gradient_clip_val=0.5"],
+        ["trainer.gradient_clip_val=0.5", "strategy.microbatches=1", "strategy.schedule=gpipe"],
         ["strategy=hybrid", "trainer.devices=4", "trainer.gradient_clip_val=0.5", "strategy.data_parallel=fsdp"],
+        pytest.param(["strategy=hybrid", "trainer.devices=4", "trainer.gradient_clip_val=0.5"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
-def test_agrees_with_single_process(overrides: list[str], pool: Pool, small: list[str], folder: Path) -> None:
-    cfg = compose(folder, *small, *PARITY, *PIPELINE, *overrides)
+def test_agrees_with_single_process(
+    overrides: list[str], alone: Callable[..., Record], short_run: Callable[..., list[Record]]
+) -> None:
     plain = [word for word in overrides if not word.startswith(("strategy", "trainer.devices"))]
-    reference = fit(compose(folder / "single", *small, *PARITY, *plain))
-    for record in pool.run(cfg.trainer.devices, fit, cfg):
-        assert max(distances(record, reference)) < TOLERANCE
+    for record in short_run(*PIPELINE, *overrides):
+        assert max(distances(record, alone(*plain))) < TOLERANCE
+
+
+def test_trains_in_half_precision(alone: Callable[..., Record], short_run: Callable[..., list[Record]]) -> None:
+    half = "trainer.precision=bf16-mixed"
+    for record in short_run(*PIPELINE, half):
+        assert record.losses == pytest.approx(alone(half).losses, rel=0.05)
 
 
 PASSES = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
@@ -102,7 +96,7 @@ def test_passes_follow_the_schedule(schedule: str, pool: Pool, small: list[str],
     """GPipe holds the activations of all micro-batches at once, the other schedules fewer."""
     two_steps = ["trainer.max_steps=2", "trainer.limit_val_batches=0", "callbacks.best=null"]
     chosen = [f"strategy.schedule={schedule}", f"strategy.microbatches={NUM_MICROBATCHES}", "data.norm_groups=8"]
-    cfg = compose(folder, *small, *PARITY, *PIPELINE, *two_steps, *chosen)
+    cfg = compose(folder, *small, *SHORT_RUN, *PIPELINE, *two_steps, *chosen)
     for rank, (done, simulated) in enumerate(pool.run(2, trace, cfg)):
         assert done == 2 * simulated
         assert max_live_microbatches(simulated) <= BOUNDS[schedule](rank)
@@ -132,7 +126,7 @@ def stage_bytes(cfg: Any) -> tuple[int, int, int]:
 
 
 def test_each_rank_holds_only_its_stages(pool: Pool, small: list[str], folder: Path) -> None:
-    cfg = compose(folder, *small, *PARITY, "strategy=pipeline", "trainer.devices=4", "trainer.max_steps=2")
+    cfg = compose(folder, *small, *SHORT_RUN, "strategy=pipeline", "trainer.devices=4", "trainer.max_steps=2")
     ranks = pool.run(4, stage_bytes, cfg)
     assert sum(weights for weights, _, _ in ranks) == ranks[0][2]
     assert all(weights == moments for weights, moments, _ in ranks)
@@ -157,20 +151,9 @@ def first_random_numbers(cfg: Any) -> list[float]:
 
 
 def test_stages_draw_different_random_numbers(pool: Pool, small: list[str], folder: Path) -> None:
-    first, second = pool.run(2, first_random_numbers, compose(folder, *small, *PARITY, *PIPELINE))
+    first, second = pool.run(2, first_random_numbers, compose(folder, *small, *SHORT_RUN, *PIPELINE))
     assert len(first) == len(second) == SHORT_STEPS
     assert not set(first) & set(second)
-
-
-def test_evaluates_and_predicts_and_trains_in_half_precision(pool: Pool, small: list[str], folder: Path) -> None:
-    metrics = run(compose(folder / "single", *small, *PARITY))
-    weights = f"ckpt_path={folder}/single/checkpoints/last.ckpt"
-    for results in pool.run(2, run, compose(folder, *small, *PARITY, *PIPELINE, "fit=false", weights)):
-        assert results["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
-    half = ["trainer.precision=bf16-mixed", "trainer.max_steps=8"]
-    single = fit(compose(folder / "half", *small, *PARITY, *half)).losses
-    for record in pool.run(2, fit, compose(folder, *small, *PARITY, *PIPELINE, *half)):
-        assert record.losses == pytest.approx(single, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -178,18 +161,14 @@ def test_evaluates_and_predicts_and_trains_in_half_precision(pool: Pool, small: 
     [
         (["strategy.schedule=1f1"], r"strategy.schedule=1f1 is no schedule: did you mean 1f1b"),
         (["strategy.microbatches=0"], r"strategy.microbatches=0"),
-        (
-            ["strategy.microbatches=3"],
-            r"does not divide over 3 micro-batches: set data.batch_size=15 or 18",
-        ),
-        (
-            ["strategy.microbatches=1"],
-            r"1f1b with strategy.microbatches=1: .* gpipe takes any number",
-        ),
+        (["strategy.microbatches=3"], r"does not divide over 3 micro-batches: set data.batch_size=15 or 18"),
+        (["strategy.microbatches=8"], r"data.norm_groups=4 does not divide over the 8 micro-batches"),
+        (["strategy.microbatches=1"], r"1f1b with strategy.microbatches=1: .* gpipe takes any number"),
         (["strategy.stages=3"], r"strategy.stages=3 does not divide the 2 processes"),
         (["strategy.split=[layer9]"], r"strategy.split: no cut can be before layer9; did you mean layer"),
         (["strategy.split=[layer2,layer3]"], r"2 stages need 1 cuts"),
-        (["model=mlp", "~model.width", "strategy.split=[layer1]"], r"a stage of flatten alone has no parameters"),
+        ([*SMALL_MLP, "strategy.split=[layer1]"], r"a stage of flatten alone has no parameters"),
+        ([*SMALL_MLP, "strategy.schedule=interleaved_1f1b"], r"4 stages, but `model` has 2 blocks with parameters"),
         (["trainer.precision=16-mixed"], r"16-mixed"),
         (["module.compile=true"], r"module.compile=true"),
     ],
@@ -199,13 +178,7 @@ def test_refuses_invalid_options(
     overrides: list[str], message: str, pool: Pool, small: list[str], folder: Path
 ) -> None:
     with pytest.raises(RankFailed, match=message):
-        pool.run(2, fit, compose(folder, *small, *PARITY, *PIPELINE, *overrides))
-
-
-def test_refuses_more_stages_than_blocks(pool: Pool, small: list[str], folder: Path) -> None:
-    schedule = "strategy.schedule=interleaved_1f1b"
-    with pytest.raises(RankFailed, match="8 stages, but `model` has 7 blocks with parameters"):
-        pool.run(4, fit, compose(folder, *small, *PARITY, "strategy=pipeline", "trainer.devices=4", schedule))
+        pool.run(2, fit, compose(folder, *small, *SHORT_RUN, *PIPELINE, *overrides))
 
 
 def blocks(costs: list[int], sent: list[int]) -> list[Block]:
@@ -253,6 +226,6 @@ def test_prints_the_split(small: list[str], folder: Path, caplog: pytest.LogCapt
     with pytest.raises(UserError, match="no schedule"):
         Pipeline(schedule="2f2b")
     with caplog.at_level(logging.INFO, "src"):
-        fit(compose(folder, *small, *PARITY, "strategy=pipeline", "trainer.devices=1", "trainer.max_steps=1"))
+        fit(compose(folder, *small, *SHORT_RUN, "strategy=pipeline", "trainer.devices=1", "trainer.max_steps=1"))
     assert "1f1b, 4 micro-batches, simulated bubble 0.0%" in caplog.text
     assert "stem ... head" in caplog.text

@@ -12,6 +12,8 @@ SHORT = [  # 90 training and 10 validation samples
     "trainer.max_steps=8",
 ]
 SHORT_STEPS, SHORT_EPOCH = 8, 5
+SHORT_RUN = ["experiment=parity", *SHORT]
+SMALL_MLP = ["model=mlp", "~model.width", "model.hidden=[16]"]  # for runs whose network does not matter
 EXPERIMENTS: dict[str, list[str]] = {
     "sgd": [],
     "adamw": ["optimizer=adamw", "optimizer.lr=0.01"],

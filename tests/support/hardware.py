@@ -8,7 +8,7 @@ from src.strategies.pipeline.schedules import SCHEDULES
 
 Setting = dict[str, Any]
 Choices = dict[str, list[Any]]
-BATCH = 16
+BATCH = 16  # of the short run
 GROUPS = 4  # the most micro-batches of a step: data.norm_groups
 COMMON: Choices = {
     "trainer.accumulate_grad_batches": [1, 2, 4],

@@ -18,14 +18,14 @@ class Plain(L.LightningModule):
         self.save_hyperparameters()
         self.encoder = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
         self.layers = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
-        self.head = nn.Linear(width, 10)
+        self.dropout, self.head = nn.Dropout(0.3), nn.Linear(width, 10)
         self.accuracy = MulticlassAccuracy(10, average="micro")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.encoder(x)
         for layer in self.layers:
             x = F.relu(x + layer(x))
-        return self.head(x.mean((2, 3)))
+        return self.head(self.dropout(x.mean((2, 3))))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -42,7 +42,12 @@ class Plain(L.LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
-        self.log("test/loss", F.cross_entropy(self(x), y), sync_dist=True)
+        logits = self(x)
+        metrics = {"loss": F.cross_entropy(logits, y), "acc": (logits.argmax(1) == y).to(logits.dtype).mean()}
+        self.log_dict({f"test/{name}": value for name, value in metrics.items()}, batch_size=len(x), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).softmax(1)
 
     def configure_optimizers(self) -> Any:
         groups: list[dict[str, Any]] = [

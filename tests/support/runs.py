@@ -87,13 +87,19 @@ def fit(cfg: DictConfig, *extra: L.Callback, test: bool = False) -> Record:
     return record
 
 
-def fit_ranks(cfg: DictConfig, pool: Pool) -> list[Record]:
-    """Fit as configured on all ranks; return a record of each."""
+def fit_and_test(cfg: DictConfig) -> Record:
+    """Fit and test as configured; return the record."""
+    return fit(cfg, test=True)
+
+
+def fit_ranks(cfg: DictConfig, pool: Pool, test: bool = False) -> list[Record]:
+    """Fit as configured on all ranks, and test if asked; return a record of each."""
+    job = fit_and_test if test else fit
     if cfg.trainer.devices == 1:
-        return [fit(cfg)]
+        return [job(cfg)]
     if not runs_in_single_process(cfg):
-        return pool.run(cfg.trainer.devices, fit, cfg)
-    metrics = fit(cfg).metrics  # all that Lightning returns from spawned processes
+        return pool.run(cfg.trainer.devices, job, cfg)
+    metrics = job(cfg).metrics  # all that Lightning returns from spawned processes
     records = [Record(Path(cfg.run_dir) / "record") for _ in range(cfg.trainer.devices)]
     for rank, record in enumerate(records):
         kept = torch.load(record.file.with_suffix(f".{rank}"), weights_only=False)
