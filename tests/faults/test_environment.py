@@ -1,4 +1,4 @@
-"""Faults of ports, data and commands. Full disks and corrupt archives are in tests/launch."""
+"""Faults of ports, data and commands."""
 
 import shutil
 import socket
@@ -39,25 +39,6 @@ def test_error_names_a_rank_with_another_configuration(small: list[str], folder:
     assert [code for code, _, _ in printed] == [1, 1]
     assert "process 1 was started with optimizer.lr=0.2, process 0 with optimizer.lr=0.1" in error_line(printed[0][2])
     assert printed[1][2] == "", "only rank zero prints the error"
-
-
-@pytest.mark.parametrize(
-    ("damage", "hint"),
-    [("cut", "data_batch_3 is missing or corrupt"), ("missing", "cannot be downloaded"), ("empty", "data_batch_3")],
-)
-def test_error_names_a_missing_or_corrupt_data_file(damage: str, hint: str, cifar: Path, tmp_path: Path) -> None:
-    """The third of six files is at fault, and cannot be downloaded again."""
-    root = tmp_path / "data"
-    shutil.copytree(cifar, root)
-    file = root / "cifar-10-batches-py" / "data_batch_3"
-    if damage == "missing":
-        file.unlink()
-    else:
-        file.write_bytes(file.read_bytes()[: 5000 if damage == "cut" else 0])
-    arguments = [*TINY[:3], "trainer.accelerator=cpu", "logger=none", "data.source.urls=[http://127.0.0.1:9]"]
-    _, err = run_here(*arguments, f"data.root={root}", f"run_dir={tmp_path}/run", code=1)
-    assert hint in error_line(err)
-    assert "data.root" in err
 
 
 def test_run_survives_deletion_of_its_data(cifar: Path, tmp_path: Path) -> None:

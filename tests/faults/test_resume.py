@@ -1,6 +1,7 @@
 """A run that is stopped at any moment and resumed equals the uninterrupted one, also at another world size."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +11,30 @@ import torch
 
 from src.utils.errors import UserError
 from tests.support.comparison import check_resumed
-from tests.support.experiments import SHORT, SHORT_EPOCH, SHORT_STEPS
+from tests.support.experiments import SHORT_EPOCH, SHORT_RUN, SHORT_STEPS, SMALL_MLP
 from tests.support.interruption import Died, SaveAndDie, SaveAndDieAtBatch, SaveOnce, die, run_on_ranks
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
-TASK = ["experiment=parity", "scheduler=cosine", *SHORT]
+TASK = ["scheduler=cosine"]
 SAVED = 3  # steps, in the middle of an epoch
-MLP = ["model=mlp", "~model.width", "model.hidden=[16]"]
 
 
 def task(folder: Path, small: list[str], devices: int, *overrides: str) -> Any:
     strategy = "ddp" if devices > 1 else "auto"
-    return compose(folder, *small, *TASK, f"strategy={strategy}", f"trainer.devices={devices}", *overrides)
-
-
-@pytest.fixture(scope="module")
-def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Record:
-    return fit(task(tmp_path_factory.mktemp("uninterrupted"), small, 1))
+    return compose(folder, *small, *SHORT_RUN, *TASK, f"strategy={strategy}", f"trainer.devices={devices}", *overrides)
 
 
 @pytest.mark.parametrize(
     ("hook", "step", "before", "after"),
     [
-        ("on_train_batch_end", 3, 1, 2),
         ("on_train_batch_end", 3, 2, 1),
         ("on_train_batch_start", 3, 1, 1),
-        ("on_train_batch_end", SHORT_EPOCH, 1, 1),
         ("on_validation_end", SHORT_EPOCH, 1, 1),
-        ("on_train_epoch_end", SHORT_EPOCH, 2, 4),
-        ("on_train_batch_end", 7, 4, 2),
+        ("on_train_epoch_end", SHORT_EPOCH, 1, 2),
+        pytest.param("on_train_batch_end", SHORT_EPOCH, 1, 1, marks=pytest.mark.slow),
+        pytest.param("on_train_epoch_end", SHORT_EPOCH, 2, 4, marks=pytest.mark.slow),
+        pytest.param("on_train_batch_end", 7, 4, 2, marks=pytest.mark.slow),
     ],
 )
 def test_resumes_exactly(
@@ -47,11 +42,12 @@ def test_resumes_exactly(
     step: int,
     before: int,
     after: int,
-    reference: Record,
+    alone: Callable[..., Record],
     pool: Pool,
     small: list[str],
     folder: Path,
 ) -> None:
+    reference = alone(*TASK)
     run_on_ranks(pool, before, die, task(folder, small, before), hook, step)
     resumed = run_on_ranks(pool, after, fit, task(folder, small, after, f"ckpt_path={folder}/died.ckpt"))
     check_resumed(resumed, reference, step)
@@ -59,7 +55,7 @@ def test_resumes_exactly(
         assert sorted(index for rank in resumed for index in rank.indices[k]) == sorted(batch)
 
 
-def test_metrics_have_one_row_per_step(reference: Record, small: list[str], folder: Path) -> None:
+def test_metrics_have_one_row_per_step(small: list[str], folder: Path) -> None:
     cfg = task(folder, small, 1)
     with pytest.raises(Died):  # two steps after the save
         fit(cfg, SaveOnce(SAVED), SaveAndDie("on_train_batch_end", SAVED + 2))
@@ -68,30 +64,22 @@ def test_metrics_have_one_row_per_step(reference: Record, small: list[str], fold
     assert [int(row.split(",")[0]) for row in rows] == list(range(SHORT_STEPS))
 
 
-def test_repeats_a_half_accumulated_step(small: list[str], folder: Path) -> None:
-    """The number of micro-batches may change."""
-    plain = [*TASK, *MLP]
-    reference = fit(compose(folder / "uninterrupted", *small, *plain))
-    cfg = compose(folder, *small, *plain, "trainer.accumulate_grad_batches=2")
-    with pytest.raises(Died):
-        fit(cfg, SaveAndDieAtBatch(7))  # the first half of the fourth step
-    resumed = fit(compose(folder, *small, *plain, f"ckpt_path={folder}/died.ckpt"))
-    check_resumed([resumed], reference, done=SAVED)
+def test_repeats_a_half_accumulated_step(alone: Callable[..., Record], small: list[str], folder: Path) -> None:
+    """The number of micro-batches may change, and dropout does not depend on it."""
+    dropping = [*TASK, *SMALL_MLP, "model.dropout=0.5"]
+    task = [*small, *SHORT_RUN, *dropping]
+    with pytest.raises(Died):  # in the first half of the fourth step
+        fit(compose(folder, *task, "trainer.accumulate_grad_batches=2"), SaveAndDieAtBatch(7))
+    resumed = fit(compose(folder, *task, f"ckpt_path={folder}/died.ckpt"))
+    check_resumed([resumed], alone(*dropping), done=SAVED)
 
 
-def test_dropout_masks_survive_a_restart(small: list[str], folder: Path) -> None:
-    dropping = [*TASK, *MLP, "model.dropout=0.5"]
-    reference = fit(compose(folder / "uninterrupted", *small, *dropping))
-    die(compose(folder, *small, *dropping), "on_train_batch_end", SAVED)
-    check_resumed([fit(compose(folder, *small, *dropping, f"ckpt_path={folder}/died.ckpt"))], reference, done=SAVED)
-
-
-def test_prefetching_workers_do_not_change_resumption(small: list[str], folder: Path) -> None:
-    plain = [*TASK, *MLP]
-    reference = fit(compose(folder / "uninterrupted", *small, *plain))
-    workers = [*plain, "data.num_workers=2"]
-    die(compose(folder, *small, *workers), "on_train_batch_end", SAVED)
-    check_resumed([fit(compose(folder, *small, *workers, f"ckpt_path={folder}/died.ckpt"))], reference, done=SAVED)
+@pytest.fixture(scope="module")
+def died(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that has stopped."""
+    folder = tmp_path_factory.mktemp("died")
+    die(compose(folder, *small, *SHORT_RUN, *TASK, *SMALL_MLP), "on_train_batch_end", SAVED)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -101,43 +89,44 @@ def test_prefetching_workers_do_not_change_resumption(small: list[str], folder: 
         (["seed=1"], "had seed=0 (now 1): "),
         (["data.val_fraction=0.2"], "had data.val_fraction=null (now 0.2): "),
         (["trainer.limit_train_batches=3", "data.augment.flip=false"], "data.augment.flip=true (now false), trainer."),
+        (["optimizer=adamw"], "another `optimizer`"),
     ],
 )
-def test_refuses_another_experiment(overrides: list[str], message: str, small: list[str], folder: Path) -> None:
-    die(compose(folder, *small, *TASK, *MLP), "on_train_batch_end", SAVED)
+def test_refuses_another_experiment_and_changes_no_file(
+    overrides: list[str], message: str, died: Path, small: list[str]
+) -> None:
+    before = {file.name: file.read_bytes() for file in died.iterdir() if file.is_file()}
     with pytest.raises(UserError, match=re.escape(message)):
-        fit(compose(folder, *small, *TASK, *MLP, *overrides, f"ckpt_path={folder}/died.ckpt"))
+        fit(compose(died, *small, *SHORT_RUN, *TASK, *SMALL_MLP, *overrides, f"ckpt_path={died}/died.ckpt"))
+    assert {file.name: file.read_bytes() for file in died.iterdir() if file.is_file()} == before
 
 
-def test_finished_run_reports_its_result_again(small: list[str], folder: Path) -> None:
+def test_finished_run_is_only_tested_again(small: list[str], folder: Path) -> None:
     """A run that was interrupted in its test does not train again, but its sweep needs the result."""
-    task = [*TASK, *MLP, f"trainer.max_steps={SHORT_EPOCH}"]
-    before = fit(compose(folder, *small, *task)).metrics
-    again = fit(compose(folder, *small, *task, f"ckpt_path={folder}/checkpoints/last.ckpt"))
+    task = [*small, *SHORT_RUN, *TASK, *SMALL_MLP, f"trainer.max_steps={SHORT_EPOCH}"]
+    before = fit(compose(folder, *task), test=True).metrics
+    rows = (folder / "metrics.csv").read_text()
+    again = fit(compose(folder, *task, f"ckpt_path={folder}/checkpoints/last.ckpt"), test=True)
     assert again.losses == []
     assert before["val/acc"] == again.metrics["val/acc"]
     assert before.keys() == again.metrics.keys()
+    assert (folder / "metrics.csv").read_text() == rows
 
 
 def test_metrics_of_the_last_validation_survive_two_kills(small: list[str], folder: Path) -> None:
-    task = [*TASK, *MLP, "trainer.max_steps=-1", "trainer.max_epochs=3", "trainer.check_val_every_n_epoch=2"]
-    often = "callbacks.checkpoint.every_n_train_steps=1"
-    before = fit(compose(folder / "alone", *small, *task, often)).metrics
-    for step in (2 * SHORT_EPOCH + 1, 2 * SHORT_EPOCH + 3):
-        last = folder / "checkpoints" / "last.ckpt"
-        die(
-            compose(folder, *small, *task, often, f"ckpt_path={last if last.exists() else 'null'}"),
-            "on_train_batch_end",
-            step,
-        )
-    assert fit(compose(folder, *small, *task, often, f"ckpt_path={last}")).metrics.keys() == before.keys()
+    task = [*small, *SHORT_RUN, *SMALL_MLP, "callbacks.checkpoint.every_n_train_steps=1"]
+    task += ["trainer.max_steps=-1", "trainer.max_epochs=3", "trainer.check_val_every_n_epoch=2"]
+    before = fit(compose(folder / "alone", *task)).metrics
+    last = f"ckpt_path={folder}/checkpoints/last.ckpt"
+    die(compose(folder, *task), "on_train_batch_end", 2 * SHORT_EPOCH + 1)
+    die(compose(folder, *task, last), "on_train_batch_end", 2 * SHORT_EPOCH + 3)
+    assert fit(compose(folder, *task, last)).metrics.keys() == before.keys()
 
 
-def test_resumed_run_uses_new_hyper_parameters(small: list[str], folder: Path) -> None:
-    die(compose(folder, *small, *TASK), "on_train_batch_end", SAVED)
+def test_resumed_run_uses_new_hyper_parameters(died: Path, small: list[str], folder: Path) -> None:
     changed = ["optimizer.lr=0.02", "optimizer.momentum=0.5", "scheduler=constant"]
-    resumed = LearningRates()
-    fit(compose(folder, *small, *TASK, *changed, f"ckpt_path={folder}/died.ckpt"), resumed)
+    resumed, last = LearningRates(), f"ckpt_path={died}/died.ckpt"
+    fit(compose(folder, *small, *SHORT_RUN, *SMALL_MLP, *changed, last), resumed)
     # scaled by half of the reference batch
     assert resumed.seen == [(pytest.approx(0.01), 0.5)] * (SHORT_STEPS - SAVED)
 
@@ -154,16 +143,17 @@ class LearningRates(L.Callback):
 
 
 def test_extended_run_follows_the_longer_schedule(small: list[str], folder: Path) -> None:
-    fit(compose(folder, *small, *TASK, f"trainer.max_steps={SHORT_EPOCH}"))
+    task = [*small, *SHORT_RUN, *TASK, *SMALL_MLP]
+    fit(compose(folder, *task, f"trainer.max_steps={SHORT_EPOCH}"))
     longer, reference_rates = LearningRates(), LearningRates()
-    fit(compose(folder, *small, *TASK, f"ckpt_path={folder}/checkpoints/last.ckpt"), longer)
-    fit(compose(folder / "uninterrupted", *small, *TASK), reference_rates)
+    fit(compose(folder, *task, f"ckpt_path={folder}/checkpoints/last.ckpt"), longer)
+    fit(compose(folder / "uninterrupted", *task), reference_rates)
     assert longer.seen == [(pytest.approx(lr), momentum) for lr, momentum in reference_rates.seen[SHORT_EPOCH:]]
 
 
 def test_worse_epoch_after_a_restart_keeps_the_best_checkpoint(small: list[str], folder: Path) -> None:
     """`last.ckpt` holds the state of `best`, including the epoch at whose end it was written."""
-    fit(compose(folder, *small, *TASK, *MLP, f"trainer.max_steps={SHORT_EPOCH}"))
+    fit(compose(folder, *small, *SHORT_RUN, *TASK, *SMALL_MLP, f"trainer.max_steps={SHORT_EPOCH}"))
     best = torch.load(folder / "checkpoints" / "best.ckpt")
     state = next(value for name, value in best["callbacks"].items() if "val/acc" in name)
     last = torch.load(folder / "checkpoints" / "last.ckpt")
@@ -171,22 +161,3 @@ def test_worse_epoch_after_a_restart_keeps_the_best_checkpoint(small: list[str],
     assert kept["best_model_path"] == str(folder / "checkpoints" / "best.ckpt")
     assert kept["best_model_score"] is not None
     assert kept["best_model_score"] == state["best_model_score"]
-
-
-def test_refused_resumption_changes_no_file(small: list[str], folder: Path) -> None:
-    die(compose(folder, *small, *TASK, *MLP), "on_train_batch_end", SAVED)
-    before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    with pytest.raises(UserError):
-        fit(compose(folder, *small, *TASK, *MLP, "data.batch_size=64", f"ckpt_path={folder}/died.ckpt"))
-    with pytest.raises(UserError, match="another `optimizer`"):
-        fit(compose(folder, *small, *TASK, *MLP, "optimizer=adamw", f"ckpt_path={folder}/died.ckpt"))
-    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
-
-
-def test_finished_run_is_only_tested_again(small: list[str], folder: Path) -> None:
-    plain = [*TASK, *MLP]
-    fit(compose(folder, *small, *plain, f"trainer.max_steps={SHORT_EPOCH}"), test=True)
-    before = (folder / "metrics.csv").read_text()
-    again = [*plain, f"trainer.max_steps={SHORT_EPOCH}", f"ckpt_path={folder}/checkpoints/last.ckpt"]
-    assert fit(compose(folder, *small, *again), test=True).losses == []
-    assert (folder / "metrics.csv").read_text() == before

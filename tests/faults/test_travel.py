@@ -18,19 +18,12 @@ from src.run.resume import newest_checkpoint
 from src.utils.errors import UserError
 from tests.support.commands import run_here
 from tests.support.comparison import check_resumed, relative
-from tests.support.experiments import SHORT, SHORT_STEPS
+from tests.support.experiments import EXPERIMENTS, SHORT_RUN, SHORT_STEPS
 from tests.support.interruption import SaveAndDie, die, run_on_ranks
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import Record, compose, fit, moments
 
-TASK = [
-    "experiment=parity",
-    "scheduler=cosine",
-    "optimizer=adamw",
-    "optimizer.lr=0.01",
-    "callbacks=[default,ema]",
-    *SHORT,
-]
+TASK = ["scheduler=cosine", "optimizer=adamw", "optimizer.lr=0.01", "callbacks=[default,ema]"]
 SAVED_AT = 3  # steps, in the middle of the first epoch of five
 PLACES = {
     "single": ("auto", 1, []),
@@ -44,7 +37,10 @@ PLACES = {
     "pipeline x2, sharded": ("pipeline", 2, ["strategy.sharded_checkpoints=true"]),
     "hybrid x4, sharded": ("hybrid", 4, ["strategy.sharded_checkpoints=true", "strategy.data_parallel=fsdp"]),
 }
-SHARDED = [place for place in PLACES if "sharded" in place]
+SHARDED = [
+    "fsdp x2, sharded",
+    *(pytest.param(place, marks=pytest.mark.slow) for place in ("pipeline x2, sharded", "hybrid x4, sharded")),
+]
 RING = list(zip(PLACES, [*list(PLACES)[1:], "single"], strict=True))  # from each place to the next
 PAIRS = [
     pytest.param(here, there, marks=[] if (here, there) in RING else pytest.mark.slow)
@@ -56,13 +52,7 @@ PAIRS = [
 def compose_at(place: str, folder: Path, small: list[str], *overrides: str) -> Any:
     strategy, devices, options = PLACES[place]
     chosen = [f"strategy={strategy}", f"trainer.devices={devices}", *options, *overrides]
-    return compose(folder, *small, *TASK, *chosen)
-
-
-@pytest.fixture(scope="module")
-def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, Path]:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    return fit(compose_at("single", folder, small)), folder / "checkpoints" / "last.ckpt"
+    return compose(folder, *small, *SHORT_RUN, *TASK, *chosen)
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +92,16 @@ def test_resumes_under_another_strategy(
     here: str,
     there: str,
     saved: Callable[[str], Path],
-    reference: tuple[Record, Path],
+    alone: Callable[..., Record],
     pool: Pool,
     small: list[str],
     folder: Path,
 ) -> None:
-    run, last = reference
+    reference = alone(*TASK)
     cfg = compose_at(there, folder, small, f"ckpt_path={saved(here)}")
     for record in run_on_ranks(pool, cfg.trainer.devices, fit, cfg):
-        assert record.losses == pytest.approx(run.losses[SAVED_AT:], rel=1e-9)
+        assert record.losses == pytest.approx(reference.losses[SAVED_AT:], rel=1e-9)
+    last = reference.file.parent / "checkpoints" / "last.ckpt"
     expected, found = content(last), content(folder / "checkpoints" / "last.ckpt")
     assert list(found) == list(expected)
     assert max(relative(found[name], tensor) for name, tensor in expected.items()) < 1e-8
@@ -118,24 +109,33 @@ def test_resumes_under_another_strategy(
 
 @pytest.mark.slow
 def test_spawned_processes_resume(
-    saved: Callable[[str], Path], reference: tuple[Record, Path], small: list[str], folder: Path
+    saved: Callable[[str], Path], alone: Callable[..., Record], small: list[str], folder: Path
 ) -> None:
-    cfg = compose(folder, *small, *TASK, "strategy=ddp_spawn", "trainer.devices=2", f"ckpt_path={saved('single')}")
+    cfg = compose(
+        folder, *small, *SHORT_RUN, *TASK, "strategy=ddp_spawn", "trainer.devices=2", f"ckpt_path={saved('single')}"
+    )
     assert runs_in_single_process(cfg)
     with pytest.raises(Exception, match="Died"):
         fit(cfg, SaveAndDie("on_train_batch_end", 6))
     back = fit(compose_at("single", folder, small, f"ckpt_path={folder}/died.ckpt"))
-    check_resumed([back], reference[0], done=6)
+    check_resumed([back], alone(*TASK), done=6)
 
 
-def test_batch_statistics_resume_under_another_strategy(pool: Pool, small: list[str], folder: Path) -> None:
-    """The run goes from one process to a pipeline, and back to one that accumulates."""
-    reference = fit(compose(folder / "uninterrupted", *small, *TASK))
-    die(compose(folder, *small, *TASK), "on_train_batch_end", SAVED_AT)
-    there = compose(folder, *small, *TASK, "strategy=pipeline", "trainer.devices=2", f"ckpt_path={folder}/died.ckpt")
-    pool.run(2, die, there, "on_train_batch_end", 6)
-    back = [*TASK, "trainer.accumulate_grad_batches=2", f"ckpt_path={folder}/died.ckpt"]
-    check_resumed([fit(compose(folder, *small, *back))], reference, done=6)
+@pytest.mark.parametrize(
+    "place", ["fsdp x2", *(pytest.param(place, marks=pytest.mark.slow) for place in ("zero-1 x2", "hybrid x4"))]
+)
+def test_muon_and_a_frozen_bias_resume_under_another_strategy_and_back(
+    place: str, alone: Callable[..., Record], pool: Pool, small: list[str], folder: Path
+) -> None:
+    """The bias of the whitening layer is frozen during the run; back in one process, steps accumulate."""
+    strategy, devices, options = PLACES[place]
+    task = [*small, *SHORT_RUN, *EXPERIMENTS["muon"]]
+    died = f"ckpt_path={folder}/died.ckpt"
+    die(compose(folder, *task), "on_train_batch_end", SAVED_AT)
+    there = compose(folder, *task, f"strategy={strategy}", f"trainer.devices={devices}", *options, died)
+    pool.run(devices, die, there, "on_train_batch_end", 6)
+    back = fit(compose(folder, *task, "trainer.accumulate_grad_batches=2", died))
+    check_resumed([back], alone(*EXPERIMENTS["muon"]), done=6)
 
 
 @pytest.mark.parametrize("place", SHARDED)

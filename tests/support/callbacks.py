@@ -73,24 +73,16 @@ class Report(L.Callback):
         torch.save(report, self.folder / f"report.{trainer.global_rank}")
 
 
-class PhaseReport(L.Callback):
-    """Write the run's current phase and the samples of each step, for tests that kill it.
+class SampleReport(L.Callback):
+    """Write the samples of each step, for tests that kill the run.
 
-    Validation sleeps, and checkpoints hold extra megabytes, so that kills can hit them.
+    Steps and validation sleep, and checkpoints hold extra megabytes, so that kills can hit them.
     """
 
     def __init__(self, folder: str, step: float = 0.2, validation: float = 0.7) -> None:
         self.folder, self.step, self.validation = Path(folder), step, validation
 
-    def _enter(self, trainer: L.Trainer, phase: str) -> None:
-        if trainer.is_global_zero:
-            (self.folder / "phase").write_text(phase)
-
-    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._enter(trainer, "training")
-
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._enter(trainer, "training")
         time.sleep(self.step)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -98,12 +90,7 @@ class PhaseReport(L.Callback):
             file.write(f"{trainer.global_step - 1} {' '.join(map(str, batch.sample_index.tolist()))}\n")
 
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._enter(trainer, "validation")
         time.sleep(self.validation)
 
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._enter(trainer, "ending")
-
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._enter(trainer, "saving")
         checkpoint["ballast"] = torch.rand(4_000_000)
