@@ -85,13 +85,13 @@ def overrides(words: tuple[str, ...], finished_run: Path, local_data: dict[str, 
     batch = [] if any(word.startswith("data.batch_size") for word in words) else ["data.batch_size=16"]
     kept = [word for word in first_job(words) if "trainer.max_epochs" not in word and "num_nodes" not in word]
     model = [] if any(word.startswith(MODEL_OPTIONS) for word in kept) else ["model.width=4"]
-    return [*data, *fill_placeholders(kept, finished_run, folder), *model, *batch, *TINY, "trainer.max_epochs=2"]
+    return [*data, *fill_placeholders(kept, finished_run, folder), *model, *batch, *TINY, "trainer.max_epochs=1"]
 
 
 @pytest.mark.parametrize("words", [words for words in commands(GUIDE) if words not in TRAINED_HERE], ids=" ".join)
 def test_builds(overrides: list[str], folder: Path) -> None:
     trainer, module, data = assemble(compose(folder, "logger=wandb", *overrides))  # the default, with its options
-    assert trainer.max_epochs in (1, 2)
+    assert trainer.max_epochs == 1
     assert list(module.parameters())
     assert data.source
 
