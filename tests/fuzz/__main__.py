@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from hypothesis import given, note, seed, settings
 
-from tests.fuzz.cases import Case, cases, parse
+from tests.fuzz.cases import SETTINGS, Case, cases, parse
 from tests.fuzz.check import Checker
-from tests.fuzz.settings import SETTINGS
 from tests.support.pool import Pool
 
 

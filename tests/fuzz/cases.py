@@ -5,8 +5,12 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+SETTINGS = settings(  # of tests that take seconds per case
+    deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck), report_multiple_bugs=False
+)
 MODELS = {
     "mlp": ["model=mlp", "~model.width", "model.hidden=[16,16,16]"],
     "mlp, dropout": ["model=mlp", "~model.width", "model.hidden=[16,16,16]", "model.dropout=0.2"],

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, note, settings
 
-from tests.fuzz.cases import Case, cases
+from tests.fuzz.cases import SETTINGS, Case, cases
 from tests.fuzz.check import Checker
-from tests.fuzz.settings import SETTINGS
 from tests.support.pool import Pool
 
 
-@pytest.mark.parametrize("draws", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_interrupted_run_equals_the_uninterrupted_one(draws: int, pool: Pool, small: list[str], tmp_path: Path) -> None:
     checker = Checker(pool, small, tmp_path)
 
