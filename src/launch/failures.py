@@ -34,21 +34,14 @@ class RankDiedError(RankFailedError):
     """A rank ended without an error of its own: a signal killed its process, or a library exited."""
 
 
-def report_error(error: Exception) -> None:
-    """Write the report of this rank. It must exist before the sockets close, because their end fails other ranks."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    if REPORT_FILE in os.environ:
-        get_error_handler().record_exception(error)
-
-
 def exit_worker(error: Exception) -> NoReturn:
-    """End a worker of this project's launcher that has reported its error, while its process group is open.
+    """Report the error, and end this worker of the project's launcher, whose process group is open.
 
     The interpreter's own exit would wait for the other ranks, which wait for this one in a collective: Lightning
     destroys an NCCL group in an exit handler (`_init_dist_connection` in lightning/fabric/utilities/distributed.py).
     With gloo the exit may abort.
     """
+    _report(error)
     if not isinstance(error, UserError):  # which never comes from the loss of another rank
         time.sleep(_EXIT_DELAY)
     logging.shutdown()
@@ -60,7 +53,7 @@ def exit_started_rank(error: Exception, run_dir: str, rank: int, terminal: TextI
 
     All ranks raise a user error, and rank zero prints it. The traceback of another error is in the rank's log.
     """
-    report_error(error)
+    _report(error)
     if isinstance(error, UserError):
         if rank == 0:
             print(f"error: {error}", file=terminal, flush=True)
@@ -80,6 +73,14 @@ def exit_started_rank(error: Exception, run_dir: str, rank: int, terminal: TextI
     os._exit(1)
 
 
+def _report(error: Exception) -> None:
+    """Write the report of this rank. It must exist before the sockets close, because their end fails other ranks."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if REPORT_FILE in os.environ:
+        get_error_handler().record_exception(error)
+
+
 def first_failure(failed: Any, run_dir: str) -> Exception:
     """Return the exception to raise for the rank that failed first.
 
@@ -92,9 +93,7 @@ def first_failure(failed: Any, run_dir: str) -> Exception:
     if failure.exitcode < 0:  # killed by a signal
         return died
     if stacks := _stacks(run_dir):
-        return RankFailedError(
-            f"no step within launch.timeout; the ranks hang here, and their logs tell more:\n{stacks}"
-        )
+        return RankFailedError(f"no step within launch.timeout; the logs of all ranks are in {run_dir}/logs\n{stacks}")
     reports = list(Path(failure.error_file).parent.parent.glob("*/error.json"))
     if not reports:
         return died

@@ -9,14 +9,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from src.checkpoint.run_files import stop_message
-from src.launch.failures import (
-    REPORT_FILE,
-    RankFailedError,
-    exit_worker,
-    first_failure,
-    remove_stacks,
-    report_error,
-)
+from src.launch.failures import REPORT_FILE, RankFailedError, exit_worker, first_failure, remove_stacks
 from src.launch.outcome import record_restart
 from src.launch.rank import run_rank
 from src.run.devices import runs_in_single_process
@@ -113,7 +106,7 @@ def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
     """
     signals.prepare_started_process(launcher)
     _silence_launchers()
-    rank, report_file = int(os.environ["RANK"]), os.environ[REPORT_FILE]
+    rank = int(os.environ["RANK"])
     if runs_in_single_process(cfg):
         _remove_launcher_variables()
     try:
@@ -121,17 +114,15 @@ def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
     except signals.Stopped as stopped:
         return stopped.number
     except Exception as error:
-        os.environ[REPORT_FILE] = report_file  # which `_remove_launcher_variables` removes
-        report_error(error)
         if dist.is_initialized():
             exit_worker(error)
-        raise
+        raise  # the elastic launcher's wrapper reports it
 
 
 def _remove_launcher_variables() -> None:
     """Keep the strategy's own launcher from taking this single process for one rank of many."""
     for name in list(os.environ):
-        if name.startswith(_LAUNCHER_VARIABLES):
+        if name.startswith(_LAUNCHER_VARIABLES) and name != REPORT_FILE:
             del os.environ[name]
 
 
