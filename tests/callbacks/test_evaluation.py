@@ -82,7 +82,7 @@ def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("ddp", 2), ("fsdp", 2), ("pipeline", 2), ("hybrid", 4)])
+@pytest.mark.parametrize(("strategy", "devices"), [("fsdp", 2), ("hybrid", 4)])
 def test_files_are_those_of_a_single_process(
     strategy: str, devices: int, reference: Path, small: list[str], pool: Pool, folder: Path
 ) -> None:

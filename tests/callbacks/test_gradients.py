@@ -66,7 +66,6 @@ def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> lis
 @pytest.mark.parametrize(
     ("devices", "overrides"),
     [
-        (2, ["strategy=ddp"]),
         (2, ["strategy=ddp", "strategy.shard_optimizer=true"]),
         (4, ["strategy=hsdp"]),
         (

@@ -49,7 +49,7 @@ def images(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(name, marks=[] if name in ("ddp", "fsdp", "pipeline") else pytest.mark.slow) for name in STRATEGIES],
+    [pytest.param(name, marks=[] if name in ("ddp", "pipeline") else pytest.mark.slow) for name in STRATEGIES],
 )
 def test_predictions_match_the_accuracy(
     strategy: str, trained: Path, images: Path, accuracy: float, pool: Pool, small: list[str], folder: Path

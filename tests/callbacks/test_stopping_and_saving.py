@@ -93,10 +93,8 @@ def test_warns_of_a_best_checkpoint_without_validation(
     ("words", "names"),
     [
         ([], ["best", "progress_bar", "timeline", "throughput", "checkpoint"]),
-        (["callbacks=ema"], ["best", "progress_bar", "timeline", "throughput", "ema", "checkpoint"]),
         (["callbacks=[default,ema]"], ["best", "progress_bar", "timeline", "throughput", "ema", "checkpoint"]),
         (["callbacks=top_k", "callbacks.throughput=null"], ["best", "progress_bar", "timeline", "checkpoint"]),
-        (["callbacks=none"], []),
         (["callbacks=[none,ema]"], ["ema"]),
     ],
 )

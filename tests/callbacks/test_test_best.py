@@ -35,7 +35,7 @@ def best(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return file, expected["test/loss"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
 def test_tests_the_best_checkpoint(
     strategy: str, best: tuple[Path, float], pool: Pool, small: list[str], folder: Path
 ) -> None:

@@ -98,24 +98,22 @@ def test_wandb_does_not_change_how_a_run_ends(
     assert caplog.messages == ["wandb failed at the end of the run: ConnectionResetError: its service died"]
 
 
-@pytest.mark.slow
-def test_goes_offline_if_the_server_does_not_answer(small: list[str], tmp_path: Path) -> None:
-    """The key is invalid, so the result is the same with a network."""
-    task = [*small, *TINY, "logger=wandb", "trainer.devices=1", f"run_dir={tmp_path / 'run'}"]
-    out, err = run_command(*task, WANDB_API_KEY=KEY, WANDB_MODE="online", HOME=str(tmp_path))
-    assert "wandb cannot start online" in out + err
-    assert list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))
-
-
-def test_shows_the_address_of_an_online_run(
+def test_rank_zero_shares_the_run_and_shows_its_address(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    started = SimpleNamespace(url="https://wandb.ai/me/cifar/runs/1")
+    url = "https://wandb.ai/me/cifar/runs/1"
+    monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setattr("src.loggers.wandb.online_or_offline", lambda: "online")
-    monkeypatch.setattr(loggers.WandbLogger, "experiment", property(lambda _: started))
+    used = property(lambda logger: SimpleNamespace(url=url, **logger._wandb_init))
+    monkeypatch.setattr(loggers.WandbLogger, "experiment", used)
     with caplog.at_level("INFO"):
-        assert WandbLogger("project", "id", str(tmp_path), "name", log_model=False).experiment is started
-    assert caplog.messages == [f"wandb: {started.url}"]
+        alone, shared = (
+            WandbLogger("project", "id", str(tmp_path), "name", every_rank=every_rank).experiment
+            for every_rank in (False, True)
+        )
+    assert caplog.messages == [f"wandb: {url}"] * 2
+    assert (alone.mode, shared.mode, shared.settings["x_label"]) == ("online", "shared", "rank0")
+    assert "x_primary" not in shared.settings
 
 
 def test_goes_offline_if_it_cannot_log_in(
@@ -245,16 +243,6 @@ def test_every_rank_joins_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert arguments == {"mode": "shared", "project": "project", "entity": "me", "id": "id", "dir": str(tmp_path)}
     used = (settings.x_label, settings.x_primary, settings.x_update_finish_state, settings.console)
     assert used == ("rank3", False, False, "off")
-
-
-def test_rank_zero_shares_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setattr("src.loggers.wandb.online_or_offline", lambda: "online")
-    used = property(lambda logger: SimpleNamespace(url="", **logger._wandb_init))
-    monkeypatch.setattr(loggers.WandbLogger, "experiment", used)
-    started = WandbLogger("project", "id", str(tmp_path), "name", every_rank=True).experiment
-    assert (started.mode, started.settings["x_label"]) == ("shared", "rank0")
-    assert "x_primary" not in started.settings
 
 
 def test_without_a_key_the_other_ranks_cannot_join(
