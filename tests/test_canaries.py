@@ -3,14 +3,12 @@
 import inspect
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -21,7 +19,6 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extract_tensor_metas
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 SIGNATURES: list[tuple[Callable[..., Any], list[str], str]] = [
     (_TrainingEpochLoop._broadcast_sigterm_tensor, ["self"], "src/run/trainer_patches.py"),
@@ -29,14 +26,12 @@ SIGNATURES: list[tuple[Callable[..., Any], list[str], str]] = [
 ]
 
 
-def train(*callbacks: L.Callback, module: L.LightningModule | None = None, steps: int = 1, **options: Any) -> L.Trainer:
-    """Train Lightning's own demonstration module with an unpatched Trainer."""
+def train(*callbacks: L.Callback, module: L.LightningModule | None = None, **options: Any) -> None:
+    """Train Lightning's own demonstration module for one step with an unpatched Trainer."""
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    quiet["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    counts: dict[str, Any] = {"limit_train_batches": steps, "limit_val_batches": 1, "max_epochs": 1}
-    trainer = L.Trainer(**({"accelerator": "cpu", "callbacks": list(callbacks)} | quiet | counts | options))
-    trainer.fit(module or BoringModel())
-    return trainer
+    counts: dict[str, Any] = {"limit_train_batches": 1, "limit_val_batches": 1, "max_epochs": 1}
+    others: dict[str, Any] = {"accelerator": "cpu", "callbacks": list(callbacks), "enable_checkpointing": False}
+    L.Trainer(**(others | quiet | counts | options)).fit(module or BoringModel())
 
 
 @pytest.mark.parametrize(
@@ -53,27 +48,6 @@ def test_loop_counters_that_a_resumption_rewrites_exist() -> None:
         assert set(loops[name]["total"]) == {"ready", "started", "processed", "completed"}
         assert set(loops[name]["current"]) == set(loops[name]["total"])
     assert "_batches_that_stepped" in loops["epoch_loop.state_dict"]
-
-
-def test_torch_still_refuses_sync_batchnorm_on_a_cpu() -> None:
-    """If it no longer does, src/strategies/batch_norm.py can let it normalize a group that several ranks share."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    with pytest.raises(ValueError, match="expected input tensor to be on"):
-        nn.SyncBatchNorm(3)(torch.ones(4, 3))
-
-
-class Worsening(BoringModel):
-    """Log a score that gets worse in each epoch."""
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("score", torch.tensor(float(self.current_epoch)))
-
-
-def test_lightning_still_saves_last_only_with_the_best(tmp_path: Path) -> None:
-    """If not, conf/callbacks/checkpoint.yaml and best.yaml can be one."""
-    saves = ModelCheckpoint(tmp_path, monitor="score", mode="min", save_last=True, save_top_k=1)
-    train(saves, module=Worsening(), max_epochs=3, num_sanity_val_steps=0)
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["epoch"] == 0
 
 
 def test_elastic_reports_failures_as_we_read_them() -> None:

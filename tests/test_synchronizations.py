@@ -56,7 +56,7 @@ def test_no_synchronization_on_two_processes(pool: Pool, small: list[str], folde
 
 class Synchronize(L.Callback):
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
-        float(loss)
+        float(loss.detach())
 
 
 def test_detects_a_synchronization_in_a_run(small: list[str], folder: Path) -> None:

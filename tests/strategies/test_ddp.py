@@ -143,27 +143,6 @@ def test_local_sgd_resumes_exactly(pool: Pool, small: list[str], folder: Path) -
         check_resumed([record], reference[rank], done=6)
 
 
-def optimizer_bytes(cfg: Any) -> tuple[int, int]:
-    """Return the bytes of this rank's moments, and of all weights."""
-    trainer, module, data = assemble(cfg)
-    trainer.fit(module, datamodule=data)
-    moments = [value for state in trainer.optimizers[0].optim.state.values() for value in state.values()]
-    return sum(moment.nbytes for moment in moments), sum(weight.nbytes for weight in module.parameters())
-
-
-def test_each_rank_holds_its_shard_of_the_optimizer(pool: Pool, small: list[str], folder: Path) -> None:
-    one_step = [
-        "trainer.max_steps=1",
-        "trainer.limit_val_batches=0",
-        "callbacks.best=null",
-        "callbacks.checkpoint=null",
-    ]
-    cfg = compose(folder, *small, *SHORT_RUN, *TWO, *one_step, "strategy.shard_optimizer=true")
-    ranks = pool.run(2, optimizer_bytes, cfg)
-    assert sum(moments for moments, _ in ranks) == ranks[0][1]  # SGD has one moment per weight
-    assert all(0.3 * weights < moments < 0.7 * weights for moments, weights in ranks)
-
-
 def test_powersgd_starts_anew_in_a_continued_run(pool: Pool, small: list[str], folder: Path) -> None:
     """It begins again with plain averaging, and then with no error to feed back, on any number of ranks."""
     task = [*SHORT_RUN, *POWERSGD, "strategy=ddp"]

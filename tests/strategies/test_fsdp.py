@@ -1,11 +1,9 @@
-"""FSDP: each rank holds its shard, clips by the full norm, and refuses invalid options."""
+"""FSDP clips by the full norm, resumes without moments, trains in half precision, and refuses invalid options."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch.distributed.tensor import DTensor
 
 from src.run.experiment import assemble
 from src.utils.errors import UserError
@@ -16,34 +14,6 @@ from tests.support.pool import Pool, RankFailed
 from tests.support.runs import Record, compose, fit
 
 FSDP = ["strategy=fsdp", "trainer.devices=2"]
-
-
-def shard_bytes(cfg: Any) -> tuple[int, int, int]:
-    """Return bytes: this rank's weights, its moments, and the weights of the full network or stage."""
-    trainer, module, data = assemble(cfg)
-    trainer.fit(module, datamodule=data)
-    weights = [weight for weight in module.parameters() if isinstance(weight, DTensor)]
-    assert len(weights) == len(list(module.parameters()))
-    moments = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
-    moment_bytes = sum(moment.to_local().nbytes for moment in moments if isinstance(moment, DTensor))
-    return (
-        sum(weight.to_local().nbytes for weight in weights),
-        moment_bytes,
-        sum(4 * weight.numel() for weight in weights),
-    )
-
-
-@pytest.mark.parametrize(("strategy", "devices", "shards"), [("fsdp", 4, 4), ("hsdp", 4, 2), ("hybrid", 4, 2)])
-def test_each_rank_holds_its_shard(
-    strategy: str, devices: int, shards: int, pool: Pool, small: list[str], folder: Path
-) -> None:
-    task = ["model.width=8", "data.batch_size=16", "trainer.max_steps=2", "trainer.limit_val_batches=0"]
-    plain = ["callbacks.best=null", "callbacks.checkpoint=null"]
-    sharded = ["strategy.data_parallel=fsdp"] if strategy == "hybrid" else []
-    cfg = compose(folder, *small, *task, *plain, f"strategy={strategy}", f"trainer.devices={devices}", *sharded)
-    for weights, moments, full in pool.run(devices, shard_bytes, cfg):
-        assert weights == moments
-        assert weights == pytest.approx(full / shards, rel=0.1)
 
 
 def test_clips_by_the_norm_of_all_shards(alone: Callable[..., Record], short_run: Callable[..., list[Record]]) -> None:
