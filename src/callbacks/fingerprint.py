@@ -12,7 +12,7 @@ from src.utils.code_version import code_version
 from src.utils.errors import UserError
 from src.utils.option_kinds import CONTINUABLE, default_value, experiment_options, matches
 from src.utils.quoting import as_typed
-from src.utils.targets import target_names
+from src.utils.targets import target_nodes, with_moved_targets
 
 _log = logging.getLogger(__name__)
 _CONTINUED, _DATA = "continued from", "training data"
@@ -42,7 +42,8 @@ def describe_experiment(config: DictConfig, data: Any) -> Experiment:
     """Return the experiment of a resolved configuration and a data module that is set up; equal on all ranks."""
     split, options = data.splits["train"], experiment_options(config)
     targets = [value for name, value in options.items() if name.endswith("_target_")]
-    code = code_version([*targets, *target_names(list(options.values()))])
+    targets += [node["_target_"] for _, node in target_nodes(list(options.values()))]
+    code = code_version(targets)
     content = b"".join(tensor.cpu().numpy().tobytes() for tensor in (split.indices, split.dataset.labels))
     facts = f"{len(split)} images, SHA-256 {hashlib.sha256(content).hexdigest()[:12]}"
     options |= {"data.batch_size": data.global_batch_size, _DATA: facts}
@@ -69,7 +70,7 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
     if not checkpoint.get("experiment"):
         _log.warning("ckpt_path is of an earlier version, which kept no experiment: its options are not compared")
         return current
-    before = Experiment(**checkpoint["experiment"])
+    before = Experiment(**with_moved_targets(checkpoint["experiment"]))
     # The weights come from the checkpoint, and so the initial weights stay those of the earlier run.
     kept = {name: value for name, value in current.options.items() if name != "init_from"}
     inherited = {name: before.options[name] for name in ("init_from", _CONTINUED) if name in before.options}

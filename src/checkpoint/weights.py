@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from src.checkpoint.integrity import read_run_checkpoint, read_weights
 from src.checkpoint.run_files import checkpoint_file
 from src.utils.errors import UserError
-from src.utils.targets import target_names
+from src.utils.targets import target_nodes, with_moved_targets
 from src.utils.tensors import with_versions
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.
         UserError: if there is no checkpoint, or this code cannot or must not build its network.
     """
     checkpoint = read_run_checkpoint(checkpoint_file(Path(path)), option, moments=False)
-    config: Any = OmegaConf.create(checkpoint.get("config", ""))
+    config: Any = OmegaConf.create(with_moved_targets(checkpoint.get("config", "")))
     if any("${" in str(value) for value in tree_leaves(OmegaConf.to_container(config))):
         raise UserError(f"refused: the configuration in {option}={path} has interpolations, which a run never saves")
     try:
@@ -54,7 +54,8 @@ def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.
 
 def _build_trusted(node: DictConfig, packages: Sequence[str], origin: str) -> Any:
     """Build the object that a checkpoint's configuration describes, only with code of the packages."""
-    for target in [node._target_, *target_names(OmegaConf.to_container(node))]:
+    inner = target_nodes(OmegaConf.to_container(node))
+    for target in [node._target_, *(str(part["_target_"]) for _, part in inner)]:
         if not _is_in(target, packages):
             package = target.partition(".")[0]
             raise UserError(

@@ -1,20 +1,41 @@
 """Say in one line what is wrong with a command that Hydra refuses, and which names exist."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from src.utils.errors import UserError, nearest_options, suggest
 from src.utils.flatten import flatten_config
 
 CONF = Path(__file__).parents[2] / "conf"
 _EXTRA = [f"hydra/launcher={name}" for name in ("joblib", "submitit_local", "submitit_slurm")]  # of the extra `sweeps`
+
+
+@contextmanager
+def errors_explained(words: Sequence[str]) -> Iterator[None]:
+    """Turn what Hydra raises because of these overrides, or of a file in conf/, into a UserError of one line."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, words)) from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{mark.name} line {mark.line + 1}" if mark else "a YAML file"
+        hint = "check the indentation of this line and of those before it"
+        raise UserError(f"{where} is no valid YAML ({error.problem}): {hint}") from error
+    except OSError as error:  # Hydra could not make its folder
+        option = next((word for word in words if word.startswith("hydra.") and f"{error.filename}" in word), None)
+        if option is None:
+            raise
+        raise UserError(f"{option}: cannot make that folder ({error.strerror}): give another") from error
 
 
 def explain(error: Exception, words: Sequence[str]) -> str:
@@ -35,13 +56,6 @@ def explain(error: Exception, words: Sequence[str]) -> str:
     if unknown := re.match(r"Could not override '([\w.]+)'", str(error)):
         return _explain_option(unknown[1], words)
     return " ".join(f"{error} {error.__cause__ or ''}".split()) or type(error).__name__
-
-
-def explain_yaml(error: yaml.MarkedYAMLError) -> str:
-    """Return an error in the syntax of a YAML file as one line."""
-    mark = error.problem_mark or error.context_mark
-    where = f"{mark.name} line {mark.line + 1}" if mark else "a YAML file"
-    return f"{where} is no valid YAML ({error.problem}): check the indentation of this line and of those before it"
 
 
 def _user_error(error: BaseException | None) -> UserError | None:

@@ -12,15 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
-import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from src.cli.main import refuse_internal_options
-from src.cli.messages import explain, explain_yaml
-from src.cli.shorthands import with_found_runs, with_saved_overrides, without_null_choices
+from src.cli.messages import errors_explained
+from src.cli.shorthands import complete_overrides
 from src.run.folder import remove_if_unused
 from src.sweeps.resolvers import register_resolvers
 from src.utils import signals
@@ -74,10 +70,9 @@ def compose(*overrides: str) -> DictConfig:
     Raises:
         UserError: if an override is invalid.
     """
-    if flags := [word for word in overrides if word.startswith("-")]:
+    words = complete_overrides(overrides)
+    if flags := [word for word in words if word.startswith("-")]:
         raise UserError(f"{flags[0]} is for the command line: give overrides; for a sweep, call train in a loop")
-    refuse_internal_options(overrides)
-    words = without_null_choices(with_saved_overrides(with_found_runs(["train.py", *overrides])))[1:]
     with _hydra_initialized(words):
         cfg = hydra.compose("train", words)
     cfg.runtime.overrides = words
@@ -125,13 +120,8 @@ def _make_run_folder(cfg: DictConfig) -> Path:
 def _hydra_initialized(words: list[str]) -> Iterator[None]:
     """Let Hydra find conf/, and turn its errors at these overrides into those of a user."""
     register_resolvers()
-    try:
-        with hydra.initialize_config_dir(str(_CONF), version_base="1.3"):
-            yield
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, words)) from error
-    except yaml.MarkedYAMLError as error:
-        raise UserError(explain_yaml(error)) from error
+    with errors_explained(words), hydra.initialize_config_dir(str(_CONF), version_base="1.3"):
+        yield
 
 
 @contextmanager

@@ -1,16 +1,17 @@
 """Short forms on the command line: `ckpt_path=best`; `ckpt_path=RUN_DIR` and `sweep=FOLDER` restore saved overrides."""
 
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import yaml
 
 from src.checkpoint.run_files import CHECKPOINTS
-from src.run.folder import CONFIG, folder_of, is_rank_zero, project_path, saved_config
-from src.run.resume import newest_run
+from src.run.folder import CONFIG, folder_of, is_rank_zero, newest_run, project_path, saved_config
 from src.utils.errors import UserError
 from src.utils.quoting import quote
+from src.utils.targets import with_moved_targets
 
 _CONF = Path(__file__).parents[2] / "conf"
 _OPTIONAL = ("experiment", "preset", "debug")  # config groups that need no choice
@@ -18,8 +19,22 @@ _REMOVED = ("launch.endpoint", "launch.rendezvous_timeout")  # options of earlie
 _SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in the sweep's folder
 
 
-def with_found_runs(argv: list[str]) -> list[str]:
-    """Return the command line with the path of the checkpoint for `last` and `best` in `ckpt_path=` and `init_from=`.
+def complete_overrides(words: Sequence[str]) -> list[str]:
+    """Return the overrides that Hydra gets for those that the user has typed; flags stay as they are.
+
+    Raises:
+        UserError: if one sets what only the program may set, or there is no such run, checkpoint or sweep.
+    """
+    for word in words:
+        if re.match(r"[+~]*runtime\b", word):
+            raise UserError(f"{word}: the program sets `runtime` when a run starts; leave it out")
+        if re.match(r"[+~]*hydra[./]job_logging\b", word):
+            raise UserError(f"{word}: each rank logs to logs/rankN.log in the run folder; leave it out")
+    return without_null_choices(_with_saved_sweep(_with_saved_overrides(with_found_runs(words))))
+
+
+def with_found_runs(words: Sequence[str]) -> list[str]:
+    """Return the overrides with the path of the checkpoint for `last` and `best` in `ckpt_path=` and `init_from=`.
 
     `RUN_DIR/best` is the best checkpoint of a run, and `best` that of the newest run in the project's runs/. `last` is
     the newest complete checkpoint, as for `RUN_DIR`.
@@ -27,7 +42,7 @@ def with_found_runs(argv: list[str]) -> list[str]:
     Raises:
         UserError: if there is no such run, or it has no best.ckpt.
     """
-    return [_with_found_run(word) if word.startswith(("ckpt_path=", "init_from=")) else word for word in argv]
+    return [_with_found_run(word) if word.startswith(("ckpt_path=", "init_from=")) else word for word in words]
 
 
 def _with_found_run(word: str) -> str:
@@ -54,74 +69,54 @@ def _newest_run(word: str) -> Path:
     return run
 
 
-def with_saved_overrides(argv: list[str]) -> list[str]:
-    """Return the command line with the saved overrides of the run in `ckpt_path=`, if there is one.
+def _with_saved_overrides(words: list[str]) -> list[str]:
+    """Insert the saved overrides of the run in `ckpt_path=`, if there is one.
 
     An option on the command line replaces its saved override. A choice of a group (`model=...`) replaces all saved
     overrides of that group.
     """
-    index = _find(argv, "ckpt_path=")
-    if index is None:
-        return argv
-    folder = folder_of(_path(argv[index]))
-    if folder is None:
-        return argv
-    restored = _without_replaced(saved_config(folder).runtime.overrides, argv)
-    return [*argv[:index], *restored, *argv[index:]]
+    for index, word in enumerate(words):
+        if word.startswith("ckpt_path=") and (folder := folder_of(_path(word))):
+            restored = _without_replaced(saved_config(folder).runtime.overrides, words)
+            return [*words[:index], *restored, *words[index:]]
+    return words
 
 
-def with_saved_sweep(argv: list[str]) -> list[str]:
-    """Return the command line with `sweep=FOLDER` replaced by the saved overrides of that sweep.
-
-    An option on the command line replaces its saved override, as in `with_saved_overrides`.
-
-    Raises:
-        UserError: if there is no sweep in that folder.
-    """
-    index = _find(argv, "sweep=")
-    if index is None:
-        return argv
-    folder = _path(argv[index]).expanduser().absolute()
-    file = folder / _SWEEP
-    if not file.is_file():
-        raise UserError(f"{argv[index]}: there is no sweep in that folder ({file}): give the folder of a sweep")
-    overrides = yaml.safe_load(file.read_text())["hydra"]["overrides"]  # as typed, not resolved
-    hydra_overrides = [word for word in overrides["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
-    restored = _without_replaced([*hydra_overrides, *overrides["task"]], argv)
-    multirun = [] if {"-m", "--multirun"} & set(argv) else ["-m"]
-    return [argv[0], *multirun, *argv[1:index], *restored, f"hydra.sweep.dir={quote(folder)}", *argv[index + 1 :]]
+def _with_saved_sweep(words: list[str]) -> list[str]:
+    """Replace `sweep=FOLDER` by the saved overrides of that sweep, in the same way."""
+    for index, word in enumerate(words):
+        if word.startswith("sweep="):
+            folder = _path(word).expanduser().absolute()
+            if not (folder / _SWEEP).is_file():
+                raise UserError(f"{word}: there is no sweep in that folder ({folder / _SWEEP}): give that of a sweep")
+            saved = yaml.safe_load(with_moved_targets((folder / _SWEEP).read_text()))
+            overrides = saved["hydra"]["overrides"]  # as typed, not resolved
+            of_hydra = [other for other in overrides["hydra"] if _name(other) not in ("hydra.sweep.dir", "hydra.mode")]
+            restored = _without_replaced([*of_hydra, *overrides["task"]], words)
+            multirun = [] if {"-m", "--multirun"} & {*words} else ["-m"]
+            return [*multirun, *words[:index], *restored, f"hydra.sweep.dir={quote(folder)}", *words[index + 1 :]]
+    return words
 
 
-def without_null_choices(argv: list[str]) -> list[str]:
-    """Return the command line with `logger=none` for `logger=null`, and without `experiment=null`, the default.
+def without_null_choices(words: Iterable[str]) -> list[str]:
+    """Return the overrides with `logger=none` for `logger=null`, and without `experiment=null`, the default.
 
     Hydra would end with a traceback at the choice null.
 
     Raises:
         UserError: if a group that needs a choice gets null.
     """
-    words = []
-    for word in argv:
+    kept = []
+    for word in words:
         group, _, choice = word.partition("=")
         names = sorted(file.stem for file in (_CONF / group).glob("[!_]*.yaml"))
         if choice != "null" or not names:
-            words.append(word)
+            kept.append(word)
         elif "none" in names:
-            words.append(f"{group}=none")
+            kept.append(f"{group}=none")
         elif group not in _OPTIONAL:
             raise UserError(f"{word}: give one of {', '.join(names)}, or leave {group} out")
-    return words
-
-
-def missing_folder(argv: list[str]) -> str | None:
-    """Return the override of Hydra's folder, if that does not exist, so that Hydra has failed to make it."""
-    given = [word for word in argv if word.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
-    return next((word for word in given if not _path(word).expanduser().is_dir()), None)
-
-
-def _find(argv: list[str], start: str) -> int | None:
-    """Return the index of the first word that starts with `start`, or None."""
-    return next((index for index, word in enumerate(argv) if word.startswith(start)), None)
+    return kept
 
 
 def _path(word: str) -> Path:
@@ -129,9 +124,9 @@ def _path(word: str) -> Path:
     return Path(word.partition("=")[2].strip("'\""))
 
 
-def _without_replaced(saved: Iterable[str], argv: list[str]) -> list[str]:
-    """Return the saved overrides, except those of an option or a group that `argv` gives again, or that is no more."""
-    given = {_name(word) for word in argv} | {*_REMOVED}
+def _without_replaced(saved: Iterable[str], words: Iterable[str]) -> list[str]:
+    """Return the saved overrides, except those of an option or a group that `words` give again, or that is no more."""
+    given = {_name(word) for word in words} | {*_REMOVED}
     kept = []
     for word in saved:
         parts = _name(word).split(".")

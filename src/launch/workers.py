@@ -13,7 +13,7 @@ from src.launch.failures import REPORT_FILE, RankFailedError, exit_worker, first
 from src.launch.outcome import record_restart
 from src.launch.rank import run_rank
 from src.run.devices import runs_in_single_process
-from src.run.resume import with_newest_checkpoint
+from src.run.folder import with_newest_checkpoint
 from src.utils import signals
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from src.utils.events import read_events
 from src.utils.flatten import flatten_config
 from src.utils.json_lines import read_json_lines
+from src.utils.targets import with_moved_targets
 
 Floats = NDArray[np.float64]
 ENDS = ("finished", "stopped", "failed", "killed")
@@ -103,7 +104,7 @@ class RunFolder:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, by dotted name."""
-        return flatten_config(read_yaml(self.path / "config.yaml"))
+        return flatten_config(with_moved_targets(read_yaml(self.path / "config.yaml")))
 
     @cached_property
     def curves(self) -> dict[str, Curve]:

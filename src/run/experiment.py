@@ -14,8 +14,7 @@ from omegaconf import DictConfig
 from src.checkpoint.weights import load_initial_weights
 from src.loggers.wandb import finish_run, mark_preempted
 from src.models.dropout import use_sample_dropout
-from src.run.build import build
-from src.run.option_checks import check_target_options
+from src.run.build import build, check_options
 from src.run.trainer import build_trainer
 from src.run.trainer_patches import patch_trainer
 from src.strategies.compatibility import check_can_train
@@ -47,12 +46,11 @@ def run(cfg: DictConfig, keep: Callable[[L.Trainer], None] | None = None) -> dic
         if isinstance(interrupted.__context__, KeyboardInterrupt):  # Lightning replaces it: call.py, line 60
             raise KeyboardInterrupt from None
         raise
-    except MisconfigurationException as error:
+    except (MisconfigurationException, RuntimeError) as error:
+        # EarlyStopping has no exception of its own for a missing metric (`_validate_condition_metric`).
+        if isinstance(error, RuntimeError) and not str(error).startswith("Early stopping conditioned on metric"):
+            raise
         raise UserError(f"Lightning refuses this run: {' '.join(str(error).split())}") from error
-    except RuntimeError as error:
-        if _is_missing_metric(error):
-            raise UserError(f"Lightning refuses this run: {' '.join(str(error).split())}") from error
-        raise
     finally:
         finish_run(succeeded)
     metrics = {name: float(value) for name, value in logged.items()}
@@ -71,8 +69,11 @@ def _fit_test_predict(
     cfg: DictConfig, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule
 ) -> dict[str, Any]:
     """Run the configured stages; return the last value of each metric that training and test logged."""
+    if cfg.test not in (True, False, "best"):
+        raise UserError(f"test={cfg.test}: give true, false or best")
+    if cfg.test == "best" and cfg.fit and not _best_callback(trainer):
+        raise UserError("test=best needs callbacks.best: leave callbacks.best=null out, or set test=true")
     metrics: dict[str, Any] = {}
-    _check_test(cfg, trainer)
     if cfg.fit:
         trainer.fit(module, datamodule=data, ckpt_path=cfg.ckpt_path, weights_only=True)
         metrics |= trainer.callback_metrics
@@ -85,19 +86,8 @@ def _fit_test_predict(
     return metrics
 
 
-def _check_test(cfg: DictConfig, trainer: L.Trainer) -> None:
-    if cfg.test not in (True, False, "best"):
-        raise UserError(f"test={cfg.test}: give true, false or best")
-    if cfg.test == "best" and cfg.fit and not _best_callback(trainer):
-        raise UserError("test=best needs callbacks.best: leave callbacks.best=null out, or set test=true")
-
-
 def _checkpoint_to_test(cfg: DictConfig, trainer: L.Trainer) -> str | None:
-    """Return the checkpoint to test and to predict with; None for the weights that the module has after training.
-
-    Raises:
-        UserError: if test=best and training has saved no best checkpoint.
-    """
+    """Return the checkpoint to test and to predict with; None for the weights that the module has after training."""
     if not cfg.fit:
         return cfg.ckpt_path
     if cfg.test != "best" or trainer.fast_dev_run:  # which saves nothing
@@ -112,14 +102,6 @@ def _checkpoint_to_test(cfg: DictConfig, trainer: L.Trainer) -> str | None:
 def _best_callback(trainer: L.Trainer) -> Any:
     """Return the callback that keeps the best checkpoint, if one is configured."""
     return next((callback for callback in trainer.checkpoint_callbacks if getattr(callback, "monitor", None)), None)
-
-
-def _is_missing_metric(error: RuntimeError) -> bool:
-    """Return whether EarlyStopping did not find the metric that it monitors.
-
-    Lightning has no exception class for this (`EarlyStopping._validate_condition_metric`), so the message decides.
-    """
-    return str(error).startswith("Early stopping conditioned on metric")
 
 
 def _log_end(metrics: dict[str, float], run_dir: str) -> None:
@@ -143,7 +125,7 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.Lightning
     if not isinstance(cfg.seed, int) or cfg.seed < 0:
         raise UserError(f"seed={cfg.seed} is not a seed: give an integer of at least zero")
     L.seed_everything(cfg.seed, verbose=False)
-    check_target_options(cfg)
+    check_options(cfg)
     trainer = build_trainer(cfg)
     patch_trainer(trainer)
     if isinstance(trainer.accelerator, CPUAccelerator):

@@ -1,16 +1,19 @@
-"""The run folder and the run id; a continued run keeps both."""
+"""The run folder, its newest checkpoint, and the run id; a continued run keeps folder and id."""
 
 import contextlib
 import os
 import secrets
 import shutil
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from src.checkpoint.run_files import CHECKPOINTS, LAST, PREVIOUS
 from src.utils.errors import UserError
+from src.utils.targets import with_moved_targets
 
 CONFIG = "config.yaml"
 _SWEEP_ID = "sweep_id"  # a file in the folder of a sweep
@@ -49,11 +52,7 @@ def run_folder(runs: str, name: str, *, _root_: DictConfig) -> str:
 
 
 def sweep_folder(runs: str) -> str:
-    """Make a new folder in `runs` for a sweep and return its path, for `hydra.sweep.dir`.
-
-    Raises:
-        UserError: if the folder cannot be made.
-    """
+    """Make a new folder in `runs` for a sweep and return its path, for `hydra.sweep.dir`."""
     return _make_folder(Path(runs, unique_name()), "hydra.sweep.dir") if is_rank_zero() else "."
 
 
@@ -92,7 +91,7 @@ def saved_config(folder: Path) -> Any:
     Raises:
         UserError: if another version of this code saved it.
     """
-    saved = OmegaConf.load(folder / CONFIG)
+    saved = OmegaConf.create(with_moved_targets((folder / CONFIG).read_text()))
     if "runtime" not in saved:
         raise UserError(f"the run in {folder} was made by another version of this code: continue it with that version")
     return saved
@@ -128,3 +127,45 @@ def _sweep_id(sweep: Path) -> str:
             own.replace(file)
         own.unlink(missing_ok=True)
     return file.read_text()
+
+
+def newest_run(runs: Path) -> Path | None:
+    """Return the folder of the run, or of the job of a sweep, that was started last and has a checkpoint, if any."""
+    configs = [*runs.glob(f"*/{CONFIG}"), *runs.glob(f"*/*/{CONFIG}")]
+    started = [file for file in configs if any((file.parent / CHECKPOINTS).glob("*.ckpt"))]
+    return max(started, key=lambda file: file.stat().st_mtime_ns).parent if started else None
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint in a run folder, if any; warn of each corrupt one."""
+    for file in sorted((folder / CHECKPOINTS).glob("*.ckpt"), key=_recency_key):
+        from src.checkpoint.integrity import check_is_complete  # late, since it imports Lightning
+
+        try:
+            check_is_complete(file)
+            return file
+        except UserError as error:
+            print(f"warning: {error}; looking for the one before it", file=sys.stderr)
+    return None
+
+
+def _recency_key(file: Path) -> tuple[bool, bool, int]:
+    """Return the sort key that puts the newest checkpoint first.
+
+    The names come before the modification time, because copying a folder may reset the time.
+    """
+    return file.name != LAST, file.name != PREVIOUS, -file.stat().st_mtime_ns
+
+
+def with_newest_checkpoint(cfg: DictConfig) -> DictConfig:
+    """Return the configuration with `ckpt_path` set to the newest checkpoint, for a restart after a failure."""
+    if cfg.fit and (newest := newest_checkpoint(Path(cfg.run_dir))):
+        cfg = cfg.copy()
+        cfg.ckpt_path = str(newest)
+    return cfg
+
+
+def remove_partial_checkpoints(folder: Path) -> None:
+    """Delete the temporary files of a save that was killed. No process may be saving a checkpoint meanwhile."""
+    for file in (folder / CHECKPOINTS).glob(".*.part"):
+        file.unlink(missing_ok=True)

@@ -1,29 +1,15 @@
 """The origin of a run: its command, the revision of its source, and its model and strategy by name."""
 
-import json
-import os
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-_COMMAND = "TRAIN_COMMAND"  # environment variable, which also reaches the jobs of a sweep in other processes
+# The environment variable of the command as typed, a list in JSON; it reaches the jobs of a sweep in other processes.
+COMMAND = "TRAIN_COMMAND"
 _PROJECT = Path(__file__).parents[2]
 _GIT_TIMEOUT = 5.0  # seconds
-
-
-def keep_command(argv: Sequence[str]) -> None:
-    """Keep the command as the user has typed it, before shorthands replace words of it."""
-    os.environ[_COMMAND] = json.dumps(["python", *argv])
-
-
-def typed_command(overrides: Sequence[str]) -> list[str]:
-    """Return the command as typed; for a run that no command started, one with the same overrides."""
-    if _COMMAND in os.environ:
-        return list(json.loads(os.environ[_COMMAND]))
-    return ["python", "train.py", *overrides]
 
 
 def source_revision() -> tuple[str | None, bool]:

@@ -1,6 +1,8 @@
 """Resolve the composed configuration in one process: every rank then gets the same values, without interpolations."""
 
+import json
 import os
+import re
 import secrets
 import sys
 import tempfile
@@ -8,24 +10,36 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from src.checkpoint.run_files import checkpoint_file
+from src.run.build import check_numbers, drop_replaced_options
 from src.run.devices import device_count, resolve_devices
-from src.run.folder import CONFIG, folder_of, run_and_sweep_id, saved_config
-from src.run.option_checks import (
-    check_root_options,
-    refuse_unknown_additions,
-    refuse_unknown_keys,
-    refuse_unused_groups,
+from src.run.folder import (
+    CONFIG,
+    folder_of,
+    newest_checkpoint,
+    remove_partial_checkpoints,
+    run_and_sweep_id,
+    saved_config,
 )
-from src.run.origin import describe_setup, source_revision, typed_command
-from src.run.replaced_targets import drop_replaced_options
-from src.run.resume import newest_checkpoint, remove_partial_checkpoints
-from src.utils.errors import UserError
+from src.run.origin import COMMAND, describe_setup, source_revision
+from src.utils.errors import UserError, nearest_options
+from src.utils.flatten import flatten_config
 
+_CONF = Path(__file__).parents[2] / "conf"
+_PARTS = ("model", "optimizer", "scheduler")  # the groups from which a module is built
+_RECIPES = ("experiment", "preset", "debug")  # the groups whose files set options of other groups
+_TYPES = {  # of the options that belong to no class
+    "fit": bool,
+    "doctor": bool,
+    "report": bool,
+    "launch.max_restarts": int,
+    "launch.rendezvous_timeout": float,
+}
 # A continued run does not inherit these options.
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
 
@@ -34,17 +48,17 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     """Set what each start decides (checkpoint, devices, run folder, run id), and resolve all interpolations.
 
     Raises:
-        UserError: if a recipe sets an unknown option, a checkpoint or the images are missing, there are fewer devices
-            than configured, or the run folder cannot be used.
+        UserError: if an option is unknown, a checkpoint or the images are missing, there are fewer devices than
+            configured, or the run folder cannot be used.
     """
     hydra_cfg = HydraConfig.get()
-    check_root_options(cfg)
-    for message in drop_replaced_options(cfg, hydra_cfg.overrides.task):
+    overrides, folder = hydra_cfg.overrides.task, Path(hydra_cfg.runtime.output_dir)
+    for name, kind in _TYPES.items():
+        check_numbers(name, OmegaConf.select(cfg, name), kind)
+    for message in drop_replaced_options(cfg, overrides):
         print(message, file=sys.stderr)
-    refuse_unknown_keys(cfg, hydra_cfg)
-    refuse_unused_groups(cfg, hydra_cfg.overrides.task)
-    refuse_unknown_additions(cfg, hydra_cfg)
-    folder = Path(hydra_cfg.runtime.output_dir)
+    refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
+    refuse_unused_groups(cfg, overrides)
     _check_writable(folder)
     _resolve_resume(cfg, folder)
     if cfg.ckpt_path:
@@ -57,43 +71,74 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
         cfg.predict = str(_find_images(cfg.predict))
     cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     cfg.run_dir = str(folder)
-    runtime, is_sweep = cfg.runtime, hydra_cfg.mode == RunMode.MULTIRUN
-    runtime.run_id, runtime.sweep_id = run_and_sweep_id(folder, is_sweep)
-    runtime.overrides = _without(_NOT_INHERITED, hydra_cfg.overrides.task)
-    if cfg.seed is None:
-        cfg.seed = _saved_or_drawn_seed(cfg.ckpt_path, folder)
-        runtime.overrides = [*_without(["seed"], runtime.overrides), f"seed={cfg.seed}"]
-    cfg.tags = as_tags(cfg.tags)
-    runtime.group = _wandb_group(cfg)
-    runtime.job_type = "train" if cfg.fit else "predict" if cfg.predict else "eval"
-    runtime.command = typed_command(runtime.overrides)
-    runtime.revision, runtime.modified = source_revision()
-    world_size = device_count(cfg.trainer) * cfg.trainer.num_nodes
-    runtime.update(describe_setup(cfg, hydra_cfg.runtime.choices, world_size))
+    cfg.tags = [str(tag) for tag in ([cfg.tags] if isinstance(cfg.tags, str | int) else cfg.tags or [])]
+    _set_runtime(cfg, hydra_cfg)
     OmegaConf.resolve(cfg)
     return cfg
 
 
-def _without(names: list[str], overrides: Iterable[str]) -> list[str]:
-    return [override for override in overrides if override.partition("=")[0] not in names]
+def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
+    """Check the names at the root and in `launch`; other options belong to a class, which refuses unknown ones.
+
+    A name that a value interpolates, such as `${base_lr}`, is a variable of the user.
+
+    Args:
+        cfg: the composed configuration, before interpolations are resolved.
+        choices: the chosen file of each group.
+    """
+    root = yaml.safe_load((_CONF / "train.yaml").read_text())
+    groups = {file.name for file in _CONF.iterdir() if file.is_dir()} | {*choices}
+    tree: Any = OmegaConf.to_container(cfg)
+    known = {*root, *groups.difference(_RECIPES), *(f"launch.{name}" for name in root["launch"])}
+    unknown = {*tree, *(f"launch.{name}" for name in tree["launch"])} - known
+    for name in sorted(unknown):
+        if name in _RECIPES:
+            hint = f"begin each file of conf/{name} with the line `# @package _global_`"
+        elif "." in name and name in tree:
+            hint = "nest the keys, one per line"
+        elif re.search(rf"\$\{{[^}}]*(?<!\w){re.escape(name)}\b", str(tree)):
+            continue
+        else:
+            others = {key: node for key, node in tree.items() if key not in {*unknown, "runtime"}}
+            hint = nearest_options(name, (known | flatten_config(others).keys()) - unknown)
+        raise UserError(f"{name} is no option here; {hint}")
 
 
-def as_tags(tags: Any) -> list[str]:
-    """Return the list of tags from one tag, a list or null."""
-    return [str(tag) for tag in ([tags] if isinstance(tags, str | int) else tags or [])]
+def refuse_unused_groups(cfg: DictConfig, overrides: Iterable[str]) -> None:
+    """Check that the module refers to each group that an override chooses or changes."""
+    module = OmegaConf.to_yaml(cfg.module)  # with interpolations such as ${model} or ${model.width}
+    for override in overrides:
+        group = re.split(r"[.=]", override.lstrip("+~"))[0]
+        if group in _PARTS and not re.search(rf"\${{{group}\b", module):
+            raise UserError(f"{override}: {cfg.module._target_} does not use `{group}`; leave the option out")
+
+
+def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
+    """Set the values of `runtime`, and draw the seed if there is none."""
+    runtime, folder = cfg.runtime, Path(cfg.run_dir)
+    runtime.run_id, runtime.sweep_id = run_and_sweep_id(folder, is_sweep=hydra_cfg.mode == RunMode.MULTIRUN)
+    left_out = _NOT_INHERITED if cfg.seed is not None else [*_NOT_INHERITED, "seed"]
+    overrides = [word for word in hydra_cfg.overrides.task if word.partition("=")[0] not in left_out]
+    if cfg.seed is None:
+        cfg.seed = _saved_or_drawn_seed(cfg.ckpt_path, folder)
+        overrides.append(f"seed={cfg.seed}")
+    runtime.overrides = overrides
+    # An evaluation joins the group of its run.
+    evaluated = folder_of(Path(cfg.ckpt_path)) if cfg.ckpt_path and not cfg.fit else None
+    grouped = saved_config(evaluated).runtime if evaluated else runtime
+    runtime.group = str(grouped.sweep_id or grouped.run_id)
+    runtime.job_type = "train" if cfg.fit else "predict" if cfg.predict else "eval"
+    command = os.environ.get(COMMAND)
+    runtime.command = json.loads(command) if command else ["python", "train.py", *overrides]
+    runtime.revision, runtime.modified = source_revision()
+    world_size = device_count(cfg.trainer) * cfg.trainer.num_nodes
+    runtime.update(describe_setup(cfg, hydra_cfg.runtime.choices, world_size))
 
 
 def _saved_or_drawn_seed(ckpt_path: str | None, folder: Path) -> int:
     """Return the seed of the run that is continued or evaluated, or a random one."""
     run = folder_of(Path(ckpt_path)) if ckpt_path else folder
     return saved_config(run).seed if run and (run / CONFIG).is_file() else secrets.randbits(31)
-
-
-def _wandb_group(cfg: DictConfig) -> str:
-    """Return the W&B group of a run: its sweep, or else the run alone; an evaluation joins the group of its run."""
-    evaluated = folder_of(Path(cfg.ckpt_path)) if cfg.ckpt_path and not cfg.fit else None
-    runtime = saved_config(evaluated).runtime if evaluated else cfg.runtime
-    return str(runtime.sweep_id or runtime.run_id)
 
 
 def _check_writable(folder: Path) -> None:
@@ -104,17 +149,16 @@ def _check_writable(folder: Path) -> None:
 
 
 def _resolve_resume(cfg: DictConfig, folder: Path) -> None:
-    """Set `ckpt_path` to the newest checkpoint of the run folder if resume=auto.
-
-    Raises:
-        UserError: if `resume` is invalid or needs `run_dir`, or the folder contains a run that should not be resumed.
-    """
+    """Set `ckpt_path` to the newest checkpoint of the run folder if resume=auto."""
     if cfg.resume not in (None, "auto"):
         raise UserError(f"resume={cfg.resume}: give auto, or null")
     if cfg.ckpt_path:
         return
     if cfg.resume:
-        if not _has_fixed_folder(cfg):
+        hydra_cfg = HydraConfig.get()
+        names_folder = any(word.startswith("hydra.run.dir=") for word in hydra_cfg.overrides.hydra)
+        is_job = "SLURM_JOB_ID" in os.environ or hydra_cfg.mode == RunMode.MULTIRUN  # these find their folder again
+        if not (cfg.run_dir or names_folder or is_job):
             raise UserError("resume=auto needs run_dir=FOLDER, so that the next start finds its checkpoints")
         remove_partial_checkpoints(folder)
         newest = newest_checkpoint(folder)
@@ -123,20 +167,8 @@ def _resolve_resume(cfg: DictConfig, folder: Path) -> None:
         raise UserError(f"run_dir={cfg.run_dir} holds a run: add resume=auto to continue it, or give another folder")
 
 
-def _has_fixed_folder(cfg: DictConfig) -> bool:
-    """Return whether the same command uses the same run folder each time it starts."""
-    hydra_cfg = HydraConfig.get()
-    if cfg.run_dir or "SLURM_JOB_ID" in os.environ or hydra_cfg.mode == RunMode.MULTIRUN:
-        return True
-    return any(override.startswith("hydra.run.dir=") for override in hydra_cfg.overrides.hydra)
-
-
 def _find_checkpoint(option: str, value: str) -> Path:
-    """Return the checkpoint that `ckpt_path` or `init_from` names; in a run folder, the newest complete one.
-
-    Raises:
-        UserError: if there is none, or the file is not a checkpoint of this project.
-    """
+    """Return the checkpoint that `ckpt_path` or `init_from` names; in a run folder, the newest complete one."""
     path = Path(value).expanduser().absolute()
     if newest := newest_checkpoint(path):
         return newest
@@ -154,11 +186,7 @@ def _find_checkpoint(option: str, value: str) -> Path:
 
 
 def _find_images(predict: str) -> Path:
-    """Return the folder that `predict` names. It is checked before training, which may take hours.
-
-    Raises:
-        UserError: if there is no such folder, or no image in it.
-    """
+    """Return the folder that `predict` names. It is checked before training, which may take hours."""
     folder = Path(predict).expanduser().absolute()
     if not folder.is_dir():
         raise UserError(f"predict={predict}: there is no such folder")

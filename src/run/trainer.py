@@ -20,7 +20,7 @@ from src.callbacks.steps import OptimizerSteps
 from src.callbacks.watchdog import Watchdog
 from src.checkpoint.io import AtomicCheckpointIO
 from src.loggers.csv import CSVLogger
-from src.run.build import build
+from src.run.build import NOT_PASSED, build
 from src.utils.errors import UserError
 from src.utils.quoting import as_typed
 
@@ -44,15 +44,17 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     _check_options(cfg.trainer)
     folder = Path(cfg.run_dir)
     configured = _configured_callbacks(cfg)
-    plugins, precision = _plugins_and_precision(cfg.trainer)
+    # Lightning accepts this plugin with every strategy, but the name 64-true only with some.
+    is_double = cfg.trainer.precision == "64-true"
+    strategy = OmegaConf.masked_copy(cfg.strategy, [str(key) for key in cfg.strategy if key != NOT_PASSED])
     make_trainer = build(cfg.trainer, _partial_=True)
     try:
         return make_trainer(
-            strategy=_build_strategy(cfg.strategy),
+            strategy=build(strategy),
             callbacks=_all_callbacks(cfg, configured),
             logger=CSVLogger(folder),  # RunRecord puts the configured loggers before it
-            plugins=plugins,
-            precision=precision,
+            plugins=[AtomicCheckpointIO(), *([DoublePrecision()] if is_double else [])],
+            precision=None if is_double else cfg.trainer.precision,
             default_root_dir=folder,
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in configured.values()),
             # The option is true or false, or a number of steps; Lightning counts micro-batches.
@@ -102,26 +104,8 @@ def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:
     return dict(sorted(callbacks.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
 
 
-def _plugins_and_precision(trainer: DictConfig) -> tuple[list[Any], str | None]:
-    """Return Lightning's plugins, and the precision by name unless a plugin sets it."""
-    plugins: list[Any] = [AtomicCheckpointIO()]
-    if trainer.precision != "64-true":
-        return plugins, trainer.precision
-    # Lightning accepts the plugin with every strategy, but the name 64-true only with some.
-    return [*plugins, DoublePrecision()], None
-
-
-def _build_strategy(node: DictConfig) -> Any:
-    """Build the strategy; only the launcher needs its key `single_process`."""
-    return build(OmegaConf.masked_copy(node, [str(key) for key in node if key != "single_process"]))
-
-
 def _build_each(cfg: DictConfig, group: str) -> dict[str, Any]:
-    """Build the configured callbacks or loggers, by name: each is one key of the group.
-
-    Raises:
-        UserError: if a key has options, but no class.
-    """
+    """Build the configured callbacks or loggers, by name: each is one key of the group."""
     nodes = {f"{group}.{name}": node for name, node in cfg.get(group, {}).items() if node}
     for name, node in nodes.items():
         if "_target_" not in node:
@@ -134,11 +118,7 @@ def _build_each(cfg: DictConfig, group: str) -> dict[str, Any]:
 
 
 def _check_options(trainer: DictConfig) -> None:
-    """Check the options of Lightning's Trainer.
-
-    Raises:
-        UserError: if one has no meaning here.
-    """
+    """Check the options of Lightning's Trainer."""
     if trainer.log_every_n_steps < 1:
         raise UserError(
             f"trainer.log_every_n_steps={trainer.log_every_n_steps} logs nothing and detects no NaN: set at least 1"

@@ -14,8 +14,7 @@ from omegaconf import DictConfig
 
 from src.launch.start import launch
 from src.report.jobs import DONE, Job
-from src.run.folder import is_rank_zero
-from src.run.resume import newest_checkpoint
+from src.run.folder import is_rank_zero, newest_checkpoint
 from src.sweeps.devices import reserve_devices
 from src.utils import signals
 from src.utils.errors import UserError

@@ -1,13 +1,34 @@
 """The class or function that a `_target_` names, and the options that it accepts."""
 
-import importlib
 import inspect
-from collections.abc import Callable
-from functools import cache, reduce
-from types import ModuleType
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
-from src.utils.errors import UserError, suggest
+from hydra._internal.utils import _locate
+
+from src.utils.errors import UserError
+
+# Classes, functions and modules of the project that had another path in earlier versions: {old path: new path}. Runs
+# that are continued, and checkpoints that are loaded, may still name the old one.
+MOVED: dict[str, str] = {}
+
+
+def with_moved_targets(saved: Any) -> Any:
+    """Return saved text or values with today's path of each class that has moved.
+
+    Args:
+        saved: the text of a saved configuration, an override, or a list or dictionary of values.
+    """
+    if isinstance(saved, dict):
+        return {name: with_moved_targets(value) for name, value in saved.items()}
+    if isinstance(saved, list):
+        return [with_moved_targets(value) for value in saved]
+    if not isinstance(saved, str) or not MOVED:
+        return saved
+    longest_first = sorted(map(re.escape, MOVED), key=len, reverse=True)
+    return re.sub(rf"(?<![\w.])({'|'.join(longest_first)})(?!\w)", lambda found: MOVED[found[0]], saved)
 
 
 def locate(option: str, target: str) -> Callable[..., Any]:
@@ -16,34 +37,15 @@ def locate(option: str, target: str) -> Callable[..., Any]:
     Raises:
         UserError: if there is none, or its package is not installed, or `target` names something else.
     """
-    module: Any = _import_module(f"{option}={target}", target)
-    names = target.removeprefix(module.__name__).split(".")[1:]
     try:
-        found = reduce(getattr, names, module)
-    except AttributeError as error:
-        hint = suggest(names[0], [name for name in vars(module) if not name.startswith("_")])
-        raise UserError(f"{option}={target}: {module.__name__} has no {'.'.join(names)}; {hint}") from error
+        found = _locate(target)
+    except ImportError as error:
+        if not isinstance(error.__cause__, ImportError | AttributeError):  # a bug in the file
+            raise
+        raise UserError(f"{option}={target}: {' '.join(str(error).split())}") from error
     if not callable(found):
         raise UserError(f"{option}={target}: {target} is a {type(found).__name__}; give a class or a function")
     return found
-
-
-def _import_module(word: str, target: str) -> ModuleType:
-    """Import the longest part of the path `target` that is a module."""
-    parts = target.split(".")
-    for length in range(len(parts), 0, -1):
-        path = ".".join(parts[:length])
-        try:
-            return importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            if not f"{path}.".startswith(f"{error.name}."):  # an import inside that module
-                raise _not_installed(word, f"{error.name}".partition(".")[0]) from error
-    raise _not_installed(word, parts[0])
-
-
-def _not_installed(word: str, package: str) -> UserError:
-    hint = f"install it (pip install {package}), or correct the name"
-    return UserError(f"{word}: there is no package `{package}`; {hint}")
 
 
 def accepted_options(target: Callable[..., Any]) -> set[str] | None:
@@ -80,8 +82,10 @@ def default_options(target: str) -> dict[str, Any]:
     return options
 
 
-def target_names(node: Any) -> list[str]:
-    """Return the paths of all that Hydra would call to build a configuration node."""
-    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
-    own = [str(node["_target_"])] if isinstance(node, dict) and "_target_" in node else []
-    return own + [target for child in children for target in target_names(child)]
+def target_nodes(node: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the dotted name and the content of each node from which Hydra would build an object."""
+    if isinstance(node, dict) and "_target_" in node:
+        yield name, node
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in children:
+        yield from target_nodes(child, f"{name}.{key}".strip("."))

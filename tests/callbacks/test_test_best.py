@@ -68,7 +68,7 @@ def test_finds_the_newest_run(
 ) -> None:
     monkeypatch.setattr(run_folders, "_PROJECT", tmp_path)
     with pytest.raises(UserError, match=r"ckpt_path=last: there is no run with a checkpoint in .*/runs"):
-        with_found_runs(["train.py", "ckpt_path=last"])
+        with_found_runs(["ckpt_path=last"])
     older, job, evaluation = (tmp_path / "runs" / name for name in ("older", "sweep/0", "evaluation"))
     for time, (run_dir, names) in enumerate([(older, ["best", "last"]), (job, ["last"]), (evaluation, [])]):
         (run_dir / CHECKPOINTS).mkdir(parents=True)
@@ -76,10 +76,10 @@ def test_finds_the_newest_run(
         os.utime(run_dir / CONFIG, (time, time))
         for name in names:
             (run_dir / CHECKPOINTS / f"{name}.ckpt").touch()
-    assert with_found_runs(["train.py", "ckpt_path=last", "seed=1"]) == ["train.py", f"ckpt_path='{job}'", "seed=1"]
+    assert with_found_runs(["ckpt_path=last", "seed=1"]) == [f"ckpt_path='{job}'", "seed=1"]
     assert capsys.readouterr().err == f"ckpt_path=last: the newest run is {job}\n"
     with pytest.raises(UserError, match=r"ckpt_path=best: there is no best\.ckpt .* \(last\.ckpt\)"):
-        with_found_runs(["train.py", "ckpt_path=best"])
+        with_found_runs(["ckpt_path=best"])
     best = older / CHECKPOINTS / "best.ckpt"
     assert with_found_runs([f"init_from={older}/best", "ckpt_path=a/best"]) == [
         f"init_from='{best}'",

@@ -10,8 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from src.checkpoint.integrity import check_is_complete
-from src.run.folder import CONFIG, run_folder, unique_name
-from src.run.resume import newest_checkpoint
+from src.run.folder import CONFIG, newest_checkpoint, run_folder, unique_name
 from src.utils.errors import UserError
 from src.utils.events import read_events
 from tests.support.commands import PARITY, TINY, error_line, run_here, steps

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from src.checkpoint.io import AtomicCheckpointIO
 from src.run.devices import runs_in_single_process
-from src.run.resume import newest_checkpoint
+from src.run.folder import newest_checkpoint
 from src.utils.errors import UserError
 from tests.support.commands import run_here
 from tests.support.comparison import check_resumed, relative

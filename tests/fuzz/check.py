@@ -15,7 +15,7 @@ from torch import Tensor
 
 from src.checkpoint.integrity import read_checkpoint
 from src.run.experiment import run
-from src.run.resume import newest_checkpoint
+from src.run.folder import newest_checkpoint
 from src.utils import signals
 from tests.fuzz.cases import Case
 from tests.support.comparison import TOLERANCE, check_same_rows, relative

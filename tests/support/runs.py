@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from src.run.build import drop_replaced_options
 from src.run.devices import runs_in_single_process
 from src.run.experiment import assemble
-from src.run.replaced_targets import drop_replaced_options
 from src.strategies.batch_norm import average_statistics
 from tests.support.pool import Pool
 

@@ -19,8 +19,8 @@ from scripts.dev.dry_gpu.synchronizations import SYNCHRONIZATIONS
 from scripts.dev.dry_gpu.tensors import install_tensors
 from src.checkpoint.run_files import CHECKPOINTS, LAST
 from src.cli.notebook import compose
+from src.run.build import drop_replaced_options
 from src.run.experiment import assemble
-from src.run.replaced_targets import drop_replaced_options
 
 # Steps 3 and 5 are between two log points.
 _SHORT = ["logger=none", "trainer.enable_progress_bar=false", "trainer.log_every_n_steps=2", "trainer.max_steps=6"]
