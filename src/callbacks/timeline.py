@@ -1,12 +1,10 @@
 """Record where the time goes on each rank, in `timeline/rank*.jsonl` of the run folder."""
 
-import json
 import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,17 @@ import lightning as L
 from torch import Tensor
 from torch.autograd import Variable
 
+from src.utils.json_lines import append_json_line
 from src.utils.log_points import is_log_point
 from src.utils.peak_memory import peak_memory_mib
-from src.utils.timeline import COMMUNICATION, RecordedStep, StepRecording, set_recording, synchronize
+from src.utils.timeline import (
+    COMMUNICATION,
+    RecordedStep,
+    StepRecording,
+    current_recording,
+    set_recording,
+    synchronize,
+)
 
 _log = logging.getLogger(__name__)
 _ACTIVITIES, _PAUSES = ("data", "forward_backward", COMMUNICATION, "optimizer"), ("validation", "save")
@@ -33,8 +39,8 @@ class Timeline(L.Callback):
     `forward_backward`: computation of network and loss; in a pipeline the passes of all micro-batches.
     `communication`: time for which the computation waits for other ranks: for synchronized batch normalization, for the
     gradients of DDP after the backward pass, for the weights and gradients of FSDP, for the other stages of a pipeline.
-    `optimizer`: clipping, update and schedule; with it the communication of `strategy.shard_optimizer` and of
-    `post_local_sgd`.
+    `optimizer`: clipping, update and schedule; with it their communication, such as that of `strategy.shard_optimizer`
+    and of `post_local_sgd`.
 
     An interval without a recorded step, such as the first step, has `other` in their place. On a CPU the times are
     those of the host. On a GPU they are differences of CUDA events in the stream of the computation, so that the idle
@@ -50,54 +56,47 @@ class Timeline(L.Callback):
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self.recorded: RecordedStep | None = None  # the recorded step of the interval that ended last
-        self._file: Any = None  # open while the model trains
-        self._recording: StepRecording | None = None  # of the current step, or of the next one
-        self._finished: StepRecording | None = None  # of the last recorded step, until the log point
+        self._file: Path | None = None  # None while nothing is written
+        self._recording: StepRecording | None = None  # of this interval; `current_recording` while it goes on
         self._recorded_step = 0  # its number
-        self._record(None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.recorded = self._finished = None
+        self._stop()
         if trainer.fast_dev_run:  # which writes no files
             return
+        self._file = self.folder / f"rank{trainer.global_rank}.jsonl"
         self._device, self._last_step, self._start = pl_module.device, trainer.global_step, time.time()
         self._seconds = dict.fromkeys(_PAUSES, 0.0)  # of validation and saving in this interval
         process = {"rank": trainer.global_rank, "host": platform.node(), "pid": os.getpid(), "start": self._start}
-        with self._stop_if_it_fails():
-            self._file = _open_for_appending(self.folder / f"rank{trainer.global_rank}.jsonl")
         self._write("process", process)
         trainer.save_checkpoint = partial(self._save, trainer.save_checkpoint)  # type: ignore[method-assign]
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self._switch("forward_backward")
+        _switch("forward_backward")
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        if self._recording and trainer.world_size > 1 and loss.requires_grad:  # a pipeline has no backward pass left
-            loss.register_hook(self._record_wait)
+        if current_recording() and trainer.world_size > 1 and loss.requires_grad:  # a pipeline has no backward left
+            loss.register_hook(_record_wait)
 
     def on_after_backward(self, *_: Any) -> None:
-        self._switch("forward_backward")
+        _switch("forward_backward")
 
     def on_before_optimizer_step(self, *_: Any) -> None:
-        self._switch("optimizer")
+        _switch("optimizer")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._file is None:
+        _switch("data")  # of the next batch; it ends a recording of this step
+        if self._file is None or (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
-            self._switch("data")
-            return
+        set_recording(None)
         step = trainer.global_step
-        if self._recording:
-            self._finished, self._recorded_step = self._recording, step
-            self._finished.finish()
-            self._record(None)
         if is_log_point(trainer, step):
             self._write_interval(step, getattr(pl_module, "rank_loss", None))
         if is_log_point(trainer, step + 2):  # then the next step is the one before a log point
-            self._record(StepRecording(self._device, "data"))
+            self._record("data")
+            self._recorded_step = step + 1
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._file:
@@ -132,28 +131,16 @@ class Timeline(L.Callback):
         seconds = time.time() - start
         self._seconds[name] += seconds
         self._write("span", {"name": name, "start": start, "seconds": round(seconds, 6)})
-        if self._recording:  # this is no part of the step
-            self._record(StepRecording(self._device, self._recording.activity))
+        if recording := current_recording():  # this is no part of the step, so it begins anew
+            self._record(recording.activity)
 
-    def _record(self, recording: StepRecording | None) -> None:
-        self._recording = recording
-        set_recording(recording)
-
-    def _switch(self, activity: str) -> None:
-        if self._recording:
-            self._recording.switch(activity)
-
-    def _record_wait(self, _: Tensor) -> None:
-        """Record the end of the backward pass as communication: DDP and FSDP then wait for the gradients.
-
-        The engine calls back in the order of the requests after all nodes of the backward pass. This hook of the loss
-        is called first, so its request precedes those of DDP and FSDP.
-        """
-        Variable._execution_engine.queue_callback(partial(self._switch, COMMUNICATION))
+    def _record(self, activity: str) -> None:
+        self._recording = StepRecording(self._device, activity)
+        set_recording(self._recording)
 
     def _write_interval(self, step: int, loss: float | None = None) -> None:
         synchronize(self._device)
-        self.recorded = self._finished.resolve() if self._finished else None
+        self.recorded = self._recording.resolve() if self._recording else None
         if self.recorded and self.recorded.passes:
             passes = [[*which, round(start, 6), round(end, 6)] for *which, start, end in self.recorded.passes]
             self._write("passes", {"step": self._recorded_step, "start": self.recorded.start, "passes": passes})
@@ -162,7 +149,7 @@ class Timeline(L.Callback):
         spans = self._spans(now - self._start)
         measured = {"spans": spans, "peak_memory_mib": peak_memory_mib(self._device)}
         self._write("interval", interval | measured | ({} if loss is None else {"loss": loss}))
-        self._last_step, self._start, self._finished = step, now, None
+        self._last_step, self._start, self._recording = step, now, None
         self._seconds = dict.fromkeys(_PAUSES, 0.0)
 
     def _spans(self, seconds: float) -> dict[str, float]:
@@ -176,31 +163,30 @@ class Timeline(L.Callback):
         return {name: round(value, 6) for name, value in (spans | self._seconds).items()}
 
     def _write(self, kind: str, line: dict[str, Any]) -> None:
-        if self._file:
-            with self._stop_if_it_fails():
-                self._file.write(json.dumps({"kind": kind} | line) + "\n")
-
-    @contextmanager
-    def _stop_if_it_fails(self) -> Iterator[None]:
-        """Let training continue without the timeline if a file cannot be written, such as on a full disk."""
+        """Append a line. If that fails, such as on a full disk, training continues without the timeline."""
+        if self._file is None:
+            return
         try:
-            yield
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            append_json_line(self._file, {"kind": kind} | line)
         except OSError as error:
             _log.warning("callbacks.timeline stops, and training continues: %s", error)
             self._stop()
 
     def _stop(self) -> None:
-        self._record(None)
-        self.recorded = self._finished = None
-        file, self._file = self._file, None
-        if file:
-            with suppress(OSError):
-                file.close()
+        set_recording(None)
+        self.recorded = self._recording = self._file = None
 
 
-def _open_for_appending(file: Path) -> Any:
-    """Open a file, without the last line if a kill has cut it. Each line is written at once."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.exists():
-        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
-    return file.open("a", buffering=1)
+def _switch(activity: str) -> None:
+    if recording := current_recording():
+        recording.switch(activity)
+
+
+def _record_wait(_: Tensor) -> None:
+    """Record the end of the backward pass as communication: DDP and FSDP then wait for the gradients.
+
+    The engine calls back in the order of the requests after all nodes of the backward pass. This hook of the loss is
+    called first, so its request precedes those of DDP and FSDP.
+    """
+    Variable._execution_engine.queue_callback(partial(_switch, COMMUNICATION))

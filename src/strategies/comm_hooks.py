@@ -8,8 +8,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from src.utils.timeline import communication
-
 
 def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Run the PowerSGD hook, and wait for it on a CPU.
@@ -19,8 +17,7 @@ def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.f
     """
     future = powerSGD_hook(state, bucket)
     if not bucket.buffer().is_cuda:
-        with communication():
-            future.wait()
+        future.wait()
     return future
 
 

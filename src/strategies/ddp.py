@@ -70,6 +70,8 @@ class DDP(DDPStrategy):
         if comm_hook == "post_local_sgd" and shard_optimizer:
             raise UserError("strategy.shard_optimizer=true needs equal weights, but post_local_sgd lets them differ")
 
+    reduce = communication()(DDPStrategy.reduce)
+
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return super().distributed_sampler_kwargs | {"shares": self.shares}
@@ -122,10 +124,6 @@ class DDP(DDPStrategy):
             ]
             for config in self.lr_scheduler_configs:
                 config.scheduler.optimizer = self.optimizers[optimizers.index(config.scheduler.optimizer)]
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        with communication():
-            return super().reduce(*args, **kwargs)
 
     def _register_ddp_hooks(self) -> None:
         if self.comm_hook == "powersgd":

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from src.strategies.fsdp_recording import record_communication
 from src.strategies.sharded_state import ShardedStateStrategy
 from src.utils.errors import UserError
 
@@ -84,11 +83,9 @@ class FSDP(ShardedStateStrategy):
             # Batch statistics stay in full precision, so the weights of these layers must too: no policy.
             for norm in [module for module in net.modules() if isinstance(module, _BatchNorm)]:
                 fully_shard(norm, mesh=self.device_mesh)
-                record_communication(norm)
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.policy}
         for module in [*_networks(net), net]:
             fully_shard(module, mesh=self.device_mesh, **options)
-            record_communication(module)
 
 
 def _networks(module: nn.Module) -> Iterator[nn.Module]:

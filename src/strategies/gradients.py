@@ -11,6 +11,7 @@ from src.utils.tensors import to_full_tensor
 from src.utils.timeline import communication
 
 
+@communication()
 def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
     """Replace the gradients with their means over the ranks of `group`, in one all-reduce.
 
@@ -21,8 +22,7 @@ def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
     if dist.get_world_size(group) == 1:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(dist.get_world_size(group))
-    with communication():
-        dist.all_reduce(flat, group=group)
+    dist.all_reduce(flat, group=group)
     for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(mean.view_as(gradient))
 
@@ -38,8 +38,7 @@ def clip_by_norm_over(group: dist.ProcessGroup, optimizer: Optimizer, clip_val: 
     parameters = [parameter for param_group in optimizer.param_groups for parameter in param_group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     squared_norm = to_full_tensor(nn.utils.get_total_norm(gradients)) ** 2
-    with communication():
-        dist.all_reduce(squared_norm, group=group)
+    dist.all_reduce(squared_norm, group=group)
     nn.utils.clip_grads_with_norm_(parameters, clip_val, squared_norm.sqrt())
 
 

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim import Optimizer
 
 from src.checkpoint import sharded
@@ -18,6 +19,10 @@ from src.checkpoint.io import write_error
 from src.optim.optimizer_state import merge, shard, shard_like
 from src.utils.tensors import to_full_tensor, with_versions
 from src.utils.timeline import communication
+
+# In these methods FSDP2 gathers the weights of a block, or reduces its gradients.
+for _name in ("pre_forward", "pre_backward", "post_backward"):
+    setattr(FSDPParamGroup, _name, communication()(getattr(FSDPParamGroup, _name)))
 
 
 class ShardedStateStrategy(ModelParallelStrategy):
@@ -75,9 +80,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
             self.parallelize(self.lightning_module)
         return model
 
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        with communication():
-            return super().reduce(*args, **kwargs)
+    reduce = communication()(ModelParallelStrategy.reduce)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None

@@ -18,3 +18,11 @@ def read_json_lines(file: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(content, dict):
                 yield content
+
+
+def append_json_line(file: Path, content: dict[str, Any]) -> None:
+    """Append an object to a file, on a line of its own even if a kill has cut the last one."""
+    with file.open("ab+") as stream:
+        stream.seek(max(0, stream.tell() - 1))
+        is_cut = stream.read(1) not in (b"", b"\n")
+        stream.write(b"\n" * is_cut + json.dumps(content).encode() + b"\n")

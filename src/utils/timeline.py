@@ -1,13 +1,16 @@
 """Recording of one training step: the activities on which this rank spends its time, and the passes of a pipeline.
 
 `callbacks.timeline` starts a recording. Strategies mark what only they know, through the functions of this file. They
-cost less than a microsecond while no step is recorded, and nothing in compiled code, where they have no effect.
+cost a microsecond while no step is recorded, and nothing in compiled code, where they have no effect.
+
+torch.profiler is no alternative on a GPU: once it has run, CUPTI slows down the rest of the training
+(https://github.com/pytorch/pytorch/issues/144455).
 """
 
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import _GeneratorContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +46,7 @@ class RecordedStep:
 
 
 class StepRecording:
-    """A recording of activities, which may be nested: the time between two marks belongs to the innermost one.
+    """A recording of a step, each moment of which belongs to one activity.
 
     On a GPU a mark is a CUDA event in the current stream, so that recording does not synchronize host and device.
     Elsewhere it is the time of the host.
@@ -54,63 +57,30 @@ class StepRecording:
     """
 
     def __init__(self, device: torch.device, activity: str) -> None:
+        self.passes: list[tuple[int, int, str, _Mark, _Mark]] = []  # stage, micro-batch, kind, start, end
         self._device = device
-        self._activities = [activity]  # from the outermost to the current one
-        self._marks: list[tuple[str, _Mark]] = [(activity, self._mark())]  # each activity from its mark to the next
-        self._passes: list[tuple[int, int, str, _Mark, _Mark]] = []
+        self._marks: list[tuple[str, _Mark]] = []  # each activity lasts from its mark to the next one
+        self.switch(activity)
 
-    @property
-    def activity(self) -> str:
-        """The current activity."""
-        return self._activities[-1]
-
-    def switch(self, activity: str) -> None:
-        """End all activities and begin the next one."""
-        self._activities = [activity]
-        self._add_mark()
-
-    def begin(self, activity: str) -> None:
-        """Begin an activity within the current one."""
-        self._activities.append(activity)
-        self._add_mark()
-
-    def end(self) -> None:
-        """Return to the activity around the current one, if there is one: a `switch` may have ended both."""
-        self._activities = self._activities[:-1] or self._activities
-        self._add_mark()
-
-    def begin_pass(self) -> None:
-        """Begin a pass of a pipeline, which is a forward or backward activity."""
-        self.begin(COMPUTATION)
-        self._pass_start = self._marks[-1][1]
-
-    def end_pass(self, stage: int, microbatch: int, kind: str) -> None:
-        """End the pass that was begun last."""
-        self.end()
-        self._passes.append((stage, microbatch, kind, self._pass_start, self._marks[-1][1]))
-
-    def finish(self) -> None:
-        """End the recording."""
-        self._activities = ["end"]
-        self._add_mark()
+    def switch(self, activity: str) -> _Mark:
+        """End the current activity and begin the next one, at the mark that is returned."""
+        self.activity = activity
+        mark = self._mark()
+        self._marks.append((activity, mark))
+        return mark
 
     def resolve(self) -> RecordedStep:
-        """Return the measured times. The host waits for the GPU."""
+        """Return the times from the first to the last mark. The host waits for the GPU."""
         now_mark = self._mark()
         synchronize(self._device)
-        now = time.time()
+        now, first = time.time(), self._marks[0][1]
         spans: dict[str, float] = defaultdict(float)
         for (activity, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             spans[activity] += _seconds_between(start, end)
-        first = self._marks[0][1]
         passes = [
-            (stage, microbatch, kind, _seconds_between(first, start), _seconds_between(first, end))
-            for stage, microbatch, kind, start, end in self._passes
+            (*which, _seconds_between(first, start), _seconds_between(first, end)) for *which, start, end in self.passes
         ]
         return RecordedStep(now - _seconds_between(first, now_mark), dict(spans), passes)
-
-    def _add_mark(self) -> None:
-        self._marks.append((self.activity, self._mark()))
 
     def _mark(self) -> _Mark:
         if self._device.type != "cuda":
@@ -121,9 +91,7 @@ class StepRecording:
 
 
 def _seconds_between(start: _Mark, end: _Mark) -> float:
-    if isinstance(start, float):
-        return end - start
-    return start.elapsed_time(end) / 1000
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
 
 def synchronize(device: torch.device) -> None:
@@ -146,41 +114,35 @@ def current_recording() -> StepRecording | None:
     return None if torch.compiler.is_compiling() else _recording
 
 
-def communication() -> AbstractContextManager[None]:
-    """Return a context in which this rank communicates, and so waits for other ranks."""
-    return _activity(COMMUNICATION)
+def communication() -> _GeneratorContextManager[None]:
+    """Return a context, which is also a decorator, in which this rank communicates, and so waits for other ranks."""
+    return _recorded(COMMUNICATION)
 
 
-def computation() -> AbstractContextManager[None]:
+def computation() -> _GeneratorContextManager[None]:
     """Return a context in which this rank computes, within one in which it communicates."""
-    return _activity(COMPUTATION)
+    return _recorded(COMPUTATION)
 
 
-def _activity(name: str) -> AbstractContextManager[None]:
+@contextmanager
+def _recorded(activity: str, *which: Any) -> Iterator[None]:
     recording = current_recording()
-    return _recorded(recording, name) if recording else nullcontext()
-
-
-@contextmanager
-def _recorded(recording: StepRecording, activity: str) -> Iterator[None]:
-    recording.begin(activity)
+    if recording is None:
+        yield
+        return
+    outer, start = recording.activity, recording.switch(activity)
     yield
-    recording.end()
+    end = recording.switch(outer)
+    if which:
+        recording.passes.append((*which, start, end))
 
 
-@contextmanager
-def pipeline_pass(stage: int, microbatch: int, kind: str) -> Iterator[None]:
-    """Record a pass of a pipeline.
+def pipeline_pass(stage: int, microbatch: int, kind: str) -> _GeneratorContextManager[None]:
+    """Return a context for a pass of a pipeline.
 
     Args:
         stage: number of the stage.
         microbatch: number of the micro-batch.
         kind: F (forward), B (backward), I (backward for the inputs) or W (backward for the weights).
     """
-    recording = current_recording()
-    if recording is None:
-        yield
-        return
-    recording.begin_pass()
-    yield
-    recording.end_pass(stage, microbatch, kind)
+    return _recorded(COMPUTATION, stage, microbatch, kind)

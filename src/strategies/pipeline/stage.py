@@ -11,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from src.models.dropout import dropouts, set_keys
-from src.strategies.fsdp_recording import record_communication
 from src.strategies.pipeline.blocks import Block
 from src.strategies.pipeline.graph import extract
 from src.strategies.pipeline.micro_batches import split_samples
@@ -106,7 +105,6 @@ def keep_own_stages(
 def shard_stage(net: nn.Module, stage: Stage, mesh: DeviceMesh) -> None:
     """Shard a stage over the ranks of a mesh, and let the network have its parameters in place of its own."""
     fully_shard(stage, mesh=mesh, reshard_after_forward=False)  # gathers once per batch, not per micro-batch
-    record_communication(stage)
     for name, parameter in stage.body.named_parameters():
         module, _, last = name.rpartition(".")
         setattr(net.get_submodule(module), last, parameter)

@@ -7,8 +7,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from src.utils.timeline import communication
-
 
 class StageForward:
     """The forward pass of a network whose stages are on the ranks of a group. Every rank must call it.
@@ -55,8 +53,7 @@ class StageForward:
     def to_all(self, logits: Tensor | None, count: int) -> Tensor:
         """Broadcast the (count, classes) logits of the last stage; other ranks pass None."""
         logits = self._empty(-1, count)[0] if logits is None else logits.contiguous()
-        with communication():
-            dist.broadcast(logits, group=self.group, group_src=self.stage_to_rank[-1])
+        dist.broadcast(logits, group=self.group, group_src=self.stage_to_rank[-1])
         return logits
 
     def _empty(self, number: int, count: int) -> tuple[Tensor, ...]:
