@@ -78,7 +78,8 @@ class StepRecording:
         for (activity, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             spans[activity] += _seconds_between(start, end)
         passes = [
-            (*which, _seconds_between(first, start), _seconds_between(first, end)) for *which, start, end in self.passes
+            (stage, microbatch, kind, _seconds_between(first, start), _seconds_between(first, end))
+            for stage, microbatch, kind, start, end in self.passes
         ]
         return RecordedStep(now - _seconds_between(first, now_mark), dict(spans), passes)
 

@@ -109,14 +109,14 @@ def hook_call() -> float:
     return microseconds_per_call(run_hooks) - without
 
 
-def collective_marks() -> float:
-    """Return the microseconds of the two marks around a collective in a recorded step."""
+def collective_marks(recording: StepRecording | None) -> float:
+    """Return the microseconds of the two marks around a collective, in a step that is recorded or not."""
 
     def mark() -> None:
         with communication():
             pass
 
-    set_recording(StepRecording(torch.device("cpu"), "data"))
+    set_recording(recording)
     cost = microseconds_per_call(mark)
     set_recording(None)
     return cost
@@ -132,8 +132,10 @@ def main() -> None:
         runs = [train(Path(folder), OPTIONS) for _ in range(options.rounds)]
         hooks, call_of_hook = median(cost for cost, _ in runs), hook_call()
         cost = hooks + call_of_hook
-        print(f"per step: {hooks:.1f} us in the hooks, and {call_of_hook:.1f} us to call one")
-        print(f"per collective of the recorded step: {collective_marks():.1f} us")
+        spread = f"{min(runs)[0]:.1f} to {max(runs)[0]:.1f}"
+        print(f"per step: {hooks:.1f} us in the hooks ({spread}), and {call_of_hook:.1f} us to call one")
+        recorded = collective_marks(StepRecording(torch.device("cpu"), "data"))
+        print(f"per collective: {recorded:.1f} us in the recorded step, {collective_marks(None):.1f} us in the others")
         _, default_step = train(Path(folder), DEFAULT_NETWORK)
         for name, step in {"perceptron": median(step for _, step in runs), "default network": default_step}.items():
             print(f"{name}: {cost / step:.2%} of a step of {step / 1000:.1f} ms")
