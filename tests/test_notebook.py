@@ -13,8 +13,6 @@ import torch
 from omegaconf.errors import ReadonlyConfigError
 from PIL import Image
 
-import src
-import src.run.trainer
 from src import compose, load_run, train
 from src.cli.notebook import Result
 from src.models.classifier import ImageClassifier
@@ -192,11 +190,6 @@ def test_two_ranks_train_the_same(
     both = train(compose(*tiny, *TWO, f"run_dir={folder}"))
     assert both.metrics["test/loss"] == pytest.approx(result.metrics["test/loss"], rel=1e-5)
     assert [row["step"] for row in both.history] == [row["step"] for row in result.history]
-
-
-def test_package_has_no_other_names() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        src.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("checkpoint", ["last", "best"])

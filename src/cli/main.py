@@ -13,7 +13,7 @@ from hydra._internal.utils import get_args_parser
 
 from src.cli.messages import errors_explained
 from src.cli.shorthands import complete_overrides
-from src.run.origin import COMMAND
+from src.run.folder import COMMAND
 from src.utils.errors import UserError
 
 _PROJECT = Path(__file__).parents[2]

@@ -16,6 +16,8 @@ from src.utils.errors import UserError
 from src.utils.targets import with_moved_targets
 
 CONFIG = "config.yaml"
+# The environment variable of the command as typed, a list in JSON; it reaches the jobs of a sweep in other processes.
+COMMAND = "TRAIN_COMMAND"
 _SWEEP_ID = "sweep_id"  # a file in the folder of a sweep
 _PROJECT = Path(__file__).parents[2]
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import secrets
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from src.checkpoint.run_files import checkpoint_file
 from src.run.build import check_numbers, drop_replaced_options
 from src.run.devices import device_count, resolve_devices
 from src.run.folder import (
+    COMMAND,
     CONFIG,
     folder_of,
     newest_checkpoint,
@@ -26,11 +28,12 @@ from src.run.folder import (
     run_and_sweep_id,
     saved_config,
 )
-from src.run.origin import COMMAND, describe_setup, source_revision
 from src.utils.errors import UserError, nearest_options
 from src.utils.flatten import flatten_config
 
-_CONF = Path(__file__).parents[2] / "conf"
+_PROJECT = Path(__file__).parents[2]
+_CONF = _PROJECT / "conf"
+_GIT_TIMEOUT = 5.0  # seconds
 _PARTS = ("model", "optimizer", "scheduler")  # the groups from which a module is built
 _RECIPES = ("experiment", "preset", "debug")  # the groups whose files set options of other groups
 _TYPES = {  # of the options that belong to no class
@@ -139,6 +142,36 @@ def _saved_or_drawn_seed(ckpt_path: str | None, folder: Path) -> int:
     """Return the seed of the run that is continued or evaluated, or a random one."""
     run = folder_of(Path(ckpt_path)) if ckpt_path else folder
     return saved_config(run).seed if run and (run / CONFIG).is_file() else secrets.randbits(31)
+
+
+def source_revision() -> tuple[str | None, bool]:
+    """Return the commit of the source, None if there is none, and whether files differ from it; False outside of git.
+
+    Git would refresh its index, whose lock could fail a command of the user.
+    """
+    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch"]
+    try:
+        status = subprocess.run(command, cwd=_PROJECT, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None, False
+    head, *lines = status.stdout.splitlines()  # "# branch.oid COMMIT", then "# branch..." and changed files
+    commit = head.rpartition(" ")[2]
+    return None if commit == "(initial)" else commit, any(not line.startswith("#") for line in lines)
+
+
+def describe_setup(cfg: DictConfig, choices: Any, world_size: int) -> dict[str, Any]:
+    """Return model, strategy and world size by name, and the tags that they add to those of the user.
+
+    Args:
+        cfg: the composed configuration, with a list of tags.
+        choices: the chosen file of each group.
+        world_size: the number of ranks.
+    """
+    model = choices.get("model") if "net" in cfg.module else choices.get("module")  # a GAN has networks of its own
+    resolved = {"auto": "ddp" if world_size > 1 else "single"}
+    strategy = resolved.get(choices.strategy, choices.strategy)
+    tags = list(dict.fromkeys([*cfg.tags, strategy, f"x{world_size}", *([model] if model else [])]))
+    return {"model": model, "strategy": strategy, "world_size": world_size, "tags": tags}
 
 
 def _check_writable(folder: Path) -> None:

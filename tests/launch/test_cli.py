@@ -17,7 +17,7 @@ from src.cli.shorthands import with_saved_overrides
 from src.launch.external import check_same_options
 from src.launch.rank import run_rank
 from src.run.folder import CONFIG, remove_if_unused, run_and_sweep_id
-from src.run.origin import describe_setup, source_revision
+from src.run.resolve import describe_setup, source_revision
 from src.utils.errors import UserError
 from src.utils.quoting import quote
 from tests.support.commands import ROOT, TINY, error_line, run_here
@@ -256,7 +256,7 @@ def test_revision_is_read_without_writing_to_git(monkeypatch: pytest.MonkeyPatch
         command = ["git", "-c", "user.name=me", "-c", "user.email=me@localhost", *words]
         return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
 
-    monkeypatch.setattr("src.run.origin._PROJECT", tmp_path)
+    monkeypatch.setattr("src.run.resolve._PROJECT", tmp_path)
     assert source_revision() == (None, False)
     git("init")
     (tmp_path / "source.py").write_text("")

@@ -339,17 +339,6 @@ def test_rank_zero_configures_all_ranks_under_slurm(small: list[str], tmp_path: 
 
 
 @pytest.mark.slow
-def test_sweep_gives_each_job_its_own_folder(small: list[str], tmp_path: Path) -> None:
-    sweep = ["-m", "trainer.devices=1,2", "strategy=ddp", f"hydra.sweep.dir={tmp_path}/sweep", "logger=none"]
-    run(*sweep, *small, *TINY)
-    finals = [torch.load(tmp_path / "sweep" / job / "checkpoints" / "last.ckpt")["state_dict"] for job in "01"]
-    for name, tensor in finals[0].items():
-        assert torch.allclose(finals[1][name], tensor, rtol=1e-3, atol=1e-4), name
-    names = ["0", "1", "multirun.yaml", "sweep.csv", "sweep_id"]
-    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == names
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_killed_run_resumes_exactly(victim: str, small: list[str], tmp_path: Path) -> None:
     """Two ranks are killed after a checkpoint and resumed on one; the weights equal those of an uninterrupted run."""
