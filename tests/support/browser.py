@@ -13,7 +13,7 @@ _FLAGS = "--headless=new --no-sandbox --disable-gpu --no-first-run --allow-file-
 _FLAGS += " --disable-background-networking --disable-component-update --disable-sync --proxy-server=127.0.0.1:9"
 _FLAGS += " --enable-logging=stderr"
 # Addresses that Chromium itself asks for; the proxy does not exist, so nothing leaves this machine.
-_OWN_HOSTS = ("update.googleapis.com", "clients2.google.com", "accounts.google.com")
+_OWN_HOSTS = ("android.clients.google.com", "update.googleapis.com", "clients2.google.com", "accounts.google.com")
 _FRAMES = """<!doctype html><body>{frames}<pre id="state"></pre><script>
 const frames = [...document.querySelectorAll("iframe")];
 const state = ({{ contentDocument: {{ documentElement: root }} }}) =>
