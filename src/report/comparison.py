@@ -21,11 +21,15 @@ _TICKS = (-15, -12, -9, -6, -3, 0)  # powers of ten of the axis of differences
 _COMPARED = ("train/loss", "val/loss", "val/acc")
 
 
-def write_comparison(runs: list[RunFolder], file: Path, scripts: Path | None) -> None:
+def write_comparison(runs: list[RunFolder], file: Path, scripts: Path | None) -> Path:
     """Write the comparison of several runs with the first one. `scripts` is that of `write_page`."""
     names = labels(runs)
     compared = [metric for metric in _COMPARED if all(metric in run.curves for run in runs)]
-    charts = [_comparison_chart(metric, runs, names, wide=metric == compared[0]) for metric in compared]
+    charts = []
+    for metric in compared:
+        is_first = metric == compared[0]
+        figure = comparison_figure(metric, runs, names, 560 if is_first else 440)
+        charts.append(chart(figure, f"{title(metric.rpartition('/')[2])}: {metric}", wide=is_first))
     page = macros("comparison")
     sections = [
         Section(
@@ -38,7 +42,7 @@ def write_comparison(runs: list[RunFolder], file: Path, scripts: Path | None) ->
         Section("Runs", parts.grid([parts.card("", _run_table(runs, names), wide=True)])),
         Section("Speed and memory", parts.grid(_speed_charts(runs, names))),
     ]
-    write_page(file, "Comparison", f"{len(runs)} runs", page.verdicts(verdicts(runs, names)), sections, scripts)
+    return write_page(file, "Comparison", f"{len(runs)} runs", page.verdicts(verdicts(runs, names)), sections, scripts)
 
 
 def labels(runs: list[RunFolder]) -> list[str]:
@@ -70,35 +74,20 @@ def _run_table(runs: list[RunFolder], names: list[str]) -> Markup:
     return parts.table([*columns, "memory, MiB"], rows, sortable=True)
 
 
-def _comparison_chart(metric: str, runs: list[RunFolder], names: list[str], *, wide: bool) -> Markup:
-    figure = comparison_figure(metric, runs, names, 560 if wide else 440)
-    return chart(figure, f"{title(metric.rpartition('/')[2])}: {metric}", wide=wide)
-
-
 def _speed_charts(runs: list[RunFolder], names: list[str]) -> list[Markup]:
-    return [
-        _bar_chart(metric, [median(run.curves, metric) for run in runs], names)
-        for metric in ("throughput/samples_per_sec", "throughput/peak_memory_mib")
-        if any(metric in run.curves for run in runs)
-    ]
-
-
-def _bar_chart(metric: str, values: list[float | None], names: list[str]) -> Markup:
     colors = [series_color(index) for index in range(len(names))]
-    figure = bar_figure(60 + 36 * len(names), names, values, list(map(number, values)), colors)
-    figure.update_xaxes(rangemode="tozero", range=[0, 1.18 * max(value or 0.0 for value in values)])
-    return chart(figure, title(metric), "Median over the log points.")
+    charts = []
+    for metric in ("throughput/samples_per_sec", "throughput/peak_memory_mib"):
+        values = [median(run.curves, metric) for run in runs]
+        if any(values):
+            figure = bar_figure(60 + 36 * len(names), names, values, list(map(number, values)), colors)
+            figure.update_xaxes(rangemode="tozero", range=[0, 1.18 * max(value or 0.0 for value in values)])
+            charts.append(chart(figure, title(metric), "Median over the log points."))
+    return charts
 
 
 def comparison_figure(metric: str, runs: list[RunFolder], names: list[str], height: int) -> "go.Figure":
-    """Return the curves of one metric, and their relative differences from the first run below them.
-
-    Args:
-        metric: a column of metrics.csv that all runs have.
-        runs: the runs.
-        names: their names in the legend.
-        height: in pixels.
-    """
+    """Return the curves of a metric that all runs have, and below them their relative differences from the first."""
     figure = new_figure(height)
     step = min(2.4, 12 / len(runs))  # pixels by which a curve is narrower than the one before it
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
@@ -154,14 +143,6 @@ def _mark_same(figure: "go.Figure") -> None:
     across = {"xref": "paper", "x0": 0, "x1": 1, "yref": "y2", "layer": "below"}
     figure.add_shape(**across, y0=_EXACT / 4, y1=SAME, fillcolor="var(--band)", line={"width": 0})
     figure.add_shape(**across, y0=SAME, y1=SAME, line={"color": "var(--good)", "width": 1.5})
-    figure.add_annotation(
-        xref="paper",
-        x=1,
-        yref="y2",
-        y=np.log10(SAME),
-        xanchor="right",
-        yanchor="bottom",
-        text="10<sup>−9</sup>: the same curve below",
-        font={"size": 11, "color": "var(--good)"},
-        showarrow=False,
-    )
+    label = {"text": "10<sup>−9</sup>: the same curve below", "font": {"size": 11, "color": "var(--good)"}}
+    figure.add_annotation(label, xref="paper", x=1, yref="y2", y=np.log10(SAME), xanchor="right", yanchor="bottom")
+    figure.update_annotations(showarrow=False)

@@ -77,19 +77,17 @@ def _class_chart(confusion: Floats, classes: list[str]) -> Markup:
 
 
 def _calibration_chart(bins: list[dict[str, Any]], error: float | None) -> Markup:
+    counts = [bin["count"] for bin in bins]
     figure = new_figure(400, hovermode="closest")
-    confidence = [bin["confidence"] for bin in bins]
-    sizes = np.sqrt([bin["count"] for bin in bins])
+    dotted = {"color": "var(--muted)", "dash": "dot", "width": 1}
+    figure.add_scatter(x=[0, 1], y=[0, 1], mode="lines", line=dotted, hoverinfo="skip")
     figure.add_scatter(
-        x=[0, 1], y=[0, 1], mode="lines", line={"color": "var(--muted)", "dash": "dot", "width": 1}, hoverinfo="skip"
-    )
-    figure.add_scatter(
-        x=confidence,
+        x=[bin["confidence"] for bin in bins],
         y=[bin["accuracy"] for bin in bins],
         mode="lines+markers",
         line={"color": "var(--s1)", "width": 1.7},
-        marker={"color": "var(--s1)", "size": 6 + 16 * sizes / sizes.max(), "line": {"width": 0}},
-        customdata=[bin["count"] for bin in bins],
+        marker={"color": "var(--s1)", "size": 6 + 16 * np.sqrt(np.array(counts) / max(counts)), "line": {"width": 0}},
+        customdata=counts,
         hovertemplate="confidence %{x:.1%}, accuracy %{y:.1%}, %{customdata:,} images<extra></extra>",
         cliponaxis=False,
     )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from src.report.page import chart, new_figure, series_color
 from src.report.run_folder import Curve, Floats
@@ -50,12 +51,10 @@ _EVENT_COLORS = {
 
 
 def title(metric: str) -> str:
-    """Return the title of a chart; a metric that is not known keeps its name."""
     return _TITLES.get(metric, metric)
 
 
 def median(curves: dict[str, Curve], name: str) -> float | None:
-    """Return the median of a metric, or None if it has no finite value."""
     values = curves[name].finite() if name in curves else ()
     return float(np.median(values)) if len(values) else None
 
@@ -94,27 +93,27 @@ def metric_chart(metric: str, curves: dict[str, Curve], events: list[dict[str, A
 def style_value_axis(figure: "go.Figure", metric: str, curves: Iterable[Curve]) -> None:
     """Set the axis of a metric's values: in percent, from zero, or logarithmic; rounding errors do not fill it."""
     values = np.concatenate([curve.finite() for curve in curves])
+    axis: dict[str, Any] = {}
     if metric.rpartition("/")[2] in _FRACTIONS:
-        figure.update_layout(yaxis={"tickformat": ".3~%", "hoverformat": ".2%", "rangemode": "tozero"})
+        axis = {"tickformat": ".3~%", "hoverformat": ".2%", "rangemode": "tozero"}
     elif metric.startswith(("throughput/", "ranks/")):
-        figure.update_layout(yaxis={"rangemode": "tozero"})
+        axis = {"rangemode": "tozero"}
     elif len(values) and np.ptp(values) < _FLAT * np.abs(values).max():
-        figure.update_layout(yaxis={"range": sorted((0.95 * values[0], 1.05 * values[0]))})
-    elif metric != "lr" and is_wide(values):
-        # Plotly draws the powers larger than other ticks.
-        figure.update_layout(yaxis={"type": "log", "dtick": 1, "exponentformat": "power", "tickfont": {"size": 10}})
+        axis = {"range": sorted((0.95 * values[0], 1.05 * values[0]))}
+    elif metric != "lr" and is_wide(values):  # Plotly draws the powers larger than other ticks
+        axis = {"type": "log", "dtick": 1, "exponentformat": "power", "tickfont": {"size": 10}}
+    figure.update_layout(yaxis=axis)
 
 
 def _add_curve(figure: "go.Figure", name: str, curve: Curve, color: str) -> None:
     shown = downsample(curve)
-    few, is_noisy = len(shown.values) < 40, len(curve.values) > _NOISY
-    mode = "markers" if len(shown.values) == 1 else "lines+markers" if few else "lines"
+    is_noisy = len(curve.values) > _NOISY
     symbol, size = ("star", 11) if name.startswith("test/") else ("circle", 5)
     figure.add_scatter(
         x=shown.steps,
         y=shown.values,
         name=name,
-        mode=mode,
+        mode="markers" if len(shown.values) == 1 else "lines+markers" if len(shown.values) < 40 else "lines",
         opacity=0.35 if is_noisy else 1.0,
         line={"color": color, "width": 1.0 if is_noisy else 1.7},
         marker={"color": color, "symbol": symbol, "size": size},
@@ -151,13 +150,7 @@ def sampling_note(curves: dict[str, Curve]) -> str:
 
 
 def mark_events(figure: "go.Figure", events: list[dict[str, Any]], last_step: float) -> None:
-    """Draw a line at the step of each event between start and end; events that follow closely share it.
-
-    Args:
-        figure: the chart, whose x axis has steps.
-        events: all events of the run, by time.
-        last_step: where the axis ends.
-    """
+    """Draw a line at the step of each event between start and end; those that are close share it."""
     marks: list[tuple[int, list[str]]] = []
     for event in events:
         if event["event"] not in _EVENT_COLORS or event.get("step") is None:
@@ -171,22 +164,9 @@ def mark_events(figure: "go.Figure", events: list[dict[str, Any]], last_step: fl
         figure.add_shape(x0=step, x1=step, y0=0, y1=1, yref="paper", line={"color": color, "width": 1, "dash": "dot"})
         if len(marks) <= _MOST_LABELS:
             side = "left" if step <= _CLOSE * last_step else "right"  # where the ticks of the value axis are
-            _add_label(figure, step, ", ".join(dict.fromkeys(names)), color, side)
-
-
-def _add_label(figure: "go.Figure", step: int, label: str, color: str, side: str) -> None:
-    figure.add_annotation(
-        x=step,
-        y=1,
-        yref="paper",
-        text=label,
-        font={"size": 10, "color": color},
-        textangle=-90,
-        xanchor=side,
-        yanchor="top",
-        borderpad=0,
-        showarrow=False,
-    )
+            place = {"x": step, "y": 1, "yref": "paper", "xanchor": side, "yanchor": "top", "textangle": -90}
+            font = {"size": 10, "color": color}
+            figure.add_annotation(place, text=", ".join(dict.fromkeys(names)), font=font, borderpad=0, showarrow=False)
 
 
 def downsample(curve: Curve, buckets: int = BUCKETS) -> Curve:
@@ -197,26 +177,23 @@ def downsample(curve: Curve, buckets: int = BUCKETS) -> Curve:
     values = np.where(np.isfinite(curve.values), curve.values, np.nan)
     if len(values) <= 2 * buckets:
         return Curve(curve.steps, values)
-    rows = _rows(values, buckets)
-    first = np.arange(len(rows)) * rows.shape[1]
-    lowest = first + np.where(np.isnan(rows), np.inf, rows).argmin(axis=1)
-    highest = first + np.where(np.isnan(rows), -np.inf, rows).argmax(axis=1)
-    kept = np.unique(np.concatenate([[0], lowest, highest, [len(values) - 1]]))
-    return Curve(curve.steps[kept], values[kept])
+    kept = {0, len(values) - 1}
+    for bucket in _buckets(len(values), buckets):
+        finite = bucket[np.isfinite(values[bucket])]
+        kept |= {finite[values[finite].argmin()], finite[values[finite].argmax()]} if len(finite) else {bucket[0]}
+    chosen = sorted(kept)
+    return Curve(curve.steps[chosen], values[chosen])
 
 
 def means(curve: Curve, buckets: int) -> Curve:
     """Return the mean step and the mean of the finite values of each bucket; nan if there is none."""
-    values = _rows(np.where(np.isfinite(curve.values), curve.values, np.nan), buckets)
-    counts = np.isfinite(values).sum(axis=1)
-    sums = np.nansum(values, axis=1)
-    steps = np.nanmean(_rows(curve.steps, buckets), axis=1)
-    return Curve(steps, np.where(counts > 0, sums / np.maximum(counts, 1), np.nan))
+    sections = [Curve(curve.steps[bucket], curve.values[bucket]) for bucket in _buckets(len(curve.values), buckets)]
+    finite = [section.finite() for section in sections]
+    values = [values.mean() if len(values) else np.nan for values in finite]
+    return Curve(np.array([section.steps.mean() for section in sections]), np.array(values))
 
 
-def _rows(values: Floats, buckets: int) -> Floats:
-    """Return the values in at most so many rows: (rows, values per bucket), the last row filled with nan."""
-    size = -(-len(values) // buckets)
-    rows = np.full((-(-len(values) // size), size), np.nan)
-    rows.flat[: len(values)] = values
-    return rows
+def _buckets(points: int, buckets: int) -> list[NDArray[np.intp]]:
+    """Return the indices of the points in at most so many buckets of equal size; the last one may be smaller."""
+    size = -(-points // buckets)
+    return np.split(np.arange(points), range(size, points, size))

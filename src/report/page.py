@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 TEMPLATES = Path(__file__).parent / "templates"
+CATEGORIES = {"autorange": "reversed", "showgrid": False, "type": "category"}  # an axis of names, the first on top
 
 
 @dataclass
@@ -52,23 +54,19 @@ def duration_text(seconds: float) -> str:
 
 
 def series_color(index: int) -> str:
-    """Return the color of the curve with this index."""
     return f"var(--s{index % 10 + 1})"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _are_numbers(cells: Iterable[Any]) -> bool:
-    values = [cell for cell in cells if cell is not None]
-    return bool(values) and all(map(_is_number, values))
+    types = {type(cell) for cell in cells if cell is not None}
+    return bool(types) and types <= {int, float}
 
 
-_ENVIRONMENT = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+_SYNTAX: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.do"]}
+_ENVIRONMENT = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, **_SYNTAX)
 _ENVIRONMENT.filters |= {
     "breakable": lambda name: Markup(re.sub("([._])", r"\1<wbr>", str(escape(name)))),
-    "column": lambda rows, index: [row[index] for row in rows],
+    "datetime": lambda seconds: datetime.fromtimestamp(seconds or 0.0),
     "count": lambda value: f"{value:,}" if isinstance(value, int) else number(value),
     "text": lambda value: number(value) if isinstance(value, float) else str(value),
 }
@@ -94,11 +92,10 @@ def bar_figure(
     height: int, names: Sequence[str], values: Sequence[float | None], labels: Sequence[str], color: Any = "var(--s1)"
 ) -> "go.Figure":
     """Return horizontal bars with labels at their ends, the first bar on top; `color` is one color or that of each."""
-    figure = new_figure(height, hovermode=False, bargap=0.35)
+    figure = new_figure(height, hovermode=False, bargap=0.35, yaxis=CATEGORIES)
     marker = {"color": color, "cornerradius": 3}
     label = {"text": labels, "textposition": "outside", "textfont": {"color": "var(--ink)"}}
     figure.add_bar(x=values, y=names, orientation="h", marker=marker, cliponaxis=False, **label)
-    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
     return figure
 
 
@@ -125,8 +122,8 @@ def chart(figure: "go.Figure", title: str, note: str = "", *, wide: bool = False
 
 def write_page(
     file: Path, kind: str, title: str, lead: str, sections: list[Section], scripts: Path | None = None
-) -> None:
-    """Write a page atomically.
+) -> Path:
+    """Write a page atomically; return its path.
 
     Args:
         file: the page.
@@ -136,7 +133,6 @@ def write_page(
         sections: its sections; those without a body are left out.
         scripts: the folder for Plotly's JavaScript, which many pages share; None puts it into the page.
     """
-    import plotly
     from plotly.offline import get_plotlyjs
 
     content = _ENVIRONMENT.get_template("page.html.j2").render(
@@ -144,27 +140,23 @@ def write_page(
         title=title,
         lead=lead,
         sections=[section for section in sections if section.body.strip()],
-        version=plotly.__version__,
+        version=version("plotly"),
         time=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         script_link=os.path.relpath(_shared_plotly(file.parent, scripts), file.parent) if scripts else "",
         plotlyjs="" if scripts else Markup(get_plotlyjs()),  # its own text never has the end of a script element
     )
     with atomic_write(file) as temporary:
         temporary.write_text(content, encoding="utf-8", errors="replace")  # a path in an error may be no valid text
+    return file
 
 
 def _shared_plotly(folder: Path, scripts: Path) -> Path:
     """Write Plotly's JavaScript, unless it is there; where `scripts` is not writable, into the page's own folder."""
-    import plotly
     from plotly.offline import get_plotlyjs
 
-    name = f"plotly-{plotly.__version__}.min.js"
-    for parent in (scripts, folder):
-        file = parent / name
-        if file.is_file():
-            return file
-        if os.access(parent, os.W_OK):
-            with atomic_write(file) as temporary:
-                temporary.write_text(get_plotlyjs())
-            return file
-    raise PermissionError(f"cannot write to {folder}")
+    parent = scripts if os.access(scripts, os.W_OK) else folder
+    file = parent / f"plotly-{version('plotly')}.min.js"
+    if not file.is_file():
+        with atomic_write(file) as temporary:
+            temporary.write_text(get_plotlyjs())
+    return file

@@ -1,19 +1,19 @@
 """Where the time of each rank goes: in all, in the course of the run, and in the passes of a pipeline's step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
 
-from src.report.page import chart, new_figure, number
-from src.report.run_folder import Curve, Floats, RankTimeline, RunFolder
+from src.report.page import CATEGORIES, chart, new_figure, number
+from src.report.run_folder import OTHER, Curve, Floats, RankTimeline, RunFolder, Seconds, total_seconds
 from src.strategies.pipeline.simulation import Action, simulate_order
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_SPANS = {
+_ACTIVITIES = {  # labels and colors
     "data": ("data", "var(--s10)"),
     "forward_backward": ("forward and backward", "var(--s1)"),
     "communication": ("communication", "var(--s2)"),
@@ -21,9 +21,9 @@ _SPANS = {
     "validation": ("validation", "var(--s5)"),
     "save": ("save", "var(--s4)"),
 }
-_OTHER = "other"
 _MOST_ROWS = 16  # ranks in a chart
 _BUCKETS = 120  # of the chart over time
+_ROW = 0.8  # height of a rank in the chart over time
 _KINDS = {
     "F": ("forward", "var(--forward)"),
     "B": ("backward", "var(--backward)"),
@@ -49,135 +49,91 @@ Rows = dict[int, list[Pass]]  # the passes of each rank
 def time_charts(timelines: list[RankTimeline]) -> list[Markup]:
     """Return the charts of the intervals that the ranks have recorded."""
     timelines = [timeline for timeline in timelines if timeline.intervals]
-    if not timelines:
-        return []
-    return [_total_chart(timelines), _course_chart(timelines[:_MOST_ROWS], len(timelines))]
+    return [_total_chart(timelines), _course_chart(timelines)] if timelines else []
 
 
 def slowest_rank(curves: dict[str, Curve]) -> str:
     """Return the sentence that names the rank that was slowest most often, and what balance would gain."""
-    ranks = curves["ranks/slowest"].finite().astype(int) if "ranks/slowest" in curves else np.array([], dtype=int)
-    if not len(ranks):
+    if "ranks/slowest" not in curves or not len(ranks := curves["ranks/slowest"].finite()):
         return ""
-    counts = np.bincount(ranks)
-    slowest, share = int(counts.argmax()), counts.max() / counts.sum()
-    sentence = f"Rank {slowest} was the slowest at {share:.0%} of the log points."
-    gains = curves["ranks/gain"].finite() if "ranks/gain" in curves else ()
-    if len(gains):
+    counts = np.bincount(ranks.astype(int))
+    sentence = f"Rank {counts.argmax()} was the slowest at {counts.max() / counts.sum():.0%} of the log points."
+    if "ranks/gain" in curves and len(gains := curves["ranks/gain"].finite()):
         sentence += f" The median step would take {np.median(gains):.1%} less if the slowest were like the median rank."
     return sentence
 
 
 def _total_chart(timelines: list[RankTimeline]) -> Markup:
-    """Return the sum of the seconds of each span, one bar per rank."""
+    """Return the sum of the seconds of each activity, one bar per rank."""
     names = [f"rank {timeline.rank}" for timeline in timelines]
-    figure = new_figure(_height(len(names)), barmode="stack", hovermode="y unified")
-    totals = [span_seconds(timeline.intervals) for timeline in timelines]
-    for kind in _kinds(totals):
-        label, color = _look(kind)
-        figure.add_bar(
-            x=[total.get(kind, 0.0) for total in totals],
-            y=names,
-            name=label,
-            orientation="h",
-            marker={"color": color, "line": {"width": 0}},
-            hovertemplate="%{x:.1f} s",
-        )
+    figure = new_figure(_height(len(names)), barmode="stack", hovermode="y unified", bargap=0.35, yaxis=CATEGORIES)
+    totals = [total_seconds(timeline.intervals) for timeline in timelines]
+    for activity in _activities(totals):
+        label, color = _look(activity)
+        seconds = [total.get(activity, 0.0) for total in totals]
+        marker = {"color": color, "line": {"width": 0}}
+        figure.add_bar(x=seconds, y=names, name=label, orientation="h", marker=marker, hovertemplate="%{x:.1f} s")
     figure.update_xaxes(title="seconds")
-    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
-    figure.update_layout(bargap=0.35)
     return chart(figure, "Where the time goes", "Sum over the recorded intervals of each rank.", wide=True)
 
 
-def span_seconds(intervals: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the seconds of each span; `other` is the time that no span covers."""
-    totals: dict[str, float] = {}
-    for interval in intervals:
-        for kind, seconds in _spans(interval).items():
-            totals[kind] = totals.get(kind, 0.0) + seconds
-    return totals
+def _activities(totals: Iterable[Seconds]) -> list[str]:
+    """Return the activities in the order of the legend: those of a step, unknown ones, and `other`."""
+    found = {activity for total in totals for activity, seconds in total.items() if seconds > 0}
+    unknown = sorted(found - set(_ACTIVITIES) - {OTHER})
+    return [activity for activity in (*_ACTIVITIES, *unknown, OTHER) if activity in found]
 
 
-def _spans(interval: dict[str, Any]) -> dict[str, float]:
-    spans = {str(kind): float(seconds) for kind, seconds in (interval.get("spans") or {}).items()}
-    unnamed = max(0.0, float(interval["seconds"]) - sum(spans.values()))
-    return spans | {_OTHER: spans.get(_OTHER, 0.0) + unnamed}
+def _look(activity: str) -> tuple[str, str]:
+    """Return the label and the color of an activity."""
+    return _ACTIVITIES.get(activity, (activity, "var(--idle)" if activity == OTHER else "var(--s9)"))
 
 
-def _kinds(totals: Iterable[dict[str, float]]) -> list[str]:
-    """Return the spans in the order of the legend: those of a step, unknown ones, and the time that none covers."""
-    found = {kind for total in totals for kind, seconds in total.items() if seconds > 0}
-    unknown = sorted(found - set(_SPANS) - {_OTHER})
-    return [kind for kind in (*_SPANS, *unknown, _OTHER) if kind in found]
-
-
-def _look(kind: str) -> tuple[str, str]:
-    """Return the label and the color of a span."""
-    return _SPANS.get(kind, (kind, "var(--idle)" if kind == _OTHER else "var(--s9)"))
-
-
-def _course_chart(timelines: list[RankTimeline], ranks: int) -> Markup:
-    """Return a row per rank whose colors are the fractions of each span, in the course of the recorded time."""
-    end = max(sum(float(interval["seconds"]) for interval in timeline.intervals) for timeline in timelines)
-    edges = np.linspace(0, end, _BUCKETS + 1)
-    kinds = _kinds(span_seconds(timeline.intervals) for timeline in timelines)
-    figure = new_figure(_height(len(timelines), row=44), barmode="overlay", hovermode="closest")
-    fractions = [_fractions(timeline.intervals, kinds, edges) for timeline in timelines]
-    for index, kind in enumerate(kinds):
-        _add_course(figure, kind, index, fractions, edges)
+def _course_chart(timelines: list[RankTimeline]) -> Markup:
+    """Return a row per rank whose colors are the fractions of each activity, in the course of the recorded time."""
+    shown = timelines[:_MOST_ROWS]
+    totals = [total_seconds(timeline.intervals) for timeline in shown]
+    activities = _activities(totals)
+    edges = np.linspace(0, max(sum(total.values()) for total in totals), _BUCKETS + 1)
+    centers = (edges[1:] + edges[:-1]) / 2
+    fractions = np.array([_fractions(timeline.intervals, activities, edges) for timeline in shown])
+    below = fractions.cumsum(axis=1) - fractions
+    figure = new_figure(_height(len(shown), row=44), barmode="overlay", hovermode="closest", bargap=0)
+    for index, activity in enumerate(activities):
+        label, color = _look(activity)
+        rows, buckets = np.nonzero(fractions[:, index] > 1e-3)
+        figure.add_bar(
+            x=centers[buckets],
+            y=_ROW * fractions[rows, index, buckets],
+            base=rows + _ROW * below[rows, index, buckets],
+            width=edges[1],
+            name=label,
+            marker={"color": color, "line": {"width": 0}},
+            customdata=fractions[rows, index, buckets],
+            hovertemplate=f"{label}: %{{customdata:.0%}}<extra></extra>",
+        )
     figure.update_xaxes(title="recorded seconds", showgrid=False)
-    rows = list(range(len(timelines)))
-    figure.update_yaxes(
-        tickvals=[row + 0.4 for row in rows],
-        ticktext=[f"rank {timeline.rank}" for timeline in timelines],
-        range=[len(rows) - 0.1, -0.1],
-        showgrid=False,
-    )
-    figure.update_layout(bargap=0)
-    left_out = f" The first {len(rows)} of {ranks} ranks." if len(rows) < ranks else ""
-    bucket = number(float(edges[1]), "s")
-    note = f"Each column is {bucket}; its colors are the fractions of the time of that rank.{left_out}"
-    return chart(figure, "Timeline of the ranks", note, wide=True)
+    ticks = {"tickvals": np.arange(len(shown)) + _ROW / 2, "ticktext": [f"rank {one.rank}" for one in shown]}
+    figure.update_yaxes(ticks, range=[len(shown) - 0.1, -0.1], showgrid=False)
+    note = f"Each column is {number(edges[1], 's')}; its colors are the fractions of the time of that rank."
+    return chart(figure, "Timeline of the ranks", note + _left_out(len(shown), len(timelines)), wide=True)
 
 
-def _fractions(intervals: list[dict[str, Any]], kinds: list[str], edges: Floats) -> Floats:
-    """Return the fraction of each span in each bucket of the recorded time: (spans, buckets)."""
-    seconds = np.array([float(interval["seconds"]) for interval in intervals])
-    ends = np.concatenate([[0.0], np.cumsum(seconds)])
-    spans = [_spans(interval) for interval in intervals]
-    rows = []
-    for kind in kinds:
-        sums = np.concatenate([[0.0], np.cumsum([span.get(kind, 0.0) for span in spans])])
-        rows.append(np.diff(np.interp(edges, ends, sums)))
-    return np.array(rows) / np.diff(edges)
-
-
-def _add_course(figure: "go.Figure", kind: str, index: int, fractions: list[Floats], edges: Floats) -> None:
-    label, color = _look(kind)
-    centers, width = (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]
-    x, base, height = [], [], []
-    for row, rank_fractions in enumerate(fractions):
-        shown = rank_fractions[index] > 1e-3
-        below = rank_fractions[:index].sum(axis=0)
-        x.append(centers[shown])
-        base.append(row + 0.8 * below[shown])
-        height.append(0.8 * rank_fractions[index][shown])
-    heights = np.concatenate(height)
-    figure.add_bar(
-        x=np.concatenate(x),
-        y=heights,
-        base=np.concatenate(base),
-        width=width,
-        name=label,
-        marker={"color": color, "line": {"width": 0}},
-        customdata=heights / 0.8,
-        hovertemplate=f"{label}: %{{customdata:.0%}}<extra></extra>",
-    )
+def _fractions(intervals: list[Seconds], activities: list[str], edges: Floats) -> Floats:
+    """Return the fraction of each activity in each bucket of the recorded time: (activities, buckets)."""
+    seconds = np.array([[interval.get(activity, 0.0) for activity in activities] for interval in intervals])
+    sums = np.concatenate([np.zeros((1, len(activities))), seconds.cumsum(axis=0)])
+    until_edges = [np.interp(edges, sums.sum(axis=1), one) for one in sums.T]
+    return np.diff(until_edges) / edges[1]
 
 
 def _height(rows: int, row: int = 30) -> int:
     """Return the height of a chart with so many rows, which are thinner if there are many."""
     return 84 + rows * min(row, max(8, 700 // rows))
+
+
+def _left_out(rows: int, ranks: int) -> str:
+    return f" The first {rows} of {ranks} ranks." if rows < ranks else ""
 
 
 def pipeline_charts(run: RunFolder) -> list[Markup]:
@@ -186,8 +142,7 @@ def pipeline_charts(run: RunFolder) -> list[Markup]:
     if not rows:
         return []
     note = f"Step {step:,}, of median duration among the newest recorded ones. {_bubble_sentence(rows)}"
-    if (ranks := len(run.timelines)) > len(rows):
-        note += f" The first {len(rows)} of {ranks} ranks."
+    note += _left_out(len(rows), len(run.timelines))
     recorded = passes_chart(rows, "Recorded", note, "milliseconds since the start of the step", scale=1000)
     return [*_simulated_chart(run, rows), recorded]
 
@@ -213,25 +168,22 @@ def recorded_passes(timelines: list[RankTimeline]) -> tuple[int, Rows]:
 
 def recorded_steps(timelines: list[RankTimeline]) -> list[tuple[int, Rows]]:
     """Return the newest steps that all ranks have recorded, and the passes of each in seconds since its first one."""
-    timelines = [timeline for timeline in timelines if timeline.passes][:_MOST_ROWS]
-    by_rank = [{record["step"]: record for record in timeline.passes} for timeline in timelines]
-    common = sorted(set.intersection(*map(set, by_rank)))[-_MOST_STEPS:] if by_rank else []
-    steps = []
-    for step in common:
-        lines = {timeline.rank: records[step] for timeline, records in zip(timelines, by_rank, strict=True)}
-        steps.append((step, _aligned(lines)))
-    return steps
+    by_rank = {
+        timeline.rank: {record["step"]: record for record in timeline.passes}
+        for timeline in [timeline for timeline in timelines if timeline.passes][:_MOST_ROWS]
+    }
+    common = sorted(set.intersection(*map(set, by_rank.values())))[-_MOST_STEPS:] if by_rank else []
+    return [(step, _aligned({rank: records[step] for rank, records in by_rank.items()})) for step in common]
 
 
-def _aligned(lines: dict[int, dict[str, Any]]) -> Rows:
-    """Return the passes of each rank since the first pass of all; the times of a line count from its `start`."""
-    starts = {rank: float(line.get("start") or 0.0) for rank, line in lines.items()}
-    first = min(starts[rank] + one[3] for rank, line in lines.items() for one in line["passes"])
-    rows: Rows = {}
-    for rank, line in lines.items():
-        offset = starts[rank] - first
-        rows[rank] = [Pass(one[0], one[1], one[2], offset + one[3], offset + one[4]) for one in line["passes"]]
-    return rows
+def _aligned(records: dict[int, dict[str, Any]]) -> Rows:
+    """Return the passes of each rank since the first pass of all; the times of a record count from its `start`."""
+    starts = {rank: float(record.get("start") or 0.0) for rank, record in records.items()}
+    first = min(starts[rank] + one[3] for rank, record in records.items() for one in record["passes"])
+    return {
+        rank: [Pass(*one[:3], *(starts[rank] - first + time for time in one[3:])) for one in record["passes"]]
+        for rank, record in records.items()
+    }
 
 
 def _end(rows: Rows) -> float:
@@ -252,21 +204,11 @@ def _bubble_sentence(rows: Rows) -> str:
 
 
 def passes_chart(rows: Rows, title: str, note: str, unit: str, scale: float = 1.0) -> Markup:
-    """Return the chart of the passes, a row per rank; what no pass covers is the bubble.
-
-    Args:
-        rows: the passes of each rank.
-        title: the chart's title.
-        note: the sentence below it.
-        unit: the title of the time axis.
-        scale: factor from the times of the passes to that unit.
-    """
-    figure = new_figure(70 + 40 * len(rows), barmode="overlay", hovermode="closest")
+    """Return the chart of the passes, a row per rank; `scale` is the factor from their times to the axis's unit."""
+    figure = new_figure(70 + 40 * len(rows), barmode="overlay", hovermode="closest", bargap=0.18, yaxis=CATEGORIES)
     draw_passes(figure, rows, scale)
-    end = scale * _end(rows)
-    figure.update_xaxes(title=unit, range=[0, end], showgrid=False)
-    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
-    figure.update_layout(bargap=0.18, uniformtext={"minsize": 8, "mode": "hide"})
+    figure.update_xaxes(title=unit, range=[0, scale * _end(rows)], showgrid=False)
+    figure.update_layout(uniformtext={"minsize": 8, "mode": "hide"})
     return chart(figure, title, note, wide=True, min_width=640)
 
 
@@ -279,48 +221,30 @@ def draw_passes(figure: "go.Figure", rows: Rows, scale: float = 1.0, axis: str =
         scale: factor from the times of the passes to the unit of the axis.
         axis: number of the figure's axes to draw on; empty for the first ones.
     """
-    axes = {"xaxis": f"x{axis}", "yaxis": f"y{axis}", "orientation": "h"}
-    end = scale * _end(rows)
-    names = {rank: f"rank {rank}" for rank in rows}
-    figure.add_bar(
-        x=[end] * len(rows),
-        y=list(names.values()),
-        name="bubble",
-        marker={"color": "var(--bubble)", "line": {"width": 0}},
-        hoverinfo="skip",
-        **axes,
-    )
-    first_stage = {names[rank]: min(one.stage for one in passes) for rank, passes in rows.items()}
+    axes: dict[str, Any] = {"xaxis": f"x{axis}", "yaxis": f"y{axis}", "orientation": "h"}
+    ends, names = [scale * _end(rows)] * len(rows), [f"rank {rank}" for rank in rows]
+    marker: dict[str, Any] = {"color": "var(--bubble)", "line": {"width": 0}}
+    figure.add_bar(x=ends, y=names, name="bubble", marker=marker, hoverinfo="skip", **axes)
+    first_stages = {rank: min(one.stage for one in passes) for rank, passes in rows.items()}
     for kind, (label, color) in _KINDS.items():
-        chosen = [(names[rank], one) for rank, passes in rows.items() for one in passes if one.kind == kind]
-        if chosen:
-            opacity = [0.7 if one.stage > first_stage[name] else 1.0 for name, one in chosen]
-            _add_passes(figure, label, {"color": color, "opacity": opacity}, chosen, scale, axes)
-
-
-def _add_passes(
-    figure: "go.Figure",
-    label: str,
-    marker: dict[str, Any],
-    chosen: Sequence[tuple[str, Pass]],
-    scale: float,
-    axes: dict[str, Any],
-) -> None:
-    """Add the passes of one kind."""
-    figure.add_bar(
-        x=[scale * (one.end - one.start) for _, one in chosen],
-        y=[name for name, _ in chosen],
-        base=[scale * one.start for _, one in chosen],
-        name=label,
-        marker=marker | {"line": {"width": 1, "color": "var(--card)"}},
-        text=[one.microbatch for _, one in chosen],
-        textposition="inside",
-        insidetextanchor="middle",
-        textangle=0,
-        textfont={"color": "var(--on-pass)", "size": 11},
-        constraintext="inside",
-        customdata=[(one.stage, one.microbatch) for _, one in chosen],
-        hovertemplate=f"{label}: stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}, "
-        "%{x:.3g} from %{base:.4g}<extra></extra>",
-        **axes,
-    )
+        chosen = [(rank, one) for rank, passes in rows.items() for one in passes if one.kind == kind]
+        if not chosen:
+            continue
+        opacity = [0.7 if one.stage > first_stages[rank] else 1.0 for rank, one in chosen]
+        figure.add_bar(
+            x=[scale * (one.end - one.start) for _, one in chosen],
+            y=[f"rank {rank}" for rank, _ in chosen],
+            base=[scale * one.start for _, one in chosen],
+            name=label,
+            marker={"color": color, "opacity": opacity, "line": {"width": 1, "color": "var(--card)"}},
+            text=[one.microbatch for _, one in chosen],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            textfont={"color": "var(--on-pass)", "size": 11},
+            constraintext="inside",
+            customdata=[(one.stage, one.microbatch) for _, one in chosen],
+            hovertemplate=f"{label}: stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}, "
+            "%{x:.3g} from %{base:.4g}<extra></extra>",
+            **axes,
+        )

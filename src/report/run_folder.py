@@ -3,8 +3,8 @@
 import csv
 import json
 import os
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import nan
@@ -21,9 +21,12 @@ from src.utils.json_lines import read_json_lines
 from src.utils.targets import with_moved_targets
 
 Floats = NDArray[np.float64]
+Seconds = dict[str, float]  # by activity
+OTHER = "other"  # the activity of the time that no other one covers
 ENDS = ("finished", "stopped", "failed", "killed")
 _MOST_INTERVALS = 10_000  # of a rank; a chart over time has far fewer columns
 _NEWEST_STEPS = 100  # of a pipeline
+_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Curve(NamedTuple):
@@ -37,19 +40,11 @@ class Curve(NamedTuple):
         return self.values[np.isfinite(self.values)]
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or an empty one if the file is missing or unreadable."""
+def read_mapping(file: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON or YAML file, or an empty one if the file is missing or unreadable."""
     try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def read_yaml(file: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file, or an empty one if the file is missing or unreadable."""
-    try:
-        content = yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        text = file.read_text()
+        content = json.loads(text) if file.suffix == ".json" else yaml.load(text, _YAML_LOADER)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -61,24 +56,30 @@ def read_metrics(file: Path) -> dict[str, Curve]:
         return {}
     with file.open(newline="", errors="replace") as stream:
         lines = (line.replace("\0", "") for line in stream)  # a crash of the machine may leave zeros
-        header, *rows = list(csv.reader(lines)) or [[]]
-    rows = [row for row in rows if len(row) == len(header)]  # a kill may have cut the last one
-    columns = dict(zip(header, zip(*rows, strict=True), strict=True)) if rows else {}
-    steps = _to_floats(columns.pop("step", ()))
+        rows = [row for row in csv.DictReader(lines) if None not in row.values()]  # a kill may have cut the last one
     curves = {}
-    for name, cells in columns.items():
-        is_logged = np.fromiter(map(bool, cells), dtype=bool, count=len(cells)) & np.isfinite(steps)
-        if is_logged.any():
-            curves[name] = Curve(steps[is_logged], _to_floats(cells)[is_logged])
+    for name in rows[0] if rows else ():
+        logged = [(_to_float(row["step"]), _to_float(row[name])) for row in rows if row["step"] and row[name]]
+        if logged and name != "step":
+            curves[name] = Curve(*np.array(logged).T)
     return curves
 
 
-def _to_floats(cells: Sequence[str]) -> Floats:
-    """Return the numbers in the cells, nan for an empty one; a column that has a text has no numbers."""
+def _to_float(cell: str) -> float:
+    """Return the number in a cell, nan for a text."""
     try:
-        return np.array([float(cell) if cell else nan for cell in cells], dtype=np.float64)
+        return float(cell)
     except ValueError:
-        return np.full(len(cells), nan)
+        return nan
+
+
+def total_seconds(intervals: Iterable[Seconds]) -> Seconds:
+    """Return the seconds of each activity in all intervals."""
+    totals: Seconds = {}
+    for interval in intervals:
+        for activity, seconds in interval.items():
+            totals[activity] = totals.get(activity, 0.0) + seconds
+    return totals
 
 
 @dataclass
@@ -89,7 +90,7 @@ class RankTimeline:
     """
 
     rank: int
-    intervals: list[dict[str, Any]] = field(default_factory=list)
+    intervals: list[Seconds] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     passes: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_NEWEST_STEPS))
 
@@ -104,7 +105,7 @@ class RunFolder:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, by dotted name."""
-        return flatten_config(with_moved_targets(read_yaml(self.path / "config.yaml")))
+        return flatten_config(with_moved_targets(read_mapping(self.path / "config.yaml")))
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
@@ -118,12 +119,12 @@ class RunFolder:
     @cached_property
     def evaluations(self) -> dict[str, dict[str, Any]]:
         """The newest evaluation of each split that has one, `test` first."""
-        found = {split: read_json(self.path / "evaluation" / f"{split}.json") for split in ("test", "val")}
+        found = {split: read_mapping(self.path / "evaluation" / f"{split}.json") for split in ("test", "val")}
         return {split: evaluation for split, evaluation in found.items() if evaluation}
 
     @cached_property
     def timelines(self) -> list[RankTimeline]:
-        """The timeline of each rank, in the order of the ranks."""
+        """The timelines in the order of the ranks."""
         files = (self.path / "timeline").glob("rank*.jsonl")
         return sorted((_timeline(file) for file in files), key=lambda timeline: timeline.rank)
 
@@ -164,16 +165,17 @@ def _timeline(file: Path) -> RankTimeline:
         if isinstance(record.get("loss"), float):
             timeline.losses[record["step"] - 1] = record["loss"]
         if record.get("kind") == "interval" and record.get("seconds"):
-            timeline.intervals.append(record)
+            timeline.intervals.append(_seconds(record))
             if len(timeline.intervals) == _MOST_INTERVALS:
-                timeline.intervals = list(map(_sum, timeline.intervals[::2], timeline.intervals[1::2]))
+                pairs = zip(timeline.intervals[::2], timeline.intervals[1::2], strict=True)
+                timeline.intervals = list(map(total_seconds, pairs))
         elif record.get("kind") == "passes" and record.get("passes"):
             timeline.passes.append(record)
     return timeline
 
 
-def _sum(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return two intervals as one."""
-    spans = Counter(first.get("spans") or {})
-    spans.update(second.get("spans") or {})
-    return {"seconds": first["seconds"] + second["seconds"], "spans": spans}
+def _seconds(interval: dict[str, Any]) -> Seconds:
+    """Return the seconds of each activity; `other` includes the time that no activity covers."""
+    seconds = {str(activity): float(value) for activity, value in (interval.get("spans") or {}).items()}
+    uncovered = max(0.0, float(interval["seconds"]) - sum(seconds.values()))
+    return seconds | {OTHER: seconds.get(OTHER, 0.0) + uncovered}

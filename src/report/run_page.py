@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from src.report.evaluation import evaluation_section
 from src.report.metric_charts import group_names, median, metric_chart, sampling_note, title
 from src.report.page import Section, duration_text, macros, number, parts, write_page
 from src.report.rank_charts import pipeline_charts, slowest_rank, time_charts
-from src.report.run_folder import RunFolder
+from src.report.run_folder import Curve, RunFolder
 
 REPORT = "report.html"
 _STATUS = {
@@ -25,7 +24,7 @@ _STATUS = {
 }
 _MOST_CURVES = 10  # of a chart; the accuracies of a hundred classes are in the section of the evaluation
 _HIDDEN = "runtime."  # options that the program has set
-_SPEED, _RANKS = ("throughput/",), ("ranks/",)
+_SECTIONS = ("throughput", "ranks")  # first parts of the names of metrics that have sections of their own
 
 
 def write_run_page(folder: Path, scripts: Path | None) -> Path:
@@ -38,24 +37,19 @@ def write_run_page(folder: Path, scripts: Path | None) -> Path:
         Section("Pipeline", parts.grid(pipeline_charts(run))),
         *(evaluation_section(split, evaluation) for split, evaluation in run.evaluations.items()),
         Section("Configuration", _settings(run)),
-        Section("Events", _event_table(run.events)),
+        Section("Events", macros("run").events(run.events)),
     ]
-    file = run.path / REPORT
-    write_page(file, "Run", run.name, _lead(run), sections, scripts)
-    return file
+    return write_page(run.path / REPORT, "Run", run.name, _lead(run), sections, scripts)
 
 
 def _lead(run: RunFolder) -> Markup:
     """Return the run's end, its hardware and its key figures."""
     color, status = _STATUS[run.status]
     device = run.started.get("device") or run.config.get("trainer.accelerator")
-    hardware = " · ".join(str(fact) for fact in (run.strategy, _processes(run.world_size), device) if fact)
+    processes = f"{run.world_size} process{'es' if run.world_size > 1 else ''}" if run.world_size else ""
+    hardware = " · ".join(str(fact) for fact in (run.strategy, processes, device) if fact)
     reason = run.events[-1].get("reason") if run.status in ("failed", "killed", "stopped") else ""
     return macros("run").lead(color, status, hardware, reason, list(_key_figures(run)))
-
-
-def _processes(world_size: int | None) -> str:
-    return "" if world_size is None else f"{world_size} process{'es' if world_size > 1 else ''}"
 
 
 def _key_figures(run: RunFolder) -> Iterable[tuple[str, str, str]]:
@@ -77,37 +71,37 @@ def _key_figures(run: RunFolder) -> Iterable[tuple[str, str, str]]:
         yield "Duration", duration_text(seconds), ""
 
 
-def _charts(run: RunFolder, groups: dict[str, list[str]]) -> list[Markup]:
+def _groups(run: RunFolder, section: str) -> dict[str, dict[str, Curve]]:
+    """Return the curves of each chart of a section: `throughput`, `ranks`, or "" for all other metrics."""
+    groups = {group: {name: run.curves[name] for name in names} for group, names in group_names(run.curves).items()}
+    order = ["loss", "acc", "lr"]
+    names = sorted(groups, key=lambda group: order.index(group) if group in order else len(order))
+    prefixes = {name: name.partition("/")[0] for name in names}
+    return {name: groups[name] for name in names if section == (prefixes[name] if prefixes[name] in _SECTIONS else "")}
+
+
+def _charts(run: RunFolder, groups: dict[str, dict[str, Curve]]) -> list[Markup]:
+    """Return the charts of the groups that have a course, and not too many curves."""
     return [
-        metric_chart(group, {name: run.curves[name] for name in names}, run.events) for group, names in groups.items()
+        metric_chart(group, curves, run.events)
+        for group, curves in groups.items()
+        if len(curves) <= _MOST_CURVES and any(len(curve.values) > 1 for curve in curves.values())
     ]
 
 
-def _groups(run: RunFolder, wanted: Any) -> dict[str, list[str]]:
-    groups = group_names(run.curves)
-    order = ["loss", "acc", "lr"]
-    names = sorted(filter(wanted, groups), key=lambda name: order.index(name) if name in order else len(order))
-    return {name: groups[name] for name in names}
-
-
 def _curve_section(run: RunFolder) -> Section:
-    groups = _groups(run, lambda name: not name.startswith((*_SPEED, *_RANKS)))
-    drawn = {group: names for group, names in groups.items() if _has_course(run, names) and len(names) <= _MOST_CURVES}
-    once = [names[0] for group, names in groups.items() if not _has_course(run, names) and len(names) == 1]
-    rows = [(name, float(run.curves[name].values[0]), int(run.curves[name].steps[0])) for name in once]
-    single = parts.card("Logged once", parts.table(("metric", "value", "step"), rows)) if rows else ""
-    body = parts.grid([*_charts(run, drawn), single]).strip() or parts.muted("No metric was logged.")
+    groups = _groups(run, "")
+    single = [next(iter(curves.items())) for curves in groups.values() if len(curves) == 1]
+    rows = [(name, float(curve.values[0]), int(curve.steps[0])) for name, curve in single if len(curve.values) == 1]
+    once = parts.card("Logged once", parts.table(("metric", "value", "step"), rows)) if rows else ""
+    body = parts.grid([*_charts(run, groups), once]).strip() or parts.muted("No metric was logged.")
     note = f"Training values are those of single steps. {sampling_note(run.curves)}"
     return Section("Learning", body, note)
 
 
-def _has_course(run: RunFolder, names: list[str]) -> bool:
-    return any(len(run.curves[name].values) > 1 for name in names)
-
-
 def _speed_section(run: RunFolder) -> Section:
-    groups = _groups(run, lambda name: name.startswith(_SPEED))
-    found = {name: run.curves[name].finite() for names in groups.values() for name in names}
+    groups = _groups(run, "throughput")
+    found = {name: curve.finite() for curves in groups.values() for name, curve in curves.items()}
     rows = [
         (title(name), float(np.median(values)), float(values.min()), float(values.max()))
         for name, values in found.items()
@@ -115,29 +109,13 @@ def _speed_section(run: RunFolder) -> Section:
     ]
     table = parts.table(("", "median", "lowest", "highest"), rows)
     medians = parts.card("Medians over the log points", table) if rows else ""
-    drawn = {group: names for group, names in groups.items() if _has_course(run, names)}
-    return Section("Speed and memory", parts.grid([medians, *_charts(run, drawn)]))
+    return Section("Speed and memory", parts.grid([medians, *_charts(run, groups)]))
 
 
 def _rank_section(run: RunFolder) -> Section:
-    groups = _groups(run, lambda name: name.startswith(_RANKS) and name != "ranks/slowest")
-    charts = [*time_charts(run.timelines), *_charts(run, groups)]
-    return Section("Ranks", parts.grid(charts), slowest_rank(run.curves))
-
-
-def _event_table(events: list[dict[str, Any]]) -> Markup:
-    """Return the events as a table, in the order of time."""
-    rows = [
-        (
-            macros("run").time(datetime.fromtimestamp(event.get("time") or 0.0)),
-            event["event"],
-            event.get("step"),
-            event.get("reason") or " ".join(map(str, event.get("command") or [])),
-        )
-        for event in events
-    ]
-    table = parts.table(("time", "event", "step", "reason or command"), rows)
-    return parts.grid([parts.card("", table, wide=True)]) if rows else Markup()
+    groups = _groups(run, "ranks")
+    groups.pop("ranks/slowest", None)
+    return Section("Ranks", parts.grid([*time_charts(run.timelines), *_charts(run, groups)]), slowest_rank(run.curves))
 
 
 def duration(events: list[dict[str, Any]]) -> float | None:
@@ -153,10 +131,8 @@ def duration(events: list[dict[str, Any]]) -> float | None:
 
 def _settings(run: RunFolder) -> Markup:
     """Return the command and revision of the newest start, and the tables of the configuration."""
-    start, page = run.started, macros("run")
-    changes = {name: pair for name, pair in (start.get("changes") or {}).items() if isinstance(pair, list)}
-    rows = [(page.option(name), page.option_value(pair[-1])) for name, pair in changes.items()]
-    shown = {name: value for name, value in run.config.items() if not name.startswith(_HIDDEN)}
-    options = [(page.option(name), page.option_value(value)) for name, value in shown.items()]
-    command = shlex.join(map(str, start.get("command") or []))
-    return page.settings(command, str(start.get("revision") or "")[:12], bool(start.get("modified")), rows, options)
+    changes = run.started.get("changes") or {}
+    changed = {name: pair[-1] for name, pair in changes.items() if isinstance(pair, list)}
+    options = {name: value for name, value in run.config.items() if not name.startswith(_HIDDEN)}
+    command = shlex.join(map(str, run.started.get("command") or []))
+    return macros("run").settings(command, run.started, changed, options)

@@ -9,8 +9,8 @@ from markupsafe import Markup
 
 from src.report.jobs import Job, differing_overrides, read_jobs, seed_rows
 from src.report.metric_charts import downsample, is_wide, style_value_axis, title
-from src.report.page import bar_figure, chart, new_figure, number, parts
-from src.report.run_folder import Floats, read_metrics, read_yaml
+from src.report.page import chart, new_figure, number, parts
+from src.report.run_folder import Floats, read_mapping, read_metrics
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -53,8 +53,9 @@ class Sweep:
         self.jobs = [SweepJob(name, job, _options(job.overrides, names)) for name, job in named]
         self.metric = next((job.metric for _, job in named if job.metric), "result")
         # What Hydra has saved of the sweeper, such as Optuna's direction and storage.
-        self.sweeper: dict[str, Any] = read_yaml(self.path / "multirun.yaml").get("hydra", {}).get("sweeper") or {}
-        self._set_levels()
+        self.sweeper: dict[str, Any] = read_mapping(self.path / "multirun.yaml").get("hydra", {}).get("sweeper") or {}
+        for position, ranked in enumerate(self.ranked):
+            ranked.level = LEVELS * position // len(self.ranked) if len(self.ranked) >= LEVELS else LEVELS - 1
 
     @property
     def options(self) -> list[str]:
@@ -74,11 +75,6 @@ class Sweep:
         """The jobs that have a result, the best one last."""
         with_result = [job for job in self.jobs if job.job.result is not None and np.isfinite(job.job.result)]
         return sorted(with_result, key=lambda job: job.job.result or 0.0, reverse=self.falls)
-
-    def _set_levels(self) -> None:
-        ranked = self.ranked
-        for position, job in enumerate(ranked):
-            job.level = LEVELS * position // len(ranked) if len(ranked) >= LEVELS else LEVELS - 1
 
 
 def _options(overrides: list[str], names: set[str]) -> dict[str, str]:
@@ -104,10 +100,11 @@ def parallel_coordinates(sweep: Sweep) -> Markup:
         chosen = [index for index, job in enumerate(jobs) if job.level == level]
         if chosen:
             _add_lines(figure, level, [jobs[index] for index in chosen], positions[:, chosen], sweep.metric)
+    tick = {"xanchor": "right", "xshift": -5, "showarrow": False, "font": {"size": 11}, "bgcolor": "var(--card)"}
     for place, (_, ticks) in enumerate(axes):
         figure.add_shape(x0=place, x1=place, y0=0, y1=1, layer="below", line={"color": "var(--muted)", "width": 1})
         for position, label in ticks:
-            _add_tick(figure, place, position, label)
+            figure.add_annotation(tick, x=place, y=position, text=label, borderpad=1)
     names = [*options, sweep.metric]
     figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names, range=[-0.3, len(names) - 0.9])
     figure.update_layout(xaxis={"showgrid": False, "side": "top"}, yaxis={"visible": False, "range": [-0.08, 1.08]})
@@ -138,74 +135,34 @@ def _categories(values: list[str]) -> tuple[Floats, list[tuple[float, str]]]:
 
 
 def _add_lines(figure: "go.Figure", level: int, jobs: list[SweepJob], positions: Floats, metric: str) -> None:
-    """Add the lines of the jobs of one level; positions: (axes, jobs)."""
+    """Add the lines of the jobs of one level, as one trace with gaps; positions: (axes, jobs)."""
     axes = len(positions)
-    x: list[float | None] = []
-    y: list[float | None] = []
-    labels: list[str] = []
-    for job, column in zip(jobs, positions.T, strict=True):
-        x += [*range(axes), None]
-        y += [*column.tolist(), None]
-        labels += [f"job {job.name}: {metric} {number(job.job.result)}"] * (axes + 1)
-    width = 2.2 if level == LEVELS - 1 else 1.3
+    labels = [f"job {job.name}: {metric} {number(job.job.result)}" for job in jobs]
     figure.add_scatter(
-        x=x,
-        y=y,
+        x=[*range(axes), None] * len(jobs),
+        y=[y for column in positions.T.tolist() for y in (*column, None)],
         mode="lines+markers",
         name=_LEVEL_NAMES[level],
-        line={"color": _LEVEL_COLORS[level], "width": width},
+        line=_line(level),
         marker={"color": _LEVEL_COLORS[level], "size": 4},
-        text=labels,
+        text=np.repeat(labels, axes + 1),
         hovertemplate="%{text}<extra></extra>",
     )
 
 
-def _add_tick(figure: "go.Figure", place: int, position: float, label: str) -> None:
-    figure.add_annotation(
-        x=place,
-        y=position,
-        text=label,
-        xanchor="right",
-        xshift=-5,
-        showarrow=False,
-        font={"size": 11},
-        bgcolor="var(--card)",
-        borderpad=1,
-    )
-
-
-def importance(sweep: Sweep) -> Markup:
-    """Return the fraction of the results' variance that each option explains alone (the η² of an analysis of variance).
-
-    It needs several jobs with the same value: for values that are all different, see Optuna's method.
-    """
-    jobs = sweep.ranked
-    results = np.array([job.job.result or 0.0 for job in jobs])
-    total = float(((results - results.mean()) ** 2).sum()) if len(jobs) else 0.0
-    shares = {}
-    for option in sweep.options:
-        values = np.array([job.options.get(option, "") for job in jobs])
-        groups = [results[values == value] for value in np.unique(values)]
-        if total and 1 < len(groups) < len(jobs):
-            shares[option] = sum(len(group) * (group.mean() - results.mean()) ** 2 for group in groups) / total
-    if not shares:
-        return Markup()
-    order = sorted(shares, key=lambda option: -shares[option])
-    lengths = [shares[option] for option in order]
-    figure = bar_figure(70 + 34 * len(order), order, lengths, [f"{length:.0%}" for length in lengths])
-    figure.update_xaxes(range=[0, 1.1], tickformat=".0%")
-    return chart(figure, "Importance", f"Fraction of the variance of {sweep.metric} that each option explains alone.")
+def _line(level: int) -> dict[str, Any]:
+    return {"color": _LEVEL_COLORS[level], "width": 2.2 if level == LEVELS - 1 else 1.3}
 
 
 def seeds(sweep: Sweep) -> Markup:
     """Return mean and standard deviation of the jobs that differ only in the seed."""
     overrides = [[f"{name}={value}" for name, value in job.options.items()] for job in sweep.jobs]
-    rows: list[dict[str, Any]] = seed_rows([job.job for job in sweep.jobs], overrides, sweep.metric)
+    rows = [list(row.values()) for row in seed_rows([job.job for job in sweep.jobs], overrides, sweep.metric)]
     if not rows:
         return Markup()
-    rows.sort(key=lambda row: row[f"{sweep.metric} mean"], reverse=not sweep.falls)
-    names = [row["overrides"] or "all jobs" for row in rows]
-    means, deviations = ([row[f"{sweep.metric} {key}"] for row in rows] for key in ("mean", "std"))
+    rows.sort(key=lambda row: row[2], reverse=not sweep.falls)
+    options, _, means, deviations = zip(*rows, strict=True)
+    names = [name or "all jobs" for name in options]
     figure = new_figure(80 + 34 * len(rows), hovermode="closest")
     figure.add_scatter(
         x=means,
@@ -213,16 +170,12 @@ def seeds(sweep: Sweep) -> Markup:
         mode="markers",
         marker={"color": "var(--s1)", "size": 9},
         error_x={"type": "data", "array": deviations, "color": "var(--s1)", "thickness": 1.5, "width": 5},
-        customdata=[
-            f"{number(mean)} ± {number(std)}, {row['seeds']} seeds"
-            for mean, std, row in zip(means, deviations, rows, strict=True)
-        ],
+        customdata=[f"{number(mean)} ± {number(std)}, {count} seeds" for _, count, mean, std in rows],
         hovertemplate="%{customdata}<extra></extra>",
     )
     figure.update_xaxes(title=sweep.metric)
     figure.update_yaxes(autorange="reversed", type="category")
-    shown = [list(row.values()) for row in rows]
-    numbers = parts.card("", parts.table(["options", "seeds", "mean", "standard deviation"], shown), wide=True)
+    numbers = parts.card("", parts.table(["options", "seeds", "mean", "standard deviation"], rows), wide=True)
     note = f"Mean and standard deviation of {sweep.metric}, the best first."
     return chart(figure, "Over seeds", note, wide=True, min_width=300 + 7 * max(map(len, names))) + numbers
 
@@ -241,7 +194,7 @@ def curves(sweep: Sweep) -> Markup:
             y=shown.values,
             mode="lines",
             name=_LEVEL_NAMES[job.level],
-            line={"color": _LEVEL_COLORS[job.level], "width": 2.2 if job.level == LEVELS - 1 else 1.3},
+            line=_line(job.level),
             hovertemplate=f"job {job.name}, step %{{x}}: %{{y:.4g}}<extra></extra>",
         )
     if not figure.data:

@@ -9,9 +9,9 @@ from typing import Any
 from markupsafe import Markup
 
 from src.report.jobs import last_line
-from src.report.page import Section, chart, duration_text, macros, number, parts, write_page
+from src.report.page import Section, chart, duration_text, macros, number, parts, series_color, write_page
 from src.report.run_page import REPORT
-from src.report.sweep import Sweep, curves, importance, parallel_coordinates, seeds
+from src.report.sweep import Sweep, curves, parallel_coordinates, seeds
 
 _SCALE = [[0, "var(--heat1)"], [1, "var(--heat4)"]]  # of Optuna's plots
 _COLORS = {"finished": "good", "failed": "bad", "killed": "bad", "stopped": "warn"}
@@ -21,21 +21,20 @@ _SHOWN = ("val/acc", "test/acc", "train/loss")  # metrics that the table shows b
 def write_sweep_page(folder: Path, scripts: Path | None) -> Path:
     """Write the page of the sweep in `folder`; return its path. `scripts` is that of `write_page`."""
     sweep = Sweep(folder)
-    charts = [parallel_coordinates(sweep), curves(sweep), *_importance(sweep)]
+    charts = [parallel_coordinates(sweep), curves(sweep), *_optuna_charts(sweep)]
     sections = [
         Section("Jobs", parts.grid([_job_table(sweep)]), "A click on a column sorts the table."),
         Section("Options and results", parts.grid(charts)),
         Section("Seeds", parts.grid([seeds(sweep)])),
-        Section("Failures", parts.grid([_failures(sweep)])),
+        Section("Failures", parts.grid([macros("sweep").failures(sweep.jobs)])),
     ]
-    file = sweep.path / REPORT
-    write_page(file, "Sweep", sweep.path.name, _lead(sweep), sections, scripts)
-    return file
+    return write_page(sweep.path / REPORT, "Sweep", sweep.path.name, _lead(sweep), sections, scripts)
 
 
-def _importance(sweep: Sweep) -> list[Markup]:
-    if not is_optuna(sweep):
-        return [importance(sweep)]
+def _optuna_charts(sweep: Sweep) -> list[Markup]:
+    """Return Optuna's own plots, if it has chosen the jobs."""
+    if "optuna" not in str(sweep.sweeper.get("_target_", "")).lower():
+        return []
     try:
         return optuna_plots(sweep)
     except Exception as error:  # a storage raises errors of its own library
@@ -82,16 +81,8 @@ def _value(value: str | None) -> Any:
         return value
 
 
-def _failures(sweep: Sweep) -> Markup:
-    return macros("sweep").failures([(job, last_line(job.job.error)) for job in sweep.jobs if job.job.error])
-
-
 def optuna_plots(sweep: Sweep) -> list[Markup]:
-    """Return importance, history and slices of the sweep's study; nothing if it has no two finished trials.
-
-    Raises:
-        Exception: whatever the storage raises if it cannot be read.
-    """
+    """Return importance, history and slices of the sweep's study; nothing if it has no two finished trials."""
     import optuna
     from optuna.trial import TrialState
 
@@ -105,30 +96,20 @@ def optuna_plots(sweep: Sweep) -> list[Markup]:
     options = len({name for trial in finished for name in trial.params})
     history = visualization.plot_optimization_history(study, target_name=sweep.metric)
     importance = visualization.plot_param_importances(study).update_layout(xaxis_title=None, yaxis_title=None)
+    slices = visualization.plot_slice(study, target_name=sweep.metric)
+    later = "A stronger color is a later trial."
     return [
         _chart(importance, "Importance", "By PED-ANOVA.", 60 + 40 * options),
         _chart(history, "History", "The best result so far.", 280),
-        _chart(
-            visualization.plot_slice(study, target_name=sweep.metric),
-            "Each option",
-            "A stronger color is a later trial.",
-            300,
-            wide=True,
-            min_width=240 * options,
-        ),
+        _chart(slices, "Each option", later, 300, wide=True, min_width=240 * options),
     ]
-
-
-def is_optuna(sweep: Sweep) -> bool:
-    """Return whether Optuna has chosen the jobs."""
-    return "optuna" in str(sweep.sweeper.get("_target_", "")).lower()
 
 
 def _chart(figure: Any, title: str, note: str, height: int, **options: Any) -> Markup:
     """Return one of Optuna's figures without its own colors and title."""
     figure.update_layout(title=None, plot_bgcolor=None, height=height, hovermode="closest")
     for index, trace in enumerate(figure.data):
-        color = f"var(--s{index % 10 + 1})"
+        color = series_color(index)
         if trace.type == "bar":
             trace.update(marker={"color": "var(--s1)", "line": None}, cliponaxis=False)
         elif trace.marker.colorscale:  # the color is the number of the trial

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import yaml
 
+from scripts.compare import main as compare
 from scripts.report import write
 from src.report.agreement import verdicts
 from src.report.run_folder import Curve, RunFolder
-from tests.support.commands import run_here
 from tests.support.experiments import SHORT
 from tests.support.pool import Pool
 from tests.support.run_folders import write_run
@@ -55,7 +55,9 @@ def test_runs_part_beyond_rounding(precision: str, device: str, gaps: tuple[floa
     assert step is None or f"b parts from a at step {step}: train/loss differs by" in verdict.sentence
 
 
-def test_page_and_command_say_where_runs_part(tmp_path: Path) -> None:
+def test_page_and_command_say_where_runs_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, same, other = (write_run(tmp_path / name) for name in ("first", "same", "other"))
     config = yaml.safe_load((other / "config.yaml").read_text())
     (other / "config.yaml").write_text(json.dumps(config | {"experiment": "000000"}))
@@ -65,10 +67,14 @@ def test_page_and_command_say_where_runs_part(tmp_path: Path) -> None:
     assert "apart parts from first at step 0: train/loss differs by" in page
     assert "other" not in page.partition("Experiment ")[2].partition("<section")[0], "it is another experiment"
     assert "000000" in page
-    out, _ = run_here(str(first), str(same), str(other), program="scripts.compare")
+    for folders, code in (((first, same, other), 0), ((first, apart), 1)):
+        monkeypatch.setattr("sys.argv", ["compare", *map(str, folders)])
+        with pytest.raises(SystemExit) as end:
+            compare()
+        assert end.value.code == code
+    out = capsys.readouterr().out
     assert "have one curve, up to rounding (60 log points)" in out
     assert "000000" in out
-    out, _ = run_here(str(first), str(apart), program="scripts.compare", code=1)
     assert f"{apart} parts from {first} at step 0: train/loss differs by" in out
 
 

@@ -13,8 +13,8 @@ from src.report.comparison import labels
 from src.report.jobs import Job, seed_rows
 from src.report.metric_charts import BUCKETS, downsample, group_names, is_wide, mark_events, means, style_value_axis
 from src.report.page import new_figure
-from src.report.rank_charts import Pass, bubble, passes_chart, recorded_passes, slowest_rank, span_seconds
-from src.report.run_folder import Curve, RunFolder, read_json, read_metrics
+from src.report.rank_charts import Pass, bubble, passes_chart, recorded_passes, slowest_rank
+from src.report.run_folder import Curve, RunFolder, read_mapping, read_metrics, total_seconds
 from src.report.run_page import duration
 from src.report.sweep import LEVELS, Sweep
 from src.utils.json_lines import read_json_lines
@@ -46,7 +46,7 @@ def test_lines_cut_by_a_kill_are_skipped(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.write_text('{"event": "start"}\n[1]\n{"event": "fini')
     assert list(read_json_lines(file)) == [{"event": "start"}]
-    assert read_json(file) == {} == read_json(tmp_path / "missing.json")
+    assert read_mapping(file) == {} == read_mapping(tmp_path / "missing.json")
 
 
 def test_downsampling_keeps_each_spike() -> None:
@@ -160,8 +160,8 @@ def test_a_long_timeline_keeps_its_sums_and_newest_passes(tmp_path: Path, monkey
     monkeypatch.setattr(run_folder, "_MOST_INTERVALS", 8)
     short = RunFolder(folder).timelines[1]
     assert len(short.intervals) < 8 < len(whole.intervals)
-    assert span_seconds(short.intervals) == pytest.approx(span_seconds(whole.intervals))
-    assert span_seconds(short.intervals)["validation"] == pytest.approx(2.0)
+    assert total_seconds(short.intervals) == pytest.approx(total_seconds(whole.intervals))
+    assert total_seconds(short.intervals)["validation"] == pytest.approx(2.0)
     assert short.passes == whole.passes != deque()
 
 

@@ -2,19 +2,21 @@
 
 import json
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from scripts.report import main
 from src.launch.outcome import run_recorded
 from src.report import write as module
 from src.report.jobs import Job
-from src.report.page import write_page
 from src.report.write import run_report, write_page_of
 from src.utils.events import append_event
-from tests.support.commands import ROOT, run_here
+from tests.support.commands import ROOT
 from tests.support.run_folders import write_run
 
 
@@ -22,19 +24,12 @@ def config(folder: Path, **options: bool) -> DictConfig:
     return OmegaConf.create({"run_dir": str(folder), "report": True, "doctor": False} | options)
 
 
-def fail_in(folder: Path) -> None:
-    """End a run with an error of its own."""
-    with run_report(config(folder)):
-        assert (folder / "report.html").is_file()  # a run that continues, as a kill may have ended it
-        (folder / "report.html").unlink()
-        raise KeyError("of the run")
-
-
 def test_written_after_an_error(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    with pytest.raises(KeyError, match="of the run"):
-        fail_in(folder)
-    assert (folder / "report.html").is_file()
+    page = write_run(tmp_path / "run") / "report.html"
+    with suppress(KeyError), run_report(config(page.parent)):
+        page.unlink()  # of a run that continues, as a kill may have ended it
+        raise KeyError("of the run")
+    assert page.is_file()
 
 
 def test_the_next_start_after_a_kill_shows_the_kill(tmp_path: Path) -> None:
@@ -58,18 +53,16 @@ def test_not_written(tmp_path: Path, options: dict[str, bool]) -> None:
     assert not list(tmp_path.rglob("report.html"))
 
 
+@pytest.mark.parametrize("part", ["write_page_of", "is_sweep"])
 def test_an_error_of_the_report_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_run(tmp_path / "run")
-
     def fail(folder: Path) -> None:
-        (folder / "report.html").touch()
         raise ValueError("two\nlines")
 
-    monkeypatch.setattr(module, "write_page_of", fail)
-    with pytest.raises(KeyError, match="of the run"):
-        fail_in(folder)
+    monkeypatch.setattr(module, part, fail)
+    with pytest.raises(KeyError, match="of the run"), run_report(config(write_run(tmp_path / "run"))):
+        raise KeyError("of the run")
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(";")[0] for line in lines] == 2 * ["warning: no report.html (ValueError: two lines)"]
 
@@ -95,36 +88,20 @@ def test_runs_and_jobs_share_plotly(tmp_path: Path) -> None:
 
 def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
     attack = "</script><script>alert(1)</script>"
-    folder = write_run(tmp_path / "run")
+    folder = write_run(tmp_path / "<b>$title")
     evaluation = json.loads((folder / "evaluation" / "test.json").read_text())
     evaluation["classes"][0] = attack
     evaluation["mistakes"][0]["image"] = f'"{attack}'
     (folder / "evaluation" / "test.json").write_text(json.dumps(evaluation))
-    event = {"time": 1.9e9, "event": "failed", "step": 3, "reason": attack, "command": [attack]}
-    with (folder / "events.jsonl").open("a") as stream:
-        stream.write(json.dumps(event) + "\n")
+    reason = f"{attack} no file \udce4.csv"  # the name of a file that is not UTF-8
+    append_event(folder, "failed", 3, reason, 1.9e9, command=[attack])
     metrics = folder / "metrics.csv"
     metrics.write_text(metrics.read_text().replace("optim/grad_norm", attack))
     page = write_page_of(folder).read_text()
     assert "alert(1)" in page
+    assert "no file ?.csv" in page
+    assert "<h1>&lt;b&gt;$title</h1>" in page
     assert attack not in page
-
-
-def test_a_reason_that_is_no_valid_text(tmp_path: Path) -> None:
-    """The name of a file that is not UTF-8."""
-    folder = write_run(tmp_path / "run")
-    with (folder / "events.jsonl").open("a") as stream:
-        stream.write(json.dumps({"time": 1.9e9, "event": "failed", "step": 3, "reason": "no file \udce4.csv"}) + "\n")
-    assert "no file ?.csv" in write_page_of(folder).read_text()
-
-
-def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(folder: Path) -> bool:
-        raise PermissionError(folder)
-
-    monkeypatch.setattr(module, "is_sweep", refuse)
-    with pytest.raises(KeyError, match="of the run"), run_report(config(tmp_path)):
-        raise KeyError("of the run")
 
 
 def test_a_thousand_classes(tmp_path: Path) -> None:
@@ -134,11 +111,6 @@ def test_a_thousand_classes(tmp_path: Path) -> None:
     page = write_page_of(folder)
     assert page.stat().st_size < 1e6
     assert "The 20 lowest of 1000." in page.read_text()
-
-
-def test_title_is_escaped(tmp_path: Path) -> None:
-    write_page(tmp_path / "page.html", "Run", "<b>$title</b>", "", [], tmp_path)
-    assert "<h1>&lt;b&gt;$title&lt;/b&gt;</h1>" in (tmp_path / "page.html").read_text()
 
 
 def test_nothing_but_the_configuration(tmp_path: Path) -> None:
@@ -152,14 +124,22 @@ def test_nothing_but_the_configuration(tmp_path: Path) -> None:
 
 
 def test_not_a_number_is_said(tmp_path: Path) -> None:
-    page = write_page_of(
-        write_run(tmp_path / "run", cells={"train/loss": float("nan"), "lr": float("inf")})
-    ).read_text()
+    folder = write_run(tmp_path / "run", cells={"train/loss": float("nan"), "lr": float("inf")})
+    page = write_page_of(folder).read_text()
     assert "train/loss is not finite at 1 points, first at step 300" in page
     assert "lr is not finite at 1 points" in page
 
 
-def test_commands_of_the_docs(tmp_path: Path) -> None:
+def run_command(words: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run `scripts.report` in this process; return what it prints."""
+    monkeypatch.setattr("sys.argv", ["report", *words])
+    main()
+    return capsys.readouterr().out.strip()
+
+
+def test_commands_of_the_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every line of docs/reports.md; the folders in its words are copies of two runs and a sweep."""
     page = (ROOT / "docs" / "reports.md").read_text()
     commands = re.findall(r"^python -m scripts.report (.*)$", page, re.MULTILINE)
@@ -172,8 +152,7 @@ def test_commands_of_the_docs(tmp_path: Path) -> None:
         for word in ("RUN_DIR", "runs/ddp", "runs/pipeline"):
             words = words.replace(word, str(second))
         words = words.replace("SWEEP_DIR", f"{tmp_path}/sweep").replace("pair.html", f"{tmp_path}/pair.html")
-        out, _ = run_here(*words.split(), program="scripts.report")
-        file = Path(out.strip())
+        file = Path(run_command(words.split(), monkeypatch, capsys))
         assert file.is_relative_to(tmp_path)
         text = file.read_text()
         assert ("parts from first at step" in text) == (str(second) in words)
@@ -183,16 +162,17 @@ def test_commands_of_the_docs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{tmp}/no"], "error: {tmp}/no is no run folder: it has no metrics.csv\n"),
-        (["{tmp}/sweep", "--output=a"], "error: --output=a is for a comparison, of several run folders\n"),
-        (["{tmp}/sweep", "{tmp}/sweep"], "error: {tmp}/sweep is a sweep: give it alone, or its run folders\n"),
-        (
-            ["{tmp}/sweep/0", "{tmp}/sweep/0", "--output={tmp}/no/a.html"],
-            "error: --output={tmp}/no/a.html: there is no folder {tmp}/no\n",
-        ),
+        ("{tmp}/no", "error: {tmp}/no is no run folder: it has no metrics.csv"),
+        ("{tmp}/sweep --output=a", "error: --output=a is for a comparison, of several run folders"),
+        ("{tmp}/sweep {tmp}/sweep", "error: {tmp}/sweep is a sweep: give it alone, or its run folders"),
+        ("{job} {job} --output={tmp}/no/a.html", "error: --output={tmp}/no/a.html: there is no folder {tmp}/no"),
     ],
 )
-def test_errors_of_the_command(tmp_path: Path, words: list[str], message: str) -> None:
-    Job(["seed=0"]).write(write_run(tmp_path / "sweep" / "0"))
-    _, err = run_here(*(word.format(tmp=tmp_path) for word in words), program="scripts.report", code=1)
-    assert err == message.format(tmp=tmp_path)
+def test_errors_of_the_command(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_run(tmp_path / "sweep" / "0")
+    Job(["seed=0"]).write(job)
+    with pytest.raises(SystemExit) as end:
+        run_command(words.format(tmp=tmp_path, job=job).split(), monkeypatch, capsys)
+    assert end.value.code == message.format(tmp=tmp_path)
