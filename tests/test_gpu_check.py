@@ -13,10 +13,12 @@ from scripts.dev.gpu_check import numbers
 from scripts.dev.gpu_check.__main__ import run_case
 from scripts.dev.gpu_check.case import Case, CheckFailedError, Session
 from scripts.dev.gpu_check.cases import cases
-from scripts.dev.gpu_check.profile import busy_share, summary
-from scripts.dev.gpu_check.report import Outcome, machine, markdown
+from scripts.dev.gpu_check.profile import summary
+from scripts.dev.gpu_check.report import Outcome, markdown
+from scripts.dev.gpu_check.runs import expect_equal
 from scripts.dev.gpu_check.speed import run_seconds
-from scripts.dev.gpu_check.training import expect_equal
+from scripts.dev.machine import describe_machine
+from scripts.dev.peers.callbacks import union_length
 from src.cli.notebook import Result
 from tests.support.commands import ROOT, run_here, wait_until
 
@@ -62,7 +64,7 @@ def test_a_check_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
     command = (
         f"run_limited([{sys.executable!r}, '-c', {SLEEP!r}, {str(tmp_path)!r}], Path({str(tmp_path / 'log')!r}), 60)"
     )
-    program = f"from pathlib import Path; from scripts.dev.gpu_check.process import *; exit_on_sigterm(); {command}"
+    program = f"from pathlib import Path; from scripts.dev.process import *; exit_on_sigterm(); {command}"
     outer = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     assert wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", 30)
     outer.terminate()
@@ -94,7 +96,7 @@ def test_different_runs_are_noticed(loss: float, weight: float, tmp_path: Path) 
 
 
 def test_busy_share_counts_overlapping_kernels_once() -> None:
-    assert busy_share([(0, 2), (1, 3), (2, 2.5), (6, 8)]) == pytest.approx(5 / 8)
+    assert union_length([(0, 2), (1, 3), (2, 2.5), (6, 8)]) == 5
 
 
 def test_summary_of_a_trace() -> None:
@@ -134,11 +136,12 @@ def test_an_unknown_case_gets_one_line() -> None:
 @NO_GPU
 def test_the_hardware_of_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(name="NVIDIA A100", total_memory=80 * 2**30, major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 21, 5))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    hardware = machine(on_gpu=True)
+    hardware = describe_machine()
     assert hardware["GPUs"] == "2 x NVIDIA A100, 80 GiB, sm_80"
     assert hardware["CUDA"].endswith("NCCL 2.21.5, driver unknown")
 
@@ -147,4 +150,4 @@ def test_the_hardware_of_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_case_runs_on_a_cpu(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
     out, _ = run_here("--accelerator", "cpu", "--output", str(page), program="scripts.dev.gpu_check.__main__")
-    assert out.count("\nnot here ") == 2  # dp, and the program of the record
+    assert out.count("\nnot here ") == 3  # dp, the program of the record, and the waits for a GPU

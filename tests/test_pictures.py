@@ -8,9 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts.dev.pictures.figures import curves_figure, speed_figure
-from scripts.dev.pictures.runs import CURVES, PIPELINES, SPEEDS, Run
-from scripts.dev.pictures.schedules import fastest_step, schedules_figure
+from scripts.dev.pictures.figures import curves_figure, fastest_step, schedules_figure
+from scripts.dev.pictures.runs import CURVES, PIPELINES, Run
 from scripts.dev.pictures.svg import palettes, to_svg
 from src.report.run_folder import RunFolder
 from tests.support.commands import ROOT, run_here
@@ -71,14 +70,7 @@ def test_the_fastest_recorded_step_is_drawn(tmp_path: Path) -> None:
     assert max(one.end for passes in fastest_step(run.timelines).values() for one in passes) == pytest.approx(0.105)
 
 
-def test_speed_and_memory(runs: list[RunFolder]) -> None:
-    speed, memory = speed_figure(runs, ["a", "b"]).data
-    assert all(900 < value < 950 for value in speed.x)
-    assert list(memory.x) == [512, 512]
-    assert speed.xaxis != memory.xaxis
-
-
-@pytest.mark.parametrize("run", [CURVES[-1], SPEEDS[-1], PIPELINES[-1]], ids=lambda run: run.folder)
+@pytest.mark.parametrize("run", [CURVES[-1], PIPELINES[-1]], ids=lambda run: run.folder)
 def test_pictured_runs_have_valid_options(run: Run, tmp_path: Path) -> None:
     cfg = compose(tmp_path, *run.options)
     assert cfg.trainer.max_steps > 0
@@ -94,7 +86,7 @@ def test_an_svg_follows_the_theme(runs: list[RunFolder], monkeypatch: pytest.Mon
         return DRAWN.encode()
 
     monkeypatch.setattr(go.Figure, "to_image", to_image)
-    svg = to_svg(speed_figure(runs, ["a", "b"]), "a < b")
+    svg = to_svg(curves_figure(runs, ["a", "b"]), "a < b")
     assert "var(--" not in exported[0]
     root = ElementTree.fromstring(svg)
     assert root[0].text == "a < b"
@@ -115,7 +107,7 @@ def test_docs_show_every_picture() -> None:
         for path in re.findall(r"!\[[^]]+\]\(([^)]+)\)", page.read_text())
     }
     assert shown == set(PICTURES)
-    assert len(PICTURES) == 3
+    assert len(PICTURES) == 2
 
 
 @pytest.mark.parametrize("file", PICTURES, ids=lambda file: file.name)

@@ -2,7 +2,7 @@
 
 Ratios are taken within a round, so that a slow minute of the machine affects both programs. A step is the wall-clock
 time between log points after the first. A start lasts from the command to the end of the first step, compilation
-included. The command writes bench.csv, with every reading, and a plot per measurement. Leave the machine idle.
+included. The command writes bench.csv, with every reading. Leave the machine idle.
 """
 
 import argparse
@@ -11,16 +11,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from scripts.dev.benchmarks import cases, parallel
-from scripts.dev.benchmarks.cases import make_images
+from scripts.dev.benchmarks.cases import BENCHMARKS, make_images
 from scripts.dev.benchmarks.programs import Case, Readings, run_in_turn
-from scripts.dev.benchmarks.report import header, plot, table, write
-
-BENCHMARKS = cases.BENCHMARKS | parallel.BENCHMARKS
+from scripts.dev.benchmarks.report import table, write
+from scripts.dev.machine import describe_machine
 
 
 def main() -> None:
-    each = "\n".join(f"  {name:<12}{(cases_of.__doc__ or '').splitlines()[0]}" for name, cases_of in BENCHMARKS.items())
+    each = "\n".join(f"  {name:<15}{(cases_of.__doc__ or '').splitlines()[0]}" for name, cases_of in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=f"measurements:\n{each}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -33,13 +31,11 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.measurements) - set(BENCHMARKS):
         parser.error(f"no such measurement: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
-    if "accuracy" in options.measurements and not options.data:
-        parser.error("accuracy needs real images: give --data")
     out, console = options.out.resolve(), Console()
     images = options.data.resolve() if options.data else make_images(out / "images")
-    console.print(header())
+    console.print("; ".join(describe_machine().values()))
     found: dict[str, list[tuple[Case, Readings]]] = {}
-    for name in options.measurements or [name for name in BENCHMARKS if options.data or name != "accuracy"]:
+    for name in options.measurements or BENCHMARKS:
         for case in BENCHMARKS[name](images):
             if re.search(options.only, case.name):
                 case.keep(options.programs)
@@ -47,8 +43,6 @@ def main() -> None:
                 found.setdefault(name, []).append((case, readings))
                 write(found, out / "bench.csv")
                 console.print(table(case, readings))
-        if name in found:
-            plot(name, found[name], out / f"{name}.svg")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from scripts.dev.benchmarks.launches import OperationCounter
 from src.data.augment.pixels import sample_keys
 from src.data.augment.trivial_augment import OPERATIONS, apply_operations, trivial_augment
 from src.data.sources.shapes import generate_images
@@ -59,11 +58,3 @@ def test_every_operation_occurs_and_depends_on_the_sample_only() -> None:
     order = torch.randperm(2000, generator=torch.Generator().manual_seed(0))
     assert torch.equal(trivial_augment(many, keys[order]), expected[order])
     assert len(expected.flatten(1).unique(dim=0)) > 250  # of at most 14 x 31 x 2
-
-
-def test_launches_few_kernels() -> None:
-    keys = sample_keys(0, 0, torch.arange(8))
-    trivial_augment(IMAGES, keys)  # creates the constants
-    with OperationCounter() as counter:
-        trivial_augment(IMAGES, keys)
-    assert sum(counter.counts[""].values()) < 100

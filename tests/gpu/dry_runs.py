@@ -20,8 +20,8 @@ SABOTAGES = ["ItemInLoss", "MaskInAugmentation", "MaskedAssignment", "CopyToDevi
 def main() -> None:
     load_library()
     from scripts.dev.dry_gpu.cases import CASES, Case
-    from scripts.dev.dry_gpu.pool import run_cases
     from scripts.dev.dry_gpu.report import problems, read_rows
+    from scripts.dev.dry_gpu.run import run_cases
 
     cases = [case for case in CASES if case.title in QUICK]
     sabotages = " ".join(f"+callbacks.{name}._target_=tests.gpu.sabotages.{name}" for name in SABOTAGES)

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from scripts.dev.benchmarks.recomputation import saved_bytes
 from src.models.flops import flops_per_sample
 from src.models.vit import vit
 from src.run.experiment import assemble
@@ -111,6 +111,22 @@ def test_vit_saves_a_quarter_of_the_bytes(small: list[str], folder: Path) -> Non
         _, module, _ = assemble(compose(folder, *small, "model=vit", f"module.recompute={name}"))
         saved.append(saved_bytes(module, torch.rand(4, 3, 32, 32)))
     assert 0 < saved[1] < saved[0] / 4
+
+
+def saved_bytes(net: nn.Module, images: Tensor) -> int:
+    """Return the bytes that the graph of a forward pass keeps for the backward pass, except parameters."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
+    kept: dict[int, Any] = {}  # a storage that is freed could give its address to another one
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        net(images)
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 class Noisy(nn.Module):

@@ -1,31 +1,45 @@
-"""Measurements on one or two processes; each function returns the cases of one, given the folder with CIFAR-10."""
+"""The measurements; each function returns the cases of one, given the folder with CIFAR-10."""
 
-import csv
+import json
 import os
 import pickle
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from scripts.dev.benchmarks.programs import Case, Program, python
-from scripts.dev.peers.nets import BATCH, OVERRIDES
+from scripts.dev.benchmarks.programs import Case, Program
+from scripts.dev.process import ROOT, python
 from src.data.sources.cifar import CIFAR10
+from src.strategies.pipeline.schedules import SCHEDULES
+from src.strategies.pipeline.simulation import bubble, simulate
 
-# Timed steps of each network, and steps between its log points.
-STEPS = {
-    "tiny": 2000,
-    "resnet9w4b32": 1000,
-    "resnet9w4": 400,
-    "resnet9": 200,
-    "resnet18": 40,
+OVERRIDES = {
+    "tiny": ["model=mlp", "model.hidden=[16]"],
+    "resnet9w4b32": ["model=resnet9", "model.width=4", "data.batch_size=32", "module.lr_scaling=none"],
+    "resnet9w4": ["model=resnet9", "model.width=4"],
+    "resnet9": ["model=resnet9"],
+    "vit": ["model=vit"],
 }
-EVERY = {"tiny": 50, "resnet9w4b32": 100, "resnet9w4": 40, "resnet9": 20, "resnet18": 5}
+# Timed steps of each network, and steps between its log points.
+STEPS = {"tiny": (2000, 50), "resnet9w4b32": (1000, 100), "resnet9w4": (400, 40), "resnet9": (200, 20)}
+WORLDS = (1, 2, 4)
+SHORT = (40, 10)  # steps of the measurements of several processes, likewise
+PROFILED = 8  # steps
+_EVEN = ("hsdp", "hybrid")  # they need two groups of processes
+_ONE_GPU_EACH = ("dp",)
 
 
-def ours(name: str, net: str, images: Path, steps: int, every: int, *overrides: str, devices: int = 1) -> Program:
-    """Return this template with its defaults: progress bar, metrics.csv, wandb, metrics, checkpoints."""
-    clock = ["_target_=scripts.dev.peers.clock.Clock", "file={scratch}/clock.json", f"every={every}"]
+def ours(name: str, net: str, images: Path, length: tuple[int, int], *overrides: str, devices: int = 1) -> Program:
+    """Return this template with its defaults: progress bar, metrics.csv, wandb, metrics, checkpoints.
+
+    Args:
+        length: number of steps, and of steps between log points.
+    """
+    steps, every = length
+    clock = ["_target_=scripts.dev.peers.callbacks.Clock", "file={scratch}/clock.json", f"every={every}"]
     settings = [
         *OVERRIDES[net],
         f"data.root={images}",
@@ -42,11 +56,12 @@ def ours(name: str, net: str, images: Path, steps: int, every: int, *overrides: 
 
 
 def peer(
-    name: str, module: str, net: str, images: Path, steps: int, every: int, *options: str, processes: int = 1
+    name: str, module: str, net: str, images: Path, length: tuple[int, int], *options: object, processes: int = 1
 ) -> Program:
     """Return a program of `scripts/dev/peers` with the settings of `ours`."""
+    steps, every = length
     settings = ["--net", net, "--data", images, "--clock", "{scratch}/clock.json", "--steps", steps]
-    settings += ["--log-every", every, "--batch", BATCH.get(net, 128)]
+    settings += ["--log-every", every, "--batch", 32 if net == "resnet9w4b32" else 128]
     return Program(name, python("-m", f"scripts.dev.peers.{module}", *settings, *options, processes=processes))
 
 
@@ -54,8 +69,8 @@ def overhead(images: Path) -> list[Case]:
     """A step on one device: hand-written, plain Lightning with each habit of tutorials, and this template."""
     habits = {"bar": "bar", "metrics": "metrics", "images one by one": "images", "all": "bar,metrics,images"}
     cases = []
-    for net in STEPS:
-        task = (net, images, STEPS[net], EVERY[net])
+    for net, length in STEPS.items():
+        task = (net, images, length)
         programs = [
             peer("hand-written", "handwritten", *task),
             peer("Lightning, barebones", "lightning_loop", *task),
@@ -72,8 +87,8 @@ def overhead(images: Path) -> list[Case]:
 def ddp(images: Path) -> list[Case]:
     """A step of DistributedDataParallel on two processes: hand-written under torchrun, and this template."""
     cases = []
-    for net in STEPS:
-        task = (net, images, STEPS[net], EVERY[net])
+    for net, length in STEPS.items():
+        task = (net, images, length)
         programs = [
             peer("hand-written, torchrun", "handwritten", *task, processes=2),
             ours("this template, sync_batchnorm=false", *task, "trainer.sync_batchnorm=false", devices=2),
@@ -92,11 +107,31 @@ def groups(images: Path) -> list[Case]:
     }
     uneven = {"shares 3:1": ["strategy=ddp", "strategy.shares=[3,1]"]}
     cases = []
-    for devices in (1, 2, 4):
-        task = ("resnet9", images, STEPS["resnet9"], EVERY["resnet9"])
+    for devices in WORLDS:
         chosen = kinds | uneven if devices == 2 else kinds
+        task = ("resnet9", images, STEPS["resnet9"])
         programs = [ours(name, *task, *options, devices=devices) for name, options in chosen.items()]
         cases.append(Case(f"a step of resnet9, processes: {devices}", "step ms", programs))
+    return cases
+
+
+def recomputation(images: Path) -> list[Case]:
+    """A step of the vision transformer with all activations kept, and with those of each block computed again."""
+    programs = [
+        ours(f"module.recompute={kind}", "vit", images, (6, 2), f"module.recompute={kind}")
+        for kind in ("none", "blocks")
+    ]
+    return [Case("a step of vit", "step ms", programs)]
+
+
+def timeline(images: Path) -> list[Case]:
+    """A step of two networks, and the processor time in the hooks of `callbacks.timeline`."""
+    clock = ["_target_=scripts.dev.peers.callbacks.HookClock", "file={scratch}/hooks.json"]
+    cases = []
+    for net in ("tiny", "resnet9"):
+        program = ours("this template", net, images, STEPS[net], *(f"+callbacks.hooks.{setting}" for setting in clock))
+        program.read = lambda scratch: json.loads((scratch / "hooks.json").read_text())
+        cases.append(Case(f"a step of {net}", "step ms", [program]))
     return cases
 
 
@@ -115,7 +150,7 @@ def startup(images: Path) -> list[Case]:
     """From the command to the end of the first step, on one process and two; and `--help`."""
     cases = []
     for processes in (1, 2):
-        task = ("resnet9", images, 3, 1)
+        task = ("resnet9", images, (3, 1))
         programs = [peer("hand-written", "handwritten", *task, processes=processes)]
         programs += [ours("this template", *task, devices=processes)]
         programs += [ours("this template, logger=none", *task, "logger=none", devices=processes)]
@@ -123,26 +158,73 @@ def startup(images: Path) -> list[Case]:
     return [*cases, Case("train.py --help", "seconds", [Program("--help", python("train.py", "--help"))])]
 
 
-def accuracy(images: Path) -> list[Case]:
-    """The recipe of some minutes: its test accuracy, and the seconds that it takes. Only with --data."""
-    quiet = [f"data.root={images}", "run_dir={scratch}/run", "logger=none"]
-    program = Program("speedrun", python("train.py", "experiment=speedrun", *quiet), _accuracies)
-    return [Case("to the end of the recipe", "seconds", [program])]
+def strategies(images: Path) -> list[Case]:
+    """Every strategy on 1, 2 and 4 processes, a batch of 128 over all: speed, memory, communication.
+
+    `scripts/dev/peers/callbacks.py` reads each rank's memory and communication.
+    """
+    names = sorted(file.stem for file in (ROOT / "conf/strategy").glob("*.yaml"))
+    programs = [
+        _strategy(name, processes, images) for processes in WORLDS for name in names if _is_possible(name, processes)
+    ]
+    programs.sort(key=lambda program: not program.name.startswith("auto"))
+    return [Case("resnet9", "samples/s", programs)]
 
 
-def _accuracies(scratch: Path) -> dict[str, float]:
-    with (scratch / "run/metrics.csv").open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    return {name: float(value) for name, value in rows[-1].items() if name.startswith("test/acc") and value}
+def _is_possible(name: str, processes: int) -> bool:
+    if name in _ONE_GPU_EACH:
+        return torch.cuda.device_count() >= processes > 1
+    return processes == 1 if name == "auto" else not (name in _EVEN and processes % 2)
+
+
+def _strategy(name: str, processes: int, images: Path) -> Program:
+    timed, every = SHORT
+    last = timed + PROFILED
+    profiled = ["_target_=scripts.dev.peers.callbacks.Communication", "file={scratch}/rank"]
+    profiled += [f"first={timed}", f"last={last}"]
+    settings = [f"strategy={name}", *(f"+callbacks.communication.{setting}" for setting in profiled)]
+    program = ours(f"{name} x{processes}", "resnet9", images, (last, every), *settings, devices=processes)
+    program.read, program.samples = _read_ranks, 128
+    return program
+
+
+def _read_ranks(scratch: Path) -> dict[str, float]:
+    """Return the mean of the ranks' percentages, and the maximum of their memory."""
+    ranks = [json.loads(file.read_text()) for file in scratch.glob("rank.*.json")]
+    percentages = {name: statistics.mean(rank[name] for rank in ranks) for name in ("communicating", "waiting")}
+    return {"MB": max(rank["MB"] for rank in ranks)} | {f"{name} %": value for name, value in percentages.items()}
+
+
+def pipeline(images: Path, stages: int = 2, microbatches: int = 8) -> list[Case]:
+    """A pipeline of two processes and eight micro-batches: hand-written, ours, and the ideal of its schedule.
+
+    The ideal takes the time of one process that computes the same micro-batches beside another, divided by the number
+    of stages and by the part of a step outside the bubble.
+    """
+    peers = ("handwritten_pipeline", "resnet9", images, SHORT, "--microbatches", microbatches)
+    settings = ["strategy=pipeline", f"strategy.microbatches={microbatches}"]
+    cases = []
+    for name in SCHEDULES:
+        fraction = 1 / stages / (1 - bubble(simulate(name, stages, microbatches)))
+        hand_written = peer("hand-written, torchrun", *peers, "--schedule", name, processes=stages)
+        chosen = [*settings, f"strategy.schedule={name}"]
+        template = ours("this template", "resnet9", images, SHORT, *chosen, devices=stages)
+        beside = peer("one process beside another", *peers, "--schedule", "none", processes=stages)
+        hand_written.ideal = template.ideal = (beside.name, fraction)
+        cases.append(Case(f"a step of resnet9, {name}", "step ms", [hand_written, template, beside]))
+    return cases
 
 
 BENCHMARKS: dict[str, Callable[[Path], list[Case]]] = {
     "overhead": overhead,
     "ddp": ddp,
     "groups": groups,
+    "recomputation": recomputation,
+    "timeline": timeline,
     "data": data,
     "startup": startup,
-    "accuracy": accuracy,
+    "strategies": strategies,
+    "pipeline": pipeline,
 }
 
 

@@ -1,11 +1,9 @@
 """Programs to compare, run in turn, so that slow minutes of the machine affect all of them."""
 
 import json
-import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from scripts.dev.process import run_limited
 
 Readings = dict[str, list[dict[str, float]]]  # by program: a reading per round, numbers by name
 
@@ -24,7 +22,7 @@ class Program:
 
     Attributes:
         command: its arguments; `{scratch}` stands for an empty folder, where the program may write the clock.json of
-            `scripts/dev/peers/marks.py`.
+            `Marks` (`scripts/dev/peers/common.py`).
         read: returns further numbers from the scratch folder.
         samples: per step, over all processes.
         ideal: the name of another program, and the fraction of its time that this one would take without any loss.
@@ -52,14 +50,6 @@ class Case:
         self.programs = [self.programs[0], *others]
 
 
-def python(*arguments: object, processes: int = 1) -> list[str]:
-    """Return the command that starts Python with these arguments, under torchrun if it takes several processes."""
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return [*launcher, *map(str, arguments)]
-
-
 def run_in_turn(case: Case, rounds: int, scratch: Path) -> Readings:
     """Run each of the case's programs once per round, in reverse order in every second round."""
     readings: Readings = {program.name: [] for program in case.programs}
@@ -78,11 +68,8 @@ def _run(program: Program, scratch: Path) -> dict[str, float]:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     command = [part.replace("{scratch}", str(scratch)) for part in program.command]
-    environment = {"WANDB_MODE": "offline"} | dict(os.environ)
     start = time.time()
-    with (scratch / "log").open("w") as stream:
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream).returncode
-    if code:
+    if code := run_limited(command, scratch / "log"):
         sys.exit(f"error: {' '.join(command)} ended with {code}:\n{(scratch / 'log').read_text()[-3000:]}")
     found = _read_clock(scratch / "clock.json", start)
     if program.samples:

@@ -1,28 +1,13 @@
-"""Reports: a table per case, a CSV file of every reading, a plot per measurement."""
+"""Reports: a table per case with median and spread, and a CSV file of every reading."""
 
 import csv
-import os
-import platform
 import statistics
-from importlib.metadata import version
 from pathlib import Path
 
-import pygal
-import torch
 from rich.table import Table
 
 from scripts.dev.benchmarks.programs import Case, Program, Readings
 from src.utils.files import atomic_write
-
-
-def header() -> str:
-    """Return the machine and the versions, without which a time is meaningless."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
-    packages = ", ".join(f"{package} {version(package)}" for package in ("torch", "lightning", "wandb"))
-    return f"{name}, {len(os.sched_getaffinity(0))} cores; {', '.join(gpus) or 'no GPU'}; {packages}"
 
 
 def table(case: Case, readings: Readings) -> Table:
@@ -64,21 +49,6 @@ def write(found: dict[str, list[tuple[Case, Readings]]], file: Path) -> None:
                 for program, values in readings.items():
                     for number, value in enumerate(values):
                         rows.writerows([measurement, case.name, program, number, *pair] for pair in value.items())
-
-
-def plot(measurement: str, cases: list[tuple[Case, Readings]], file: Path) -> None:
-    """Plot ratios to each case's first program: bars at the median, lines from minimum to maximum."""
-    chart = pygal.HorizontalBar(title=f"{measurement}, as ratios\n{header()}", show_legend=False, print_values=True)
-    labels, bars = [], []
-    for case, readings in reversed(cases):
-        for name in reversed(readings):
-            values = ratios(case, readings, name)
-            labels.append(f"{case.name}: {name}")
-            bars.append({"value": statistics.median(values), "ci": {"low": min(values), "high": max(values)}})
-    chart.x_labels = labels
-    chart.add(measurement, bars)
-    with atomic_write(file) as temporary:
-        chart.render_to_file(str(temporary))
 
 
 def _spread(values: list[float]) -> str:

@@ -26,7 +26,7 @@ def main() -> int:
         sys.exit(f"error: --only {options.only} matches no run; there are: {'; '.join(case.title for case in CASES)}")
     load_library()
     from scripts.dev.dry_gpu import report
-    from scripts.dev.dry_gpu.pool import run_cases
+    from scripts.dev.dry_gpu.run import run_cases
 
     kept, failures = report.read_rows(), 0
     print("\n".join(report.HEADER), flush=True)

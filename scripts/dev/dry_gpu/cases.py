@@ -30,7 +30,7 @@ class Case:
 
     @property
     def has_process_group(self) -> bool:
-        return self.world > 1 or ("strategy=" in self.overrides and "strategy=dp" not in self.overrides)
+        return self.world > 1 or "strategy=" in self.overrides
 
     def settings(self) -> list[str]:
         """Return the overrides, with the data and the batch of its world."""
@@ -42,6 +42,7 @@ _SPEEDRUN = "experiment=speedrun data.batch_size=1000 data.val_fraction=0.1"
 _DROPOUT = "model=vit model.drop_path=0.1 model.dropout=0.1"
 _ONE_GPU = [
     Case("default"),
+    Case("one group", "data.norm_groups=1"),
     Case("bf16-mixed", "trainer.precision=bf16-mixed"),
     Case("16-mixed", "trainer.precision=16-mixed"),
     Case("adamw", "optimizer=adamw"),
@@ -68,8 +69,6 @@ _ONE_GPU = [
     Case("compiled, cutmix and cutout", "module.compile=true data.augment.cutmix=1.0 data.augment.cutout=8"),
     Case("preset gpu", "preset=gpu"),
 ]
-
-_ONE_GPU.append(Case("dp on four GPUs", "strategy=dp trainer.devices=4"))
 
 # Rank zero of a pipeline saves the stages of all ranks, which do not exist.
 _UNSAVED = "callbacks.best=null callbacks.checkpoint=null"

@@ -1,27 +1,39 @@
-"""One dry run: the configured `trainer.fit` on fake CUDA tensors, as one rank of a fake process group."""
+"""Dry runs: the configured `trainer.fit` on fake CUDA tensors, as one rank of a fake process group.
 
+Each is in a process of its own, a fork of this one, so that all share its imports.
+"""
+
+import logging
+import multiprocessing
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from scripts.dev.dry_gpu.cases import Case
+from scripts.dev.dry_gpu.cases import DATA, Case
 from scripts.dev.dry_gpu.compiler import describe_graphs, install_compiler
-from scripts.dev.dry_gpu.data_parallel import install_data_parallel
 from scripts.dev.dry_gpu.device import DEVICES, install_device
+from scripts.dev.dry_gpu.distributed import start_process_group
 from scripts.dev.dry_gpu.measure import StepCounter
-from scripts.dev.dry_gpu.process_group import start_process_group
 from scripts.dev.dry_gpu.synchronizations import SYNCHRONIZATIONS
 from scripts.dev.dry_gpu.tensors import install_tensors
 from src.checkpoint.run_files import CHECKPOINTS, LAST
 from src.cli.notebook import compose
 from src.run.build import drop_replaced_options
+from src.data.sources.shapes import Shapes
 from src.run.experiment import assemble
 
+_PROCESSES = 2
+_TIMEOUT = 300  # seconds for a case; most take three
 # Steps 3 and 5 are between two log points.
 _SHORT = ["logger=none", "trainer.enable_progress_bar=false", "trainer.log_every_n_steps=2", "trainer.max_steps=6"]
 
@@ -59,12 +71,36 @@ class EnterFakeTensors(L.Callback):
         self.stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 
 
+def run_cases(cases: Sequence[Case]) -> Iterator[tuple[Case, Result]]:
+    """Yield each case with its result, in their order."""
+    torch.set_num_threads(1)  # a fork may not have threads
+    with tempfile.TemporaryDirectory(prefix="dry_gpu_") as folder:
+        Shapes(**DATA).prepare(Path(folder))
+        with multiprocessing.get_context("fork").Pool(_PROCESSES, maxtasksperchild=1) as pool:
+            pending = [(case, pool.apply_async(_run, (case, Path(folder)))) for case in cases]
+            for case, result in pending:
+                result.wait(_TIMEOUT)  # in vain if the process has crashed
+                yield case, result.get() if result.ready() else Result(error=f"no result in {_TIMEOUT} seconds")
+
+
+def _run(case: Case, folder: Path) -> Result:
+    """Run a case in this process; the result contains its error."""
+    warnings.simplefilter("ignore")
+    logging.disable()
+    run_dir = folder / case.title.replace(" ", "_").replace(",", "")
+    try:
+        return dry_run(case, [f"data.root={folder}"], run_dir)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[-8:]
+        lines = [f"  {frame.filename}:{frame.lineno}: {frame.line}" for frame in frames]
+        return Result(error="\n".join([f"{type(error).__name__}: {error}", *lines]))
+
+
 def dry_run(case: Case, overrides: list[str], folder: Path) -> Result:
     """Train for six steps as one rank of a world. The process is of no other use afterwards."""
     install_device(current=case.rank % DEVICES)
     install_tensors()
     install_compiler()
-    install_data_parallel()
     if case.has_process_group:
         start_process_group(case.rank, case.world)
     per_node = min(DEVICES, case.world)

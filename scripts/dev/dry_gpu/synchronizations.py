@@ -3,9 +3,9 @@
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from scripts.dev.process import ROOT
+
 _HIDDEN = ("/torch/_", "/torch/utils/_", "/torch/autograd/", "/scripts/dev/dry_gpu/", "contextlib.py")
 
 

@@ -17,8 +17,9 @@ import torch
 
 from scripts.dev.gpu_check.case import Case, Session
 from scripts.dev.gpu_check.cases import cases
-from scripts.dev.gpu_check.process import ROOT, TIMED_OUT, exit_on_sigterm, last_line, run_limited
-from scripts.dev.gpu_check.report import Outcome, machine, markdown, write
+from scripts.dev.gpu_check.report import Outcome, markdown, write
+from scripts.dev.machine import describe_machine
+from scripts.dev.process import ROOT, TIMED_OUT, exit_on_sigterm, last_line, python, run_limited
 
 PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
 
@@ -30,7 +31,7 @@ def main() -> int:
         session = Session(options.accelerator, _usable(options.devices), Path(temporary), options.peer)
         output = options.output or (PAGE if session.on_gpu and not options.only else None)
         outcomes: list[Outcome] = []
-        hardware = machine(session.on_gpu)
+        hardware = describe_machine()
         for case in _choose(session, options.only):
             outcome = run_case(case, session)
             outcomes.append(outcome)
@@ -54,9 +55,8 @@ def run_case(case: Case, session: Session) -> Outcome:
     folder = session.folder / case.name
     folder.mkdir()
     result, log = folder / "result.json", folder / "log"
-    values = {"accelerator": session.accelerator, "devices": session.devices, "folder": str(folder)}
-    values["peer"] = str(session.peer) if session.peer else ""
-    child = [sys.executable, "-m", "scripts.dev.gpu_check.child", case.name, str(result), json.dumps(values)]
+    place = [session.accelerator, session.devices, folder, *([session.peer] if session.peer else [])]
+    child = python("-m", "scripts.dev.gpu_check.child", case.name, result, *place)
     start = time.monotonic()
     code = run_limited(child, log, case.limit)
     seconds = time.monotonic() - start
@@ -80,11 +80,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="NAME", help="only cases whose name matches; not for the page")
     parser.add_argument("--output", type=Path, help=f"Markdown file (default: {PAGE.relative_to(ROOT)})")
     parser.add_argument("--accelerator", choices=["gpu", "cpu"], default="gpu")
-    parser.add_argument(
-        "--devices",
-        type=int,
-        help="GPUs (default: all; 1, 2, 4 or 8 are used), or processes on a CPU (2)",
-    )
+    parser.add_argument("--devices", type=int, help="GPUs (default: all; 1, 2, 4 or 8 are used), or processes (2)")
     parser.add_argument("--peer", type=Path, help="the speedrun record's own file, timed beside experiment=speedrun")
     options = parser.parse_args()
     if options.accelerator == "gpu" and not torch.cuda.is_available():

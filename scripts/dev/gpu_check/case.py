@@ -33,11 +33,6 @@ class Session:
     def on_gpu(self) -> bool:
         return self.accelerator == "gpu"
 
-    def need_gpu(self, reason: str) -> None:
-        """Raise NotHere without a GPU."""
-        if not self.on_gpu:
-            raise NotHere(reason)
-
 
 @dataclass(frozen=True)
 class Case:

@@ -1,13 +1,18 @@
 """The list of the cases: quick and telling ones first."""
 
 from scripts.dev.gpu_check.case import Case, Session
-from scripts.dev.gpu_check.compilation import compiled
 from scripts.dev.gpu_check.faults import FAULT_LIMIT, LAUNCHERS, MESSAGES, fault_check, torchrun
-from scripts.dev.gpu_check.numbers import cpu_parity, hashes, sync_batch_norm
+from scripts.dev.gpu_check.numbers import hashes
 from scripts.dev.gpu_check.profile import profile
-from scripts.dev.gpu_check.speed import PEER_LIMIT, peer, resnet18_flops, speedrun
-from scripts.dev.gpu_check.strategies import STRATEGIES, data_parallel, device_counts, strategy_check
-from scripts.dev.gpu_check.suite import short_run, waits
+from scripts.dev.gpu_check.speed import PEER_LIMIT, peer, resnet18_flops, short_run, speedrun, waits
+from scripts.dev.gpu_check.strategies import (
+    STRATEGIES,
+    compiled,
+    cpu_parity,
+    data_parallel,
+    device_counts,
+    strategy_check,
+)
 
 
 def cases(session: Session) -> list[Case]:
@@ -17,7 +22,6 @@ def cases(session: Session) -> list[Case]:
         Case("hashes", hashes),
         Case("parity", cpu_parity),
         Case("waits", waits, 180),
-        Case("sync-batch-norm", sync_batch_norm),
         *(Case(f"{name}-x1", strategy_check(name, 1)) for name in STRATEGIES),
         Case("compile", compiled, 180),
         Case("profile", profile(compile=False)),

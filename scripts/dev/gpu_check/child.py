@@ -1,4 +1,4 @@
-"""The process of one case: `python -m scripts.dev.gpu_check.child NAME RESULT SESSION` writes the outcome as JSON."""
+"""The process of one case: `child NAME RESULT ACCELERATOR DEVICES FOLDER [PEER]` writes the outcome as JSON."""
 
 import json
 import sys
@@ -7,15 +7,13 @@ from pathlib import Path
 
 from scripts.dev.gpu_check.case import CheckFailedError, NotHere, Session
 from scripts.dev.gpu_check.cases import cases
-from scripts.dev.gpu_check.process import exit_on_sigterm
+from scripts.dev.process import exit_on_sigterm
 
 
 def main() -> None:
     exit_on_sigterm()
-    name, result, session_json = sys.argv[1:]
-    values = json.loads(session_json)
-    peer = Path(values["peer"]) if values["peer"] else None
-    session = Session(values["accelerator"], values["devices"], Path(values["folder"]), peer)
+    name, result, accelerator, devices, folder, *peer = sys.argv[1:]
+    session = Session(accelerator, int(devices), Path(folder), Path(peer[0]) if peer else None)
     (case,) = [case for case in cases(session) if case.name == name]
     try:
         outcome = ("ok", case.check(session))

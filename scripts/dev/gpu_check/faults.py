@@ -2,15 +2,14 @@
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 
 from scripts.dev.gpu_check.case import CheckFailedError, Session, expect
-from scripts.dev.gpu_check.process import TIMED_OUT, run_limited
-from scripts.dev.gpu_check.training import SHORT_PARITY, overrides
+from scripts.dev.gpu_check.runs import SHORT_PARITY, overrides
+from scripts.dev.process import TIMED_OUT, python, run_limited
 
 LAUNCHERS = ["own", "torchrun"]
 MESSAGES = {"raise": "only on this rank", "kill": "rank 1 died", "stop": "rank 1:\nno stack"}  # of the own launcher
@@ -60,12 +59,7 @@ def _train(session: Session, launcher: str, *options: str) -> tuple[int, str]:
     """Train two ranks by the command line; return exit code and output."""
     log = session.folder / "command.log"
     words = overrides(session, "run", *SHORT_PARITY, "strategy=ddp", *options, devices=2)
-    code = run_limited([*_launcher(launcher), "train.py", *words], log, _EXIT)
+    code = run_limited(python("train.py", *words, processes=2 if launcher == "torchrun" else 1), log, _EXIT)
     if code is TIMED_OUT:
         raise CheckFailedError(f"the ranks did not end within {_EXIT} s")
     return code, log.read_text(errors="replace")
-
-
-def _launcher(name: str) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return [sys.executable, *(torchrun if name == "torchrun" else [])]

@@ -1,7 +1,7 @@
 """torch's profiler on some steps of the default model: kernels per step, and the share of time the GPU is busy."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -9,7 +9,8 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from scripts.dev.gpu_check.case import Session, expect
-from scripts.dev.gpu_check.training import run
+from scripts.dev.gpu_check.runs import run
+from scripts.dev.peers.callbacks import union_length
 
 FIRST, STEPS = 20, 10  # the first profiled step, and the number of them
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events in a trace
@@ -38,19 +39,17 @@ class ProfileSteps(L.Callback):
 
 def profile(compile: bool) -> Callable[[Session], str]:
     """Return the check that profiles the default model in bfloat16 on one device."""
-    return lambda session: summary(_trace(session, f"module.compile={str(compile).lower()}"), session.on_gpu)
 
+    def check(session: Session) -> str:
+        file, size = session.folder / "trace.json", ["model.width=4", "data.batch_size=8"] * (not session.on_gpu)
+        callback = f"+callbacks.profile={{_target_: scripts.dev.gpu_check.profile.ProfileSteps, file: {file}}}"
+        data = ["data.source.train_size=8000", "data.source.test_size=500", "test=false"]
+        length = [f"trainer.max_steps={FIRST + 2 * STEPS}", f"trainer.log_every_n_steps={FIRST + 2 * STEPS}"]
+        kind = ["trainer.precision=bf16-mixed", f"module.compile={str(compile).lower()}"]
+        run(session, "run", *data, *size, *length, *kind, callback)
+        return summary(json.loads(file.read_text())["traceEvents"], session.on_gpu)
 
-def _trace(session: Session, *options: str) -> list[dict[str, Any]]:
-    """Return the events of the profiled steps."""
-    file, size = session.folder / "trace.json", ["model.width=4", "data.batch_size=8"] * (not session.on_gpu)
-    callback = f"+callbacks.profile={{_target_: scripts.dev.gpu_check.profile.ProfileSteps, file: {file}}}"
-    data = ["data.source.train_size=8000", "data.source.test_size=500", "test=false"]
-    length = [f"trainer.max_steps={FIRST + 2 * STEPS}", f"trainer.log_every_n_steps={FIRST + 2 * STEPS}"]
-    precision = "trainer.precision=bf16-mixed"
-    run(session, "run", *data, *size, *length, precision, *options, callback)
-    events: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
-    return events
+    return check
 
 
 def summary(events: list[dict[str, Any]], on_gpu: bool) -> str:
@@ -63,15 +62,5 @@ def summary(events: list[dict[str, Any]], on_gpu: bool) -> str:
     expect(bool(work), "the trace has no kernel: may this user profile the GPU?")
     calls = [event["name"] for event in events if event.get("cat") in _CALLS]
     launches = sum(any(part in name for part in _LAUNCHES) for name in calls)
-    return f"{launches / STEPS:.0f} launches, {len(work) / STEPS:.0f} kernels per step; GPU busy {busy_share(work):.0%}"
-
-
-def busy_share(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the part of the time from the first start to the last end that the intervals cover."""
-    ordered = sorted(intervals)
-    begin = end = ordered[0][0]
-    covered = 0.0
-    for start, stop in ordered:
-        covered += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return covered / (end - begin)
+    busy = union_length(work) / (max(end for _, end in work) - min(start for start, _ in work))
+    return f"{launches / STEPS:.0f} launches, {len(work) / STEPS:.0f} kernels per step; GPU busy {busy:.0%}"

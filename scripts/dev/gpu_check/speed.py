@@ -1,6 +1,5 @@
-"""Seconds per epoch of the speedrun, beside the record's own program if it is given, and FLOPs of ResNet-18."""
+"""Speed: the default model, the speedrun beside the record's own program, FLOPs of ResNet-18; and synchronizations."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -8,8 +7,8 @@ from statistics import median
 from lightning.pytorch.callbacks import Timer
 
 from scripts.dev.gpu_check.case import NotHere, Session, expect
-from scripts.dev.gpu_check.process import last_line, run_limited
-from scripts.dev.gpu_check.training import TINY, column, middle, run
+from scripts.dev.gpu_check.runs import TINY, column, middle, run
+from scripts.dev.process import last_line, python, run_limited
 from src.cli.notebook import Result
 from src.models.flops import flops_per_sample
 
@@ -18,6 +17,31 @@ _EPOCHS, _STEPS_PER_EPOCH = 8, 25  # of the speedrun: 50,000 images in batches o
 _RESNET_BATCH = 512
 _TIMER = "+callbacks.timer._target_=lightning.pytorch.callbacks.Timer"
 _TINY_SPEEDRUN = [*TINY, "model.widths=[8,16,16]", "trainer.max_epochs=2"]
+
+
+def short_run(devices: int) -> Callable[[Session], str]:
+    """Return the check that trains the default model for two epochs; on 20,000 images on GPUs."""
+
+    def check(session: Session) -> str:
+        large, tiny = ["data.source.train_size=20000", "data.source.test_size=2000"], ["model.width=4", *TINY]
+        size = large if session.on_gpu else tiny
+        result = run(session, "run", *size, "trainer.max_epochs=2", devices=devices)
+        speed, memory = (middle(result, f"throughput/{name}") for name in ("samples_per_sec", "peak_memory_mib"))
+        accuracy = result.metrics["test/acc"]
+        expect(accuracy > 0.7 or not session.on_gpu, f"accuracy {accuracy:.3f} after two epochs; a CPU has 0.80")
+        return f"{speed:,.0f} images/s, {memory:.0f} MiB, accuracy {accuracy:.3f}"
+
+    return check
+
+
+def waits(session: Session) -> str:
+    """Run tests/test_synchronizations.py, in which torch itself raises at each synchronization."""
+    if not session.on_gpu:
+        raise NotHere("make dry-gpu finds synchronizations without a GPU")
+    log = session.folder / "tests.log"
+    code = run_limited(python("-m", "pytest", "tests/test_synchronizations.py"), log, 150)
+    expect(code == 0 and " passed" in last_line(log), f"pytest ended with {code}: {last_line(log)}")
+    return last_line(log).partition(" in ")[0]
 
 
 def speedrun(compile: bool) -> Callable[[Session], str]:
@@ -47,7 +71,7 @@ def peer(session: Session) -> str:
     if session.peer is None:
         raise NotHere("no --peer (PEER=path) was given")
     log = session.folder / "peer.log"
-    code = run_limited([sys.executable, "-u", str(session.peer.resolve())], log, PEER_LIMIT)
+    code = run_limited(python("-u", session.peer.resolve()), log, PEER_LIMIT)
     seconds = run_seconds(log)
     expect(bool(seconds), f"ended with {code} without a complete run: {last_line(log)}")
     return f"{median(seconds) / _EPOCHS:.3f} s per epoch, the median of {len(seconds)} runs"

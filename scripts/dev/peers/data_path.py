@@ -1,30 +1,61 @@
 """Loader and augmentation without a network, for `scripts.dev.bench`.
 
-`--path ours` is this template's DataModule, `--path pil` the data path of tutorials (`pil_pipeline.py`).
+`--path ours` is this template's DataModule. `--path pil` is the data path of tutorials: image by image through PIL, and
+the default collate. It is equivalent to torchvision's RandomCrop(32, padding=4), RandomHorizontalFlip, ToTensor and
+Normalize in a map-style dataset under `DataLoader(shuffle=True)`, in the main process and without torchvision's checks.
+Images are in memory, as in torchvision's CIFAR10, so nothing is decoded.
 """
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hydra
-from omegaconf import OmegaConf
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from scripts.dev.peers.handwritten import arguments
-from scripts.dev.peers.marks import Marks
-from scripts.dev.peers.pil_pipeline import loader
-from src.run.experiment import assemble
-from src.sweeps.resolvers import register_resolvers
+from scripts.dev.peers.common import MEAN, STD, Marks, arguments
+from src import compose
+from src.data.sources.cifar import CIFAR10
 from src.utils.malloc import tune_malloc
 
+_MEAN, _STD = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
 
-def ours(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
+
+class PILImages(Dataset[tuple[Tensor, int]]):
+    """CIFAR-10's training set as (height, width, channels) arrays; an item is an augmented image and its label."""
+
+    def __init__(self, folder: Path) -> None:
+        images, labels = CIFAR10([]).load(folder, "train")
+        self.images, self.labels = images.permute(0, 2, 3, 1).contiguous().numpy(), labels.tolist()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        padded = ImageOps.expand(Image.fromarray(self.images[index]), border=4)
+        left, top = random.randrange(9), random.randrange(9)
+        crop = padded.crop((left, top, left + 32, top + 32))
+        if random.random() < 0.5:
+            crop = ImageOps.mirror(crop)
+        image = torch.from_numpy(np.array(crop)).permute(2, 0, 1).contiguous().float().div(255)  # ToTensor
+        return image.sub_(_MEAN).div_(_STD), self.labels[index]
+
+
+def pil_loader(folder: Path, batch_size: int) -> DataLoader[tuple[Tensor, int]]:
+    """Return a loader of shuffled batches of the training set."""
+    return DataLoader(PILImages(folder), batch_size, shuffle=True, drop_last=True)
+
+
+def our_batches(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
     """Yield the batches that Lightning passes to `training_step`."""
-    with hydra.initialize_config_dir(str(Path(__file__).parents[3] / "conf"), version_base="1.3"):
-        settings = [f"data.root={folder}", f"data.batch_size={batch}", f"run_dir={scratch}", "logger=none", "model=mlp"]
-        cfg = hydra.compose("train", [*settings, "trainer.devices=1", "trainer.enable_progress_bar=false"])
-    OmegaConf.resolve(cfg)
-    trainer, module, data = assemble(cfg)
+    from src.run.experiment import assemble
+
+    settings = [f"data.root={folder}", f"data.batch_size={batch}", f"run_dir={scratch}", "logger=none", "model=mlp"]
+    trainer, module, data = assemble(compose(*settings, "trainer.devices=1", "trainer.enable_progress_bar=false"))
     data.trainer, trainer.training = trainer, True
     trainer.strategy._lightning_module = module
     module.to(trainer.strategy.root_device)
@@ -33,19 +64,16 @@ def ours(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
         yield data.on_after_batch_transfer(data.transfer_batch_to_device(fetched, trainer.strategy.root_device, 0), 0)
 
 
-def pil(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
-    """Yield batches that are loaded image by image."""
-    yield from loader(folder, batch)
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--path", choices=["ours", "pil"], default="ours")
     options = parser.parse_args()
-    register_resolvers()
     tune_malloc()
     marks = Marks(options.clock, options.log_every)
-    batches = {"ours": ours, "pil": pil}[options.path](options.data, options.batch, options.clock.parent)
+    if options.path == "ours":
+        batches = our_batches(options.data, options.batch, options.clock.parent)
+    else:
+        batches = iter(pil_loader(options.data, options.batch))
     for step, _ in enumerate(batches, start=1):
         marks.step(step)
         if step == options.steps:

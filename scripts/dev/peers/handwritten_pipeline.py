@@ -13,17 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scripts.dev.peers.handwritten import (
-    MEAN,
-    STD,
+from scripts.dev.peers.common import (
+    Marks,
     arguments,
+    augmented,
     batches_of_epoch,
     build_optimizer,
     join_process_group,
     set_up,
 )
-from scripts.dev.peers.marks import Marks
-from src.data.augment.pixels import crop_and_flip, normalize, sample_keys
 from src.strategies.pipeline.blocks import ordered_blocks
 from src.strategies.pipeline.schedules import SCHEDULES
 from src.strategies.pipeline.split import cut
@@ -91,9 +89,7 @@ def main() -> None:
         inputs: tuple[Tensor, ...] = ()
         last_stage: dict[str, Any] = {}
         if first:
-            index = batches[number]
-            crops = crop_and_flip(images.index_select(0, index), sample_keys(0, epoch, index), padding=4, flip=True)
-            inputs = (normalize(crops, MEAN, STD, torch.float32),)
+            inputs = (augmented(images, epoch, batches[number]),)
         if last:
             last_stage = {"target": labels[batches[number]], "losses": []}
         optimizer.zero_grad()

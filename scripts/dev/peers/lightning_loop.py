@@ -8,7 +8,6 @@ the progress bar, with a CSV file and a checkpoint per epoch. Each can be chosen
 import tempfile
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -19,13 +18,9 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
-from scripts.dev.peers.clock import Clock
-from scripts.dev.peers.handwritten import MEAN, STD, arguments, batches_of_epoch, build_optimizer, memory_format_of
-from scripts.dev.peers.nets import NETS
-from scripts.dev.peers.pil_pipeline import loader
-from src.data.augment.pixels import crop_and_flip, normalize, sample_keys
-from src.data.sources.cifar import CIFAR10
-from src.utils.malloc import tune_malloc
+from scripts.dev.peers.callbacks import Clock
+from scripts.dev.peers.common import arguments, augmented, batches_of_epoch, build_optimizer, memory_format_of, set_up
+from scripts.dev.peers.data_path import pil_loader
 
 HABITS = ("bar", "metrics", "images")
 
@@ -33,17 +28,12 @@ HABITS = ("bar", "metrics", "images")
 class Batches:
     """The data path of the hand-written loop, without a DataLoader, which takes 14 us per batch."""
 
-    def __init__(self, folder: Path, batch: int, layout: torch.memory_format) -> None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.images, self.labels = (tensor.to(device) for tensor in CIFAR10([]).load(folder, "train"))
-        self.batch, self.layout = batch, layout
+    def __init__(self, images: Tensor, labels: Tensor, batch: int, layout: torch.memory_format) -> None:
+        self.images, self.labels, self.batch, self.layout = images, labels, batch, layout
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        batches = batches_of_epoch(len(self.labels), self.batch, 0).to(self.labels.device)
-        for index in batches:
-            crops = crop_and_flip(self.images.index_select(0, index), sample_keys(0, 0, index), padding=4, flip=True)
-            image = normalize(crops, MEAN, STD, torch.float32).contiguous(memory_format=self.layout)
-            yield image, self.labels[index]
+        for index in batches_of_epoch(len(self.labels), self.batch, 0).to(self.labels.device):
+            yield augmented(self.images, 0, index).contiguous(memory_format=self.layout), self.labels[index]
 
 
 class Classifier(L.LightningModule):
@@ -74,22 +64,19 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--habits", default="barebones", help=f"barebones, or a comma-separated choice of {HABITS}")
     options = parser.parse_args()
-    layout = memory_format_of(options)
     habits = [] if options.habits == "barebones" else options.habits.split(",")
     warnings.simplefilter("ignore")
-    tune_malloc()  # as in the template: the benchmark compares the loops
-    torch.manual_seed(0)
+    images, labels, net = set_up(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if "images" in habits:
-        data: Any = loader(options.data, options.batch)
+        data: Any = pil_loader(options.data, options.batch)
     else:
-        data = Batches(options.data, options.batch, layout)
+        data = Batches(images, labels, options.batch, memory_format_of(options))
     folder = tempfile.mkdtemp()
     settings: dict[str, Any] = {"barebones": True}
     if habits:
         settings = {"logger": CSVLogger(folder), "default_root_dir": folder, "log_every_n_steps": options.log_every}
     trainer = L.Trainer(devices=1, max_steps=options.steps, max_epochs=-1, **settings)
     trainer.callbacks.append(Clock(str(options.clock), options.log_every))
-    net = NETS[options.net]().to(memory_format=layout)  # type: ignore[call-overload]
     trainer.fit(Classifier(net, habits, options.steps), data)
 
 

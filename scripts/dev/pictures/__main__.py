@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.dev.pictures.figures import curves_figure, speed_figure
-from scripts.dev.pictures.runs import CURVES, MICROBATCHES, PIPELINES, RANKS, ROOT, SPEEDS, train
-from scripts.dev.pictures.schedules import schedules_figure
+from scripts.dev.pictures.figures import curves_figure, schedules_figure
+from scripts.dev.pictures.runs import CURVES, MICROBATCHES, PIPELINES, RANKS, train
 from scripts.dev.pictures.svg import to_svg
+from scripts.dev.process import ROOT
 from src.utils.files import atomic_write
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 TITLES = {
     "curves": "Training loss under each strategy, and its relative difference from that of a single process",
     "schedules": "Passes of each pipeline schedule on 4 ranks with 8 micro-batches, simulated and recorded",
-    "speed": "Images per second and memory per process under each strategy",
 }
 
 
@@ -28,8 +27,7 @@ def draw(picture: str, runs: Path) -> "go.Figure":
     """Train the runs of a picture in the folder `runs`, as far as they are not there; return its figure."""
     if picture == "schedules":
         return schedules_figure({run.name: train(run, runs) for run in PIPELINES}, RANKS, MICROBATCHES)
-    chosen, figure = (CURVES, curves_figure) if picture == "curves" else (SPEEDS, speed_figure)
-    return figure([train(run, runs) for run in chosen], [run.name for run in chosen])
+    return curves_figure([train(run, runs) for run in CURVES], [run.name for run in CURVES])
 
 
 def main() -> None:

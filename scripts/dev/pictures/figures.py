@@ -1,50 +1,104 @@
-"""The curves of runs, their speed and memory, as Plotly figures."""
+"""The pictures as Plotly figures: the curves of runs, and the passes of each pipeline schedule."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from src.report.comparison import comparison_figure
-from src.report.page import new_figure, number, series_color
-from src.report.run_folder import RunFolder
+from src.report.page import new_figure
+from src.report.rank_charts import Pass, Rows, bubble, draw_passes, recorded_steps
+from src.report.run_folder import RankTimeline, RunFolder
+from src.strategies.pipeline.schedules import SCHEDULES
+from src.strategies.pipeline.simulation import simulate
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-LEGEND = {"orientation": "h", "x": 0.5, "xanchor": "center", "y": 1.01, "yanchor": "bottom"}
-_PANELS = [  # (number of the axis, part of the width, metric, title)
-    ("", [0.0, 0.47], "throughput/samples_per_sec", "images per second, on CPU cores"),
-    ("2", [0.53, 1.0], "throughput/peak_memory_mib", "peak memory of a process, MiB"),
-]
+_LEGEND = {"orientation": "h", "x": 0.5, "xanchor": "center", "y": 1.01, "yanchor": "bottom"}
+_ROW, _TITLE, _MARGIN = 20, 22, 60  # pixels: of a rank, of a panel's title, and of the figure for the legend
+
+
+class _Panel(NamedTuple):
+    """One step: its title, passes, the factor from their times to the unit of the axis, and the length of the axis."""
+
+    title: str
+    rows: Rows
+    scale: float
+    length: float
 
 
 def curves_figure(runs: list[RunFolder], names: list[str]) -> "go.Figure":
     """Return the training loss of runs upon each other, and their differences from the first one."""
     figure = comparison_figure("train/loss", runs, names, height=620)
-    figure.update_layout(legend=LEGEND | {"font": {"size": 12, "color": "var(--ink)"}})
+    figure.update_layout(legend=_LEGEND | {"font": {"size": 12, "color": "var(--ink)"}})
     figure.update_layout(xaxis={"title": "optimizer step"}, yaxis={"title": "training loss"})
     return figure
 
 
-def speed_figure(runs: list[RunFolder], names: list[str]) -> "go.Figure":
-    """Return bars of the throughput, and of the peak memory of the rank that needs most."""
-    figure = new_figure(90 + 34 * len(runs), bargap=0.35, showlegend=False)
-    for axis, domain, metric, title in _PANELS:
-        values = [float(run.curves[metric].finite().max()) for run in runs]  # disturbed least by other programs
-        _add_bars(figure, values, names, f"x{axis}")
-        settings = {"title": title, "domain": domain, "range": [0, 1.2 * max(values)]}
-        figure.update_layout({f"xaxis{axis}": settings})
-    figure.update_yaxes(autorange="reversed", showgrid=False, type="category", tickfont={"color": "var(--ink)"})
+def fastest_step(timelines: list[RankTimeline]) -> Rows:
+    """Return the passes of the shortest recorded step, which other programs have disturbed least.
+
+    Raises:
+        ValueError: if no step is recorded.
+    """
+    return min((rows for _, rows in recorded_steps(timelines)), key=_duration)
+
+
+def _duration(rows: Rows) -> float:
+    return max(one.end for passes in rows.values() for one in passes)
+
+
+def schedules_figure(runs: dict[str, RunFolder], ranks: int, microbatches: int) -> "go.Figure":
+    """Return the passes of each schedule: simulated, and below as recorded by its run.
+
+    All simulated steps have one time axis, on which a rank's forward pass of a micro-batch through all of its stages
+    takes one unit. Each recorded step has its own, because the ranks share the processors.
+    """
+    panels = []
+    simulations = {name: _simulate(name, ranks, microbatches) for name in runs}
+    longest = max(_duration(rows) / _stages(name) for name, rows in simulations.items())
+    for name, run in runs.items():
+        simulated, recorded = simulations[name], fastest_step(run.timelines)
+        title = f"<b>{name}</b>, simulated: the ranks idle {bubble(simulated):.1%} of the step"
+        panels.append(_Panel(title, simulated, 1 / _stages(name), longest))
+        milliseconds = 1000 * _duration(recorded)
+        title = f"recorded, {milliseconds:,.0f} ms: the ranks idle {bubble(recorded):.1%}"
+        panels.append(_Panel(title, recorded, 1000.0, milliseconds))
+    return _stack(panels, ranks)
+
+
+def _simulate(schedule: str, ranks: int, microbatches: int) -> Rows:
+    timeline = simulate(schedule, ranks, microbatches)
+    return {rank: [Pass(*one) for one in passes] for rank, passes in enumerate(timeline)}
+
+
+def _stages(schedule: str) -> int:
+    return SCHEDULES[schedule].stages_per_rank
+
+
+def _stack(panels: list[_Panel], ranks: int) -> "go.Figure":
+    """Return the panels below each other."""
+    each = ranks * _ROW + _TITLE
+    height = len(panels) * each
+    figure = new_figure(height + _MARGIN, barmode="overlay", bargap=0.14, uniformtext={"minsize": 9, "mode": "hide"})
+    for index, panel in enumerate(panels):
+        bottom = (len(panels) - 1 - index) * each
+        axis = str(index + 1) if index else ""
+        _add_panel(figure, panel, axis, [bottom / height, (bottom + ranks * _ROW) / height])
+    _show_each_name_once(figure)
+    figure.update_layout(legend=_LEGEND)
     return figure
 
 
-def _add_bars(figure: "go.Figure", values: list[float], names: list[str], axis: str) -> None:
-    colors = [series_color(index) for index in range(len(names))]
-    figure.add_bar(
-        x=values,
-        y=names,
-        xaxis=axis,
-        orientation="h",
-        marker={"color": colors, "cornerradius": 3},
-        text=[number(value) for value in values],
-        textposition="outside",
-        textfont={"color": "var(--ink)"},
-    )
+def _add_panel(figure: "go.Figure", panel: _Panel, axis: str, domain: list[float]) -> None:
+    draw_passes(figure, panel.rows, panel.scale, axis)
+    time = {"range": [0, panel.length], "anchor": f"y{axis}", "showgrid": False, "showticklabels": False}
+    rank = {"domain": domain, "anchor": f"x{axis}", "showgrid": False, "type": "category", "autorange": "reversed"}
+    figure.update_layout({f"xaxis{axis}": time, f"yaxis{axis}": rank | {"tickfont": {"size": 9}}})
+    note = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": domain[1], "yanchor": "bottom"}
+    figure.add_annotation(note, text=panel.title, showarrow=False, font={"size": 12, "color": "var(--ink)"})
+
+
+def _show_each_name_once(figure: "go.Figure") -> None:
+    seen: set[str] = set()
+    for trace in figure.data:
+        trace.showlegend = trace.name not in seen
+        seen.add(trace.name)

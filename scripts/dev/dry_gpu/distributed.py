@@ -9,31 +9,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.parallel.distributed as ddp
 from lightning.pytorch.trainer.connectors import data_connector
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scripts.dev.dry_gpu.device import DEVICES
 from src.utils.consensus import RankConsensus
 
 
-def set_rank(rank: int, world: int) -> None:
-    """Set the variables by which torchrun tells a process its rank."""
+def start_process_group(rank: int, world: int) -> None:
+    """Start the group before Lightning would; it then uses this one."""
     per_node = min(DEVICES, world)
-    variables = {
+    variables: dict[str, Any] = {
         "RANK": rank,
         "LOCAL_RANK": rank % per_node,
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": per_node,
-        "GROUP_RANK": rank // per_node,
-        "TORCHELASTIC_RUN_ID": "dry-gpu",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 29500,
     }
+    variables |= {"GROUP_RANK": rank // per_node, "TORCHELASTIC_RUN_ID": "dry-gpu"}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
     os.environ.update({name: str(value) for name, value in variables.items()})
-
-
-def start_process_group(rank: int, world: int) -> None:
-    """Start the group before Lightning would; it then uses this one."""
-    set_rank(rank, world)
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     connector: Any = data_connector
     connector._InfiniteBarrier = nullcontext  # a barrier over gloo, which needs the other ranks
@@ -78,14 +72,14 @@ def _replace_reducer() -> None:
 class _Work:
     """A finished collective. The future of the fake group's own one has no result, which hooks of DDP need."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
     def wait(self, *_: Any) -> bool:
         return True
 
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result([self._tensor])
         return future
 
@@ -100,7 +94,7 @@ class _Reducer:
         return _do_nothing if name == "_rebuild_buckets" else getattr(self._reducer, name)
 
 
-def _all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce a bucket as the reducer does without a hook, but through `_Work`."""
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])

@@ -1,4 +1,4 @@
-"""Commands with a time limit, whose process group is ended with them."""
+"""Programs that run in processes of their own, with a time limit."""
 
 import contextlib
 import os
@@ -7,9 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TIMED_OUT = None  # the exit code of a command that was ended at its limit
 _GRACE = 40.0  # seconds from SIGTERM to SIGKILL; torchrun kills a stopped worker after 30
+
+
+def python(*arguments: object, processes: int = 1) -> list[str]:
+    """Return the command that starts Python with these arguments, under torchrun if it takes several processes."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [*launcher, *map(str, arguments)]
 
 
 def exit_on_sigterm() -> None:
@@ -17,8 +25,8 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
-def run_limited(command: list[str], log: Path, limit: float) -> int | None:
-    """Run a command in the repository root with its output in `log`.
+def run_limited(command: list[str], log: Path, limit: float | None = None) -> int | None:
+    """Run a command in the repository root with its output in `log`, and end its process group.
 
     Returns:
         Its exit code, or TIMED_OUT if it did not end within `limit` seconds.

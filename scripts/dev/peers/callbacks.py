@@ -1,9 +1,14 @@
-"""A rank's memory and its time in communication, written by ranks of `train.py` that `scripts.dev.bench` starts."""
+"""Callbacks of the runs that `scripts.dev.bench` starts: the clock, and a rank's memory and time in communication.
+
+They have a file of their own, because the hand-written programs import no Lightning.
+"""
 
 import ctypes
 import gc
 import json
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +17,45 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from scripts.dev.peers.common import Marks
+
 _WINDOW = "benchmark:window"
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Spans = list[tuple[float, float]]
+
+
+class Clock(L.Callback):
+    """Write the times at which steps end."""
+
+    def __init__(self, file: str, every: int) -> None:
+        self._marks = Marks(Path(file), every)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero:
+            self._marks.step(trainer.global_step)
+
+
+class HookClock(L.Callback):
+    """Write the processor time of the main thread in the hooks of `callbacks.timeline`, in microseconds per step."""
+
+    def __init__(self, file: str) -> None:
+        self.file, self.seconds = Path(file), 0.0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        (timeline,) = [callback for callback in trainer.callbacks if type(callback).__name__ == "Timeline"]
+        for name in [name for name in vars(type(timeline)) if name.startswith("on_")]:
+            setattr(timeline, name, self._timed(getattr(timeline, name)))
+
+    def _timed(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def timed(*args: Any) -> None:
+            start = time.thread_time()
+            hook(*args)
+            self.seconds += time.thread_time() - start
+
+        return timed
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.file.write_text(json.dumps({"hooks us": 1e6 * self.seconds / trainer.global_step}))
 
 
 class Communication(L.Callback):
@@ -71,8 +112,8 @@ def busy_percentages(events: Any) -> dict[str, float]:
         elif event.device_type != torch.autograd.DeviceType.CPU if on_device else _is_work(event):
             computing.append(span)
     wall = (window.end - window.start) / 100
-    waiting = _length(sending + computing) - _length(computing)
-    return {"communicating": _length(sending) / wall, "waiting": waiting / wall}
+    waiting = union_length(sending + computing) - union_length(computing)
+    return {"communicating": union_length(sending) / wall, "waiting": waiting / wall}
 
 
 def _is_work(event: Any) -> bool:
@@ -80,7 +121,7 @@ def _is_work(event: Any) -> bool:
     return event.name.startswith("aten::") and not event.cpu_children
 
 
-def _length(spans: Spans) -> float:
+def union_length(spans: Spans) -> float:
     """Return the length of the union of the spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):

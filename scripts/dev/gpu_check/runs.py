@@ -1,4 +1,4 @@
-"""Runs of this project inside a case."""
+"""Runs of this project inside a case, and the comparison of two of them."""
 
 import math
 from statistics import median
@@ -9,7 +9,6 @@ from scripts.dev.gpu_check.case import Session, expect
 from src import compose, train
 from src.cli.notebook import Result
 
-QUIET = ["logger=none", "trainer.enable_progress_bar=false"]
 SHORT_PARITY = [  # eight steps in float64, past the end of an epoch
     "experiment=parity",
     "data.source.train_size=100",
@@ -25,7 +24,7 @@ def overrides(session: Session, name: str, *own: str, devices: object = 1) -> li
     """Return the command line of a run on synthetic shapes in the folder `name`, whose images all cases share."""
     place = [f"run_dir={session.folder / name}", f"data.root={session.folder.parent / 'data'}"]
     hardware = [f"trainer.accelerator={session.accelerator}", f"trainer.devices={devices}".replace(" ", "")]
-    return ["data=shapes", *QUIET, *own, *hardware, *place]
+    return ["data=shapes", "logger=none", "trainer.enable_progress_bar=false", *own, *hardware, *place]
 
 
 def run(session: Session, name: str, *own: str, devices: object = 1) -> Result:
@@ -47,8 +46,14 @@ def middle(result: Result, name: str) -> float:
     return median(values)
 
 
-def difference(one: Result, other: Result) -> float:
-    """Return the largest relative difference of any step's loss, and of any weight or buffer in the checkpoints."""
+def expect_equal(one: Result, other: Result) -> str:
+    """Check that losses, weights and buffers of two runs agree; return the largest relative difference."""
+    found = _difference(one, other)
+    expect(found <= TOLERANCE, f"relative difference {found:.1e}, at most {TOLERANCE:.0e} expected")
+    return f"{found:.0e}"
+
+
+def _difference(one: Result, other: Result) -> float:
     pairs = zip(column(one, "train/loss"), column(other, "train/loss"), strict=True)
     losses = [abs(a - b) / abs(b) for a, b in pairs]
     expect(bool(losses), "metrics.csv has no train/loss")
@@ -56,13 +61,6 @@ def difference(one: Result, other: Result) -> float:
     expect(states[0].keys() == states[1].keys(), "the checkpoints have different tensors")
     weights = [_relative(tensor, states[1][name]) for name, tensor in states[0].items()]
     return float(torch.tensor(losses + weights).max())  # NaN if one is
-
-
-def expect_equal(one: Result, other: Result) -> str:
-    """Check that two runs agree in float64; return the figure."""
-    found = difference(one, other)
-    expect(found <= TOLERANCE, f"relative difference {found:.1e}, at most {TOLERANCE:.0e} expected")
-    return f"{found:.0e}"
 
 
 def _weights(result: Result) -> dict[str, torch.Tensor]:
