@@ -4,10 +4,9 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from src.launch import workers
 from src.utils.errors import UserError
@@ -90,13 +89,13 @@ def test_no_rank_outlives_a_launcher_killed_during_startup(small: list[str], fol
 
 
 def test_user_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    starts = []
+    starts: list[int] = []
 
-    def fail(*_: Any) -> None:
-        starts.append(None)
+    def fail(cfg: DictConfig, processes: int) -> None:
+        starts.append(processes)
         raise UserError("train/loss is nan")
 
     monkeypatch.setattr(workers, "_run_group", fail)
     with pytest.raises(UserError):
         workers.launch_workers(OmegaConf.create({"launch": {"max_restarts": 5}}), processes=2)
-    assert len(starts) == 1
+    assert starts == [2]

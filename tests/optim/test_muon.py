@@ -51,8 +51,6 @@ def test_tensors_of_equal_shape_are_orthogonalized_together() -> None:
         assert torch.allclose(found, columns, rtol=0, atol=1e-12), "the order of the columns has no effect"
 
 
-
-
 def test_groups_parameters_by_role() -> None:
     optimizer = build(
         airbench(10, (8, 16, 16)), head_scale=3.0, vector_scale=2.0, weight_decay=0.01, whitening_fraction=0.5

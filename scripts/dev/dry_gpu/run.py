@@ -28,8 +28,8 @@ from scripts.dev.dry_gpu.synchronizations import SYNCHRONIZATIONS
 from scripts.dev.dry_gpu.tensors import install_tensors
 from src.checkpoint.run_files import CHECKPOINTS, LAST
 from src.cli.notebook import compose
-from src.run.build import drop_replaced_options
 from src.data.sources.shapes import Shapes
+from src.run.build import drop_replaced_options
 from src.run.experiment import assemble
 
 _PROCESSES = 2
