@@ -25,7 +25,7 @@ from scripts.dev.peers.common import (
 from src.strategies.pipeline.blocks import ordered_blocks
 from src.strategies.pipeline.schedules import SCHEDULES
 from src.strategies.pipeline.split import cut
-from src.strategies.pipeline.stage import build_stage, keep_own_stages, sent_like, stage_inputs
+from src.strategies.pipeline.stage import build_stage, keep_own_stages, stage_shapes
 from src.utils.process_group import close_process_group
 
 
@@ -49,8 +49,7 @@ def pipeline(
     stage_to_rank = spec.stage_to_rank(world)
     parts = cut(ordered_blocks(net, images), len(stage_to_rank), "auto")
     modules = keep_own_stages(net, parts, stage_to_rank, rank)
-    shapes = [sent_like(stage_inputs(parts, 0)), *(sent_like(part[-1].outputs) for part in parts)]
-    stages = [build_stage(module, number, shapes, None, device) for number, module in modules.items()]
+    stages = [build_stage(module, number, stage_shapes(parts), None, device) for number, module in modules.items()]
     stage_or_stages: Any = stages[0] if spec.stages_per_rank == 1 else stages
     return (
         spec.schedule(stage_or_stages, microbatches, loss_fn=loss, scale_grads=False),

@@ -5,13 +5,10 @@ and so replaces the modules: dropout, synchronized batch normalization and evalu
 """
 
 import inspect
-import operator
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -66,28 +63,16 @@ def trace(net: nn.Module, blocks: Sequence[str], images: Tensor) -> fx.Graph:
 def _measure(net: nn.Module, graph: fx.Graph, images: Tensor) -> Any:
     """Run a graph; each node gets its FLOPs and, if its value is a tensor, a meta tensor like it.
 
-    fx.Interpreter would make a progress bar, whose semaphore a process that is killed leaves behind.
+    `fx.Interpreter.run` would make a progress bar, whose semaphore a process that is killed leaves behind.
     """
-    values: dict[fx.Node, Any] = {}
+    interpreter = fx.Interpreter(net, graph=graph)
+    interpreter.args_iter = iter([images])
     for node in graph.nodes:
-        arguments = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         with FlopCounterMode(display=False) as counter:
-            value = values[node] = images if node.op == "placeholder" else _evaluate(net, node, *arguments)
+            value = interpreter.env[node] = interpreter.run_node(node)
         node.meta["flops"] = counter.get_total_flops()
         node.meta["value"] = torch.empty_like(value, device="meta").detach() if isinstance(value, Tensor) else None
     return value
-
-
-def _evaluate(net: nn.Module, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the value of a node, https://docs.pytorch.org/docs/stable/fx.html#torch.fx.Node."""
-    if node.op == "output":
-        return args[0]
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    if node.op == "call_function":
-        return cast(Any, node.target)(*args, **kwargs)
-    attribute = operator.attrgetter(str(node.target))(net)
-    return attribute(*args, **kwargs) if node.op == "call_module" else attribute
 
 
 def _are_equal(net: nn.Module, expected: Any, found: Any) -> bool:
@@ -134,25 +119,19 @@ def extract(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequen
 
 
 def _record(net: nn.Module, blocks: Sequence[str]) -> fx.Graph:
-    attributes, random_state = set(vars(net)), _random_state()
+    attributes, random_state = set(vars(net)), torch.get_rng_state().tolist()
     try:
         graph = _BlockTracer(blocks).trace(net)
     except Exception as error:  # the forward pass may do anything with the tracer's objects
         cause = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"the forward pass of `model` cannot be traced ({cause}): {_ADVICE}") from error
-    if _random_state() != random_state:
+    if torch.get_rng_state().tolist() != random_state:
         raise UserError(f"the forward pass of `model` draws random numbers outside of its blocks: {_ADVICE}")
     if set(vars(net)) != attributes:  # the tracer keeps constants in the network
         raise UserError(
             f"the forward pass of `model` creates tensors outside of its blocks: register them as buffers, or {_ADVICE}"
         )
     return graph
-
-
-def _random_state() -> tuple[Any, ...]:
-    """Return the states of the generators that a forward pass may use while it is traced, on the CPU."""
-    numpy_state: Any = np.random.get_state()
-    return torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist()
 
 
 @contextmanager

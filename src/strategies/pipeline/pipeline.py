@@ -23,11 +23,18 @@ from torch.optim import Optimizer
 from src.data.batch import Batch
 from src.strategies.gradients import average_over, clip_by_norm_over, take_gradients
 from src.strategies.pipeline.blocks import Block, ordered_blocks
-from src.strategies.pipeline.micro_batches import join_samples, split_batch
 from src.strategies.pipeline.schedules import build_schedule, schedule_spec
 from src.strategies.pipeline.simulation import bubble, simulate
 from src.strategies.pipeline.split import cut, format_table
-from src.strategies.pipeline.stage import Stage, build_stage, keep_own_stages, sent_like, shard_stage, stage_inputs
+from src.strategies.pipeline.stage import (
+    Stage,
+    build_stage,
+    join_samples,
+    keep_own_stages,
+    shard_stage,
+    split_batch,
+    stage_shapes,
+)
 from src.strategies.pipeline.stage_forward import StageForward
 from src.strategies.sharded_state import ShardedStateStrategy
 from src.utils.errors import UserError
@@ -127,7 +134,7 @@ class Pipeline(ShardedStateStrategy):
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         data = self.lightning_module.trainer.datamodule
         stages = self._cut(net, shape=(data.samples_per_micro_batch, *data.image_shape))
-        shapes = [sent_like(stage_inputs(stages, 0)), *(sent_like(blocks[-1].outputs) for blocks in stages)]
+        shapes = stage_shapes(stages)
         self._own_stages = keep_own_stages(net, stages, self._stage_to_rank, self._pipeline_rank)
         if self._is_sharded:
             for stage in self._own_stages.values():
@@ -149,10 +156,7 @@ class Pipeline(ShardedStateStrategy):
         with self.precision_plugin.forward_context():
             blocks = ordered_blocks(net, images)
         self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
-        stages = cut(blocks, len(self._stage_to_rank), self.split)
-        names = self.broadcast([[block.name for block in stage] for stage in stages])  # all ranks cut as rank zero
-        by_name = {block.name: block for block in blocks}
-        return [[by_name[name] for name in stage] for stage in names]
+        return cut(blocks, len(self._stage_to_rank), self.split)
 
     def _log_stages(self, stages: list[list[Block]]) -> None:
         simulated = bubble(simulate(self.schedule, self.device_mesh["pipeline"].size(), self.microbatches))

@@ -1,4 +1,7 @@
-"""A pipeline stage as a module: consecutive blocks, with the memory formats and dropout keys of their micro-batches."""
+"""A pipeline stage as a module: consecutive blocks, with the memory formats and dropout keys of their micro-batches.
+
+Sample i of a batch belongs to micro-batch i % microbatches (`src/data/sampler.py`).
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -10,11 +13,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
+from src.data.batch import Batch
 from src.models.dropout import dropouts, set_keys
 from src.strategies.pipeline.blocks import Block
 from src.strategies.pipeline.graph import extract
-from src.strategies.pipeline.micro_batches import split_samples
 from src.utils.timeline import pipeline_pass
+
+
+def split_samples(values: Tensor, microbatches: int) -> Tensor:
+    """Return the (samples, ...) values of a batch as a (microbatches, n, ...) view."""
+    return values.unflatten(0, (-1, microbatches)).transpose(0, 1)
+
+
+def split_batch(batch: Batch, microbatches: int) -> Batch:
+    """Return the batch with (microbatches, n, ...) fields."""
+    return Batch(*(split_samples(field, microbatches) for field in batch))
+
+
+def join_samples(values: Tensor) -> Tensor:
+    """Undo `split_samples`: return (microbatches, n, ...) values in the order of the batch, (samples, ...)."""
+    return values.transpose(0, 1).flatten(0, 1)
 
 
 class Stage(nn.Module):
@@ -69,12 +87,6 @@ def is_permuted(node: fx.Node) -> bool:
     return value.is_contiguous(memory_format=torch.channels_last)
 
 
-def sent_like(nodes: Sequence[fx.Node]) -> list[Tensor]:
-    """Return meta tensors like the values of the nodes as they are sent."""
-    values = [(node.meta["value"], is_permuted(node)) for node in nodes]
-    return [value.permute(0, 2, 3, 1) if permuted else value.contiguous() for value, permuted in values]
-
-
 def keep_own_stages(
     net: nn.Module, stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int], own_rank: int
 ) -> dict[int, Stage]:
@@ -115,6 +127,17 @@ def stage_inputs(stages: Sequence[Sequence[Block]], number: int) -> list[fx.Node
     if number:
         return stages[number - 1][-1].outputs
     return [next(iter(stages[0][0].nodes[0].graph.nodes))]
+
+
+def stage_shapes(stages: Sequence[Sequence[Block]]) -> list[list[Tensor]]:
+    """Return meta tensors like the inputs of each stage, and the output of the last, as they are sent."""
+    sent = [stage_inputs(stages, 0), *(blocks[-1].outputs for blocks in stages)]
+    return [[_sent_like(node) for node in nodes] for nodes in sent]
+
+
+def _sent_like(node: fx.Node) -> Tensor:
+    value: Tensor = node.meta["value"]
+    return value.permute(0, 2, 3, 1) if is_permuted(node) else value.contiguous()
 
 
 def _called(blocks: Iterable[Block]) -> set[str]:
