@@ -25,7 +25,7 @@ doctor: install
 test: install lint
 	$(BIN)/python -m pytest $(ARGS)
 
-# About an hour: every strategy, schedule and documented command. ARGS=tests/parity runs a part.
+# About an hour: every strategy, schedule and documented command. ARGS=tests/engine/parity runs a part.
 test-all: install lint
 	$(BIN)/python -m pytest -m "" $(ARGS)
 

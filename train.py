@@ -14,24 +14,24 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from src.cli.main import TRACEBACK_WANTED, run_application
-from src.run.folder import remove_if_unused
-from src.sweeps.resolvers import register_resolvers
-from src.utils.errors import UserError
+from src.engine.config.folder import remove_if_unused
+from src.engine.config.main import TRACEBACK_WANTED, run_application
+from src.engine.sweeps.resolvers import register_resolvers
+from src.engine.utils.errors import UserError
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict[str, float] | float:
     if cfg.doctor:
-        from src.doctor.examination import examine
+        from src.engine.doctor.examination import examine
 
         examine(cfg)
         return {}
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        from src.sweeps.job import run_job
+        from src.engine.sweeps.job import run_job
 
         return run_job(cfg)
-    from src.launch.start import launch
+    from src.engine.launch.start import launch
 
     try:
         return launch(cfg)

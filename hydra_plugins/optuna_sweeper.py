@@ -17,9 +17,9 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from src.report.jobs import Job
-from src.utils.errors import UserError
-from src.utils.quoting import quote
+from src.engine.report.jobs import Job
+from src.engine.utils.errors import UserError
+from src.engine.utils.quoting import quote
 
 if TYPE_CHECKING:
     import optuna
@@ -60,7 +60,7 @@ class OptunaSweeper(Sweeper):
         """
         import optuna
 
-        from src.sweeps.search_space import search_space, with_params
+        from src.engine.sweeps.search_space import search_space, with_params
 
         self.folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, self.folder / "multirun.yaml")  # as Hydra's own sweeper does
@@ -118,7 +118,7 @@ class OptunaSweeper(Sweeper):
         """
         from optuna.trial import TrialState
 
-        from src.callbacks.pruning import PRUNED
+        from src.engine.run.pruning import PRUNED
 
         job = Job.read(folder)
         if job.status == "finished" and study.get_trials(deepcopy=False)[number].user_attrs.get(PRUNED):

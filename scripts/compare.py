@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from src.report.agreement import verdicts
-from src.report.run_folder import RunFolder
+from src.engine.report.agreement import verdicts
+from src.engine.report.run_folder import RunFolder
 
 
 def table(runs: list[RunFolder], metric: str) -> Table:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from src.checkpoint import sharded
-from src.checkpoint.integrity import read_run_checkpoint
-from src.checkpoint.io import AtomicCheckpointIO
-from src.checkpoint.run_files import checkpoint_file
-from src.utils.errors import UserError
+from src.engine.state import sharded
+from src.engine.state.integrity import read_run_checkpoint
+from src.engine.state.io import AtomicCheckpointIO
+from src.engine.state.run_files import checkpoint_file
+from src.engine.utils.errors import UserError
 
 
 def convert(source: Path, target: Path, shards: bool) -> None:

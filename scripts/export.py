@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.run.trained import Classifier, load_run
-from src.utils.errors import UserError
-from src.utils.files import atomic_write
+from src.engine.run.trained import Classifier, load_run
+from src.engine.utils.errors import UserError
+from src.engine.utils.files import atomic_write
 
 _SUFFIXES = {"torch": ".pt2", "onnx": ".onnx"}
 _ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")

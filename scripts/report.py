@@ -10,9 +10,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from src.report.jobs import is_sweep
-from src.report.write import write_page_of
-from src.utils.errors import UserError
+from src.engine.report.jobs import is_sweep
+from src.engine.report.write import write_page_of
+from src.engine.utils.errors import UserError
 
 
 def write(folders: list[Path], output: Path | None, single_file: bool) -> Path:
@@ -36,8 +36,8 @@ def write(folders: list[Path], output: Path | None, single_file: bool) -> Path:
 
 
 def _write_comparison(folders: list[Path], output: Path | None, single_file: bool) -> Path:
-    from src.report.comparison import write_comparison
-    from src.report.run_folder import RunFolder
+    from src.engine.report.comparison import write_comparison
+    from src.engine.report.run_folder import RunFolder
 
     runs = [RunFolder(folder) for folder in folders]
     file = (output or runs[0].path.parent / "comparison.html").absolute()

@@ -17,12 +17,12 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from src.cli.shorthands import without_null_choices
-from src.run.devices import runs_in_single_process
-from src.run.folder import unique_name
-from src.sweeps.resolvers import register_resolvers
-from src.utils.errors import UserError
-from src.utils.files import atomic_write
+from src.engine.config.devices import runs_in_single_process
+from src.engine.config.folder import unique_name
+from src.engine.config.shorthands import without_null_choices
+from src.engine.sweeps.resolvers import register_resolvers
+from src.engine.utils.errors import UserError
+from src.engine.utils.files import atomic_write
 
 ROOT = Path(__file__).parents[1]
 _SCRIPT = """\

@@ -8,61 +8,71 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+ENGINE = ROOT / "src" / "engine"
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
+YOURS = ("src.models", "src.data")  # what a user of the template edits
+FACE = "src.engine"  # what those files import of the engine
 
-
-LAYERS = [  # from the top down: a folder of src/ imports from those below it, and from itself
-    "cli",  # the command line and its output
-    "sweeps",  # jobs of a multirun
+LAYERS = [  # of src/engine, from the top down: each imports from those below it, and from itself
+    "notebook",  # training from Python
     "doctor",  # checks before a run
+    "sweeps",  # jobs of a multirun
     "launch",  # starts the ranks
     "run",  # one run on one rank
     "report",  # report.html, from the files of run folders
-    "callbacks",
-    "strategies",
-    "models",
-    "data",
+    "config",  # from the command line to one resolved configuration
+    "parallel",  # strategies
+    "observe",  # loggers, and callbacks that measure
     "optim",
-    "checkpoint",
-    "loggers",
+    "determinism",  # why runs are equal: order, hashes, position
+    "state",  # checkpoints
     "utils",
 ]
 
 
 def _module(file: Path) -> str:
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def _imports(file: Path) -> set[str]:
-    """Return the modules of src that a file imports, inside functions too."""
+    """Return the modules of src that a file imports, inside functions too; `src.engine` for names of its face."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             module = f"{node.module}"
-            is_package = (ROOT / module.replace(".", "/")).is_dir()
+            is_package = (ROOT / module.replace(".", "/")).is_dir() and module != FACE
             names |= {f"{module}.{alias.name}" for alias in node.names} if is_package else {module}
     return {name for name in names if name.startswith("src.")}
 
 
-def test_every_folder_has_a_layer() -> None:
-    assert sorted(LAYERS) == sorted(
-        folder.name for folder in (ROOT / "src").iterdir() if (folder / "__init__.py").exists()
-    )
+def _layer(module: str) -> int:
+    return LAYERS.index(module.split(".")[2])
 
 
-@pytest.mark.parametrize("file", [file for file in SOURCES if file.parent.name != "src"], ids=_module)
-def test_imports_only_from_layers_below(file: Path) -> None:
-    layer = LAYERS.index(_module(file).split(".")[1])
-    above = {name for name in _imports(file) if LAYERS.index(name.split(".")[1]) < layer}
-    assert not above
+def test_every_room_of_the_engine_has_a_layer() -> None:
+    rooms = {path.stem for path in ENGINE.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"}
+    assert rooms - {"__init__"} == set(LAYERS)
+
+
+@pytest.mark.parametrize("file", sorted(ENGINE.rglob("*.py")), ids=_module)
+def test_the_engine_imports_only_from_layers_below(file: Path) -> None:
+    imported = _imports(file)
+    assert not {name for name in imported if name.startswith(YOURS)}
+    if file != ENGINE / "__init__.py":
+        assert FACE not in imported
+        assert not {name for name in imported if _layer(name) < _layer(_module(file))}
+
+
+@pytest.mark.parametrize("file", [file for file in SOURCES if _module(file).startswith(YOURS)], ids=_module)
+def test_your_rooms_import_the_face_of_the_engine(file: Path) -> None:
+    assert {name for name in _imports(file) if not name.startswith(YOURS)} <= {FACE}
 
 
 def test_plugins_import_only_sweeps_and_below() -> None:
-    above = LAYERS[: LAYERS.index("sweeps")]
     for file in (ROOT / "hydra_plugins").glob("*.py"):
-        assert not {name for name in _imports(file) if name.split(".")[1] in above}
+        assert min(map(_layer, _imports(file))) >= LAYERS.index("sweeps")
 
 
 def test_scripts_are_modules() -> None:
@@ -80,7 +90,7 @@ def test_imports_form_no_cycle() -> None:
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_only_strategies_know_strategies(file: Path) -> None:
-    if "strategies" not in file.parts:
+    if "parallel" not in file.parts:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.If | ast.IfExp):
                 assert not re.search(r"strategy\w* (==|in)|isinstance\([^)]*Strategy", ast.unparse(node.test))

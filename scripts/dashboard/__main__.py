@@ -13,7 +13,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from src.utils.errors import UserError, suggest
+from src.engine.utils.errors import UserError, suggest
 
 _OPTIONS = ["optimizer.lr", "optimizer.weight_decay", "data.batch_size", "seed"]
 

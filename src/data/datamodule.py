@@ -8,12 +8,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from src.data.augment.augmentation import Augmentation, Preprocessing
-from src.data.batch import Batch
-from src.data.module import DataModule
 from src.data.sources.source import ImageSource
 from src.data.splits import check_properties, divide, load_sets
-from src.utils.errors import UserError
-from src.utils.image_files import ImageFiles
+from src.engine import Batch, DataModule, ImageFiles, UserError
 
 
 class ImageDataModule(DataModule):

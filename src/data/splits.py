@@ -7,10 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from src.data.dataset import ImageSet, ImageSplit
-from src.data.hashing import permutation
 from src.data.sources.source import ImageSource, has_val_split
-from src.utils.errors import UserError
+from src.engine import ImageSet, ImageSplit, UserError, permutation
 
 _log = logging.getLogger(__name__)
 _VAL_FRACTION = 0.1

@@ -9,15 +9,25 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from src.checkpoint.integrity import check_fits
-from src.data.batch import Batch
-from src.models.module import Module, WeightedMean
+from src.engine import (
+    GRAPH_MODES,
+    Batch,
+    Module,
+    UserError,
+    WeightedMean,
+    build_optimizer,
+    check_choice,
+    check_compile_mode,
+    check_fits,
+    compile_blocks,
+    compiled,
+    keep_configured_rates,
+    recompute_blocks,
+    scaling_factor,
+    scheduler_config,
+    should_compile,
+)
 from src.models.views import VIEWS, average_over_views
-from src.optim.groups import build_optimizer, scaling_factor
-from src.optim.schedulers import keep_configured_rates, scheduler_config
-from src.utils.compilation import GRAPH_MODES, check_compile_mode, compile_blocks, compiled, should_compile
-from src.utils.errors import UserError, check_choice
-from src.utils.recomputation import recompute_blocks
 
 
 class ImageClassifier(Module):
@@ -28,7 +38,7 @@ class ImageClassifier(Module):
             prefix `net.` in checkpoints.
         optimizer: builds the optimizer from parameter groups; its `lr` is for a batch of `reference_batch_size`.
         schedule: maps (step, steps of the run) to the factor on the learning rate. If a finished run is extended, the
-            schedule is that of the longer run. Or a scheduler of torch (`src/optim/schedulers.py`).
+            schedule is that of the longer run. Or a scheduler of torch (`src/engine/optim/schedulers.py`).
         reference_batch_size: batch size for which the learning rate is given.
         lr_scaling: how the learning rate follows the batch size: `linear`, `sqrt` or `none`.
         label_smoothing: fraction of the target spread evenly over the classes (Szegedy et al., 2015).

@@ -9,12 +9,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from src.checkpoint.integrity import check_fits
-from src.data.batch import Batch
-from src.data.hashing import hash_ints, normal
-from src.models.module import Module
-from src.optim.groups import build_optimizer, override_hyperparameters
-from src.utils.errors import UserError
+from src.engine import (
+    Batch,
+    Module,
+    UserError,
+    build_optimizer,
+    check_fits,
+    hash_ints,
+    normal,
+    override_hyperparameters,
+)
 
 _NOISE = 1  # separates these random numbers from those of augmentation
 _EVALUATION_EPOCH = -1  # in place of the current epoch: constant noise makes scores comparable

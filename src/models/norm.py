@@ -4,7 +4,7 @@ import math
 
 from torch import nn
 
-from src.utils.errors import check_choice
+from src.engine import check_choice
 
 
 def norm_layer(norm: str, channels: int) -> nn.Module:

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from src.models.dropout import DropPath
-from src.utils.errors import UserError
+from src.engine import DropPath, UserError
 
 
 def vit(

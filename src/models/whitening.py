@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from src.data.augment.pixels import normalize
-from src.utils.errors import UserError
+from src.engine import UserError
 
 
 class Whitening(nn.Conv2d):

@@ -9,9 +9,9 @@ from collections import OrderedDict
 
 from torch import nn
 
+from src.engine import UserError
 from src.models.norm import norm_layer
 from src.models.preact_resnet import PreActBlock
-from src.utils.errors import UserError
 
 
 def wide_resnet(

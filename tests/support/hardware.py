@@ -4,7 +4,7 @@ from itertools import combinations
 from random import Random
 from typing import Any
 
-from src.strategies.pipeline.schedules import SCHEDULES
+from src.engine.parallel.pipeline.schedules import SCHEDULES
 
 Setting = dict[str, Any]
 Choices = dict[str, list[Any]]
@@ -41,7 +41,7 @@ _PIPELINE: Choices = {
     "strategy.split": ["auto", "[layer2]"],
     **_SHARDED,
 }
-# Without `ddp_spawn`, which starts processes for each run: tests/parity/test_parity.py has it.
+# Without `ddp_spawn`, which starts processes for each run: tests/engine/parity/test_parity.py has it.
 STRATEGIES: dict[str, Choices] = {
     "auto": {"trainer.devices": [1, 2]},
     "ddp": {"trainer.devices": [1, 2, 4], **_DDP},

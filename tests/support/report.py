@@ -6,16 +6,16 @@ from collections import defaultdict
 import pytest
 
 ALLOWED_SKIPS = {
-    "tests/data/test_cifar.py::test_reads_the_real_images": "CIFAR-10 is not part of the project",
-    "tests/gpu/test_dry_gpu.py": "there is no C++ compiler, or another torch than the stubs are for",
-    "tests/launch/test_command_line.py::test_user_errors_found_by_the_launcher[no gpu]": "there is a GPU",
-    "tests/report/test_pages.py": "Chromium is not installed",
-    "tests/launch/test_slurm.py": "SLURM is not installed",
-    "tests/launch/test_two_hosts.py": "network namespaces take root, and iproute2",
-    "tests/test_canaries.py::test_torch_still_records_a_stack_trace_to_seed_an_unused_device": "there is a GPU",
-    "tests/test_export.py::test_exports_to_onnx": "ONNX is not installed",
-    "tests/test_synchronizations.py::test_no_synchronization_on_a_gpu": "there is no GPU",
-    "tests/models/test_classifier.py::test_compiled_network_trains_alike": "there is no C++ compiler",
+    "tests/template/data/test_cifar.py::test_reads_the_real_images": "CIFAR-10 is not part of the project",
+    "tests/engine/gpu/test_dry_gpu.py": "there is no C++ compiler, or another torch than the stubs are for",
+    "tests/engine/config/test_command_line.py::test_user_errors_found_by_the_launcher[no gpu]": "there is a GPU",
+    "tests/engine/report/test_pages.py": "Chromium is not installed",
+    "tests/engine/launch/test_slurm.py": "SLURM is not installed",
+    "tests/engine/launch/test_two_hosts.py": "network namespaces take root, and iproute2",
+    "tests/engine/test_canaries.py::test_torch_still_records_a_stack_trace_to_seed_an_unused_device": "there is a GPU",
+    "tests/scripts/test_export.py::test_exports_to_onnx": "ONNX is not installed",
+    "tests/engine/test_synchronizations.py::test_no_synchronization_on_a_gpu": "there is no GPU",
+    "tests/template/models/test_classifier.py::test_compiled_network_trains_alike": "there is no C++ compiler",
 }
 
 

@@ -35,7 +35,7 @@ def write_run(
     """
     folder.mkdir(parents=True)
     _write_metrics(folder / "metrics.csv", points, gap, cells or {})
-    strategy = {"_target_": "src.strategies.pipeline.pipeline.Pipeline", "schedule": "gpipe"}
+    strategy = {"_target_": "src.engine.parallel.pipeline.pipeline.Pipeline", "schedule": "gpipe"}
     config = {"seed": 0, "strategy": strategy, "optimizer": {"lr": 0.1}, "experiment": "5f3a9c"}
     config |= {"trainer": {"precision": precision}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))

@@ -11,10 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from src.run.build import drop_replaced_options
-from src.run.devices import runs_in_single_process
-from src.run.experiment import assemble
-from src.strategies.batch_norm import average_statistics
+from src.engine.config.build import drop_replaced_options
+from src.engine.config.devices import runs_in_single_process
+from src.engine.parallel.batch_norm import average_statistics
+from src.engine.run.experiment import assemble
 from tests.support.pool import Pool
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -25,7 +25,7 @@ QUIET = ["logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=
 
 def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
     """Return the resolved configuration of a run in `folder`, as the launcher passes it to the ranks."""
-    from src.sweeps.resolvers import register_resolvers
+    from src.engine.sweeps.resolvers import register_resolvers
 
     register_resolvers()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):

@@ -13,8 +13,8 @@ import torch
 from scripts.dev.benchmarks.programs import Case, Program
 from scripts.dev.process import ROOT, python
 from src.data.sources.cifar import CIFAR10
-from src.strategies.pipeline.schedules import SCHEDULES
-from src.strategies.pipeline.simulation import bubble, simulate
+from src.engine.parallel.pipeline.schedules import SCHEDULES
+from src.engine.parallel.pipeline.simulation import bubble, simulate
 
 OVERRIDES = {
     "tiny": ["model=mlp", "model.hidden=[16]"],

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from scripts.dev.benchmarks.programs import Case, Program, Readings
-from src.utils.files import atomic_write
+from src.engine.utils.files import atomic_write
 
 
 def table(case: Case, readings: Readings) -> Table:

@@ -8,7 +8,7 @@ from torch import Tensor
 from scripts.dev.gpu_check.case import Session, expect
 from src.data.augment.pixels import alternating_flip, crop_and_flip, cutout, sample_keys
 from src.data.augment.trivial_augment import trivial_augment
-from src.data.hashing import integers, normal, uniform
+from src.engine.determinism.hashing import integers, normal, uniform
 
 _EXACT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "hashes": lambda index, image: sample_keys(1, 2, index),

@@ -7,7 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-from src.utils.files import atomic_write
+from src.engine.utils.files import atomic_write
 
 _LONGEST = 160  # characters of a cell
 

@@ -6,8 +6,8 @@ from statistics import median
 import torch
 
 from scripts.dev.gpu_check.case import Session, expect
-from src import compose, train
-from src.cli.notebook import Result
+from src.engine import compose, train
+from src.engine.notebook import Result
 
 SHORT_PARITY = [  # eight steps in float64, past the end of an epoch
     "experiment=parity",

@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import Timer
 from scripts.dev.gpu_check.case import NotHere, Session, expect
 from scripts.dev.gpu_check.runs import TINY, column, middle, run
 from scripts.dev.process import last_line, python, run_limited
-from src.cli.notebook import Result
-from src.models.flops import flops_per_sample
+from src.engine.notebook import Result
+from src.engine.observe.flops import flops_per_sample
 
 PEER_LIMIT = 300  # seconds of a record's program, which repeats its run many times
 _EPOCHS, _STEPS_PER_EPOCH = 8, 25  # of the speedrun: 50,000 images in batches of 2,000
@@ -35,11 +35,11 @@ def short_run(devices: int) -> Callable[[Session], str]:
 
 
 def waits(session: Session) -> str:
-    """Run tests/test_synchronizations.py, in which torch itself raises at each synchronization."""
+    """Run tests/engine/test_synchronizations.py, in which torch itself raises at each synchronization."""
     if not session.on_gpu:
         raise NotHere("make dry-gpu finds synchronizations without a GPU")
     log = session.folder / "tests.log"
-    code = run_limited(python("-m", "pytest", "tests/test_synchronizations.py"), log, 150)
+    code = run_limited(python("-m", "pytest", "tests/engine/test_synchronizations.py"), log, 150)
     expect(code == 0 and " passed" in last_line(log), f"pytest ended with {code}: {last_line(log)}")
     return last_line(log).partition(" in ")[0]
 

@@ -15,12 +15,12 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from src.data.augment.pixels import crop_and_flip, normalize, sample_keys
-from src.data.hashing import permutation
 from src.data.sources.cifar import CIFAR10
+from src.engine.determinism.hashing import permutation
+from src.engine.optim.schedules import one_cycle
+from src.engine.utils.malloc import tune_malloc
 from src.models.mlp import mlp
 from src.models.resnet9 import resnet9
-from src.optim.schedules import one_cycle
-from src.utils.malloc import tune_malloc
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 NETS = {

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from scripts.dev.peers.common import MEAN, STD, Marks, arguments
-from src import compose
 from src.data.sources.cifar import CIFAR10
-from src.utils.malloc import tune_malloc
+from src.engine import compose
+from src.engine.utils.malloc import tune_malloc
 
 _MEAN, _STD = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
 
@@ -52,7 +52,7 @@ def pil_loader(folder: Path, batch_size: int) -> DataLoader[tuple[Tensor, int]]:
 
 def our_batches(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
     """Yield the batches that Lightning passes to `training_step`."""
-    from src.run.experiment import assemble
+    from src.engine.run.experiment import assemble
 
     settings = [f"data.root={folder}", f"data.batch_size={batch}", f"run_dir={scratch}", "logger=none", "model=mlp"]
     trainer, module, data = assemble(compose(*settings, "trainer.devices=1", "trainer.enable_progress_bar=false"))

@@ -22,11 +22,11 @@ from scripts.dev.peers.common import (
     join_process_group,
     set_up,
 )
-from src.strategies.pipeline.blocks import ordered_blocks
-from src.strategies.pipeline.schedules import SCHEDULES
-from src.strategies.pipeline.split import cut
-from src.strategies.pipeline.stage import build_stage, keep_own_stages, stage_shapes
-from src.utils.process_group import close_process_group
+from src.engine.parallel.pipeline.blocks import ordered_blocks
+from src.engine.parallel.pipeline.schedules import SCHEDULES
+from src.engine.parallel.pipeline.split import cut
+from src.engine.parallel.pipeline.stage import build_stage, keep_own_stages, stage_shapes
+from src.engine.utils.process_group import close_process_group
 
 
 class UnsplitSchedule:

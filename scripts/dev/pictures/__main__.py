@@ -12,7 +12,7 @@ from scripts.dev.pictures.figures import curves_figure, schedules_figure
 from scripts.dev.pictures.runs import CURVES, MICROBATCHES, PIPELINES, RANKS, train
 from scripts.dev.pictures.svg import to_svg
 from scripts.dev.process import ROOT
-from src.utils.files import atomic_write
+from src.engine.utils.files import atomic_write
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

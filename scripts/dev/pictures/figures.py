@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from src.report.comparison import comparison_figure
-from src.report.page import new_figure
-from src.report.rank_charts import Pass, Rows, bubble, draw_passes, recorded_steps
-from src.report.run_folder import RankTimeline, RunFolder
-from src.strategies.pipeline.schedules import SCHEDULES
-from src.strategies.pipeline.simulation import simulate
+from src.engine.parallel.pipeline.schedules import SCHEDULES
+from src.engine.parallel.pipeline.simulation import simulate
+from src.engine.report.comparison import comparison_figure
+from src.engine.report.page import new_figure
+from src.engine.report.rank_charts import Pass, Rows, bubble, draw_passes, recorded_steps
+from src.engine.report.run_folder import RankTimeline, RunFolder
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.dev.process import python, run_limited
-from src.report.run_folder import RunFolder
-from src.strategies.pipeline.schedules import SCHEDULES
+from src.engine.parallel.pipeline.schedules import SCHEDULES
+from src.engine.report.run_folder import RunFolder
 
 RANKS, MICROBATCHES = 4, 8  # of the pictured schedules
 _COMMON = ["trainer.accelerator=cpu", "trainer.limit_val_batches=0", "test=false", "report=false", "logger=none"]

@@ -18,10 +18,7 @@ from src.data.augment.pixels import (
     sample_keys,
 )
 from src.data.augment.trivial_augment import trivial_augment
-from src.data.batch import Batch
-from src.data.layout import BatchLayout, partners
-from src.utils.compilation import compiled, should_compile
-from src.utils.errors import UserError
+from src.engine import Batch, BatchLayout, UserError, compiled, partners, should_compile
 
 
 class Augmentation:
@@ -35,7 +32,7 @@ class Augmentation:
         mixup, cutmix: alpha of the Beta distribution; 0 for none. If both are set, each step uses one of them.
         mix_probability: probability that a step mixes its images.
         transforms: functions of single images, (channels, height, width) uint8, which return the same shape and type;
-            they run first, on the host (src/data/dataset.py).
+            they run first, on the host (src/engine/determinism/dataset.py).
         compile: whether a GPU runs augmentation and normalization compiled; a mode of torch.compile counts as true.
 
     Attributes:

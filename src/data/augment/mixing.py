@@ -1,8 +1,8 @@
 """Mixup and CutMix: blend images, or paste a box of one into another, and mix their targets accordingly.
 
 A sample's partner is half a global batch further on. Both are on the same process and in the same micro-batch, for any
-number of processes (`src/data/layout.py`). The mixing fraction is drawn once per optimizer step. Therefore neither the
-number of processes nor gradient accumulation changes what the network learns.
+number of processes (`BatchLayout` of the engine). The mixing fraction is drawn once per optimizer step. Therefore
+neither the number of processes nor gradient accumulation changes what the network learns.
 """
 
 import math

@@ -5,8 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from src.data.hashing import hash_ints, integers, uniform
-from src.utils.compilation import device_constant
+from src.engine import device_constant, hash_ints, integers, uniform
 
 
 def sample_keys(seed: int, epoch: int, index: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from src.data.hashing import integers
-from src.utils.compilation import device_constant
+from src.engine import device_constant, integers
 
 OPERATIONS = (
     *("identity", "shear x", "shear y", "translate x", "translate y", "rotate", "brightness", "color", "contrast"),

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.data.dataset import Images
-from src.utils.errors import UserError
+from src.engine import Images, UserError
 
 _REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 

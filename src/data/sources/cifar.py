@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from src.data.sources.download import Archive, check_archive, extract, fetch
-from src.utils.errors import UserError
-from src.utils.files import file_lock
+from src.engine import UserError, file_lock
 
 _RECONSTRUCT = np.empty(0).__reduce__()[0]  # a function whose module depends on NumPy's version
 

@@ -6,10 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from src.data.dataset import Images
 from src.data.sources.source import read_all
-from src.utils.errors import UserError
-from src.utils.image_files import ImageFiles, find_images
+from src.engine import ImageFiles, Images, UserError, find_images
 
 
 class ClassFolders:

@@ -7,8 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from src.utils.errors import UserError
-from src.utils.files import check_can_store
+from src.engine import UserError, check_can_store
 
 _TIMEOUT = 20  # seconds without a byte before the next URL is tried
 _CHECK_TIMEOUT = 5  # seconds for a URL to answer a request without a download

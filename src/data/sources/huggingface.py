@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.data.dataset import Images
 from src.data.sources.source import read_all
-from src.utils.errors import UserError
-from src.utils.image_files import to_tensor
+from src.engine import Images, UserError, to_tensor
 
 
 class HuggingFaceDataset:

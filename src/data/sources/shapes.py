@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.utils.files import atomic_write, check_can_store, file_lock
+from src.engine import atomic_write, check_can_store, file_lock
 
 _SIZE = 32
 _CHUNK = 2_000  # images generated at a time, which limits the memory

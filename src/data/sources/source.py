@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from src.data.dataset import Images
+from src.engine import Images
 
 
 class ImageSource(Protocol):

@@ -1,0 +1,118 @@
+"""Build the objects that a configuration describes, and check first that their classes accept the options."""
+
+import re
+import typing
+from collections.abc import Iterable, Sequence
+from types import NoneType, UnionType
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf, open_dict
+from torch import Tensor
+
+from src.engine.utils.errors import UserError, similar_names
+from src.engine.utils.quoting import as_typed
+from src.engine.utils.targets import accepted_options, locate, target_nodes
+
+_NUMBERS = {bool: "true or false", int: "an integer", float: "a number"}
+NOT_PASSED = "single_process"  # only the launcher reads this option of a strategy
+
+
+def build(node: DictConfig, **changes: Any) -> Any:
+    """Build the object that a configuration node describes; it receives plain lists and dictionaries.
+
+    Raises:
+        UserError: if the constructor raised it, which Hydra's own exception would hide, does not take an option, or
+            needs a package that is not installed.
+    """
+    try:
+        return instantiate(node, _convert_="all", **changes)
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, UserError):
+            raise cause from None
+        if isinstance(cause, ModuleNotFoundError) and not cause.name:
+            # No import failed: a class of Lightning found that an optional package is missing.
+            raise UserError(f"{node._target_}: {cause}") from error
+        # A function that takes any option, such as those of torchvision, may call another one that does not.
+        unexpected = re.search(r"got an unexpected keyword argument '(\w+)'", str(cause))
+        if unexpected and f"{unexpected[1]}:" in OmegaConf.to_yaml(node):
+            raise UserError(f"{' '.join(str(error).split())}: leave `{unexpected[1]}` out") from error
+        raise
+
+
+def check_options(cfg: DictConfig) -> None:
+    """Check that each class of a resolved configuration exists, and that its options have its names and types."""
+    nodes = target_nodes(OmegaConf.to_container(cfg, resolve=True))
+    # `module.net` is a copy of `model`, whose options the user has set: short names come first.
+    for name, node in sorted(nodes, key=lambda item: item[0].count(".")):
+        target = locate(f"{name}._target_", node["_target_"])
+        accepted, hints = accepted_options(target), _type_hints(target)
+        for key in _options(node):
+            if accepted is not None and key not in accepted:
+                names = similar_names(key, accepted)
+                hint = f"did you mean {' or '.join(names)}?" if names else "choose a class that has it"
+                option = f"{name}.{key}={as_typed(node[key])}"
+                raise UserError(f"{option}: {node['_target_']} has no option `{key}`; leave it out, or {hint}")
+            check_numbers(f"{name}.{key}", node[key], hints.get(key))
+
+
+def _options(node: Any) -> list[str]:
+    """Return the options of a node that its class gets."""
+    return [str(key) for key in node if not str(key).startswith("_") and key != NOT_PASSED]
+
+
+def _type_hints(target: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
+    except (AttributeError, NameError, TypeError):  # such as names that only type checkers import
+        return {}
+
+
+def check_numbers(option: str, value: Any, hint: Any) -> None:
+    """Check the value of an option whose type is a number, a flag or a list of them; others have any value."""
+    if value is None or isinstance(value, dict):
+        return
+    if typing.get_origin(hint) in (list, Sequence):
+        if not isinstance(value, list):
+            raise UserError(f"{option}={as_typed(value)}: give a list")
+        for element in value:
+            check_numbers(option, element, typing.get_args(hint)[0])
+        return
+    members = set(typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else [hint])
+    numbers = [kind for kind in _NUMBERS if kind in members]
+    if not numbers or not members <= {*_NUMBERS, NoneType, Tensor}:  # a text fits as well
+        return
+    if not isinstance(value, int | float if float in numbers else int):
+        raise UserError(f"{option}={as_typed(value)}: give {' or '.join(_NUMBERS[kind] for kind in numbers)}")
+
+
+def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> list[str]:
+    """Remove the options that a class named by an override `NODE._target_=...` does not accept.
+
+    They come from the YAML of the class before it. Options on the command line stay, and are refused later.
+
+    Args:
+        cfg: the composed configuration, before interpolations are resolved; it is changed.
+        overrides: the command line.
+
+    Returns:
+        A message for each class.
+    """
+    given = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    messages = []
+    for name in (option for option in given if option.endswith("._target_")):
+        node_name = name.removesuffix("._target_")
+        node = OmegaConf.select(cfg, node_name)
+        accepted = accepted_options(locate(name, node._target_)) if node and "_target_" in node else None
+        if accepted is None:
+            continue
+        dropped = [key for key in _options(node) if key not in accepted and f"{node_name}.{key}" not in given]
+        with open_dict(node):
+            for key in dropped:
+                del node[key]
+        if dropped:
+            names = ", ".join(dropped)
+            messages.append(f"{node_name}: {node._target_} has no {names}, which conf/{node_name} sets: left out")
+    return messages

@@ -1,0 +1,67 @@
+"""The devices and processes of a run: how many of them, and of which type."""
+
+import os
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, ListConfig
+
+from src.engine.utils.errors import UserError, suggest
+
+_ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu", "xpu")
+
+
+def device_count(trainer: DictConfig) -> int:
+    """Return the number of devices per node of a resolved trainer configuration."""
+    return trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)
+
+
+def runs_in_single_process(cfg: DictConfig) -> bool:
+    """Return whether the strategy runs in one process per node, which uses all its devices."""
+    return bool(cfg.strategy.get("single_process", False))
+
+
+def resolve_devices(accelerator: str, devices: Any) -> tuple[str, int | list[int]]:
+    """Return the accelerator without `auto`, and the number of devices per node or the listed GPU indices.
+
+    Raises:
+        UserError: if `devices` is not valid, or this machine has fewer.
+    """
+    accelerator = _resolve_accelerator(accelerator)
+    num_gpus = 0 if accelerator == "cpu" else torch.accelerator.device_count()
+    if devices in ("auto", -1):
+        # torchrun has already started LOCAL_WORLD_SIZE processes.
+        return accelerator, int(os.environ.get("LOCAL_WORLD_SIZE", num_gpus or 1))
+    indices = list(devices) if isinstance(devices, ListConfig) else []
+    count = devices if isinstance(devices, int) else len(indices)
+    if count < 1:
+        raise UserError(f"trainer.devices={devices} is no number of devices: give a number, a list of GPUs, or auto")
+    if len(set(indices)) < len(indices):
+        raise UserError(f"trainer.devices={devices} lists a device twice: list each one once")
+    if accelerator == "cpu":
+        return accelerator, count
+    if max(count, max(indices, default=0) + 1) > num_gpus:
+        if num_gpus == 1 and int(os.environ.get("SLURM_NTASKS", 1)) > 1:
+            raise UserError(
+                f"trainer.devices={devices}, but SLURM shows this task one GPU: each task must see all GPUs of its "
+                "node. Ask for --gpus-per-node instead of --gpus-per-task, and start it with srun --gpu-bind=none"
+            )
+        raise UserError(
+            f"trainer.devices={devices}, but this machine has {num_gpus} GPU{'s' * (num_gpus > 1)}: "
+            f"set trainer.devices={num_gpus}, or trainer.accelerator=cpu to run processes on the CPU"
+        )
+    return accelerator, indices or count
+
+
+def _resolve_accelerator(accelerator: str) -> str:
+    """Return the configured accelerator; `auto` becomes the type of this machine's, or `cpu`."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator == "auto":
+        return found.type if found else "cpu"
+    if accelerator != "cpu" and found is None:
+        if accelerator not in _ACCELERATORS:
+            raise UserError(
+                f"trainer.accelerator={accelerator} is no accelerator: {suggest(accelerator, _ACCELERATORS)}"
+            )
+        raise UserError(f"trainer.accelerator={accelerator}, but this machine has none: set auto or cpu")
+    return accelerator

@@ -1,0 +1,229 @@
+"""Resolve the composed configuration in one process: every rank then gets the same values, without interpolations."""
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from src.engine.config.build import check_numbers, drop_replaced_options
+from src.engine.config.devices import device_count, resolve_devices
+from src.engine.config.folder import (
+    COMMAND,
+    CONFIG,
+    folder_of,
+    newest_checkpoint,
+    remove_partial_checkpoints,
+    run_and_sweep_id,
+    saved_config,
+)
+from src.engine.state.run_files import checkpoint_file
+from src.engine.utils.errors import UserError, nearest_options
+from src.engine.utils.flatten import flatten_config
+
+_PROJECT = Path(__file__).parents[3]
+_CONF = _PROJECT / "conf"
+_GIT_TIMEOUT = 5.0  # seconds
+_PARTS = ("model", "optimizer", "scheduler")  # the groups from which a module is built
+_RECIPES = ("experiment", "preset", "debug")  # the groups whose files set options of other groups
+_TYPES = {  # of the options that belong to no class
+    "fit": bool,
+    "doctor": bool,
+    "report": bool,
+    "launch.max_restarts": int,
+    "launch.rendezvous_timeout": float,
+}
+# A continued run does not inherit these options.
+_NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
+
+
+def resolve_config(cfg: DictConfig) -> DictConfig:
+    """Set what each start decides (checkpoint, devices, run folder, run id), and resolve all interpolations.
+
+    Raises:
+        UserError: if an option is unknown, a checkpoint or the images are missing, there are fewer devices than
+            configured, or the run folder cannot be used.
+    """
+    hydra_cfg = HydraConfig.get()
+    overrides, folder = hydra_cfg.overrides.task, Path(hydra_cfg.runtime.output_dir)
+    for name, kind in _TYPES.items():
+        check_numbers(name, OmegaConf.select(cfg, name), kind)
+    for message in drop_replaced_options(cfg, overrides):
+        print(message, file=sys.stderr)
+    refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
+    refuse_unused_groups(cfg, overrides)
+    _check_writable(folder)
+    _resolve_resume(cfg, folder)
+    if cfg.ckpt_path:
+        cfg.ckpt_path = str(_find_checkpoint("ckpt_path", cfg.ckpt_path))
+    elif cfg.init_from:  # a continued run has its weights in `ckpt_path`
+        cfg.init_from = str(_find_checkpoint("init_from", cfg.init_from))
+    elif not cfg.fit and not cfg.doctor:
+        print("warning: fit=false without ckpt_path or init_from: the weights are random", file=sys.stderr)
+    if cfg.predict:
+        cfg.predict = str(_find_images(cfg.predict))
+    cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
+    cfg.run_dir = str(folder)
+    cfg.tags = [str(tag) for tag in ([cfg.tags] if isinstance(cfg.tags, str | int) else cfg.tags or [])]
+    _set_runtime(cfg, hydra_cfg)
+    OmegaConf.resolve(cfg)
+    return cfg
+
+
+def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
+    """Check the names at the root and in `launch`; other options belong to a class, which refuses unknown ones.
+
+    A name that a value interpolates, such as `${base_lr}`, is a variable of the user.
+
+    Args:
+        cfg: the composed configuration, before interpolations are resolved.
+        choices: the chosen file of each group.
+    """
+    root = yaml.safe_load((_CONF / "train.yaml").read_text())
+    groups = {file.name for file in _CONF.iterdir() if file.is_dir()} | {*choices}
+    tree: Any = OmegaConf.to_container(cfg)
+    known = {*root, *groups.difference(_RECIPES), *(f"launch.{name}" for name in root["launch"])}
+    unknown = {*tree, *(f"launch.{name}" for name in tree["launch"])} - known
+    for name in sorted(unknown):
+        if name in _RECIPES:
+            hint = f"begin each file of conf/{name} with the line `# @package _global_`"
+        elif "." in name and name in tree:
+            hint = "nest the keys, one per line"
+        elif re.search(rf"\$\{{[^}}]*(?<!\w){re.escape(name)}\b", str(tree)):
+            continue
+        else:
+            others = {key: node for key, node in tree.items() if key not in {*unknown, "runtime"}}
+            hint = nearest_options(name, (known | flatten_config(others).keys()) - unknown)
+        raise UserError(f"{name} is no option here; {hint}")
+
+
+def refuse_unused_groups(cfg: DictConfig, overrides: Iterable[str]) -> None:
+    """Check that the module refers to each group that an override chooses or changes."""
+    module = OmegaConf.to_yaml(cfg.module)  # with interpolations such as ${model} or ${model.width}
+    for override in overrides:
+        group = re.split(r"[.=]", override.lstrip("+~"))[0]
+        if group in _PARTS and not re.search(rf"\${{{group}\b", module):
+            raise UserError(f"{override}: {cfg.module._target_} does not use `{group}`; leave the option out")
+
+
+def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
+    """Set the values of `runtime`, and draw the seed if there is none."""
+    runtime, folder = cfg.runtime, Path(cfg.run_dir)
+    runtime.run_id, runtime.sweep_id = run_and_sweep_id(folder, is_sweep=hydra_cfg.mode == RunMode.MULTIRUN)
+    left_out = _NOT_INHERITED if cfg.seed is not None else [*_NOT_INHERITED, "seed"]
+    overrides = [word for word in hydra_cfg.overrides.task if word.partition("=")[0] not in left_out]
+    if cfg.seed is None:
+        cfg.seed = _saved_or_drawn_seed(cfg.ckpt_path, folder)
+        overrides.append(f"seed={cfg.seed}")
+    runtime.overrides = overrides
+    # An evaluation joins the group of its run.
+    evaluated = folder_of(Path(cfg.ckpt_path)) if cfg.ckpt_path and not cfg.fit else None
+    grouped = saved_config(evaluated).runtime if evaluated else runtime
+    runtime.group = str(grouped.sweep_id or grouped.run_id)
+    runtime.job_type = "train" if cfg.fit else "predict" if cfg.predict else "eval"
+    command = os.environ.get(COMMAND)
+    runtime.command = json.loads(command) if command else ["python", "train.py", *overrides]
+    runtime.revision, runtime.modified = source_revision()
+    world_size = device_count(cfg.trainer) * cfg.trainer.num_nodes
+    runtime.update(describe_setup(cfg, hydra_cfg.runtime.choices, world_size))
+
+
+def _saved_or_drawn_seed(ckpt_path: str | None, folder: Path) -> int:
+    """Return the seed of the run that is continued or evaluated, or a random one."""
+    run = folder_of(Path(ckpt_path)) if ckpt_path else folder
+    return saved_config(run).seed if run and (run / CONFIG).is_file() else secrets.randbits(31)
+
+
+def source_revision() -> tuple[str | None, bool]:
+    """Return the commit of the source, None if there is none, and whether files differ from it; False outside of git.
+
+    Git would refresh its index, whose lock could fail a command of the user.
+    """
+    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch"]
+    try:
+        status = subprocess.run(command, cwd=_PROJECT, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None, False
+    head, *lines = status.stdout.splitlines()  # "# branch.oid COMMIT", then "# branch..." and changed files
+    commit = head.rpartition(" ")[2]
+    return None if commit == "(initial)" else commit, any(not line.startswith("#") for line in lines)
+
+
+def describe_setup(cfg: DictConfig, choices: Any, world_size: int) -> dict[str, Any]:
+    """Return model, strategy and world size by name, and the tags that they add to those of the user.
+
+    Args:
+        cfg: the composed configuration, with a list of tags.
+        choices: the chosen file of each group.
+        world_size: the number of ranks.
+    """
+    model = choices.get("model") if "net" in cfg.module else choices.get("module")  # a GAN has networks of its own
+    resolved = {"auto": "ddp" if world_size > 1 else "single"}
+    strategy = resolved.get(choices.strategy, choices.strategy)
+    tags = list(dict.fromkeys([*cfg.tags, strategy, f"x{world_size}", *([model] if model else [])]))
+    return {"model": model, "strategy": strategy, "world_size": world_size, "tags": tags}
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"cannot write to the run folder {folder} ({error.strerror}): set run_dir to another") from None
+
+
+def _resolve_resume(cfg: DictConfig, folder: Path) -> None:
+    """Set `ckpt_path` to the newest checkpoint of the run folder if resume=auto."""
+    if cfg.resume not in (None, "auto"):
+        raise UserError(f"resume={cfg.resume}: give auto, or null")
+    if cfg.ckpt_path:
+        return
+    if cfg.resume:
+        hydra_cfg = HydraConfig.get()
+        names_folder = any(word.startswith("hydra.run.dir=") for word in hydra_cfg.overrides.hydra)
+        is_job = "SLURM_JOB_ID" in os.environ or hydra_cfg.mode == RunMode.MULTIRUN  # these find their folder again
+        if not (cfg.run_dir or names_folder or is_job):
+            raise UserError("resume=auto needs run_dir=FOLDER, so that the next start finds its checkpoints")
+        remove_partial_checkpoints(folder)
+        newest = newest_checkpoint(folder)
+        cfg.ckpt_path = str(newest) if newest else None
+    elif cfg.run_dir and cfg.fit and (folder / CONFIG).exists():
+        raise UserError(f"run_dir={cfg.run_dir} holds a run: add resume=auto to continue it, or give another folder")
+
+
+def _find_checkpoint(option: str, value: str) -> Path:
+    """Return the checkpoint that `ckpt_path` or `init_from` names; in a run folder, the newest complete one."""
+    path = Path(value).expanduser().absolute()
+    if newest := newest_checkpoint(path):
+        return newest
+    checkpoint = checkpoint_file(path)
+    if not checkpoint.is_file():
+        missing = f"checkpoint in that folder ({checkpoint})" if path.is_dir() else "such file or run folder"
+        raise UserError(f"{option}={value}: there is no {missing}")
+    from src.engine.state.integrity import read_run_checkpoint, read_weights  # late, because it imports Lightning
+
+    if option == "init_from":
+        read_weights(checkpoint, option, map_location="meta")
+    else:
+        read_run_checkpoint(checkpoint, option, map_location="meta", mmap=True)
+    return checkpoint
+
+
+def _find_images(predict: str) -> Path:
+    """Return the folder that `predict` names. It is checked before training, which may take hours."""
+    folder = Path(predict).expanduser().absolute()
+    if not folder.is_dir():
+        raise UserError(f"predict={predict}: there is no such folder")
+    from src.engine.utils.image_files import ImageFiles  # late, because most runs do not need it
+
+    ImageFiles.in_folder(folder, image_shape=(3, 1, 1), option=f"predict={folder}")  # any shape will do for the check
+    return folder

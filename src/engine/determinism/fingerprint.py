@@ -1,0 +1,97 @@
+"""The fingerprint of an experiment: two runs with one fingerprint have one curve, on any hardware."""
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from src.engine.utils.code_version import code_version
+from src.engine.utils.errors import UserError
+from src.engine.utils.option_kinds import CONTINUABLE, default_value, experiment_options, matches
+from src.engine.utils.quoting import as_typed
+from src.engine.utils.targets import target_nodes, with_moved_targets
+
+_log = logging.getLogger(__name__)
+_CONTINUED, _DATA = "continued from", "training data"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a run computes, as plain values that a checkpoint keeps.
+
+    Attributes:
+        options: the options of the experiment by name; `data.batch_size` is the global batch, and `training data` has
+            the number of images and a hash of their indices and labels. `continued from` names the experiment that the
+            run was before its options or its code changed: no other run has its curve.
+        code: a hash of the source code of the classes that the options name.
+    """
+
+    options: dict[str, Any]
+    code: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Six hexadecimal digits. Versions of libraries have no part in it, so that a change of their numbers shows."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=str).encode()).hexdigest()[:6]
+
+
+def describe_experiment(config: DictConfig, data: Any) -> Experiment:
+    """Return the experiment of a resolved configuration and a data module that is set up; equal on all ranks."""
+    split, options = data.splits["train"], experiment_options(config)
+    targets = [value for name, value in options.items() if name.endswith("_target_")]
+    targets += [node["_target_"] for _, node in target_nodes(list(options.values()))]
+    code = code_version(targets)
+    content = b"".join(tensor.cpu().numpy().tobytes() for tensor in (split.indices, split.dataset.labels))
+    facts = f"{len(split)} images, SHA-256 {hashlib.sha256(content).hexdigest()[:12]}"
+    options |= {"data.batch_size": data.global_batch_size, _DATA: facts}
+    # Each rank computes something of its own with these: statistics, weights between two averages, a part of the batch.
+    is_local = options.get("strategy.comm_hook") == "post_local_sgd" or "strategy._target_" in options
+    if is_local or not config.trainer.sync_batchnorm:
+        options["ranks x micro-batches"] = (
+            f"{data.parallel.dp_size} x {data.accumulate * data.parallel.num_microbatches}"
+        )
+    return Experiment(options, code)
+
+
+def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config: DictConfig) -> Experiment:
+    """Return the experiment of a run that continues the one of a checkpoint; log if it is another one.
+
+    Args:
+        checkpoint: the checkpoint, in which those of an earlier version have no experiment.
+        current: the experiment of the configuration.
+        config: the resolved configuration.
+
+    Raises:
+        UserError: if an option differs that a continued run cannot change, or the training data.
+    """
+    if not checkpoint.get("experiment"):
+        _log.warning("ckpt_path is of an earlier version, which kept no experiment: its options are not compared")
+        return current
+    before = Experiment(**with_moved_targets(checkpoint["experiment"]))
+    # The weights come from the checkpoint, and so the initial weights stay those of the earlier run.
+    kept = {name: value for name, value in current.options.items() if name != "init_from"}
+    inherited = {name: before.options[name] for name in ("init_from", _CONTINUED) if name in before.options}
+    now = replace(current, options=kept | inherited)
+    changes = _changes(before.options, now.options, config)
+    if fixed := [name for name in changes if not matches(name, CONTINUABLE)]:
+        named = [changes[name] for name in fixed if name != _DATA] or [changes[_DATA]]  # an option may explain the data
+        raise UserError(
+            f"the run in ckpt_path had {', '.join(named)}: that is another experiment; set it back, or start a new run"
+        )
+    if before.fingerprint != now.fingerprint:
+        origin = f"{before.fingerprint}, step {checkpoint['global_step']}"
+        now = replace(now, options=now.options | {_CONTINUED: origin})
+        reason = ", ".join(changes.values()) or "the code of its classes was edited"
+        level = logging.INFO if changes else logging.WARNING
+        _log.log(level, "the run goes on as experiment %s, before %s: %s", now.fingerprint, before.fingerprint, reason)
+    return now
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any], config: DictConfig) -> dict[str, str]:
+    """Return each option that differs by name, with both values; an absent option has its default."""
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    values = {name: [part.get(name, default_value(config, name)) for part in (before, now)] for name in names}
+    return {name: f"{name}={as_typed(old)} (now {as_typed(new)})" for name, (old, new) in values.items()}

@@ -1,0 +1,184 @@
+"""The layout of a global batch: which data-parallel rank holds which of its positions, in which micro-batch and group.
+
+Position p of the global batch belongs to micro-batch p % M of the M micro-batches of a step, and to normalization group
+p % G of G groups. Neither depends on the ranks, which take the positions of each micro-batch in turn, as many in a row
+as their share.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from src.engine.utils.compilation import device_constant
+from src.engine.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class DataParallelInfo:
+    """The position of this process among the data-parallel ranks, from the strategy's `distributed_sampler_kwargs`.
+
+    Attributes:
+        dp_size: number of data-parallel ranks: all ranks under DDP and FSDP; the ranks of one pipeline count as one.
+        dp_rank: index of this data-parallel rank.
+        num_microbatches: number of micro-batches into which the strategy itself splits a batch, as a pipeline does;
+            gradient accumulation does not count.
+        shares: relative numbers of samples of the ranks; None for equal ones.
+    """
+
+    dp_size: int = 1
+    dp_rank: int = 0
+    num_microbatches: int = 1
+    shares: tuple[int, ...] | None = None
+
+
+SINGLE_PROCESS = DataParallelInfo()
+
+
+def data_parallel_info(trainer: L.Trainer | None) -> DataParallelInfo:
+    """Return the strategy's division of the data; without a trainer, that of a single process."""
+    kwargs: dict[str, Any] = (trainer and trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
+    shares = kwargs.get("shares")
+    return DataParallelInfo(
+        kwargs["num_replicas"], kwargs["rank"], kwargs.get("num_microbatches", 1), tuple(shares) if shares else None
+    )
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The positions of a global batch that a data-parallel rank holds.
+
+    Args:
+        batch_size: samples of the global batch.
+        parallel: the strategy's division of the data.
+        accumulate: accumulated batches per optimizer step; each contains `num_microbatches` micro-batches.
+        norm_groups: normalization groups of the global batch. If the micro-batches cannot hold whole groups, which only
+            batch normalization needs, each counts as one group.
+        has_pairs: whether a sample must be on the same rank as its partner, half a global batch further on.
+
+    Raises:
+        UserError: if the batch does not divide over the micro-batches, a rank would have no sample, or the shares are
+            not one positive integer per rank.
+    """
+
+    batch_size: int
+    parallel: DataParallelInfo = SINGLE_PROCESS
+    accumulate: int = 1
+    norm_groups: int = 1
+    has_pairs: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_divides()
+        shares, size = self._shares, self.parallel.dp_size
+        if len(shares) != size or any(not isinstance(share, int) or share < 1 for share in shares):
+            raise UserError(
+                f"strategy.shares={list(shares)}: give a positive integer for each of the {size} data-parallel ranks"
+            )
+        if int(self.counts.sum(1).min()) == 0:
+            raise UserError(
+                f"data.batch_size={self.batch_size} leaves one of {size} data-parallel ranks without a sample in each "
+                f"of {self.micro_batches} micro-batches: raise it, or change trainer.devices or strategy.shares"
+            )
+
+    def _check_divides(self) -> None:
+        batch, parts = self.batch_size, self.micro_batches * (2 if self.has_pairs else 1)
+        if batch % parts == 0:
+            return
+        below = batch // parts * parts
+        sizes = f"{below} or {below + parts}" if below else f"{parts}"
+        divisors = [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
+        if self.has_pairs:
+            divisors.append("pairs of samples, which data.augment.mixup and cutmix mix")
+        raise UserError(
+            f"data.batch_size={batch} does not divide over {' of '.join(divisors)}: set data.batch_size={sizes}, or "
+            "change trainer.accumulate_grad_batches or the number of micro-batches"
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches per optimizer step."""
+        return self.accumulate * self.parallel.num_microbatches
+
+    @property
+    def has_whole_groups(self) -> bool:
+        """Whether each micro-batch holds whole normalization groups."""
+        return self.norm_groups % self.micro_batches == 0
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the ranks hold different numbers of samples."""
+        samples = self.counts.sum(1)
+        return bool((samples != samples[0]).any())
+
+    @property
+    def samples_per_batch(self) -> int:
+        """Number of samples of a batch of this rank, which contains `num_microbatches` micro-batches."""
+        return len(self._slots) * self.parallel.num_microbatches
+
+    @property
+    def mean_samples_per_batch(self) -> float:
+        """Mean of `samples_per_batch` over the ranks."""
+        return self.batch_size / (self.accumulate * self.parallel.dp_size)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Positions of this rank in the global batch, (accumulate, samples_per_batch).
+
+        Row i of a batch belongs to micro-batch i % num_microbatches. The samples of a micro-batch are ordered by group.
+        """
+        per_batch = self.parallel.num_microbatches
+        own = self._slots[:, None, None] * self.micro_batches + np.arange(self.micro_batches).reshape(-1, per_batch)
+        return torch.from_numpy(own.transpose(1, 0, 2).reshape(self.accumulate, -1))
+
+    @cached_property
+    def partners(self) -> Tensor:
+        """Row of each row's partner in a batch of this rank, (samples_per_batch,), if it has pairs."""
+        position = self.positions[0].numpy()
+        row_of = np.zeros(self.batch_size, dtype=np.int64)
+        row_of[position] = np.arange(len(position))
+        return torch.from_numpy(row_of[(position + self.batch_size // 2) % self.batch_size])
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """Number of samples of each rank in each group of a micro-batch, (dp_size, groups)."""
+        number_of = self._ranks * self._groups_per_micro_batch + self._groups
+        shape = (self.parallel.dp_size, self._groups_per_micro_batch)
+        return np.bincount(number_of, minlength=shape[0] * shape[1]).reshape(shape)
+
+    @property
+    def _shares(self) -> tuple[int, ...]:
+        return self.parallel.shares or (1,) * self.parallel.dp_size
+
+    @property
+    def _groups_per_micro_batch(self) -> int:
+        return self.norm_groups // self.micro_batches if self.has_whole_groups else 1
+
+    @cached_property
+    def _ranks(self) -> NDArray[np.int64]:
+        """Rank of each position in a micro-batch, (positions,)."""
+        size = self.batch_size // self.micro_batches
+        in_turn = np.repeat(np.arange(self.parallel.dp_size), self._shares)
+        distinct = size // 2 if self.has_pairs else size
+        return in_turn[np.arange(size) % distinct % len(in_turn)]
+
+    @cached_property
+    def _groups(self) -> NDArray[np.int64]:
+        """Group of each position in a micro-batch, (positions,)."""
+        return np.arange(len(self._ranks)) % self._groups_per_micro_batch
+
+    @cached_property
+    def _slots(self) -> NDArray[np.int64]:
+        """Positions of this rank in a micro-batch, (n,), ordered by group."""
+        own = np.flatnonzero(self._ranks == self.parallel.dp_rank)
+        return own[np.argsort(self._groups[own], kind="stable")]
+
+
+@device_constant
+def partners(layout: BatchLayout, device: torch.device) -> Tensor:
+    """Return `layout.partners` on the device."""
+    return layout.partners.to(device)

@@ -1,0 +1,152 @@
+"""Let a resumed run repeat the uninterrupted one: position in the data, random numbers, checkpoints, optimizers."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from src.engine.determinism.dropout import SampleDropout, dropouts, set_keys
+from src.engine.determinism.hashing import hash_ints
+from src.engine.state.optimizer_state import name_parameters, shard
+from src.engine.utils.errors import UserError
+
+
+class ExactResumption(L.Callback):
+    """Saves and restores what Lightning does not, or restores only on the same hardware.
+
+    - The position in the data is an epoch and the samples trained in it. Lightning stores the values that its loop
+      counters have while a hook runs; they count micro-batches, whose number depends on the accumulation. All counters
+      are therefore derived from the samples: at whatever moment the checkpoint was written, the loops are restored to
+      the start of the first step that is not complete.
+    - Before each batch, torch is seeded with a hash of (seed, epoch, batch, rank), and dropout layers get the keys of
+      the samples. The stages of a pipeline thus draw different numbers. The numbers of torch's generators depend on the
+      world size; dropout does not use them.
+    - Optimizers of any module restore their state by the names of the parameters.
+    - Checkpoint callbacks keep their scores, also in a folder that was moved. Lightning's ModelCheckpoint discards them
+      if its absolute path has changed, and then replaces the best checkpoint by a worse one; it saves `current_score`
+      but does not restore it. (`ModelCheckpoint.load_state_dict`,
+      https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/callbacks/model_checkpoint.py)
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._dropouts: list[SampleDropout] = []
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for optimizer in trainer.optimizers:
+            name_parameters(optimizer, pl_module)
+            optimizer.register_load_state_dict_pre_hook(lambda own, saved: shard(saved, own))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._dropouts = dropouts(pl_module)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._dropouts:
+            data: Any = trainer.datamodule
+            set_keys(self._dropouts, hash_ints(self.seed, trainer.current_epoch, data.sample_index))
+        step_seed = hash((self.seed, trainer.current_epoch, batch_idx, trainer.global_rank))
+        _seed_torch(step_seed, pl_module.device.type)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Make the test log at the last step and epoch, also if training stopped early or did not run."""
+        data: Any = trainer.datamodule
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+        epochs = math.ceil(trainer.global_step / data.steps_per_epoch)
+        trainer.fit_loop.epoch_progress.current.completed = epochs
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        data: Any = trainer.datamodule
+        micro_batches = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        epoch, micro_batches_in_epoch = divmod(micro_batches, data.steps_per_epoch * data.accumulate)
+        steps = micro_batches_in_epoch // data.accumulate  # a step that is accumulated in part is repeated
+        checkpoint["position"] = {"epoch": epoch, "samples": steps * data.global_batch_size}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Rewrite the saved states, from which Lightning restores its loops and the callbacks afterwards."""
+        if trainer.training:
+            _restore_position(trainer, checkpoint)
+            _restore_history(trainer, checkpoint["callbacks"])
+
+
+def _seed_torch(seed: int, device_type: str) -> None:
+    """Seed the CPU and this process's devices.
+
+    torch.manual_seed would record a stack trace for each unused device type, which takes half a millisecond.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device_type == "cuda":
+        for generator in torch.cuda.default_generators:  # one process may drive several devices
+            generator.manual_seed(seed)
+    elif device_type == "mps":
+        torch.mps.manual_seed(seed)
+
+
+def _restore_position(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
+    data: Any = trainer.datamodule
+    epoch, samples = checkpoint["position"]["epoch"], checkpoint["position"]["samples"]
+    if trainer.max_epochs not in (None, -1) and epoch > trainer.max_epochs:
+        raise UserError(
+            f"trainer.max_epochs={trainer.max_epochs}: the run in ckpt_path has already trained {epoch} epochs; "
+            "set it higher, or evaluate the run with fit=false"
+        )
+    data.resume_at = (epoch, samples)
+    steps = samples // data.global_batch_size
+    total_steps = epoch * data.steps_per_epoch + steps
+    loops = checkpoint["loops"]["fit_loop"]
+    _rewind(loops, epoch, steps * data.accumulate, total=total_steps * data.accumulate)
+    # Lightning counts the last step itself.
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = total_steps - 1
+
+
+def _rewind(loops: dict[str, Any], epoch: int, micro_batch: int, total: int) -> None:
+    """Set the saved counters to the state before a micro-batch.
+
+    An epoch that is ready but not started is the only state from which Lightning calls `on_train_epoch_start`, keeps
+    the count of batches and does not repeat a validation. `total.completed`, which nothing else reads, lags by two so
+    that none of Lightning's special cases for a restart inside a hook applies.
+
+    Args:
+        loops: state of the fit loop in a checkpoint, changed in place.
+        epoch: epoch of the micro-batch, from zero.
+        micro_batch: number of the micro-batch in its epoch, from zero.
+        total: number of the micro-batch in the run, from zero.
+    """
+    loops["epoch_progress"] = _progress(epoch, ready=epoch + 1)
+    loops["epoch_loop.batch_progress"] = {
+        "total": _counts(total) | {"completed": total - 2},
+        "current": _counts(micro_batch),
+        "is_last_batch": False,
+    }
+    loops["epoch_loop.val_loop.batch_progress"] = _progress(0) | {"is_last_batch": False}
+
+
+def _counts(value: int) -> dict[str, int]:
+    return dict.fromkeys(("ready", "started", "processed", "completed"), value)
+
+
+def _progress(value: int, **changes: int) -> dict[str, Any]:
+    return {"total": _counts(value) | changes, "current": _counts(value) | changes}
+
+
+def _restore_history(trainer: L.Trainer, states: dict[str, Any]) -> None:
+    """Restore the scores of the checkpoint callbacks, and write the present paths into their saved states."""
+    folder = Path(str(trainer.ckpt_path)).resolve().parent
+    for callback in trainer.checkpoint_callbacks:
+        state = states.get(callback.state_key)
+        if isinstance(callback, ModelCheckpoint) and state:
+            callback.current_score = state["current_score"]
+            # A file in another folder is a copy from another run, and a new history begins.
+            if Path(str(callback.dirpath)) == folder:
+                states[callback.state_key] = _replace_folder(state, state["dirpath"], str(folder))
+
+
+def _replace_folder(value: Any, old: str, new: str) -> Any:
+    """Return the state, or a part of it, with the prefix `old` of every path replaced by `new`."""
+    if isinstance(value, dict):
+        return {_replace_folder(key, old, new): _replace_folder(item, old, new) for key, item in value.items()}
+    return new + value.removeprefix(old) if isinstance(value, str) and value.startswith(old) else value

@@ -1,0 +1,83 @@
+"""Samplers of each process for training and evaluation: the global batches are the same for any number of processes."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from src.engine.determinism.hashing import permutation
+from src.engine.determinism.layout import SINGLE_PROCESS, BatchLayout, DataParallelInfo
+from src.engine.utils.errors import UserError
+
+
+class TrainingBatches(Sampler[Tensor]):
+    """Batches of one data-parallel rank in an epoch, as a pure function of (seed, epoch, start).
+
+    The order of the epoch is a permutation fixed by (seed, epoch), and global batch k is its k-th slice, of which the
+    layout gives this rank its positions. Each epoch drops the samples at its end that do not fill a global batch; they
+    differ from epoch to epoch.
+
+    `epoch` and `start` (the samples of that epoch already trained) are read when the first batch is requested.
+    """
+
+    def __init__(self, num_samples: int, layout: BatchLayout, seed: int = 0, steps: int | None = None) -> None:
+        self.num_samples, self.layout, self.seed = num_samples, layout, seed
+        self.steps = num_samples // layout.batch_size if steps is None else steps  # per epoch
+        self.epoch, self.start = 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin another epoch at its first sample; a resumed epoch keeps its start. Lightning calls this method."""
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+    def __len__(self) -> int:
+        return self.steps * self.layout.accumulate
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from self.table()
+
+    def table(self) -> Tensor:
+        """Return the rest of the epoch as positions in the split, (batches, n): one batch of this rank per row."""
+        order = permutation(self.num_samples, self.seed, self.epoch)[self.start : self.steps * self.layout.batch_size]
+        return order.view(-1, self.layout.batch_size)[:, self.layout.positions].flatten(0, 1)
+
+
+class EvaluationBatches(Sampler[Tensor]):
+    """Evaluation batches of one rank: each sample occurs once over all ranks, and -1 pads the last rows of a batch.
+
+    There are as few batches as `batch_size` samples over all ranks allow, of equal size. The samples are assigned in
+    turn: as many as its share to each rank's first batch, then to its second batch, and so on. So a batch has at most
+    one round of padding, and a batch of two rounds or more has a sample.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, parallel: DataParallelInfo = SINGLE_PROCESS) -> None:
+        shares = parallel.shares or [1] * parallel.dp_size
+        self.num_samples, self.samples_per_round, self.share = num_samples, sum(shares), shares[parallel.dp_rank]
+        self.first = sum(shares[: parallel.dp_rank])  # of this rank in a round
+        self.batches = -(-num_samples // (max(1, batch_size // self.samples_per_round) * self.samples_per_round))
+        self.rounds = -(-num_samples // max(1, self.batches * self.samples_per_round))
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from self.table()
+
+    def table(self) -> Tensor:
+        """Return positions in the split, (batches, n): one batch of this rank per row."""
+        rounds = torch.arange(self.batches)[:, None] + torch.arange(self.rounds) * self.batches
+        own = self.first + torch.arange(self.share)
+        positions = (rounds[:, :, None] * self.samples_per_round + own).flatten(1)
+        return torch.where(positions < self.num_samples, positions, -1)
+
+    def check_no_rank_is_empty(self, split: str) -> None:
+        """Check that each batch of each rank has a sample."""
+        if self.rounds == 1 and self.num_samples < self.batches * self.samples_per_round:
+            raise UserError(
+                f"the {self.num_samples} images of `{split}` leave a batch of one of the processes empty: "
+                f"evaluate more images, set trainer.limit_{split}_batches=0, or use fewer trainer.devices"
+            )
+
+
+Batches = TrainingBatches | EvaluationBatches

@@ -1,0 +1,246 @@
+"""`doctor=true`: check this host and the configuration, reduce a tensor over all ranks, and print the findings.
+
+The first process of each host checks the host. Under torchrun or srun, rank zero prints all its findings, and the other
+ranks print their problems.
+"""
+
+import os
+import platform
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, open_dict
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from src.engine.config.build import build
+from src.engine.config.devices import resolve_devices, runs_in_single_process
+from src.engine.config.folder import remove_if_unused
+from src.engine.launch.external import detect_cluster_environment
+from src.engine.launch.failures import RankFailedError
+from src.engine.launch.start import launch
+from src.engine.utils.errors import UserError
+from src.engine.utils.files import check_can_store
+
+_PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+_SHOWN = ("Python", "torch", "lightning", "hydra-core", "wandb")
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_SHARED_MEMORY = Path("/dev/shm")
+_MIN_SHARED_MEMORY = 512 << 20  # bytes; Docker's default is 64 MiB
+_CHECKPOINTS = 2_000_000_000  # bytes that should be free
+_WANDB_TIMEOUT = 8  # seconds for an answer of the server
+_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+
+
+class Finding(NamedTuple):
+    """What a check has found. With a warning, the run works, but not as well as it could; an error prevents it."""
+
+    status: Literal["ok", "warning", "error"]
+    text: str  # also what to do, unless the status is "ok"
+
+
+Check = Callable[[DictConfig], Iterator[Finding]]
+
+
+def examine(cfg: DictConfig) -> None:
+    """Run all checks and print their findings.
+
+    Raises:
+        UserError: if this is a sweep.
+        SystemExit: with code 1, if there is an error.
+    """
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise UserError("doctor=true checks a single run: leave out -m")
+    env = detect_cluster_environment()
+    rank, local_rank = (env.global_rank(), env.local_rank()) if env else (0, 0)
+    has_failed = False
+    for name, check in CHECKS.items():
+        if local_rank == 0 or check is check_all_reduce:
+            findings = list(run_check(check, cfg))
+            _print(name, findings, rank)
+            has_failed |= any(finding.status == "error" for finding in findings)
+    remove_if_unused(Path(HydraConfig.get().runtime.output_dir))
+    if has_failed:
+        raise SystemExit(1)
+
+
+def run_check(check: Check, cfg: DictConfig) -> Iterator[Finding]:
+    """Yield the findings of a check. An exception becomes one, so that the remaining checks still run."""
+    try:
+        yield from check(cfg)
+    except UserError as error:
+        yield Finding("error", str(error))
+    except Exception as error:
+        yield Finding("error", f"the check failed: {type(error).__name__}: {error}")
+
+
+def _print(name: str, findings: list[Finding], rank: int) -> None:
+    """Print the problems of a check; on rank zero also what is fine, if there is no problem."""
+    problems = [finding for finding in findings if finding.status != "ok"]
+    source = f"rank {rank} on {socket.gethostname()}: " if rank else ""
+    table = Table.grid(padding=(0, 2))  # one for each check: the all-reduce may take a minute
+    for status, text in problems or (findings if rank == 0 else []):
+        table.add_row(Text(f"{status:<7}", _STYLES[status]), f"{name:<10}", Text(source + " ".join(text.split())))
+    if table.rows:
+        Console().print(table)
+
+
+def check_versions(cfg: DictConfig) -> Iterator[Finding]:
+    """Check Python and the packages against pyproject.toml, without an import, which would execute the package."""
+    for requirement, reason in _requirements():
+        version = _installed(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            wanted = f"{requirement} is required ({reason})" if reason else f"{requirement} is required"
+            what_to_do = "remove .venv and run `make install` (PYTHON=python3.12 chooses another Python)"
+            yield Finding("error", f"{requirement.name} {version or 'is missing'}, but {wanted}: {what_to_do}")
+    yield Finding("ok", ", ".join(f"{name} {_installed(name)}" for name in _SHOWN))
+
+
+def _requirements() -> list[tuple[Requirement, str]]:
+    """Return Python and the dependencies of the project, each with its comment in pyproject.toml."""
+    text = _PYPROJECT.read_text()
+    python, reason = re.findall(r'^requires-python = "(.+?)"(?: # (.*))?', text, re.MULTILINE)[0]
+    block = re.findall(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)[0]
+    listed = [(f"Python{python}", reason), *re.findall(r'"(.+?)",(?: # (.*))?', block)]
+    return [(Requirement(words), reason) for words, reason in listed]
+
+
+def _installed(name: str) -> str | None:
+    if name == "Python":
+        return platform.python_version()
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_devices(cfg: DictConfig) -> Iterator[Finding]:
+    """Check that torch can use the GPUs of this host, and that there are as many as configured."""
+    if cfg.trainer.accelerator != "cpu" and _NVIDIA_DRIVER.exists() and not torch.cuda.is_available():
+        raise UserError(
+            f"this host has an NVIDIA driver, but torch {torch.__version__} cannot use it: check `nvidia-smi` and "
+            "CUDA_VISIBLE_DEVICES, then install the torch for the driver (https://pytorch.org/get-started/locally)"
+        )
+    accelerator, count = _accelerator_and_count(cfg)
+    if accelerator != "cuda":
+        yield Finding("ok", f"{accelerator}, {count} process(es)")
+        return
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    models = sorted({f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus})
+    yield Finding("ok", f"{count} of {len(gpus)} x {' and '.join(models)}; torch for CUDA {torch.version.cuda}")
+
+
+def _accelerator_and_count(cfg: DictConfig) -> tuple[str, int]:
+    """Return the accelerator without `auto`, and the number of devices per host."""
+    accelerator, devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
+    return accelerator, devices if isinstance(devices, int) else len(devices)
+
+
+def check_slurm(cfg: DictConfig) -> Iterator[Finding]:
+    """Check nodes, tasks and CPU cores of the SLURM job; the text names the option of sbatch to change."""
+    if "SLURM_JOB_ID" not in os.environ:
+        yield Finding("ok", "not in a SLURM job")
+        return
+    _, devices = _accelerator_and_count(cfg)
+    nodes, tasks = cfg.trainer.num_nodes, int(os.environ.get("SLURM_NTASKS", 1))
+    is_task_a_rank = tasks > 1 and "TORCHELASTIC_RUN_ID" not in os.environ  # otherwise it starts all ranks of its host
+    needed_tasks = devices if is_task_a_rank and not runs_in_single_process(cfg) else 1
+    job_nodes = int(os.environ.get("SLURM_NNODES", nodes))
+    if job_nodes != nodes or (is_task_a_rank and tasks != nodes * needed_tasks):
+        found = f"the job has {tasks} task(s) on {job_nodes} node(s)"
+        configured = f"trainer.devices={devices} and trainer.num_nodes={nodes}"
+        yield Finding("error", f"{found}, but {configured}: set --nodes={nodes} --ntasks-per-node={needed_tasks}")
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", len(os.sched_getaffinity(0))))
+    needed_cores = (1 if is_task_a_rank else devices) * (1 + cfg.data.num_workers)
+    if cores < needed_cores:
+        processes = f"{needed_cores} processes, with those of data.num_workers"
+        yield Finding("warning", f"a task has {cores} core(s) for {processes}: set --cpus-per-task={needed_cores}")
+    yield Finding("ok", f"job {os.environ['SLURM_JOB_ID']}, {tasks} task(s)")
+
+
+def check_disk(cfg: DictConfig) -> Iterator[Finding]:
+    """Check the run folder, and /dev/shm, through which NCCL and the workers of a DataLoader pass data."""
+    is_used = cfg.data.num_workers > 0 or torch.cuda.device_count() > 1
+    if is_used and _SHARED_MEMORY.exists() and shutil.disk_usage(_SHARED_MEMORY).free < _MIN_SHARED_MEMORY:
+        found = f"{_SHARED_MEMORY} has less than {_MIN_SHARED_MEMORY >> 20} MiB free"
+        what_to_do = "start the container with --ipc=host or --shm-size=1g"
+        yield Finding("error", f"{found}, too little for NCCL and for data.num_workers: {what_to_do}")
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    yield Finding("ok", f"{check_can_store(folder, 'run_dir', _CHECKPOINTS)} in {folder}")
+
+
+def check_data(cfg: DictConfig) -> Iterator[Finding]:
+    """Check that the images are complete, or can be downloaded or generated."""
+    source = build(cfg.data.source)
+    check = getattr(source, "check", lambda root: "the run prepares its images when it starts")
+    yield Finding("ok", check(Path(cfg.data.root).expanduser()))
+
+
+def check_wandb(cfg: DictConfig) -> Iterator[Finding]:
+    """Check the W&B key and the connection, unless the run is offline."""
+    if "wandb" not in cfg.logger:
+        yield Finding("ok", "not used: there is no logger.wandb")
+        return
+    import wandb
+
+    from src.engine.observe.wandb import online_or_offline
+
+    build(cfg.logger.wandb)  # checks its options and WANDB_MODE
+    try:
+        mode = online_or_offline()
+        account = f" as {wandb.Api(timeout=_WANDB_TIMEOUT).viewer.username}" if mode == "online" else ""
+    except Exception as error:  # of wandb, requests or its service: a run would go offline as well
+        raise UserError(
+            f"no login ({error}): check the key (`wandb login --relogin`) and the network (HTTPS_PROXY, or "
+            "WANDB_BASE_URL for your own server), or set WANDB_MODE=offline"
+        ) from None
+    finally:
+        wandb.teardown()
+    asked = os.environ.get("WANDB_MODE")
+    if mode == "offline" and asked in (None, "", "online"):
+        what_to_do = "run `wandb login`, or set WANDB_API_KEY"
+        yield Finding("error" if asked else "warning", f"offline, because no API key is configured: {what_to_do}")
+    else:
+        yield Finding("ok", f"{mode}{account}")
+
+
+def check_all_reduce(cfg: DictConfig) -> Iterator[Finding]:
+    """Start the ranks, or join those that torchrun or srun started, and measure the bandwidth between them.
+
+    The options that would resume or restart a run are off, because one may be in progress in the run folder.
+    """
+    if int(os.environ.get("SLURM_NTASKS", 1)) > 1 and not {"SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
+        raise UserError("the job has several tasks, but no srun started them: start `srun python train.py ...`")
+    cfg.fit, cfg.resume, cfg.launch.max_restarts = False, None, 0
+    if cfg.trainer.num_nodes == 1 and not detect_cluster_environment():
+        with open_dict(cfg.strategy):  # a process per device, also for a strategy that starts its own processes
+            cfg.strategy.pop("single_process", None)
+    try:
+        measured = launch(cfg)
+    except RankFailedError as error:  # the ranks have written to the terminal, and not to a log
+        raise UserError(str(error).splitlines()[0].partition("; its log is")[0]) from None
+    processes, hosts, size, seconds = (measured[name] for name in ("processes", "hosts", "bytes", "seconds"))
+    bandwidth = 2 * (processes - 1) / processes * size / seconds  # of a process in a ring, `busbw` of nccl-tests
+    place = f"{processes} process(es) on {hosts} host(s)"
+    yield Finding("ok", f"{place}, {size / 2**20:.0f} MiB in {1e3 * seconds:.1f} ms, {bandwidth / 1e9:.2f} GB/s")
+
+
+CHECKS: dict[str, Check] = {
+    "versions": check_versions,
+    "devices": check_devices,
+    "slurm": check_slurm,
+    "disk": check_disk,
+    "data": check_data,
+    "wandb": check_wandb,
+    "all-reduce": check_all_reduce,
+}

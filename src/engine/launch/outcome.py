@@ -1,0 +1,51 @@
+"""Record how a run ended, if its rank zero could not: what failed, which rank died, or which signal came."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from signal import SIGINT, Signals
+
+from omegaconf import DictConfig
+
+from src.engine.launch.failures import RankDiedError, RankFailedError
+from src.engine.report.write import run_report
+from src.engine.utils.errors import UserError
+from src.engine.utils.events import append_end, append_event, append_kill, last_logged_step
+from src.engine.utils.signals import Stopped
+
+
+@contextmanager
+def run_recorded(cfg: DictConfig, is_recorder: bool = True) -> Iterator[None]:
+    """Record that an earlier process of the run was killed, then how this one ends, and write the page of the run.
+
+    Args:
+        cfg: the resolved configuration.
+        is_recorder: whether this process records the run; one of each run does.
+    """
+    if not is_recorder:
+        yield
+        return
+    append_kill(cfg.run_dir)
+    with run_report(cfg):
+        try:
+            yield
+        except BaseException as error:
+            append_end(cfg.run_dir, *_event_and_reason(error))
+            raise
+
+
+def record_restart(run_dir: str, failed: RankFailedError) -> None:
+    """Append the failure of the ranks, and that they start again."""
+    event, reason = _event_and_reason(failed)
+    append_end(run_dir, event, reason)
+    append_event(run_dir, "restart", last_logged_step(run_dir), reason)
+
+
+def _event_and_reason(error: BaseException) -> tuple[str, str]:
+    if isinstance(error, Stopped):
+        return "stopped", Signals(error.number).name
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", SIGINT.name
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, RankFailedError):  # stacks follow in further lines
+        return "killed" if isinstance(error, RankDiedError) else "failed", lines[0]
+    return "failed", lines[-1] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[-1]}"

@@ -1,0 +1,133 @@
+"""Run all ranks in new processes of this host, with torch's elastic launcher."""
+
+import logging
+import os
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from src.engine.config.devices import runs_in_single_process
+from src.engine.config.folder import with_newest_checkpoint
+from src.engine.launch.failures import REPORT_FILE, RankFailedError, exit_worker, first_failure, remove_stacks
+from src.engine.launch.outcome import record_restart
+from src.engine.launch.rank import run_rank
+from src.engine.state.run_files import stop_message
+from src.engine.utils import signals
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
+
+
+def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
+    """Run all ranks, restart them up to `launch.max_restarts` times after a failure; return rank zero's metrics.
+
+    Raises:
+        UserError: if the first failed rank raised one; a restart would not help.
+        RankFailedError: if the first failed rank raised another error, died, or hung.
+        Stopped: if a signal ended the job.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    restarts_left = cfg.launch.max_restarts
+    with signals.forward_to_workers():
+        while True:
+            try:
+                return _run_group(cfg, processes)
+            except SignalException:  # a second signal
+                raise _stopped(cfg) from None
+            except RankFailedError as failed:
+                if not restarts_left:
+                    raise
+                restarts_left -= 1
+                print(f"{failed}\nrestarting; {restarts_left} restarts left after this one", file=sys.stderr)
+                record_restart(cfg.run_dir, failed)
+            cfg = with_newest_checkpoint(cfg)
+
+
+def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
+    """Run all ranks once; return the metrics of rank zero."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    _silence_launchers()
+    remove_stacks(cfg.run_dir)
+    try:
+        results = elastic_launch(_elastic_config(cfg, processes), _run_worker)(cfg, os.getpid())
+    except ChildFailedError as failed:
+        if signals.requested():  # a signal came before the ranks could save, or a second one came
+            raise _stopped(cfg) from None
+        raise first_failure(failed, cfg.run_dir) from None
+    finally:
+        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+    metrics_or_signal = results[0]
+    if isinstance(metrics_or_signal, int):
+        raise signals.Stopped(metrics_or_signal)
+    return metrics_or_signal
+
+
+def _elastic_config(cfg: DictConfig, processes: int) -> Any:
+    """Return the settings of torch's elastic launcher.
+
+    Its own restarts are off, because they would repeat user errors and hide their messages.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    # Seconds between SIGTERM and SIGKILL for the ranks that remain; torch before 2.12 always waits 30.
+    options: dict[str, Any] = {"shutdown_timeout": 5} if hasattr(LaunchConfig, "shutdown_timeout") else {}
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=cfg.runtime.run_id,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        signals_to_handle="",  # none: src/engine/utils/signals.py handles them
+        logs_specs=DefaultLogsSpecs(),
+        **options,
+    )
+
+
+def _stopped(cfg: DictConfig) -> signals.Stopped:
+    """Print how to continue the run, and return the exception that ends it."""
+    print(stop_message(signals.requested(), cfg.run_dir), file=sys.stderr)
+    return signals.Stopped(signals.requested())
+
+
+def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
+    """Run one rank in this new process; return its metrics, or the number of the signal that ended the run.
+
+    Args:
+        cfg: the resolved configuration.
+        launcher: process id of the launcher.
+    """
+    signals.prepare_started_process(launcher)
+    _silence_launchers()
+    rank = int(os.environ["RANK"])
+    if runs_in_single_process(cfg):
+        _remove_launcher_variables()
+    try:
+        return run_rank(cfg, rank)
+    except signals.Stopped as stopped:
+        return stopped.number
+    except Exception as error:
+        if dist.is_initialized():
+            exit_worker(error)
+        raise  # the elastic launcher's wrapper reports it
+
+
+def _remove_launcher_variables() -> None:
+    """Keep the strategy's own launcher from taking this single process for one rank of many."""
+    for name in list(os.environ):
+        if name.startswith(_LAUNCHER_VARIABLES) and name != REPORT_FILE:
+            del os.environ[name]
+
+
+def _silence_launchers() -> None:
+    """Keep torch's tables of failures off the terminal, where they would hide the project's one line."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

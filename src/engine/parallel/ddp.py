@@ -1,0 +1,162 @@
+"""DistributedDataParallel with options for gradient communication and for sharding of the optimizer state.
+
+Lightning's DDPStrategy takes communication hooks as objects, on GPUs only, and does not save their state.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from src.engine.observe.recording import communication
+from src.engine.parallel.comm_hooks import HOOKS
+from src.engine.utils.errors import UserError, suggest
+
+
+class DDP(DDPStrategy):
+    """Gives every rank a full replica of the network and its part of the data.
+
+    Args:
+        comm_hook: communication of gradients; null leaves them unchanged. `fp16` and `bf16` reduce gradients in that
+            type. `powersgd` reduces two low-rank factors of each gradient, with error feedback (Vogels et al., 2019),
+            which starts anew when a run continues.
+            `post_local_sgd` reduces no gradients: it averages the weights every `model_averaging_period` steps, and
+            before validation and saving (Lin et al., "Don't use large mini-batches, use local SGD", 2020). A checkpoint
+            then holds the averages of the optimizer states.
+        comm_start_step: steps with plain averaging of gradients before `powersgd` or `post_local_sgd` begins.
+        matrix_approximation_rank: rank of the PowerSGD factors.
+        model_averaging_period: steps between two averages of the weights under `post_local_sgd`.
+        shard_optimizer: each rank keeps the optimizer state of its part of the weights, updates these weights, and
+            broadcasts them to the other ranks (ZeRO stage 1: Rajbhandari et al., 2020).
+        gradient_as_bucket_view: gradients are views of the communication buckets, which saves one copy of them.
+        shares: relative numbers of samples of the ranks, for devices of unequal speed; null means equal ones.
+        **kwargs: further arguments of DistributedDataParallel, such as `bucket_cap_mb`.
+
+    Raises:
+        UserError: if there is no such hook, a number is too small, or options exclude each other.
+    """
+
+    def __init__(
+        self,
+        comm_hook: str | None = None,
+        comm_start_step: int = 100,
+        matrix_approximation_rank: int = 4,
+        model_averaging_period: int = 4,
+        shard_optimizer: bool = False,
+        gradient_as_bucket_view: bool = True,
+        shares: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
+        super().__init__(model_averaging_period=model_averaging_period, **kwargs)
+        self.comm_hook, self.comm_start_step, self.shard_optimizer = comm_hook, comm_start_step, shard_optimizer
+        self.matrix_approximation_rank, self.shares = matrix_approximation_rank, shares
+        if comm_hook is not None and comm_hook not in HOOKS:
+            raise UserError(f"strategy.comm_hook={comm_hook} is no hook: {suggest(comm_hook, HOOKS)}")
+        if comm_start_step < 2 or model_averaging_period < 1 or matrix_approximation_rank < 1:
+            raise UserError(
+                "strategy.comm_start_step must be at least 2, because DDP fixes its buckets in the first step; "
+                "strategy.model_averaging_period and strategy.matrix_approximation_rank must be at least 1"
+            )
+        if comm_hook == "post_local_sgd" and shard_optimizer:
+            raise UserError("strategy.shard_optimizer=true needs equal weights, but post_local_sgd lets them differ")
+
+    reduce = communication()(DDPStrategy.reduce)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return super().distributed_sampler_kwargs | {"shares": self.shares}
+
+    def setup(self, trainer: L.Trainer) -> None:
+        self._check_options(trainer)
+        if self.comm_hook == "post_local_sgd":
+            # torch's model averaging returns contiguous weights.
+            self.lightning_module.to(memory_format=torch.contiguous_format)
+        super().setup(trainer)
+
+    def _check_options(self, trainer: L.Trainer) -> None:
+        """Check the options against the device, the precision, the callbacks and the module of the run."""
+        if self.comm_hook == "bf16" and self.root_device.type == "cpu":
+            raise UserError("strategy.comm_hook=bf16: gloo, which CPUs use, does not reduce that type; take fp16")
+        if self.comm_hook == "post_local_sgd":
+            if any(getattr(callback, "averages_weights", False) for callback in trainer.callbacks):
+                raise UserError("callbacks.ema averages each rank's own weights under post_local_sgd: leave out one")
+            if not self.lightning_module.automatic_optimization:
+                raise UserError("strategy.comm_hook=post_local_sgd averages the weights of one optimizer; take fp16")
+        if self.comm_hook in ("powersgd", "post_local_sgd") and self.precision_plugin.precision == "16-mixed":
+            raise UserError(
+                f"strategy.comm_hook={self.comm_hook} cannot handle the overflows of trainer.precision=16-mixed: "
+                "take bf16-mixed"
+            )
+        if self._ddp_kwargs.get("static_graph") and trainer.accumulate_grad_batches > 1:
+            raise UserError(
+                "strategy.static_graph=true allows one backward pass per step: set it to false to accumulate"
+            )
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        # Lightning builds DDP on a side stream, for capture in a CUDA graph (strategies/ddp.py:194 in 2.6.6).
+        # Gradients would then accumulate on that stream, and each backward pass would wait for the other one:
+        # https://github.com/Lightning-AI/pytorch-lightning/issues/21567
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.shard_optimizer:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # the import is slow
+
+            warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # false alarm: ZeRO wraps the optimizer
+            optimizers = self.optimizers
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            if any(group.get("fused") or group.get("capturable") for group in groups):
+                raise UserError("strategy.shard_optimizer=true keeps step counts on the CPU: take no fused optimizer")
+            self.optimizers = [
+                ZeroRedundancyOptimizer([dict(group) for group in optimizer.param_groups], type(optimizer))
+                for optimizer in optimizers
+            ]
+            for config in self.lr_scheduler_configs:
+                config.scheduler.optimizer = self.optimizers[optimizers.index(config.scheduler.optimizer)]
+
+    def _register_ddp_hooks(self) -> None:
+        if self.comm_hook == "powersgd":
+            self._ddp_comm_state = PowerSGDState(None, self.matrix_approximation_rank, self.comm_start_step)
+        elif self.comm_hook == "post_local_sgd":
+            self._ddp_comm_state = PostLocalSGDState(
+                None, None, self.comm_start_step, post_local_gradient_allreduce=False
+            )
+        if self.comm_hook:
+            cast(DistributedDataParallel, self.model).register_comm_hook(self._ddp_comm_state, HOOKS[self.comm_hook])
+
+    def on_train_start(self) -> None:
+        """Give the averaging of weights the step that it would have in an uninterrupted run."""
+        if self._model_averager is not None:
+            cast(Any, self._ddp_comm_state).iter = self._model_averager.step = self.lightning_module.trainer.global_step
+
+    def on_validation_start(self) -> None:
+        self._average(self.lightning_module.parameters())
+
+    def on_train_end(self) -> None:
+        self._average(self.lightning_module.parameters())
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._average(self.lightning_module.parameters())
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._model_averager is not None:
+            self._average(value for moments in optimizer.state.values() for value in moments.values())
+        return super().optimizer_state(optimizer)
+
+    def _average(self, values: Iterable[Any]) -> None:
+        """Under post-local SGD, average the tensors over all ranks, in place. Every rank must call it."""
+        if self._model_averager is not None:
+            floats = [value for value in values if isinstance(value, Tensor) and value.ndim]  # no step counts
+            average_parameters(cast(Any, iter(floats)), self._model_averager.process_group)

@@ -1,0 +1,50 @@
+"""Averaging and clipping of gradients over the ranks of a process group, and gradients set aside."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from src.engine.observe.recording import communication
+from src.engine.utils.tensors import to_full_tensor
+
+
+@communication()
+def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
+    """Replace the gradients with their means over the ranks of `group`, in one all-reduce.
+
+    Args:
+        group: ranks that hold replicas.
+        gradients: tensors of any shape, in the same order on every rank; changed in place.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(dist.get_world_size(group))
+    dist.all_reduce(flat, group=group)
+    for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def clip_by_norm_over(group: dist.ProcessGroup, optimizer: Optimizer, clip_val: float) -> None:
+    """Clip the gradients in place, by their norm over the parameters of all ranks of `group`.
+
+    Args:
+        group: ranks that hold different parts of the network.
+        optimizer: holds the parameters of this rank.
+        clip_val: largest norm after clipping.
+    """
+    parameters = [parameter for param_group in optimizer.param_groups for parameter in param_group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squared_norm = to_full_tensor(nn.utils.get_total_norm(gradients)) ** 2
+    dist.all_reduce(squared_norm, group=group)
+    nn.utils.clip_grads_with_norm_(parameters, clip_val, squared_norm.sqrt())
+
+
+def take_gradients(parameters: Sequence[Tensor], keep: bool) -> list[Tensor | None]:
+    """Set the gradients to None; return them, or Nones if they need not be kept."""
+    taken = [parameter.grad if keep else None for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return taken

@@ -1,0 +1,80 @@
+"""Normalize over groups of the global batch while a run trains."""
+
+from typing import Any
+
+import lightning as L
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from src.engine.parallel.batch_norm import (
+    apply_norm_groups,
+    average_statistics,
+    grouped_norms,
+    rank_groups,
+    revert_norm_groups,
+)
+from src.engine.utils.errors import UserError
+
+
+class NormGroups(L.Callback):
+    """Lets the batch normalization layers of any network use `data.norm_groups` groups of the global batch."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Change the layers before a strategy wraps, shards or splits the network."""
+        if stage != "fit" or not any(isinstance(part, _BatchNorm) for part in pl_module.modules()):
+            return
+        layout = trainer.datamodule.layout
+        if layout.norm_groups > layout.batch_size:
+            raise UserError(
+                f"data.norm_groups={layout.norm_groups} exceeds data.batch_size={layout.batch_size}: set fewer groups"
+            )
+        if not layout.has_whole_groups:
+            raise UserError(
+                f"data.norm_groups={layout.norm_groups} does not divide over the {layout.micro_batches} micro-batches "
+                "of a step (trainer.accumulate_grad_batches, strategy.microbatches), so batch normalization would be "
+                f"another experiment: use fewer, set data.norm_groups={layout.micro_batches}, which is another "
+                "experiment too, or take a model without batch normalization, such as vit"
+            )
+        kwargs = trainer.distributed_sampler_kwargs or {}
+        ranks = kwargs.get("group", dist.group.WORLD) if layout.parallel.dp_size > 1 else None
+        apply_norm_groups(pl_module, rank_groups(layout, ranks))
+        _average_before_saving(trainer.strategy, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin a new step, unless more batches are accumulated.
+
+        Raises:
+            UserError: if the network runs more than once per micro-batch, so that its running statistics would depend
+                on their number.
+        """
+        data: Any = trainer.datamodule
+        if data.layout.micro_batches == 1 or (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        for norm in grouped_norms(pl_module):
+            if norm.passes > norm.groups.micro_batches:
+                raise UserError(
+                    "trainer.accumulate_grad_batches: a network with batch normalization runs more than once in "
+                    "training_step, so set it to 1"
+                )
+            norm.is_first_pass, norm.passes = True, 0
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        average_statistics(pl_module)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        average_statistics(pl_module)
+        revert_norm_groups(pl_module)
+
+
+def _average_before_saving(strategy: Strategy, module: L.LightningModule) -> None:
+    """Average before the strategy collects a checkpoint's weights, for which Lightning has no hook."""
+    collect = strategy.lightning_module_state_dict
+
+    def average_and_collect() -> dict[str, Any]:
+        average_statistics(module)
+        return collect()
+
+    strategy.lightning_module_state_dict = average_and_collect  # type: ignore[method-assign]

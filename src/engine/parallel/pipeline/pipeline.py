@@ -1,0 +1,231 @@
+"""Pipeline parallelism: each rank holds some blocks of the network, and micro-batches pass through all ranks.
+
+The strategy runs `torch.distributed.pipelining` inside Lightning, without changes to network or LightningModule. A
+schedule interleaves forward and backward passes, so it runs in `training_step`. The strategy keeps its gradients until
+Lightning calls `backward`. The logits go to every rank, where the module's `training_step` computes the loss and logs.
+
+Huang et al., "GPipe" (2018); Narayanan et al., "Efficient large-scale language model training on GPU clusters" (2021);
+Qi et al., "Zero bubble pipeline parallelism" (2023).
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from src.engine.determinism.batch import Batch
+from src.engine.observe.recording import communication, computation
+from src.engine.parallel.gradients import average_over, clip_by_norm_over, take_gradients
+from src.engine.parallel.pipeline.blocks import Block, ordered_blocks
+from src.engine.parallel.pipeline.schedules import build_schedule, schedule_spec
+from src.engine.parallel.pipeline.simulation import bubble, simulate
+from src.engine.parallel.pipeline.split import cut, format_table
+from src.engine.parallel.pipeline.stage import (
+    Stage,
+    build_stage,
+    join_samples,
+    keep_own_stages,
+    shard_stage,
+    split_batch,
+    stage_shapes,
+)
+from src.engine.parallel.pipeline.stage_forward import StageForward
+from src.engine.parallel.sharded_state import ShardedStateStrategy
+from src.engine.utils.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+
+class Pipeline(ShardedStateStrategy):
+    """Assigns the blocks of the network to stages on the ranks; more ranks than `stages` form replicas of the pipeline.
+
+    Args:
+        stages: ranks of one pipeline; null means all ranks.
+        schedule: gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble or zbv_zero_bubble. Each of the last three
+            gives every rank two stages.
+        microbatches: number of micro-batches per batch of a rank. With one, only one rank works at a time.
+        split: `auto`, or the names of the blocks before which to cut.
+        data_parallel: `ddp` gives each replica full stages, and `fsdp` shards each stage over the replicas (FSDP2).
+        **kwargs: arguments of ShardedStateStrategy.
+
+    Raises:
+        UserError: if an option does not suit the ranks, the blocks, the micro-batches or the precision.
+    """
+
+    module_needs: ClassVar = {
+        "net": "the network to split",
+        "loss": "which maps logits and a Batch to a weighted sum",
+        "takes_batch": "which is True if its steps take a Batch",
+    }
+
+    def __init__(
+        self,
+        stages: int | None = None,
+        schedule: str = "1f1b",
+        microbatches: int = 4,
+        split: str | Sequence[str] = "auto",
+        data_parallel: str = "ddp",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if data_parallel not in ("ddp", "fsdp"):
+            raise UserError(f"strategy.data_parallel={data_parallel}: take ddp or fsdp")
+        if not isinstance(microbatches, int) or microbatches < 1:
+            raise UserError(f"strategy.microbatches={microbatches}: give a number of at least one")
+        self.stages, self.schedule, self.spec = stages, schedule, schedule_spec(schedule)
+        self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
+        self._torch_schedule: Any = None  # set when the network is split
+        self._own_stages: dict[int, Stage] = {}  # the stages of this rank by their number
+        self._parameters: list[nn.Parameter] = []  # the parameters of these stages
+        self._batch: Batch | None = None  # the current training batch, with (microbatches, n, ...) fields
+        self._logits: Tensor | None = None  # the logits of that batch
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
+
+    @property
+    def _accumulate(self) -> int:
+        return cast(L.LightningModule, self.lightning_module).trainer.accumulate_grad_batches
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.data_parallel == "fsdp" and self._replicas.size() > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {
+            "num_replicas": self._replicas.size(),
+            "rank": self._replicas.get_local_rank(),
+            "num_microbatches": self.microbatches,
+            "shares": self.shares,
+            "group": self._replicas.get_group(),
+        }
+
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        ranks = self.stages or self.world_size
+        if ranks < 1 or self.world_size % ranks:
+            raise UserError(f"strategy.stages={ranks} does not divide the {self.world_size} processes: take a divisor")
+        if self.precision_plugin.precision == "16-mixed":
+            raise UserError("trainer.precision=16-mixed scales the loss, which a schedule does not: take bf16-mixed")
+        shape, names = (self.world_size // ranks, ranks), ("data_parallel", "pipeline")
+        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        self._replicas = self._device_mesh["data_parallel"]  # a look-up takes two milliseconds
+        self._group = self._device_mesh["pipeline"].get_group()
+        self._pipeline_rank = self._device_mesh["pipeline"].get_local_rank()
+
+    def parallelize(self, module: L.LightningModule) -> None:
+        """Keep the blocks of this rank's stages, and replace the forward pass of the network with the pipeline."""
+        if getattr(module, "should_compile", False):
+            raise UserError("module.compile=true compiles the full network, of which a pipeline's rank holds a part")
+        if self.spec.splits_backward and getattr(module, "recompute", "none") != "none":
+            raise UserError(
+                f"strategy.schedule={self.schedule} splits the backward pass, which module.recompute=blocks would then "
+                "compute twice: take strategy.schedule=interleaved_1f1b"
+            )
+        net = cast(nn.Module, module.net)
+        self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
+        if self._is_sharded or self.spec.needs_channels_first(net, self.root_device):  # FSDP supports no other format
+            net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        data = self.lightning_module.trainer.datamodule
+        stages = self._cut(net, shape=(data.samples_per_micro_batch, *data.image_shape))
+        shapes = stage_shapes(stages)
+        self._own_stages = keep_own_stages(net, stages, self._stage_to_rank, self._pipeline_rank)
+        if self._is_sharded:
+            for stage in self._own_stages.values():
+                shard_stage(net, stage, self._replicas)
+        torch_stages = [
+            build_stage(stage, number, shapes, self._group, self.root_device)
+            for number, stage in self._own_stages.items()
+        ]
+        self._torch_schedule = build_schedule(self.schedule, torch_stages, self.microbatches, self._loss)
+        self._stage_forward = StageForward(self._own_stages, self._stage_to_rank, shapes, self._group, self.root_device)
+        self._parameters = list(module.parameters())
+        net.forward = self._forward
+        if self.is_global_zero:
+            self._log_stages(stages)
+
+    def _cut(self, net: nn.Module, shape: tuple[int, ...]) -> list[list[Block]]:
+        """Return the blocks of each stage, for images of that shape, and assign the stages to ranks."""
+        images = torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(next(net.parameters()))
+        with self.precision_plugin.forward_context():
+            blocks = ordered_blocks(net, images)
+        self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
+        return cut(blocks, len(self._stage_to_rank), self.split)
+
+    def _log_stages(self, stages: list[list[Block]]) -> None:
+        simulated = bubble(simulate(self.schedule, self.device_mesh["pipeline"].size(), self.microbatches))
+        title = f"  pipeline: {self.schedule}, {self.microbatches} micro-batches, simulated bubble {simulated:.1%}"
+        _log.info("\n".join([title, *format_table(stages, self._stage_to_rank)]))
+
+    def _loss(self, outputs: Tensor, number: Tensor) -> Tensor:
+        """Return the loss of micro-batch `number`, a CPU tensor because the schedule splits a tensor of targets."""
+        assert self._batch is not None
+        micro_batch = Batch(*(field[int(number)] for field in self._batch))
+        with computation():
+            return cast(Any, self.lightning_module).loss(outputs, micro_batch)
+
+    def training_step(self, batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context(), communication():  # between the passes a rank waits
+            self._logits = self._run_schedule(batch)
+        try:
+            return super().training_step(batch, *args, **kwargs)
+        finally:
+            self._logits = self._batch = None
+
+    def _run_schedule(self, batch: Batch) -> Tensor:
+        """Run the schedule on a batch; return its (samples, classes) logits on every rank.
+
+        `_gradients` gets the new gradients; those of the parameters stay as they were.
+        """
+        self._batch = split_batch(batch, self.microbatches)
+        accumulated = take_gradients(self._parameters, keep=self._accumulate > 1)
+        for stage in self._own_stages.values():
+            stage.begin(self.microbatches)
+        outputs = self._run_passes(self._batch)
+        self._gradients = [(weight, weight.grad) for weight in self._parameters if weight.grad is not None]
+        for weight, gradient in zip(self._parameters, accumulated, strict=True):
+            weight.grad = gradient
+        return self._stage_forward.to_all(outputs, len(batch.image))
+
+    def _run_passes(self, batch: Batch) -> Tensor | None:
+        """Run the forward and backward passes; return the (samples, classes) logits on the rank of the last stage."""
+        images = (batch.image.flatten(0, 1),) if self._stage_to_rank[0] == self._pipeline_rank else ()
+        if self._stage_to_rank[-1] != self._pipeline_rank:
+            self._torch_schedule.step(*images)
+            return None
+        logits = self._torch_schedule.step(*images, target=torch.arange(self.microbatches), losses=[])
+        return join_samples(logits.detach().unflatten(0, (self.microbatches, -1)))
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Add the gradients of the schedule to the parameters, averaged over the replicas."""
+        module = cast(Any, self.lightning_module)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if not self._is_sharded:  # FSDP2 has done it; DDP would miss the gradients that bypass its hooks
+            average_over(self._replicas.get_group(), [gradient for _, gradient in self._gradients])
+        for weight, gradient in self._gradients:
+            if self._accumulate > 1:
+                gradient.div_(self._accumulate)
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+        self._gradients = []
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    def _forward(self, image: Tensor) -> Tensor:
+        """Return the logits of the network: those of the schedule in training, otherwise those of `StageForward`."""
+        return self._stage_forward(image) if self._logits is None else self._logits
+
+    @property
+    def owns_state(self) -> bool:
+        return self._replicas.get_local_rank() == 0
+
+    def gather_state(self, own: Any) -> list[Any]:
+        if not self.owns_state:
+            return []
+        parts: list[Any] | None = [None] * dist.get_world_size(self._group) if self._pipeline_rank == 0 else None
+        dist.gather_object(own, parts, group=self._group, group_dst=0)
+        return parts or []

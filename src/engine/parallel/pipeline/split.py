@@ -1,0 +1,123 @@
+"""Split a network into pipeline stages: before named blocks, or such that the stages have similar cost."""
+
+import math
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+from typing import NamedTuple
+
+from src.engine.parallel.pipeline.blocks import Block
+from src.engine.utils.errors import UserError, suggest
+
+_FLOPS_PER_BYTE = 100  # rough number of FLOPs that a device does while a link sends one byte
+
+
+def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> list[list[Block]]:
+    """Return the blocks of each stage.
+
+    Args:
+        blocks: all blocks of the network, in order.
+        stages: number of stages.
+        split: `auto`, which minimizes the cost of the most expensive stage in FLOPs and bytes sent; or the names of the
+            blocks before which to cut.
+
+    Raises:
+        UserError: if there are more stages than blocks with parameters, a block does not exist, the number of cuts is
+            wrong, a stage has no parameters, would send anything but activations, or shares parameters with another.
+    """
+    trainable = sum(block.num_parameters > 0 for block in blocks)
+    if stages > trainable:
+        raise UserError(
+            f"strategy=pipeline: {stages} stages, but `model` has {trainable} blocks with parameters: lower "
+            "trainer.devices (interleaved and zero-bubble schedules make two stages per process)"
+        )
+    cuts = _balanced_cuts(blocks, stages) if isinstance(split, str) else _named_cuts(blocks, stages, split)
+    parts = [list(blocks[start:end]) for start, end in pairwise([0, *cuts, len(blocks)])]
+    for part in parts:
+        if not any(block.num_parameters for block in part):
+            raise UserError(f"strategy.split: a stage of {part[0].name} alone has no parameters; cut elsewhere")
+        if part is not parts[-1] and math.isinf(part[-1].bytes_sent):
+            raise UserError(
+                f"strategy.split: after {part[-1].name} the network passes on more than activations; cut elsewhere"
+            )
+    _check_unshared(parts)
+    return parts
+
+
+def _check_unshared(stages: Sequence[Sequence[Block]]) -> None:
+    """Check that no parameter belongs to two stages, where it would get two gradients."""
+    for first, second in combinations(stages, 2):
+        names = {id(weight): name for block in first for name, weight in block.parameters.items()}
+        for block in second:
+            for name, weight in block.parameters.items():
+                if id(weight) in names:
+                    raise UserError(
+                        f"strategy=pipeline: {names[id(weight)]} and {name} are one parameter, of two stages: "
+                        "set strategy.split such that one stage has both, or use strategy=ddp or fsdp"
+                    )
+
+
+def format_table(stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int]) -> list[str]:
+    """Return a table of the stages as lines: rank, parameters, fraction of the FLOPs, and MiB sent per micro-batch."""
+    total = sum(block.flops for blocks in stages for block in blocks) or 1
+    lines = ["  stage  rank  parameters  cost   sends       blocks"]
+    for number, (blocks, rank) in enumerate(zip(stages, stage_to_rank, strict=True)):
+        num_parameters = sum(block.num_parameters for block in blocks)
+        cost = sum(block.flops for block in blocks) / total
+        sent = blocks[-1].bytes_sent / 2**20 if number < len(stages) - 1 else 0.0
+        names = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} ... {blocks[-1].name}"
+        lines.append(f"  {number:<5}  {rank:<4}  {num_parameters:<10,}  {cost:<5.0%}  {sent:6.2f} MiB  {names}")
+    return lines
+
+
+def _named_cuts(blocks: Sequence[Block], stages: int, split: Sequence[str]) -> list[int]:
+    """Return the indices of the blocks before which to cut.
+
+    A name can also belong to a sequence of blocks; the cut is then before its first block.
+    """
+    names = [block.name for block in blocks]
+    cuts = []
+    for wanted in split:
+        matches = [index for index, name in enumerate(names) if name == wanted or name.startswith(f"{wanted}.")]
+        if not matches or matches[0] == 0:
+            raise UserError(f"strategy.split: no cut can be before {wanted}; {suggest(wanted, names[1:])}")
+        cuts.append(matches[0])
+    if len(cuts) != stages - 1 or cuts != sorted(set(cuts)):
+        raise UserError(
+            f"strategy.split={list(split)}: {stages} stages need {stages - 1} cuts, in the order of the blocks"
+        )
+    return cuts
+
+
+class _Partition(NamedTuple):
+    """Consecutive stages: the cost of the most expensive one, which `min` compares first, and the cuts between them."""
+
+    cost: float
+    cuts: list[int]
+
+
+def _balanced_cuts(blocks: Sequence[Block], stages: int) -> list[int]:
+    """Return the cuts that minimize the cost of the most expensive stage.
+
+    The algorithm is dynamic programming (the linear partition problem). `best[end]` is the best partition of
+    `blocks[:end]` into `count` stages. The last of these stages is `blocks[start:end]` for some `start`, and the stages
+    before it form the best partition of `blocks[:start]` into `count - 1` stages.
+    """
+    best = {end: _Partition(_stage_cost(blocks, 0, end), []) for end in range(1, len(blocks) + 1)}
+    for count in range(2, stages + 1):
+        previous, best = best, {}
+        for end in range(count, len(blocks) + 1):
+            candidates = []
+            for start in range(count - 1, end):
+                cost = max(previous[start].cost, _stage_cost(blocks, start, end))
+                candidates.append(_Partition(cost, [*previous[start].cuts, start]))
+            best[end] = min(candidates)
+    return best[len(blocks)].cuts
+
+
+def _stage_cost(blocks: Sequence[Block], start: int, end: int) -> float:
+    """Return the cost of the stage `blocks[start:end]` in FLOPs; bytes sent count as FLOPs."""
+    stage = blocks[start:end]
+    if not any(block.num_parameters for block in stage):
+        return math.inf  # every stage must have parameters to train
+    sent = stage[-1].bytes_sent if end < len(blocks) else 0
+    return sum(block.flops for block in stage) + sent * _FLOPS_PER_BYTE

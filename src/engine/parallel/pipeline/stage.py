@@ -1,0 +1,195 @@
+"""A pipeline stage as a module: consecutive blocks, with the memory formats and dropout keys of their micro-batches.
+
+Sample i of a batch belongs to micro-batch i % microbatches (`src/engine/determinism/sampler.py`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+
+from src.engine.determinism.batch import Batch
+from src.engine.determinism.dropout import dropouts, set_keys
+from src.engine.observe.recording import pipeline_pass
+from src.engine.parallel.pipeline.blocks import Block
+from src.engine.parallel.pipeline.graph import extract
+
+
+def split_samples(values: Tensor, microbatches: int) -> Tensor:
+    """Return the (samples, ...) values of a batch as a (microbatches, n, ...) view."""
+    return values.unflatten(0, (-1, microbatches)).transpose(0, 1)
+
+
+def split_batch(batch: Batch, microbatches: int) -> Batch:
+    """Return the batch with (microbatches, n, ...) fields."""
+    return Batch(*(split_samples(field, microbatches) for field in batch))
+
+
+def join_samples(values: Tensor) -> Tensor:
+    """Undo `split_samples`: return (microbatches, n, ...) values in the order of the batch, (samples, ...)."""
+    return values.transpose(0, 1).flatten(0, 1)
+
+
+class Stage(nn.Module):
+    """Consecutive blocks whose inputs and outputs are sent in their memory format, without a copy.
+
+    Args:
+        net: the full network.
+        blocks: the blocks in order.
+        inputs: nodes whose values are the inputs of the stage.
+    """
+
+    def __init__(self, net: nn.Module, blocks: Sequence[Block], inputs: Sequence[fx.Node]) -> None:
+        super().__init__()
+        nodes, outputs = [node for block in blocks for node in block.nodes], blocks[-1].outputs
+        self.body = fx.GraphModule(net, extract(nodes, inputs, outputs))
+        self._dropouts = dropouts(self)
+        self._keys: Iterator[Tensor] = iter(())
+        self._input_permuted = [is_permuted(node) for node in inputs]
+        self._output_permuted = [is_permuted(node) for node in outputs]
+
+    def begin(self, microbatches: int) -> None:
+        """Split the dropout keys of a batch into micro-batches, as the batch will be split.
+
+        Schedules run the micro-batches of a stage in their order, so `forward` takes the keys one after the other.
+        """
+        if self._dropouts:
+            keys = self._dropouts[0].keys
+            assert keys is not None
+            self._keys = iter(split_samples(keys, microbatches).contiguous())
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        # Lightning calls `eval` on the blocks and not on the stage, so `self.training` is not reliable.
+        if self._dropouts and self._dropouts[0].training:
+            keys = next(self._keys, None)
+            assert keys is not None, "the schedule runs more micro-batches than `begin` prepared"
+            set_keys(self._dropouts, keys)
+        received = zip(inputs, self._input_permuted, strict=True)
+        results = self.body(*(x.permute(0, 3, 1, 2) if permuted else x for x, permuted in received))
+        sent = zip(results if isinstance(results, tuple) else (results,), self._output_permuted, strict=True)
+        outputs = tuple(_ChannelsLastOutput.apply(x) if permuted else x.contiguous() for x, permuted in sent)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+def is_permuted(node: fx.Node) -> bool:
+    """Return whether a value is sent as (n, height, width, channels): what is sent must be contiguous.
+
+    That is so for a value in channels last. The images come from the data, not from another stage.
+    """
+    value: Tensor = node.meta["value"]
+    if node.op == "placeholder" or value.is_contiguous():
+        return False
+    return value.is_contiguous(memory_format=torch.channels_last)
+
+
+def keep_own_stages(
+    net: nn.Module, stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int], own_rank: int
+) -> dict[int, Stage]:
+    """Remove the blocks and the parameters of other ranks from the network; return the stages of this rank by number.
+
+    Args:
+        net: the full network; changed in place.
+        stages: the blocks of each stage.
+        stage_to_rank: rank of each stage.
+        own_rank: this rank.
+    """
+    own = {
+        number: Stage(net, blocks, stage_inputs(stages, number))
+        for number, blocks in enumerate(stages)
+        if stage_to_rank[number] == own_rank
+    }
+    kept = [block for number in own for block in stages[number]]
+    others = [block for number, blocks in enumerate(stages) if number not in own for block in blocks]
+    for name in _called(others) - _called(kept):
+        net.set_submodule(name, nn.Identity())
+    remaining = {name for name, _ in net.named_parameters()}
+    for name in remaining & {name for block in others for name in block.parameters}:
+        module, _, parameter = name.rpartition(".")
+        delattr(net.get_submodule(module), parameter)
+    return own
+
+
+def shard_stage(net: nn.Module, stage: Stage, mesh: DeviceMesh) -> None:
+    """Shard a stage over the ranks of a mesh, and let the network have its parameters in place of its own."""
+    fully_shard(stage, mesh=mesh, reshard_after_forward=False)  # gathers once per batch, not per micro-batch
+    for name, parameter in stage.body.named_parameters():
+        module, _, last = name.rpartition(".")
+        setattr(net.get_submodule(module), last, parameter)
+
+
+def stage_inputs(stages: Sequence[Sequence[Block]], number: int) -> list[fx.Node]:
+    """Return the nodes whose values are the inputs of a stage: the images, or the outputs of the stage before."""
+    if number:
+        return stages[number - 1][-1].outputs
+    return [next(iter(stages[0][0].nodes[0].graph.nodes))]
+
+
+def stage_shapes(stages: Sequence[Sequence[Block]]) -> list[list[Tensor]]:
+    """Return meta tensors like the inputs of each stage, and the output of the last, as they are sent."""
+    sent = [stage_inputs(stages, 0), *(blocks[-1].outputs for blocks in stages)]
+    return [[_sent_like(node) for node in nodes] for nodes in sent]
+
+
+def _sent_like(node: fx.Node) -> Tensor:
+    value: Tensor = node.meta["value"]
+    return value.permute(0, 2, 3, 1) if is_permuted(node) else value.contiguous()
+
+
+def _called(blocks: Iterable[Block]) -> set[str]:
+    return {str(node.target) for block in blocks for node in block.nodes if node.op == "call_module"}
+
+
+def build_stage(
+    stage: Stage, number: int, shapes: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None, device: torch.device
+) -> PipelineStage:
+    """Build torch's stage with known shapes; shape inference would update the batch statistics once more.
+
+    Args:
+        stage: the stage as a module.
+        number: its number.
+        shapes: meta tensors like the inputs of each stage, and the output of the last.
+        group: ranks of the pipeline.
+        device: device of this rank.
+    """
+    received = tuple(like.detach().requires_grad_(number > 0) for like in shapes[number])  # images need no gradient
+    sent = tuple(like.detach().requires_grad_() for like in shapes[number + 1])
+    return RecordedStage(stage, number, len(shapes) - 1, device, input_args=received, output_args=sent, group=group)
+
+
+class RecordedStage(PipelineStage):
+    """torch's stage, whose passes `callbacks.timeline` records."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with pipeline_pass(self.stage_index, fwd_chunk_id, "F"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with pipeline_pass(self.stage_index, bwd_chunk_id, "B" if full_backward else "I"):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward=full_backward, last_backward=last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with pipeline_pass(self.stage_index, bwd_chunk_id, "W"):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+
+
+class _ChannelsLastOutput(torch.autograd.Function):
+    """Map (n, channels, height, width) in channels last to contiguous (n, height, width, channels), without a copy.
+
+    The result is not a view for autograd. Schedules detach the output of a stage in place, which fails for a view
+    (`stage_backward_input` in torch/distributed/pipelining/_backward.py).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.permute(0, 2, 3, 1).contiguous().detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.permute(0, 3, 1, 2)

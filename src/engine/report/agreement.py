@@ -1,0 +1,78 @@
+"""Whether runs of one experiment have one curve: a wrong machine, driver or library makes them part.
+
+In float64 the losses agree to 1e-9. Training amplifies the rounding of float32, tenfold per step or more, until two
+runs differ as two seeds do (docs/how-it-works.md has numbers). So their first step must agree tightly, and a later one
+loosely. Lower precisions begin looser, as does float32 on a GPU, whose convolutions round to TF32.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from src.engine.report.run_folder import Curve, RunFolder
+
+_METRIC = "train/loss"
+_DIVISION = ("trainer.devices", "trainer.num_nodes", "strategy._target_", "strategy.stages", "strategy.shares")
+_TIGHT, _FLOAT32, _LOW = (1e-9, 1e-9), (1e-5, 0.5), (1e-2, 0.5)  # relative: at the first step, and at most
+
+
+class Verdict(NamedTuple):
+    """A sentence about the runs of one experiment, and whether they part."""
+
+    sentence: str
+    parts: bool
+
+
+def difference(curve: Curve, first: Curve) -> Curve:
+    """Return the relative difference of a curve from the first one, at the steps that both have."""
+    steps, ours, theirs = np.intersect1d(curve.steps, first.steps, return_indices=True)
+    reference = first.values[theirs]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gaps = np.abs(curve.values[ours] - reference) / np.abs(reference)
+    return Curve(steps, np.where(curve.values[ours] == reference, 0.0, gaps))
+
+
+def verdicts(runs: Sequence[RunFolder], names: Sequence[str]) -> list[Verdict]:
+    """Compare the runs of each experiment with the first of them; an experiment with one run has no verdict."""
+    groups: dict[str, list[tuple[RunFolder, str]]] = {}
+    for run, name in zip(runs, names, strict=True):
+        if run.experiment and _METRIC in run.curves:
+            groups.setdefault(run.experiment, []).append((run, name))
+    return [_compare(*other, *first) for first, *others in groups.values() for other in others]
+
+
+def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Verdict:
+    gap = difference(run.curves[_METRIC], first.curves[_METRIC])
+    begin, most = _bounds(run, first)
+    allowed = np.minimum(begin * 10.0 ** np.minimum(gap.steps, 9), most)
+    beyond = np.flatnonzero(~(gap.values <= allowed))  # nan is beyond
+    experiment = f"Experiment {run.experiment}:"
+    if not len(beyond):
+        count = f"{len(gap.steps)} log points"
+        return Verdict(f"{experiment} {name} and {first_name} have one curve, up to rounding ({count}).", False)
+    at = beyond[0]
+    where = _ranks_that_part(run, first, int(gap.steps[at]), float(allowed[at]))
+    measured = f"{_METRIC} differs by {gap.values[at]:.1e}, relative{where}; rounding explains {allowed[at]:.1e}"
+    return Verdict(f"{experiment} {name} parts from {first_name} at step {gap.steps[at]:.0f}: {measured}.", True)
+
+
+def _ranks_that_part(run: RunFolder, first: RunFolder, step: int, allowed: float) -> str:
+    """Return which ranks have other losses, if both runs divide a batch among their ranks alike and recorded them."""
+    pairs = list(zip(run.timelines, first.timelines, strict=False))
+    is_alike = all(run.config.get(name) == first.config.get(name) for name in _DIVISION)
+    is_recorded = all(step in timeline.losses for pair in pairs for timeline in pair)
+    if not is_alike or not is_recorded or not 1 < len(pairs) == run.world_size:
+        return ""
+    losses = [(ours.rank, ours.losses[step], theirs.losses[step]) for ours, theirs in pairs]
+    ranks = [str(rank) for rank, ours, theirs in losses if not abs(ours - theirs) <= allowed * abs(theirs)]
+    return f", on rank {' and '.join(ranks)}" if len(ranks) < len(pairs) else ", on all ranks"
+
+
+def _bounds(*runs: RunFolder) -> tuple[float, float]:
+    """Return the largest difference by rounding at the first step, and at any step."""
+    precision = str(runs[0].config.get("trainer.precision"))
+    if precision.startswith("64"):
+        return _TIGHT
+    is_on_cpu = all(run.started.get("device") == "cpu" for run in runs)
+    return _FLOAT32 if precision.startswith("32") and is_on_cpu else _LOW

@@ -1,0 +1,114 @@
+"""What the newest evaluation of a split shows: confusion matrix, accuracy of each class, calibration, mistakes."""
+
+import re
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from src.engine.report.page import Section, bar_figure, chart, macros, new_figure, number, parts
+from src.engine.report.run_folder import Floats
+
+_BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
+_SPLIT_NAMES = {"test": "Test", "val": "Validation"}
+_HEAT = [[stop, f"var(--heat{index})"] for index, stop in enumerate((0, 0.08, 0.35, 0.7, 1))]
+_FIRST_MISTAKES = 24  # the others are behind a click
+_MOST_CLASSES = 200  # of a matrix; that of a thousand is 20 MB, and its cells are smaller than a pixel
+_MOST_LABELED = 20  # classes of a matrix whose cells have room for a number
+
+
+def evaluation_section(split: str, evaluation: dict[str, Any]) -> Section:
+    """Return the section of one split; what its file lacks is left out."""
+    classes = [str(name) for name in evaluation.get("classes") or []]
+    confusion = np.array(evaluation.get("confusion") or [], dtype=np.float64)
+    charts = []
+    if confusion.ndim == 2 and confusion.shape == (len(classes), len(classes)) and confusion.sum():
+        charts += [_confusion_chart(confusion, classes)] if len(classes) <= _MOST_CLASSES else []
+        charts.append(_class_chart(confusion, classes))
+    if bins := [bin for bin in (evaluation.get("calibration") or {}).get("bins", []) if bin.get("count")]:
+        charts.append(_calibration_chart(bins, evaluation["calibration"].get("error")))
+    body = parts.grid(charts, "narrow")
+    if mistakes := [_mistake(one, classes) for one in evaluation.get("mistakes") or [] if _has_image(one)]:
+        images = macros("run").mistakes(mistakes[:_FIRST_MISTAKES], mistakes[_FIRST_MISTAKES:])
+        body += parts.grid([images])
+    step = evaluation.get("step")
+    note = f"The newest evaluation, at step {step:,}." if isinstance(step, int) else ""
+    return Section(f"{_SPLIT_NAMES.get(split, split)} set", body, note)
+
+
+def _confusion_chart(confusion: Floats, classes: list[str]) -> Markup:
+    share = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    few = len(classes) <= _MOST_LABELED
+    figure = new_figure(400, hovermode="closest")
+    figure.add_heatmap(
+        z=share,
+        customdata=confusion,
+        x=classes,
+        y=classes,
+        zmin=0,
+        zmax=1,
+        colorscale=_HEAT,
+        showscale=False,
+        xgap=1 if few else 0,
+        ygap=1 if few else 0,
+        text=[[f"{count:,.0f}" if count else "" for count in row] for row in confusion] if few else None,
+        texttemplate="%{text}" if few else None,
+        textfont={"size": 11},
+        hovertemplate="%{y} taken for %{x}: %{customdata:,.0f} (%{z:.1%})<extra></extra>",
+    )
+    axis = {"type": "category", "showgrid": False, "showticklabels": len(classes) < 40}
+    figure.update_xaxes(axis | {"title": "predicted", "tickangle": -45})
+    figure.update_yaxes(axis | {"title": "true", "autorange": "reversed"})
+    total = f"{confusion.sum():,.0f} images, {np.trace(confusion) / confusion.sum():.2%} of them right"
+    return chart(figure, "Confusion matrix", f"{total}. Shades are fractions of a row.")
+
+
+def _class_chart(confusion: Floats, classes: list[str]) -> Markup:
+    """Return the accuracy of each class, the lowest on top; of many classes, the twenty lowest."""
+    counts = confusion.sum(axis=1)
+    seen = np.flatnonzero(counts)
+    accuracy = np.diag(confusion) / np.maximum(counts, 1)
+    order = seen[np.argsort(accuracy[seen])][:_MOST_LABELED]
+    names, values = [classes[index] for index in order], accuracy[order]
+    figure = bar_figure(400, names, values, [f"{value:.1%}" for value in values])
+    figure.update_xaxes(range=[0, 1.15], tickvals=[0, 0.5, 1], tickformat=".0%")
+    left_out = f" The {len(order)} lowest of {len(seen)}." if len(order) < len(seen) else ""
+    return chart(figure, "Accuracy of each class", f"The lowest first.{left_out}")
+
+
+def _calibration_chart(bins: list[dict[str, Any]], error: float | None) -> Markup:
+    counts = [bin["count"] for bin in bins]
+    figure = new_figure(400, hovermode="closest")
+    dotted = {"color": "var(--muted)", "dash": "dot", "width": 1}
+    figure.add_scatter(x=[0, 1], y=[0, 1], mode="lines", line=dotted, hoverinfo="skip")
+    figure.add_scatter(
+        x=[bin["confidence"] for bin in bins],
+        y=[bin["accuracy"] for bin in bins],
+        mode="lines+markers",
+        line={"color": "var(--s1)", "width": 1.7},
+        marker={"color": "var(--s1)", "size": 6 + 16 * np.sqrt(np.array(counts) / max(counts)), "line": {"width": 0}},
+        customdata=counts,
+        hovertemplate="confidence %{x:.1%}, accuracy %{y:.1%}, %{customdata:,} images<extra></extra>",
+        cliponaxis=False,
+    )
+    figure.update_xaxes(title="mean confidence", range=[0, 1], tickformat=".0%")
+    figure.update_yaxes(title="accuracy", range=[0, 1], tickformat=".0%")
+    note = "Below the dotted line the network is too confident. A larger point stands for more images."
+    if error is not None:
+        note = f"Expected calibration error {number(100 * error)} %. {note}"
+    return chart(figure, "Calibration", note)
+
+
+def _has_image(mistake: dict[str, Any]) -> bool:
+    return bool(_BASE64.fullmatch(str(mistake.get("image") or "")))
+
+
+def _mistake(mistake: dict[str, Any], classes: list[str]) -> tuple[Any, str, str, float, str]:
+    """Return the sample, the image, the predicted class with its probability, and the label."""
+    label, predicted = (_class_name(mistake.get(key), classes) for key in ("label", "predicted"))
+    probability = float(mistake.get("probability") or 0)
+    return mistake.get("sample_index", ""), mistake["image"], predicted, probability, label
+
+
+def _class_name(index: Any, classes: list[str]) -> str:
+    return classes[index] if isinstance(index, int) and 0 <= index < len(classes) else str(index)

@@ -1,0 +1,138 @@
+"""The page of one run."""
+
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from src.engine.report.evaluation import evaluation_section
+from src.engine.report.metric_charts import group_names, median, metric_chart, sampling_note, title
+from src.engine.report.page import Section, duration_text, macros, number, parts, write_page
+from src.engine.report.rank_charts import pipeline_charts, slowest_rank, time_charts
+from src.engine.report.run_folder import Curve, RunFolder
+
+REPORT = "report.html"
+_STATUS = {
+    "finished": ("good", "finished"),
+    "stopped": ("warn", "stopped by a signal"),
+    "failed": ("bad", "failed"),
+    "killed": ("bad", "killed"),
+    "": ("", "no end recorded"),
+}
+_MOST_CURVES = 10  # of a chart; the accuracies of a hundred classes are in the section of the evaluation
+_HIDDEN = "runtime."  # options that the program has set
+_SECTIONS = ("throughput", "ranks")  # first parts of the names of metrics that have sections of their own
+
+
+def write_run_page(folder: Path, scripts: Path | None) -> Path:
+    """Write the page of the run in `folder`; return its path. `scripts` is that of `write_page`."""
+    run = RunFolder(folder)
+    sections = [
+        _curve_section(run),
+        _speed_section(run),
+        _rank_section(run),
+        Section("Pipeline", parts.grid(pipeline_charts(run))),
+        *(evaluation_section(split, evaluation) for split, evaluation in run.evaluations.items()),
+        Section("Configuration", _settings(run)),
+        Section("Events", macros("run").events(run.events)),
+    ]
+    return write_page(run.path / REPORT, "Run", run.name, _lead(run), sections, scripts)
+
+
+def _lead(run: RunFolder) -> Markup:
+    """Return the run's end, its hardware and its key figures."""
+    color, status = _STATUS[run.status]
+    device = run.started.get("device") or run.config.get("trainer.accelerator")
+    processes = f"{run.world_size} process{'es' if run.world_size > 1 else ''}" if run.world_size else ""
+    hardware = " · ".join(str(fact) for fact in (run.strategy, processes, device) if fact)
+    reason = run.events[-1].get("reason") if run.status in ("failed", "killed", "stopped") else ""
+    return macros("run").lead(color, status, hardware, reason, list(_key_figures(run)))
+
+
+def _key_figures(run: RunFolder) -> Iterable[tuple[str, str, str]]:
+    curves = run.curves
+    if "val/acc" in curves and len(curves["val/acc"].finite()):
+        best = int(np.nanargmax(curves["val/acc"].values))
+        step = curves["val/acc"].steps[best]
+        yield "Best val/acc", f"{curves['val/acc'].values[best]:.2%}", f"at step {step:,.0f}"
+    if "test/acc" in curves:
+        yield "test/acc", f"{curves['test/acc'].values[-1]:.2%}", f"at step {curves['test/acc'].steps[-1]:,.0f}"
+    if "train/loss" in curves:
+        last = curves["train/loss"]
+        yield "train/loss", number(float(last.values[-1])), f"at step {last.steps[-1]:,.0f}"
+    if (speed := median(curves, "throughput/samples_per_sec")) is not None:
+        yield "Images per second", number(speed), "median"
+    if "throughput/peak_memory_mib" in curves:
+        yield "Peak memory", number(float(curves["throughput/peak_memory_mib"].values.max()), "MiB"), "of any process"
+    if (seconds := duration(run.events)) is not None:
+        yield "Duration", duration_text(seconds), ""
+
+
+def _groups(run: RunFolder, section: str) -> dict[str, dict[str, Curve]]:
+    """Return the curves of each chart of a section: `throughput`, `ranks`, or "" for all other metrics."""
+    groups = {group: {name: run.curves[name] for name in names} for group, names in group_names(run.curves).items()}
+    order = ["loss", "acc", "lr"]
+    names = sorted(groups, key=lambda group: order.index(group) if group in order else len(order))
+    prefixes = {name: name.partition("/")[0] for name in names}
+    return {name: groups[name] for name in names if section == (prefixes[name] if prefixes[name] in _SECTIONS else "")}
+
+
+def _charts(run: RunFolder, groups: dict[str, dict[str, Curve]]) -> list[Markup]:
+    """Return the charts of the groups that have a course, and not too many curves."""
+    return [
+        metric_chart(group, curves, run.events)
+        for group, curves in groups.items()
+        if len(curves) <= _MOST_CURVES and any(len(curve.values) > 1 for curve in curves.values())
+    ]
+
+
+def _curve_section(run: RunFolder) -> Section:
+    groups = _groups(run, "")
+    single = [next(iter(curves.items())) for curves in groups.values() if len(curves) == 1]
+    rows = [(name, float(curve.values[0]), int(curve.steps[0])) for name, curve in single if len(curve.values) == 1]
+    once = parts.card("Logged once", parts.table(("metric", "value", "step"), rows)) if rows else ""
+    body = parts.grid([*_charts(run, groups), once]).strip() or parts.muted("No metric was logged.")
+    note = f"Training values are those of single steps. {sampling_note(run.curves)}"
+    return Section("Learning", body, note)
+
+
+def _speed_section(run: RunFolder) -> Section:
+    groups = _groups(run, "throughput")
+    found = {name: curve.finite() for curves in groups.values() for name, curve in curves.items()}
+    rows = [
+        (title(name), float(np.median(values)), float(values.min()), float(values.max()))
+        for name, values in found.items()
+        if len(values)
+    ]
+    table = parts.table(("", "median", "lowest", "highest"), rows)
+    medians = parts.card("Medians over the log points", table) if rows else ""
+    return Section("Speed and memory", parts.grid([medians, *_charts(run, groups)]))
+
+
+def _rank_section(run: RunFolder) -> Section:
+    groups = _groups(run, "ranks")
+    groups.pop("ranks/slowest", None)
+    return Section("Ranks", parts.grid([*time_charts(run.timelines), *_charts(run, groups)]), slowest_rank(run.curves))
+
+
+def duration(events: list[dict[str, Any]]) -> float | None:
+    """Return the seconds in which the run had a process; None if no end is recorded."""
+    total, began = None, None
+    for event in events:
+        if event["event"] in ("start", "resume"):
+            began = float(event["time"])
+        elif began is not None:
+            total, began = (total or 0.0) + float(event["time"]) - began, None
+    return total
+
+
+def _settings(run: RunFolder) -> Markup:
+    """Return the command and revision of the newest start, and the tables of the configuration."""
+    changes = run.started.get("changes") or {}
+    changed = {name: pair[-1] for name, pair in changes.items() if isinstance(pair, list)}
+    options = {name: value for name, value in run.config.items() if not name.startswith(_HIDDEN)}
+    command = shlex.join(map(str, run.started.get("command") or []))
+    return macros("run").settings(command, run.started, changed, options)

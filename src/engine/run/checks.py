@@ -1,0 +1,93 @@
+"""Checks of every run: monitored metrics exist, and the loss and the weights are finite."""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+
+from src.engine.utils.errors import UserError
+from src.engine.utils.log_points import is_log_point
+from src.engine.utils.tensors import to_local
+
+_log = logging.getLogger(__name__)
+
+
+class RunChecks(L.Callback):
+    """Refuses a run in which a monitored metric cannot exist, and stops one that has diverged.
+
+    The training loss is checked at every log point, where it is the same on every rank, so that all ranks stop
+    together. All weights are checked before a checkpoint is saved. If ranks hold different weights, one rank may stop
+    alone; the launcher then ends the others.
+
+    Args:
+        callbacks: the configured callbacks, by the names of their options.
+    """
+
+    def __init__(self, callbacks: dict[str, Any]) -> None:
+        self.callbacks = callbacks
+
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Check the metrics of a module that was not written for this template; others have no sanity check.
+
+        A module may log nothing in the sanity check, and Lightning checks other metrics when they are due.
+        """
+        logged = trainer.callback_metrics
+        for name, monitor in self._monitors(trainer).items():
+            if logged and monitor not in logged:
+                raise UserError(
+                    f"{name} monitors {monitor}, which validation does not log (it logs {', '.join(logged)}): "
+                    f"set its `monitor` to one of these, or {_without(name)}"
+                )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuse a monitor in a run without validation; a checkpoint callback only saves nothing."""
+        data: Any = trainer.datamodule
+        if data.evaluated_samples("val"):
+            return
+        for name, monitor in self._monitors(trainer).items():
+            problem = f"{name} monitors {monitor}, but the run has no validation"
+            remedy = f"set data.val_fraction and trainer.limit_val_batches above 0, or {_without(name)}"
+            if not isinstance(self.callbacks.get(name), Checkpoint):
+                raise UserError(f"{problem}: {remedy}")
+            _log.warning("%s, so it saves nothing: %s", problem, remedy)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if is_log_point(trainer, trainer.global_step):
+            loss = float(trainer.callback_metrics.get("train/loss", 0.0))
+            if not math.isfinite(loss):
+                _stop(trainer, f"train/loss is {loss}")
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        for name, tensor in checkpoint["state_dict"].items():
+            local = to_local(tensor)
+            if local.is_floating_point() and not torch.isfinite(local).all():
+                _stop(trainer, f"{name} is not finite")
+
+    def _monitors(self, trainer: L.Trainer) -> dict[str, str]:
+        """Return the validation metric of each callback and scheduler that monitors one, by its option."""
+        monitors = {name: getattr(callback, "monitor", None) for name, callback in self.callbacks.items()}
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau:
+                monitors["scheduler"] = config.monitor
+        return {name: monitor for name, monitor in monitors.items() if monitor and monitor.startswith("val")}
+
+
+def _without(name: str) -> str:
+    """Return how to leave a callback or the scheduler out."""
+    return "choose another scheduler" if name == "scheduler" else f"{name}=null"
+
+
+def _stop(trainer: L.Trainer, problem: str) -> NoReturn:
+    """Raise the error of a diverged run, with the newest checkpoint that is on disk."""
+    callbacks: list[Any] = trainer.checkpoint_callbacks
+    files = [Path(callback.best_model_path) for callback in callbacks if hasattr(callback, "best_model_path")]
+    written = [file for file in files if file.is_file()]  # Lightning sets the path before it writes the file
+    last_good = max(written, key=lambda file: file.stat().st_mtime) if written else "none yet"
+    raise UserError(
+        f"{problem} at step {trainer.global_step}: training diverged; lower optimizer.lr or lengthen "
+        f"scheduler.warmup; last good checkpoint: {last_good}"
+    )

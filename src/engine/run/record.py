@@ -1,0 +1,156 @@
+"""Start the loggers, log the configuration and the start, print the banner, and cut metrics.csv when a run resumes."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, OmegaConf
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from src.engine.determinism.fingerprint import Experiment, continue_experiment, describe_experiment
+from src.engine.determinism.layout import BatchLayout
+from src.engine.observe.csv import CSVLogger
+from src.engine.observe.guard import start_loggers
+from src.engine.utils.events import append_event
+
+_log = logging.getLogger(__name__)
+
+
+class RunRecord(L.Callback):
+    """Logs the resolved configuration, keeps it in every checkpoint as YAML, and prints the banner.
+
+    Every checkpoint also keeps the metrics. When a run resumes, the rows of the steps that it repeats are cut.
+
+    Args:
+        config: the resolved configuration.
+        loggers: the configured loggers. Callbacks find W&B as `trainer.logger`, the first one. They start after every
+            check that may refuse to resume the run; the Trainer itself would start them before.
+    """
+
+    def __init__(self, config: DictConfig, loggers: Iterable[Logger] = ()) -> None:
+        self.config = config
+        self._loggers = loggers
+        self._resumed_at = 0  # optimizer step
+        self._restored_metrics: dict[str, float] = {}
+        self._num_parameters, self._num_batch_norms = 0, 0
+        self._experiment: Experiment | None = None  # None without training data
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not self._num_parameters:  # a later setup may find the network sharded or split
+            self._num_parameters = sum(weight.numel() for weight in pl_module.parameters())
+            self._num_batch_norms = sum(isinstance(part, _BatchNorm) for part in pl_module.modules())
+        data: Any = trainer.datamodule
+        if not self._experiment and data.splits:
+            self._experiment = describe_experiment(self.config, data)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["config"] = OmegaConf.to_yaml(self.config)
+        checkpoint["experiment"] = asdict(self._experiment) if self._experiment else None
+        measured = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        checkpoint["metrics"] = self._restored_metrics | measured
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.training and self._experiment:
+            self._experiment = continue_experiment(checkpoint, self._experiment, self.config)
+            self._resumed_at, self._restored_metrics = checkpoint["global_step"], checkpoint.get("metrics", {})
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._start_loggers(trainer)
+        self._record_start(trainer, pl_module)
+        trainer.last_step = trainer.datamodule.total_steps
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger):
+                logger.cut(self._resumed_at)
+        if trainer.is_global_zero:
+            banner = self._banner(trainer, pl_module)
+            width = max(map(len, banner))
+            _log.info("\n".join(f"  {name:<{width}}  {value}" for name, value in banner.items()))
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Restore the metrics that this process did not measure; for a finished run, all metrics."""
+        for name, value in self._restored_metrics.items():
+            trainer.callback_metrics.setdefault(name, torch.tensor(value))
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._start_loggers(trainer)
+        if not self.config.fit:
+            self._record_start(trainer, pl_module)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._start_loggers(trainer)
+        if not self.config.fit and not self.config.test:
+            self._record_start(trainer, pl_module)
+
+    def _record_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Record the start of training, or of an evaluation without training, in `events.jsonl`."""
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # which writes no files
+            return
+        config, runtime = self.config, cast(dict[str, Any], OmegaConf.to_container(self.config.runtime))
+        append_event(
+            config.run_dir,
+            "resume" if config.fit and config.ckpt_path else "start",
+            self._resumed_at if config.fit else None,
+            **{name: runtime[name] for name in ("command", "revision", "modified")},
+            changes=_split_overrides(runtime["overrides"]),
+            strategy=runtime["strategy"] or self._strategy_name,
+            world_size=trainer.world_size,
+            hosts=trainer.num_nodes,
+            experiment=self._fingerprint,
+            device=torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else module.device.type,
+        )
+
+    def _start_loggers(self, trainer: L.Trainer) -> None:
+        """Start the loggers in this process, and log the configuration."""
+        data: Any = trainer.datamodule
+        settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
+        settings |= {"data_source": data.source.description, "global_batch_size": data.global_batch_size}
+        if not trainer.fast_dev_run:  # Lightning replaces all loggers
+            trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
+        self._loggers = ()
+        for logger in trainer.loggers:
+            logger.log_hyperparams(settings | {"experiment": self._fingerprint})
+
+    def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
+        data: Any = trainer.datamodule
+        batch, group = data.global_batch_size, trainer.optimizers[0].param_groups[0]
+        layout, dp_size = data.layout, data.parallel.dp_size
+        mean_size = batch / layout.micro_batches / dp_size  # uneven shares are larger and smaller
+        banner = {
+            "experiment": self._fingerprint,
+            "strategy": f"{self._strategy_name}, {trainer.world_size} process(es) on {module.device.type}",
+            "precision": trainer.precision,
+            "data": f"{data.source.description}, {len(data.splits['train'])} images",
+            "batch": f"{batch} = {dp_size} x {layout.micro_batches} micro-batches x {mean_size:g} per device",
+            "batch norm sees": self._batch_norm_samples(layout),
+            "learning rate": f"{group.get('initial_lr', group['lr']):g} after scaling, {data.total_steps} steps",
+            "parameters": f"{self._num_parameters:,}",
+            "run folder": self.config.run_dir,
+        }
+        if self.config.ckpt_path:
+            banner["goes on from"] = f"{self.config.ckpt_path}, step {self._resumed_at}"
+        return banner
+
+    @property
+    def _fingerprint(self) -> str | None:
+        return self._experiment.fingerprint if self._experiment else None
+
+    @property
+    def _strategy_name(self) -> str:
+        return str(self.config.strategy._target_).rpartition(".")[2]
+
+    def _batch_norm_samples(self, layout: BatchLayout) -> str:
+        if not self._num_batch_norms:
+            return "nothing: there is none"
+        if not self.config.trainer.sync_batchnorm:
+            return f"{layout.samples_per_batch // layout.parallel.num_microbatches} samples, those of a process"
+        return f"{layout.norm_groups} group(s) of {layout.batch_size / layout.norm_groups:g} samples"
+
+
+def _split_overrides(overrides: list[str]) -> dict[str, list[str | None]]:
+    """Return [None, value] of each override by the name of its option; earlier versions recorded [default, value]."""
+    parts = [word.partition("=") for word in overrides]
+    return {name.lstrip("+~"): [None, value or None] for name, _, value in parts}

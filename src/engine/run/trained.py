@@ -1,0 +1,105 @@
+"""A trained network with the configuration of its run, for use in a notebook or in another program."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from src.engine.state.run_files import CHECKPOINTS
+from src.engine.state.weights import load_network
+from src.engine.utils.errors import UserError, suggest
+from src.engine.utils.image_files import ImageFiles
+
+_IMAGES_AT_ONCE = 256
+
+
+class Classifier(nn.Module):
+    """Maps (n, channels, height, width) uint8 images to (n, classes) probabilities.
+
+    Args:
+        net: maps normalized images to logits.
+        mean, std: mean and standard deviation of each channel, of pixels in [0, 1].
+    """
+
+    def __init__(self, net: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.net = net
+        self.mean, self.std = (nn.Buffer(torch.tensor(values)[:, None, None] * 255) for values in (mean, std))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net((images.to(self.mean.dtype) - self.mean) / self.std).softmax(1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trained network and the configuration of its run.
+
+    Attributes:
+        net: the network in evaluation mode; it maps normalized images to logits.
+        config: the resolved configuration, as in config.yaml.
+        classes: the names of the classes, in the order of the probabilities.
+    """
+
+    net: nn.Module
+    config: DictConfig
+    classes: list[str]
+
+    @cached_property
+    def classifier(self) -> Classifier:
+        """The network with its normalization, from uint8 images to probabilities.
+
+        Raises:
+            UserError: if the data of the run has another normalization.
+        """
+        if not {"mean", "std"} <= self.config.data.keys():
+            raise UserError("data.mean or data.std is not set in this run: normalize the images, and call `net`")
+        return Classifier(self.net, self.config.data.mean, self.config.data.std).eval()
+
+    @torch.no_grad()
+    def predict(self, images: Tensor) -> Tensor:
+        """Return the (n, classes) probabilities of (n, channels, height, width) uint8 images."""
+        device = self.classifier.mean.device
+        return torch.cat([self.classifier(part.to(device)) for part in images.split(_IMAGES_AT_ONCE)])
+
+    def classify(self, folder: str | Path) -> dict[str, str]:
+        """Return the most probable class of each image file in a folder and its subfolders, by path.
+
+        Raises:
+            UserError: if there is no image in it, or one cannot be read.
+        """
+        images = ImageFiles.in_folder(Path(folder), self.config.data.image_shape, f"folder={folder}")
+        parts = torch.arange(len(images)).split(_IMAGES_AT_ONCE)
+        labels = torch.cat([self.predict(images[part]).argmax(1) for part in parts])
+        return {str(file): self.classes[label] for file, label in zip(images.files, labels.tolist(), strict=True)}
+
+
+def load_run(run: str | Path, checkpoint: str = "last", trust: Sequence[str] = ()) -> Run:
+    """Return the trained network of a run.
+
+    Args:
+        run: the run folder, or a checkpoint file of any run.
+        checkpoint: name of the checkpoint in the run folder, such as `last` or `best`.
+        trust: packages besides `src.models` that a network may come from, such as ["my"]. A checkpoint names the code
+            that builds its network, so trust only checkpoints of your own.
+
+    Raises:
+        UserError: if there is no such checkpoint, or its network comes from a package that is not trusted.
+    """
+    net, config, classes = load_network(str(_find_checkpoint(Path(run), checkpoint)), "run", trust)
+    numbers = [str(number) for number in range(OmegaConf.select(config, "data.num_classes", default=0))]
+    return Run(net.eval(), config, classes or numbers)
+
+
+def _find_checkpoint(run: Path, name: str) -> Path:
+    folder = run.expanduser().absolute() / CHECKPOINTS
+    file = folder / f"{name}.ckpt" if folder.is_dir() else run.expanduser()
+    if not file.is_file():
+        names = [found.stem for found in folder.glob("*.ckpt")]
+        if names:
+            raise UserError(f"run={run} has no checkpoint `{name}`: {suggest(name, names)}")
+        raise UserError(f"run={run}: there is no such checkpoint or run folder")
+    return file

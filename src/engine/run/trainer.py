@@ -1,0 +1,139 @@
+"""Lightning's Trainer: the configured options, and what every run needs whatever is configured."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+
+from src.engine.config.build import NOT_PASSED, build
+from src.engine.determinism.resumption import ExactResumption
+from src.engine.observe.csv import CSVLogger
+from src.engine.parallel.norm_groups import NormGroups
+from src.engine.run.checkpoint import LastCheckpoint
+from src.engine.run.checks import RunChecks
+from src.engine.run.predictions import PredictionWriter
+from src.engine.run.preemption import PreemptionHandler
+from src.engine.run.record import RunRecord
+from src.engine.run.steps import OptimizerSteps
+from src.engine.run.watchdog import Watchdog
+from src.engine.state.io import AtomicCheckpointIO
+from src.engine.utils.errors import UserError
+from src.engine.utils.quoting import as_typed
+
+_OWN_ARGUMENTS = {  # arguments of Lightning's Trainer that `build_trainer` gives
+    "strategy": "use strategy=NAME instead",
+    "callbacks": "use callbacks=NAME instead",
+    "enable_checkpointing": "use callbacks=none instead",
+    "logger": "use logger=NAME instead, or logger=none",
+    "default_root_dir": "use run_dir=FOLDER instead",
+    "plugins": "leave it out, because trainer.precision and `strategy` choose the plugins",
+    "use_distributed_sampler": "leave it out, because the data module divides the data among the processes",
+}
+
+
+def build_trainer(cfg: DictConfig) -> L.Trainer:
+    """Build the trainer of a resolved configuration, with the callbacks and plugins that every run needs.
+
+    Raises:
+        UserError: if Lightning refuses an option, or it has no meaning here.
+    """
+    _check_options(cfg.trainer)
+    folder = Path(cfg.run_dir)
+    configured = _configured_callbacks(cfg)
+    # Lightning accepts this plugin with every strategy, but the name 64-true only with some.
+    is_double = cfg.trainer.precision == "64-true"
+    strategy = OmegaConf.masked_copy(cfg.strategy, [str(key) for key in cfg.strategy if key != NOT_PASSED])
+    make_trainer = build(cfg.trainer, _partial_=True)
+    try:
+        return make_trainer(
+            strategy=build(strategy),
+            callbacks=_all_callbacks(cfg, configured),
+            logger=CSVLogger(folder),  # RunRecord puts the configured loggers before it
+            plugins=[AtomicCheckpointIO(), *([DoublePrecision()] if is_double else [])],
+            precision=None if is_double else cfg.trainer.precision,
+            default_root_dir=folder,
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in configured.values()),
+            # The option is true or false, or a number of steps; Lightning counts micro-batches.
+            fast_dev_run=int(cfg.trainer.fast_dev_run) * cfg.trainer.accumulate_grad_batches,
+            # The data module applies these limits (`data.limits`), because Lightning would count micro-batches.
+            limit_train_batches=1.0,
+            limit_val_batches=1.0,
+            limit_test_batches=1.0,
+            # The project's sampler divides the data itself; Lightning's wrapper would shuffle it again.
+            use_distributed_sampler=False,
+            # NormGroups normalizes over groups of the global batch, also on one process.
+            sync_batchnorm=False,
+            # RunRecord logs the configuration, which a module's own hyper-parameters would replace in config.yaml.
+            enable_autolog_hparams=False,
+        )
+    except (MisconfigurationException, ValueError) as error:
+        message = " ".join(str(error).split())
+        raise UserError(f"an option of `trainer`, `strategy` or `callbacks` is invalid: {message}") from error
+
+
+def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callback]:
+    """Return the callbacks that every run needs, and the configured ones."""
+    folder = Path(cfg.run_dir)
+    callbacks = [
+        # These end the run: a hung rank alone, or all ranks at the same step after a signal.
+        Watchdog(folder, cfg.launch.timeout),
+        PreemptionHandler(folder),
+        RunRecord(cfg, list(_build_each(cfg, "logger").values())),
+        ExactResumption(cfg.seed),
+        OptimizerSteps(),
+        RunChecks(configured),
+        *configured.values(),
+    ]
+    if cfg.predict:
+        callbacks.append(PredictionWriter(folder))
+    if cfg.trainer.sync_batchnorm:
+        callbacks.append(NormGroups())  # the last one: `throughput` counts the FLOPs of a few samples, without groups
+    return callbacks
+
+
+def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:
+    """Return the configured callbacks by name; the last of them saves the state of all others."""
+    callbacks = _build_each(cfg, "callbacks")
+    if not cfg.trainer.enable_progress_bar:
+        # Lightning raises an error if it gets a progress bar although the bar is disabled.
+        callbacks = {name: callback for name, callback in callbacks.items() if not isinstance(callback, ProgressBar)}
+    return dict(sorted(callbacks.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
+
+
+def _build_each(cfg: DictConfig, group: str) -> dict[str, Any]:
+    """Build the configured callbacks or loggers, by name: each is one key of the group."""
+    nodes = {f"{group}.{name}": node for name, node in cfg.get(group, {}).items() if node}
+    for name, node in nodes.items():
+        if "_target_" not in node:
+            options = ", ".join(map(str, node))
+            raise UserError(
+                f"{name} has options ({options}) but no _target_: choose a file of conf/{group} that has one, "
+                f"or set {name}=null"
+            )
+    return {name: build(node) for name, node in nodes.items()}
+
+
+def _check_options(trainer: DictConfig) -> None:
+    """Check the options of Lightning's Trainer."""
+    if trainer.log_every_n_steps < 1:
+        raise UserError(
+            f"trainer.log_every_n_steps={trainer.log_every_n_steps} logs nothing and detects no NaN: set at least 1"
+        )
+    if trainer.get("overfit_batches"):
+        raise UserError(
+            f"trainer.overfit_batches={trainer.overfit_batches}: use debug=overfit, which trains on one batch"
+        )
+    for name, remedy in _OWN_ARGUMENTS.items():
+        if name in trainer:
+            raise UserError(f"+trainer.{name}={as_typed(trainer[name])}: {remedy}")
+    interval = trainer.get("val_check_interval")
+    if interval is not None and (not isinstance(interval, int | float) or interval <= 0):
+        # Lightning reads each rank's own clock, so some ranks would validate while others train.
+        raise UserError(
+            f"trainer.val_check_interval={interval}: give a number of steps, or a fraction of an epoch; "
+            "ranks cannot validate by the clock"
+        )

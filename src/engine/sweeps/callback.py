@@ -1,0 +1,52 @@
+"""Hydra callback for sweeps. Every start imports this file, so heavy imports are inside the functions."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from src.engine.sweeps.resolvers import register_resolvers
+
+register_resolvers()  # joblib and submitit import this file in their processes, where Hydra composes the config again
+
+
+class SweepReport(Callback):
+    """Callback that refuses a sweep started by torchrun or srun, and prints the report at the end of a sweep.
+
+    The exit code is 1 unless every job has finished.
+    """
+
+    def __init__(self) -> None:
+        self._sweep_pid = os.getpid()  # the sweep's process, also where a launcher unpickles this object
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        from src.engine.launch.external import detect_cluster_environment
+
+        if env := detect_cluster_environment():
+            if env.global_rank() == 0:
+                print(
+                    "error: -m: a sweep starts the processes of its jobs, so start it without torchrun or srun",
+                    file=sys.stderr,
+                )
+            raise SystemExit(1)
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Make joblib's processes end with the sweep. By default they continue their jobs, as submitit's should."""
+        if config.hydra.launcher._target_.endswith("JoblibLauncher") and os.getpid() != self._sweep_pid:
+            from src.engine.utils.signals import die_with_parent
+
+            die_with_parent(self._sweep_pid)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        from src.engine.report.write import write_if_possible
+        from src.engine.sweeps.table import report
+
+        folder = Path(config.hydra.sweep.dir)
+        is_complete = report(folder)
+        if config.report:
+            write_if_possible(folder)
+        if not is_complete:
+            raise SystemExit(1)

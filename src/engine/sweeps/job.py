@@ -1,0 +1,96 @@
+"""Run one job of a sweep and record its outcome; the sweep continues even if the job fails."""
+
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from math import nan
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from src.engine.config.folder import is_rank_zero, newest_checkpoint
+from src.engine.launch.start import launch
+from src.engine.report.jobs import DONE, Job
+from src.engine.sweeps.devices import reserve_devices
+from src.engine.utils import signals
+from src.engine.utils.errors import UserError
+from src.engine.utils.locks import named_lock
+
+
+def run_job(cfg: DictConfig) -> float:
+    """Run the job, unless it has finished before; return its result, or nan if it failed or has none.
+
+    An interrupted job continues from its newest checkpoint. The error of a failed job is not raised, because it would
+    make Hydra's launchers and sweepers end the sweep.
+    """
+    if not is_rank_zero():  # SLURM started several processes for this job
+        launch(cfg)
+        return nan
+    # joblib sets a start method of its own, which fails in the workers.
+    multiprocessing.set_start_method(None, force=True)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    with named_lock(str(folder)):  # the same sweep may run twice at the same time
+        job = Job.read(folder)
+        if job.status in DONE:
+            print(f"job {folder.name} has {job.status} before")
+        else:
+            _run(cfg, job, folder)
+    return nan if job.result is None else job.result
+
+
+def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
+    """Run the job, and write its record at the start and at the end, whatever the end is."""
+    job.status, job.error, job.metric = "running", "", cfg.optimized_metric or ""
+    job.write(folder)
+    began = time.monotonic()
+
+    @contextmanager
+    def reserve_then_begin(cfg: DictConfig) -> Iterator[None]:
+        nonlocal began
+        with reserve_devices(cfg):
+            began = time.monotonic()  # the wait for free devices is not part of the job
+            yield
+
+    try:
+        if cfg.fit and not cfg.ckpt_path and (newest := newest_checkpoint(folder)):
+            cfg.ckpt_path = str(newest)
+        with _arguments(HydraConfig.get().overrides.task):
+            job.metrics = launch(cfg, reserve_then_begin)
+        job.result = _result(cfg.optimized_metric, job.metrics)
+        job.status = "finished"
+    except Exception as error:
+        job.status = "failed"
+        job.error = str(error) if isinstance(error, UserError) else traceback.format_exc()
+        print(f"job {folder.name} failed: {error}", file=sys.stderr)
+    except BaseException:  # a signal
+        job.status = "stopped"
+        print(f"sweep={folder.parent} goes on with the sweep", file=sys.stderr)
+        raise
+    finally:
+        job.seconds = time.monotonic() - began
+        job.write(folder)
+    if number := signals.requested():  # it came too late for this job, and must stop the sweep
+        print(f"sweep={folder.parent} goes on with the sweep", file=sys.stderr)
+        raise signals.Stopped(number)
+
+
+@contextmanager
+def _arguments(overrides: Iterable[str]) -> Iterator[None]:
+    """Give the ranks, which inherit `sys.argv`, the job's overrides. W&B records them as the run's arguments."""
+    before = sys.argv
+    sys.argv = [before[0], *overrides]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _result(name: str | None, metrics: dict[str, float]) -> float | None:
+    """Return the metric that the sweep compares; print the existing ones if it does not exist."""
+    if name is not None and name not in metrics:
+        print(f"optimized_metric={name}: this run has {', '.join(sorted(metrics)) or 'none'}", file=sys.stderr)
+    return metrics.get(name) if name else None

@@ -1,0 +1,71 @@
+"""Files that appear complete or not at all, written by one process while the others wait."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+
+from src.engine.utils.errors import UserError
+
+
+@contextmanager
+def file_lock(file: Path) -> Iterator[Path]:
+    """Create the folder of `file`, and hold the lock for creating the file.
+
+    Raises:
+        UserError: if the folder is not writable.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{file}.lock"):
+            yield file
+    except OSError as error:
+        raise UserError(f"cannot write to {file.parent} ({error.strerror}): set data.root to another folder") from None
+
+
+@contextmanager
+def atomic_write(file: Path) -> Iterator[Path]:
+    """Yield a temporary path; on success, sync it and rename it to `file`.
+
+    On an exception, remove it and leave `file`.
+    """
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        yield temporary
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_can_store(folder: Path, option: str, size: int) -> str:
+    """Check that a file can be written in a folder that may not exist yet; return how much space is free.
+
+    Args:
+        folder: the folder, which is not created.
+        option: the option that sets it.
+        size: bytes that should be free.
+
+    Raises:
+        UserError: if the folder is not writable, the user's quota is used up, or too little space is free.
+    """
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"cannot write to {folder} ({error.strerror}): set {option} to another folder") from None
+    free = shutil.disk_usage(existing).free
+    if free < size:
+        raise UserError(
+            f"{folder} has {free / 1e9:.1f} GB free, which is less than {size / 1e9:.1f} GB: delete something, or set "
+            f"{option} to a folder on another disk"
+        )
+    return f"{free / 1e9:.0f} GB free"

@@ -1,0 +1,360 @@
+"""The real command line: its output, its files and its errors.
+
+Starting processes costs seconds, so few tests do, and those check much. Errors that one process finds are tested inside
+the test process.
+"""
+
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from PIL import Image
+
+from src.engine.utils.events import read_events
+from tests.support.commands import (
+    PARITY,
+    ROOT,
+    TINY,
+    TORCHRUN,
+    TWO,
+    callback,
+    count_lines,
+    error_line,
+    free_port,
+    kill_group,
+    ranks,
+    run,
+    run_here,
+    run_in_terminal,
+    slurm_task,
+    start,
+    steps,
+    wait_for_exit,
+    wait_for_rows,
+)
+from tests.support.comparison import check_last_checkpoints
+
+
+def test_help_is_complete_and_imports_nothing_heavy() -> None:
+    """It takes half a second, and only an import could make it slow."""
+    watched = (
+        "import atexit, runpy, sys; sys.argv[0] = 'train.py'; sys.path.insert(0, '');"
+        "atexit.register(lambda: print('heavy:', {'torch', 'lightning', 'wandb', 'numpy'} & set(sys.modules)));"
+        "runpy.run_path('train.py', run_name='__main__')"
+    )
+    out, _ = run("--help", program=("-c", watched))
+    assert "heavy: set()" in out
+    assert all(hint in out for hint in ("strategy", "ddp_spawn", "ckpt_path", "data=shapes", "fit=false", "debug"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hints"),
+    [
+        (["model=resnet8"], ["model=resnet8", "resnet18"]),
+        (["callbacks=[default,emma]"], ["callbacks=emma", "ema"]),
+        (["lr=4"], ["lr ", "optimizer.lr"]),
+        (["trainer.devices=none"], ["trainer.devices=none"]),
+        (["ckpt_path=nowhere"], ["ckpt_path=nowhere"]),
+        pytest.param(["trainer.accelerator=gpu"], ["trainer.accelerator=gpu", "cpu"], id="no gpu"),
+        (["trainer.accelerator=gpuu"], ["trainer.accelerator=gpuu is no accelerator", "did you mean gpu?"]),
+        (["init_from=nowhere"], ["init_from=nowhere"]),
+        (["predict=nowhere"], ["predict=nowhere", "no such folder"]),
+        (["predict=tests"], ["predict=", "no image"]),
+        (["trainer.num_nodes=2"], ["trainer.num_nodes=2", "torchrun"]),
+    ],
+)
+def test_user_errors_found_by_the_launcher(arguments: list[str], hints: list[str], tmp_path: Path) -> None:
+    if "trainer.accelerator=gpu" in arguments[0] and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    _, err = run_here(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
+    message = error_line(err)
+    assert all(hint in message for hint in hints), message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hints"),
+    [
+        (["data.batch_size=30", "trainer.accumulate_grad_batches=4"], ["data.batch_size=28 or 32"]),
+        (["optimizer.lr=1e30"], ["train/loss is nan", "optimizer.lr", "checkpoint: none yet"]),
+        (["data=cifar10", "data.root=/proc/data"], ["/proc/data", "data.root"]),
+        (["module.lr_scaling=liner"], ["module.lr_scaling=liner", "linear"]),
+    ],
+)
+def test_user_errors_found_by_a_single_rank(
+    arguments: list[str], hints: list[str], small: list[str], tmp_path: Path
+) -> None:
+    tiny = [name for name in (*small, *TINY) if not (arguments[0] == "data=cifar10" and name.startswith("data"))]
+    _, err = run_here(*tiny, "logger=none", f"hydra.run.dir={tmp_path}/run", *arguments, code=1)
+    message = error_line(err)
+    assert all(hint in message for hint in hints), message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "hints"),
+    [
+        (["trainer.devices=2", "strategy=ddp", "data.batch_size=33"], ["data.batch_size=32 or 34", "trainer.devices"]),
+        (["optimizer.lr=1e30", *TWO], ["train/loss is nan", "optimizer.lr", "checkpoint: none yet"]),
+        (["strategy=ddp_spawn", "trainer.devices=3"], ["data.batch_size=30 or 33"]),
+    ],
+)
+def test_user_errors_found_by_several_ranks(
+    arguments: list[str], hints: list[str], small: list[str], tmp_path: Path
+) -> None:
+    """Only rank zero prints the error, in one line."""
+    _, err = run(*small, *TINY, "logger=none", f"hydra.run.dir={tmp_path}/run", *arguments, code=1)
+    message = error_line(err)
+    assert all(hint in message for hint in hints), message
+
+
+class Exploit:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, ("touch exploited",)
+
+
+@pytest.mark.parametrize("damage", ["truncated archive", "malicious pickle", "no data"])
+def test_refuses_unusable_data(damage: str, cifar: Path, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    if damage == "truncated archive":
+        root.mkdir()
+        (root / "cifar-10-python.tar.gz").write_bytes(b"\x1f\x8b but not much of it")
+    if damage == "malicious pickle":
+        shutil.copytree(cifar, root)
+        (root / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps({b"data": Exploit()}, protocol=4))
+    arguments = ["trainer.accelerator=cpu", "trainer.devices=1", "data.source.urls=[http://127.0.0.1:9]"]
+    _, err = run_here(*arguments, f"data.root={root}", "logger=none", f"hydra.run.dir={tmp_path}/run", code=1)
+    hints = {
+        "truncated archive": "is corrupt",
+        "malicious pickle": "would run posix.system",
+        "no data": "be downloaded",
+    }
+    assert hints[damage] in error_line(err)
+    assert "data.root" in err
+    assert not (ROOT / "exploited").exists()
+
+
+def test_refuses_more_devices_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher only counts GPUs, so one can be simulated."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    _, err = run_here("trainer.devices=4", f"hydra.run.dir={tmp_path}/run", code=1)
+    assert "trainer.devices=4, but this machine has 1 GPU: set trainer.devices=1" in error_line(err)
+
+
+def test_refuses_torch_without_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    _, err = run_here("trainer.devices=2", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}/run", code=1)
+    assert "needs torch.distributed" in error_line(err)
+
+
+def test_full_disk_is_a_one_line_error(small: list[str], tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk: writing fails in the same place."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
+    try:
+        _, err = run_here(*small, *TINY, "logger=none", "report=true", f"hydra.run.dir={tmp_path}/run", code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot write the checkpoint" in error_line(err)
+    assert "warning: no report.html (OSError: [Errno 27] File too large)" in err
+    assert f"ckpt_path={tmp_path}/run" in error_line(err)
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    last = read_events(tmp_path / "run")[-1]
+    assert last["event"] == "failed"
+    assert "cannot write the checkpoint" in last["reason"]
+
+
+@pytest.mark.slow
+def test_bug_keeps_its_traceback(small: list[str], tmp_path: Path) -> None:
+    arguments = [*small, *TINY, "logger=none", "model.hidden=[-1]", *TWO]
+    _, err = run(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
+    assert "Traceback" in err
+    assert "src/models/mlp.py" in err
+    assert "rank0.log" in err or "rank1.log" in err
+
+
+def test_shows_the_error_of_the_rank_that_failed_first(small: list[str], tmp_path: Path) -> None:
+    """Rank one raises, and its traceback is shown; the lost connection of rank zero is not."""
+    arguments = [*small, *TINY, "logger=none", *TWO, callback("RaiseOnRankOne")]
+    _, err = run(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
+    assert "rank 1 failed" in err
+    assert "RuntimeError: only here" in err
+    assert "Traceback" in err
+    assert "support/callbacks.py" in err
+    assert "rank1.log" in err
+    assert read_events(tmp_path / "run")[-1]["reason"].startswith("rank 1 failed (RuntimeError: only here)")
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_ends_all_under_torchrun(small: list[str], tmp_path: Path) -> None:
+    """The other rank waits for it in a collective."""
+    arguments = [*small, *TINY, "logger=none", *TWO, callback("RaiseOnRankOne"), f"run_dir={tmp_path}/run"]
+    before = time.monotonic()
+    _, err = run(*arguments, program=TORCHRUN, code=1)
+    assert time.monotonic() - before < 60
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert lines == [f"error: rank 1 failed (RuntimeError: only here); its log is {tmp_path}/run/logs/rank1.log"]
+    assert "Traceback" in (tmp_path / "run" / "logs" / "rank1.log").read_text()
+
+
+def test_user_error_after_the_rendezvous_is_one_line_under_torchrun(small: list[str], tmp_path: Path) -> None:
+    """All ranks raise it when the process group is open; rank zero must print it before torchrun ends all ranks."""
+    arguments = [
+        *small,
+        *TINY,
+        *TWO,
+        "data.batch_size=63",
+        "trainer.accumulate_grad_batches=2",
+        "logger=none",
+        f"run_dir={tmp_path}/run",
+    ]
+    _, err = run(*arguments, program=TORCHRUN, code=1)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]  # torchrun prints a traceback of its own
+    assert len(lines) == 1, err[-3000:]
+    assert "data.batch_size=63 does not divide over 2 micro-batches" in lines[0]
+    assert "FileNotFoundError" not in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
+    """Train two ranks with wandb, check the run folder, evaluate and continue it, and try another network."""
+    folder = tmp_path / "run with space"
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (32, 32)).save(tmp_path / "images" / "black.png")
+    task = [*small, *TINY, *TWO, f"predict={tmp_path}/images"]
+    out, err = run(*task, f"hydra.run.dir='{folder}'", WANDB_MODE="offline")
+    assert "Traceback" not in err
+    assert ".py:" not in out + err, "no warning"
+    assert "\x1b" not in out + err, "no colors in a pipe"
+    assert out.count("DDP, 2 process(es) on cpu") == 1
+    for fact in (
+        "32 = 2 x 1 micro-batches x 16 per device",
+        "synthetic shapes",
+        "after scaling",
+        str(folder),
+    ):
+        assert fact in out
+    assert re.search(rf"^test/.*test/acc.*\ndone: everything is in\n{folder}$", out, re.MULTILINE)
+    assert f"\nwandb sync {folder}/wandb/offline-*\n" in out, "no break inside the path"
+    for name in ("config.yaml", "metrics.csv", "checkpoints/last.ckpt", "logs/rank0.log", "logs/rank1.log"):
+        assert (folder / name).is_file()
+    assert len(list((folder / "wandb").glob("offline-run-*/*.wandb"))) == 1
+    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert all(name.startswith("net.") for name in checkpoint["state_dict"])
+    assert "strategy:" in checkpoint["config"]
+
+    def accuracy(printed: str) -> str:
+        return re.findall(r"test/acc ([\d.]+)", printed)[-1]
+
+    runtime = OmegaConf.load(folder / "config.yaml").runtime
+    run_id = runtime.run_id
+    assert (runtime.group, runtime.job_type) == (run_id, "train")
+    alone = ["trainer.devices=1", "strategy=auto", "logger=none"]
+    evaluated, _ = run_here("fit=false", f"ckpt_path='{folder}'", *alone, f"hydra.run.dir={tmp_path}/evaluation")
+    assert accuracy(evaluated) == accuracy(out)
+    assert (tmp_path / "evaluation" / "metrics.csv").exists()
+    evaluation = OmegaConf.load(tmp_path / "evaluation" / "config.yaml").runtime
+    assert (evaluation.group, evaluation.job_type) == (run_id, "eval"), "W&B shows it with its run"
+
+    _, err = run_here(f"ckpt_path='{folder}'", "data.batch_size=64", *alone, code=1)
+    assert "had data.batch_size=32 (now 64)" in error_line(err)
+    rows = (folder / "metrics.csv").read_text().splitlines()
+    continued, err = run_here(f"ckpt_path='{folder}'", "trainer.max_epochs=3", *alone)
+    assert f"{folder}/checkpoints/last.ckpt, step 22" in continued
+    longer = (folder / "metrics.csv").read_text().splitlines()
+    assert longer[: len(rows) - 1] == rows[:-1]
+    assert [int(row.split(",")[0]) for row in longer[1:]][-1] == 3 * 11
+    assert OmegaConf.load(folder / "config.yaml").runtime.run_id == run_id
+
+    _, err = run_here(f"ckpt_path='{folder}'", "model=resnet9", *alone, code=1)
+    assert "another network than this run's `model`" in error_line(err)
+    content = (folder / "checkpoints" / "last.ckpt").read_bytes()
+    (folder / "checkpoints" / "last.ckpt").write_bytes(content[:-2000])
+    _, err = run_here(f"ckpt_path='{folder}/checkpoints/last.ckpt'", code=1)
+    assert "is not a complete checkpoint" in error_line(err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "ddp_spawn"])
+def test_terminal_shows_only_lines_of_the_project(strategy: str, small: list[str], tmp_path: Path) -> None:
+    """The terminal has 80 columns; nothing else fits all of them than these starts of lines."""
+    task = [*small, *TINY, f"strategy={strategy}", f"trainer.devices={1 if strategy == 'auto' else 2}"]
+    code, printed = run_in_terminal(*task, f"run_dir={tmp_path}/run", columns=80)
+    assert code == 0, printed
+    banner = ["strategy", "precision", "data", "batch", "batch norm", "learning rate", "parameters", "run folder"]
+    results = [
+        "Epoch",
+        "Validation",
+        "Testing",
+        "throughput",
+        *(f"{part}/" for part in ("train", "val", "test")),
+        "done: ",
+    ]
+    measured = ["peak_memory_mib", "samples_per_sec", "step_ms", "data_fraction", "gflop_per_step"]
+    known = (*banner, *results, *measured, "wandb is offline", "wandb leet", "wandb sync", str(tmp_path))
+    lines = [line for line in printed.splitlines() if line.strip()]
+    assert [line for line in lines if not line.strip().startswith(known)] == []
+    assert [line for line in lines if len(line.rstrip()) > 80 and str(tmp_path) not in line] == []
+
+
+def test_rank_zero_configures_all_ranks_under_torchrun(small: list[str], tmp_path: Path) -> None:
+    new_folder = "hydra.run.dir=${run_folder:" + f"{tmp_path}" + ",new}"
+    arguments = [*small, *TINY, "logger=none", *TWO, new_folder]
+    out, _ = run(*arguments, program=TORCHRUN)
+    assert out.count("done: ") == 1
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "logs" / "rank1.log").is_file()
+
+
+@pytest.mark.slow
+def test_refuses_another_number_of_processes_under_torchrun(small: list[str], tmp_path: Path) -> None:
+    _, err = run(*small, *TINY, *TWO, "trainer.devices=4", f"run_dir={tmp_path}/run", program=TORCHRUN, code=1)
+    assert "2 processes were started, but trainer.devices x trainer.num_nodes is 4" in err
+
+
+@pytest.mark.slow
+def test_rank_zero_configures_all_ranks_under_slurm(small: list[str], tmp_path: Path) -> None:
+    """Two tasks are started as srun does, which passes their ranks in variables."""
+    port = free_port()
+    runs = "hydra.run.dir=${run_folder:" + f"{tmp_path}" + ",new}"
+    arguments = [*small, *TINY, "logger=none", *TWO, runs]
+    tasks = [start(*arguments, **slurm_task(rank, port)) for rank in range(2)]
+    printed = [wait_for_exit(task, 200) for task in tasks]
+    assert [code for code, _, _ in printed] == [0, 0], printed
+    assert "done: " in printed[0][1]
+    assert "done: " not in printed[1][1]
+    (folder,) = tmp_path.iterdir()
+    assert {file.name for file in (folder / "logs").glob("*.log")} == {"rank0.log", "rank1.log"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["launcher", "rank"])
+def test_killed_run_resumes_exactly(victim: str, small: list[str], tmp_path: Path) -> None:
+    """Two ranks are killed after a checkpoint and resumed on one; the weights equal those of an uninterrupted run."""
+    task = [*small, *PARITY, "callbacks.checkpoint.every_n_train_steps=1"]
+    run_here(*task, "test=false", f"hydra.run.dir={tmp_path}/uninterrupted")
+    folder = tmp_path / "killed"
+    process = start(*task, *TWO, f"hydra.run.dir={folder}")
+    try:
+        wait_for_rows(folder, 7, process)
+        os.kill(process.pid if victim == "launcher" else ranks(process.pid)[-1], signal.SIGKILL)
+        process.communicate(timeout=60)
+    finally:
+        left = kill_group(process.pid)
+    assert not left, "processes left running"
+    assert 0 < count_lines(folder) < 22
+    run_here(f"ckpt_path={folder}", "strategy=auto", "trainer.devices=1")
+    check_last_checkpoints(folder, tmp_path / "uninterrupted")
+    assert steps(folder) == [*range(20), 20]
+    assert [event["event"] for event in read_events(folder)] == ["start", "killed", "resume", "finished"]

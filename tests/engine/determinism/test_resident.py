@@ -1,0 +1,86 @@
+"""Images on the device give the same batches as a DataLoader, and only indices come from the host."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from src.engine.determinism.batch import Batch
+from src.engine.determinism.dataset import ImageSet, ImageSplit
+from src.engine.determinism.layout import BatchLayout, DataParallelInfo
+from src.engine.determinism.loader import ResidentBatches, should_keep_on_device
+from src.engine.determinism.sampler import EvaluationBatches, TrainingBatches
+from src.engine.run.experiment import assemble
+from src.engine.utils.errors import UserError
+from tests.support.runs import compose
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def split() -> ImageSplit:
+    rng = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (100, 3, 8, 8), dtype=torch.uint8, generator=rng)
+    return ImageSplit(ImageSet(images, torch.arange(100) % 10), indices=torch.randperm(100, generator=rng)[:70])
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        TrainingBatches(70, BatchLayout(16)),
+        TrainingBatches(70, BatchLayout(16, DataParallelInfo(2, 1, num_microbatches=2), accumulate=2)),
+        EvaluationBatches(70, 16),
+        EvaluationBatches(70, 48, DataParallelInfo(3, 2)),
+    ],
+    ids=["train", "train on a rank", "evaluate", "evaluate on a rank"],
+)
+def test_batches_equal_those_of_a_data_loader(sampler: Any) -> None:
+    loader = torch.utils.data.DataLoader(split(), sampler=sampler, batch_size=None)
+    batches = list(ResidentBatches(split(), sampler, CPU))
+    assert len(batches) == len(loader) == len(ResidentBatches(split(), sampler, CPU)) > 0
+    for ours, theirs in zip(batches, loader, strict=True):
+        for name in Batch._fields:
+            assert torch.equal(getattr(ours, name), getattr(theirs, name))
+
+
+def test_epoch_and_start_are_read_with_the_first_batch() -> None:
+    sampler = TrainingBatches(70, BatchLayout(16))
+    iterator = iter(ResidentBatches(split(), sampler, CPU))
+    sampler.set_epoch(3)
+    sampler.start = 32
+    later = TrainingBatches(70, BatchLayout(16))
+    later.set_epoch(3)
+    expected = [split().indices[positions] for positions in later][2:]
+    assert [batch.sample_index.tolist() for batch in iterator] == [index.tolist() for index in expected]
+    sampler.start = 64
+    assert list(ResidentBatches(split(), sampler, CPU)) == []
+
+
+def test_splits_use_the_same_storage_on_any_device() -> None:
+    """The meta device stands for a GPU: only indices come from the host."""
+    train = split()
+    val = ImageSplit(train.dataset, torch.arange(5))
+    ResidentBatches(train, TrainingBatches(70, BatchLayout(16)), META)
+    assert val.dataset.images.device == val.dataset.labels.device == META
+    index = torch.empty(5, 16, dtype=torch.int64, device=META)
+    images = train.dataset.gather(index[0])
+    assert images.device == META
+    assert images.shape == (16, 3, 8, 8)
+
+
+def test_auto_allows_a_tenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, bytes_ = torch.device("cuda", 0), split().dataset.images.nbytes
+    for free, room in ((10 * bytes_, True), (10 * bytes_ - 1, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
+        assert should_keep_on_device(split(), cuda, "auto", num_workers=0) == room
+        assert should_keep_on_device(split(), cuda, True, num_workers=0)
+        assert not should_keep_on_device(split(), cuda, False, num_workers=0)
+        assert not should_keep_on_device(split(), cuda, "auto", num_workers=1)
+    assert should_keep_on_device(split(), CPU, "auto", num_workers=0)
+    assert not should_keep_on_device(split(), torch.device("mps"), "auto", num_workers=0)
+
+
+@pytest.mark.parametrize("options", [["data.device_resident=true", "data.num_workers=2"], ["data.device_resident=gpu"]])
+def test_refuses_invalid_options(options: list[str], small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.device_resident"):
+        assemble(compose(folder, *small, *options))

@@ -1,0 +1,140 @@
+"""Global batches do not depend on the number of processes; evaluation counts each sample once."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from src.engine.determinism.layout import BatchLayout, DataParallelInfo
+from src.engine.determinism.sampler import EvaluationBatches, TrainingBatches
+from src.engine.utils.errors import UserError
+
+COUNT, BATCH = 103, 24
+
+
+def layouts(
+    dp_size: int, batch: int = BATCH, shares: tuple[int, ...] | None = None, **options: Any
+) -> list[BatchLayout]:
+    return [BatchLayout(batch, DataParallelInfo(dp_size, rank, shares=shares), **options) for rank in range(dp_size)]
+
+
+def epoch(
+    dp_size: int, accumulate: int = 1, start: int = 0, number: int = 0, seed: int = 0, **options: Any
+) -> list[list[int]]:
+    """The samples of each micro-batch, over all ranks."""
+    ranks = [TrainingBatches(COUNT, layout, seed) for layout in layouts(dp_size, accumulate=accumulate, **options)]
+    for rank in ranks:
+        rank.epoch, rank.start = number, start
+    return [sorted(torch.cat(batches).tolist()) for batches in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "accumulate", "shares"),
+    [(2, 1, None), (4, 3, None), (7, 2, None), (2, 2, (3, 1)), (3, 2, (5, 2, 1))],
+)
+def test_global_batches_do_not_depend_on_the_ranks(
+    dp_size: int, accumulate: int, shares: tuple[int, ...] | None
+) -> None:
+    assert epoch(dp_size, accumulate, shares=shares) == epoch(1, accumulate)
+
+
+@pytest.mark.parametrize(("batch", "dp_size"), [(128, 3), (512, 7), (24, 24)])
+def test_equal_shares_differ_by_one_sample(batch: int, dp_size: int) -> None:
+    sizes = [layout.samples_per_batch for layout in layouts(dp_size, batch)]
+    assert sum(sizes) == batch
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(("shares", "expected"), [((3, 1), [96, 32]), ((5, 2, 1), [80, 32, 16]), ((2, 2), [64, 64])])
+def test_shares_divide_the_batch(shares: tuple[int, ...], expected: list[int]) -> None:
+    ranks = layouts(len(shares), 128, shares)
+    assert [layout.samples_per_batch for layout in ranks] == expected
+    assert ranks[0].is_uneven is (len(set(expected)) > 1)
+
+
+@pytest.mark.parametrize("shares", [None, (3, 1)])
+@pytest.mark.parametrize("has_pairs", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_rows_are_ordered_by_group_whatever_rank_has_them(
+    accumulate: int, has_pairs: bool, shares: tuple[int, ...] | None
+) -> None:
+    ranks = layouts(2, 32, shares, norm_groups=4, accumulate=accumulate, has_pairs=has_pairs)
+    for rank, layout in enumerate(ranks):
+        for micro_batch, positions in enumerate(layout.positions):
+            groups = [int(position) % 4 for position in positions]
+            assert {group % accumulate for group in groups} == {micro_batch}
+            assert groups == sorted(groups)
+            sizes = [groups.count(group) for group in range(micro_batch, 4, accumulate)]
+            assert sizes == layout.counts[rank].tolist()
+            if has_pairs:
+                assert torch.equal(positions[layout.partners], (positions + 16) % 32)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        (126, {"accumulate": 4}, "data.batch_size=126 does not divide over 4 micro-batches: .*=124 or 128"),
+        (3, {"accumulate": 4}, "set data.batch_size=4, or"),
+        (33, {"has_pairs": True}, "over pairs of samples.*mixup.*=32 or 34"),
+        (8, {"accumulate": 8}, "data.batch_size=8 leaves one of 2 data-parallel ranks without a sample"),
+        (8, {"shares": (9, 1)}, "leaves one of 2 data-parallel ranks without a sample"),
+        (8, {"shares": (1, 1, 1)}, r"strategy.shares=\[1, 1, 1\]: give a positive integer for each of the 2"),
+        (8, {"shares": (1, 0)}, r"strategy.shares=\[1, 0\]"),
+        (8, {"shares": (1.5, 1)}, r"strategy.shares=\[1.5, 1\]"),
+    ],
+)
+def test_refuses_batches_that_do_not_divide(batch: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        layouts(2, batch, **options)
+
+
+def test_accumulation_splits_the_same_global_batches() -> None:
+    halves = epoch(1, accumulate=2)
+    assert [sorted(a + b) for a, b in zip(halves[::2], halves[1::2], strict=True)] == epoch(1)
+
+
+def test_epoch_takes_each_sample_at_most_once_and_drops_the_remainder() -> None:
+    seen = [index for batch in epoch(2) for index in batch]
+    assert len(seen) == len(set(seen)) == COUNT // BATCH * BATCH
+    assert len(TrainingBatches(COUNT, BatchLayout(BATCH))) == len(epoch(1))
+
+
+def test_order_is_fixed_by_seed_and_epoch() -> None:
+    assert epoch(1) == epoch(1)
+    assert epoch(1) != epoch(1, number=1)
+    assert epoch(1) != epoch(1, seed=1)
+
+
+def test_resumes_at_a_sample_and_starts_the_next_epoch_at_its_beginning() -> None:
+    assert epoch(2, start=2 * BATCH) == epoch(1)[2:]
+    batches = TrainingBatches(COUNT, BatchLayout(BATCH))
+    batches.epoch, batches.start = 3, 2 * BATCH
+    batches.set_epoch(3)
+    assert batches.start == 2 * BATCH
+    batches.set_epoch(4)
+    assert batches.start == 0
+
+
+@pytest.mark.parametrize("shares", [(1,), (1, 1, 1, 1), (3, 1), (5, 2, 1)])
+@pytest.mark.parametrize("count", [0, 1, 33, 90])
+def test_evaluation_counts_every_sample_once_by_shares(count: int, shares: tuple[int, ...]) -> None:
+    """Each rank has as many batches, as few as possible, of as many rows as its share, with one round of padding."""
+    size, rounds = sum(shares), 32 // sum(shares)
+    ranks = [
+        EvaluationBatches(count, 32, DataParallelInfo(len(shares), rank, shares=shares)) for rank in range(len(shares))
+    ]
+    tables = [rank.table() for rank in ranks]
+    indices = torch.cat([table.flatten() for table in tables])
+    assert sorted(indices[indices >= 0].tolist()) == list(range(count))
+    assert {len(table) for table in tables} == {math.ceil(count / rounds / size)}
+    for table, share in zip(tables, shares, strict=True):
+        assert table.shape[1] == tables[-1].shape[1] // shares[-1] * share <= rounds * share
+        assert not count or table.lt(0).sum(1).max() <= share
+
+
+@pytest.mark.parametrize(("count", "batch", "dp_size"), [(3, 32, 4), (5, 2, 2)])
+def test_refuses_an_evaluation_in_which_a_rank_has_no_sample(count: int, batch: int, dp_size: int) -> None:
+    EvaluationBatches(count + 1, batch, DataParallelInfo(dp_size)).check_no_rank_is_empty("val")
+    with pytest.raises(UserError, match=f"the {count} images of `val` leave a batch of one of the processes empty"):
+        EvaluationBatches(count, batch, DataParallelInfo(dp_size)).check_no_rank_is_empty("val")

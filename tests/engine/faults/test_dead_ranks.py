@@ -1,0 +1,101 @@
+"""A rank that dies or hangs is named, the others end in bounded time, and a restart resumes."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from src.engine.launch import workers
+from src.engine.utils.errors import UserError
+from src.engine.utils.events import read_events
+from tests.support.commands import PARITY, TWO, callback, ranks, run, slow, start, steps, wait_for_exit, wait_for_rows
+from tests.support.comparison import check_last_checkpoints
+from tests.support.runs import compose, fit
+
+
+@pytest.mark.slow
+def test_error_names_a_killed_rank(small: list[str], folder: Path) -> None:
+    process = start(*small, *PARITY, *TWO, slow(0.1), f"run_dir={folder}")
+    wait_for_rows(folder, 3, process)
+    os.kill(ranks(process.pid)[0], signal.SIGKILL)
+    before = time.monotonic()
+    code, _, err = wait_for_exit(process)
+    assert code == 1
+    assert time.monotonic() - before < 30
+    assert "rank 0 died (Signal 9 (SIGKILL)" in err
+    assert "rank0.log" in err
+
+
+def test_error_has_the_stack_of_a_hung_rank(small: list[str], folder: Path) -> None:
+    """The other rank waits for it in a collective."""
+    hang = callback("HangOnRankOne")
+    before = time.monotonic()
+    _, err = run(*small, *PARITY, *TWO, hang, "launch.timeout=8", f"run_dir={folder}", code=1)
+    assert time.monotonic() - before < 60
+    assert "no step within launch.timeout" in err
+    stacks = err.partition("rank 1:\nTimeout (")[2]
+    assert "support/callbacks.py" in stacks
+    assert "in on_train_batch_start" in stacks
+
+
+@pytest.mark.slow
+def test_hung_single_process_ends(small: list[str], folder: Path) -> None:
+    run(*small, *PARITY, slow(0.0), "+callbacks.slow.at=3", "launch.timeout=3", f"run_dir={folder}", code=1)
+    assert "support/callbacks.py" in (folder / "logs" / "rank0.stack").read_text()
+
+
+@pytest.mark.slow
+def test_error_names_a_stopped_rank(small: list[str], folder: Path) -> None:
+    """It cannot write its stack, and reacts only to SIGKILL, which torch sends after half a minute."""
+    process = start(*small, *PARITY, *TWO, slow(0.1), "launch.timeout=5", f"run_dir={folder}")
+    wait_for_rows(folder, 3, process)
+    os.kill(ranks(process.pid)[1], signal.SIGSTOP)
+    code, _, err = wait_for_exit(process)
+    assert code == 1
+    assert "rank 0:\nTimeout (" in err
+    assert "rank 1:\nno stack was written" in err
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_restarts_from_the_last_checkpoint(devices: int, small: list[str], folder: Path) -> None:
+    task = [*small, *PARITY, *TWO, f"trainer.devices={devices}", "callbacks.checkpoint.every_n_train_steps=1"]
+    process = start(*task, slow(0.1), "launch.max_restarts=1", f"run_dir={folder}")
+    wait_for_rows(folder, 5, process)
+    os.kill(ranks(process.pid)[-1], signal.SIGKILL)
+    code, out, err = wait_for_exit(process)
+    assert code == 0, err[-3000:]
+    assert f"rank {devices - 1} died" in err
+    assert "restarting; 0 restarts left after this one" in err
+    assert out.count("done: ") == 1
+    events = read_events(folder)
+    assert [event["event"] for event in events] == ["start", "killed", "restart", "resume", "finished"]
+    assert events[1]["reason"].startswith(f"rank {devices - 1} died (Signal 9 (SIGKILL)")
+    assert 0 < events[3]["step"] <= events[1]["step"] + 1
+    fit(compose(folder.parent / "uninterrupted", *small, *PARITY))
+    check_last_checkpoints(folder, folder.parent / "uninterrupted")
+    assert steps(folder) == [*range(20), 20]
+
+
+def test_no_rank_outlives_a_launcher_killed_during_startup(small: list[str], folder: Path) -> None:
+    """The ranks have not yet asked the kernel to die with it; a fixture checks that none is left."""
+    process = start(*small, *PARITY, *TWO, f"run_dir={folder}")
+    while len(ranks(process.pid)) < 2 and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    assert wait_for_exit(process)[0] == -signal.SIGKILL
+
+
+def test_user_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[int] = []
+
+    def fail(cfg: DictConfig, processes: int) -> None:
+        starts.append(processes)
+        raise UserError("train/loss is nan")
+
+    monkeypatch.setattr(workers, "_run_group", fail)
+    with pytest.raises(UserError):
+        workers.launch_workers(OmegaConf.create({"launch": {"max_restarts": 5}}), processes=2)
+    assert starts == [2]

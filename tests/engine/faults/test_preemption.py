@@ -1,0 +1,140 @@
+"""After Ctrl-C, SIGTERM or SIGUSR1 to any process all ranks save and stop together, and the run resumes exactly."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from src.engine.utils import signals
+from src.engine.utils.events import read_events
+from tests.support.commands import (
+    PARITY,
+    TORCHRUN,
+    TRAIN,
+    TWO,
+    count_lines,
+    free_port,
+    ranks,
+    run,
+    slow,
+    slurm_task,
+    start,
+    steps,
+    wait_for_exit,
+    wait_for_rows,
+)
+from tests.support.comparison import check_last_checkpoints
+from tests.support.pool import Pool
+from tests.support.runs import compose, fit
+
+SPAWN = ["strategy=ddp_spawn", "trainer.devices=2"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    fit(compose(folder, *small, *PARITY))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("number", "to", "program", "world"),
+    [
+        pytest.param(signal.SIGTERM, "the process", TRAIN, [], id="alone", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "the process", TRAIN, TWO, id="interrupted launcher", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "all of them", TRAIN, TWO, id="Ctrl-C", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "all of them", TRAIN, SPAWN, id="Ctrl-C spawned", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "all of them", TORCHRUN, TWO, id="Ctrl-C torchrun", marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, "the process", TRAIN, TWO, id="launcher", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "a rank", TRAIN, TWO, id="one rank"),
+        pytest.param(signal.SIGTERM, "all of them", TRAIN, SPAWN, id="spawned", marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, "a rank", TORCHRUN, TWO, id="torchrun", marks=pytest.mark.slow),
+    ],
+)
+def test_signal_saves_stops_and_resumes(
+    number: signal.Signals,
+    to: str,
+    program: tuple[str, ...],
+    world: list[str],
+    uninterrupted: Path,
+    pool: Pool,
+    small: list[str],
+    folder: Path,
+) -> None:
+    process = start(*small, *PARITY, *world, slow(0.1), f"run_dir={folder}", program=program)
+    wait_for_rows(folder, 4, process)
+    if to == "all of them":
+        os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid if to == "the process" else ranks(process.pid)[-1], number)
+    code, out, err = wait_for_exit(process)
+    assert code == (1 if program == TORCHRUN else 128 + number), err[-3000:]  # torchrun sets its own exit codes
+    assert out.count(f"stopped by {number.name} at step") == 1
+    assert "Traceback" not in err or program == TORCHRUN
+    saved = torch.load(folder / "checkpoints" / "last.ckpt")["global_step"]
+    assert 4 <= saved < 20
+    last = read_events(folder)[-1]
+    assert (last["event"], last["step"], last["reason"]) == ("stopped", saved, number.name)
+    assert count_lines(folder) == 1 + saved, "the row of the last step is there"
+    cfg = compose(folder, *small, *PARITY, f"ckpt_path={folder}/checkpoints/last.ckpt", *(TWO if not world else []))
+    pool.run(2, fit, cfg) if not world else fit(cfg)
+    check_last_checkpoints(folder, uninterrupted)
+    assert steps(folder) == list(range(20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "pause"), [(signal.SIGTERM, 3.0), (signal.SIGINT, 0.6)])
+def test_second_signal_ends_the_run_at_once(
+    number: signal.Signals, pause: float, small: list[str], folder: Path
+) -> None:
+    """A sleeping rank does not react to the first one."""
+    process = start(*small, *PARITY, *TWO, slow(0.0), "+callbacks.slow.at=3", f"run_dir={folder}")
+    wait_for_rows(folder, 3, process)
+    os.kill(process.pid, number)
+    time.sleep(pause)
+    assert process.poll() is None
+    before = time.monotonic()
+    os.kill(process.pid, number)
+    code, _, err = wait_for_exit(process)
+    assert code == 128 + number
+    assert time.monotonic() - before < 10
+    assert f"stopped by {number.name}; {folder} has no checkpoint yet" in err
+
+
+@pytest.mark.slow
+def test_requeued_job_resumes(small: list[str], uninterrupted: Path, folder: Path) -> None:
+    """The same command twice, as SLURM runs it, continues one wandb run."""
+    command = [*small, *(word for word in PARITY if word != "logger=none"), "resume=auto", f"run_dir={folder}"]
+    process = start(*command, *TWO, slow(0.1), WANDB_MODE="offline")
+    wait_for_rows(folder, 4, process)
+    os.kill(process.pid, signal.SIGUSR1)
+    assert wait_for_exit(process)[0] == 128 + signal.SIGUSR1
+    run(*command, WANDB_MODE="offline")
+    check_last_checkpoints(folder, uninterrupted)
+    runs = {file.name.partition("run-")[2] for file in (folder / "wandb").glob("offline-run-*/*.wandb")}
+    assert runs == {f"{folder.name}.wandb"}
+
+
+@pytest.mark.slow
+def test_signals_to_tasks_of_a_slurm_job(small: list[str], uninterrupted: Path, folder: Path) -> None:
+    """All tasks get the signal at once. Lightning's own requeueing, which saves in its handler, is disabled."""
+    port = free_port()
+    command = [*small, *PARITY, *TWO, slow(0.1), f"run_dir={folder}", "resume=auto"]
+    tasks = [start(*command, **slurm_task(rank, port)) for rank in (0, 1)]
+    wait_for_rows(folder, 4, tasks[0])
+    for process in tasks:
+        os.kill(process.pid, signal.SIGUSR1)
+    ended = [wait_for_exit(process) for process in tasks]
+    assert [code for code, _, _ in ended] == [128 + signal.SIGUSR1] * 2, ended
+    tasks = [start(*command, **slurm_task(rank, port)) for rank in (0, 1)]
+    assert [wait_for_exit(process)[0] for process in tasks] == [0, 0]
+    check_last_checkpoints(folder, uninterrupted)
+
+
+def test_restores_signal_handlers(small: list[str], folder: Path) -> None:
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
+    fit(compose(folder, *small, *PARITY, "trainer.max_steps=2"))
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == before

@@ -1,0 +1,38 @@
+"""Execute dry runs in a process of their own, because they replace functions of torch; print the results as JSON."""
+
+import json
+import sys
+from dataclasses import asdict
+
+from scripts.dev.dry_gpu.library import load_library
+
+QUICK = [
+    "default",
+    "compiled, speedrun",
+    "auto, rank 0 of 4",
+    "fsdp, rank 1 of 4",
+    "pipeline, 1f1b, rank 3 of 4",
+    "hsdp, 128 replicas, rank 513 of 1,024",
+]
+SABOTAGES = ["ItemInLoss", "MaskInAugmentation", "MaskedAssignment", "CopyToDevice"]
+
+
+def main() -> None:
+    load_library()
+    from scripts.dev.dry_gpu.cases import CASES, Case
+    from scripts.dev.dry_gpu.report import problems, read_rows
+    from scripts.dev.dry_gpu.run import run_cases
+
+    cases = [case for case in CASES if case.title in QUICK]
+    sabotages = " ".join(f"+callbacks.{name}._target_=tests.engine.gpu.sabotages.{name}" for name in SABOTAGES)
+    cases.append(Case("sabotaged", sabotages))
+    kept = read_rows()
+    results = {
+        case.title: {"result": asdict(result), "problems": problems(case, result, kept)}
+        for case, result in run_cases(cases)
+    }
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Details of the command line, tested without starting a process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+
+from src.engine.config.folder import CONFIG, remove_if_unused, run_and_sweep_id
+from src.engine.config.messages import explain
+from src.engine.config.resolve import describe_setup, source_revision
+from src.engine.config.shorthands import with_saved_overrides
+from src.engine.launch.external import check_same_options
+from src.engine.launch.rank import run_rank
+from src.engine.utils.errors import UserError
+from src.engine.utils.quoting import quote
+from tests.support.commands import ROOT, TINY, error_line, run_here
+from tests.support.runs import compose
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("model=null", "model=null: give one of airbench, mlp"),
+        ("runtime.run_id=1", "runtime.run_id=1: the program sets `runtime` when a run starts"),
+        ("hydra/job_logging=default", "hydra/job_logging=default: each rank logs to logs/rankN.log"),
+        ("logger.wandb.nam=x", "logger.wandb.nam is no option here; did you mean"),
+        (
+            "trainer.deterministic=warn",
+            "(+trainer.deterministic=... sets an option of its class that is not in conf/)",
+        ),
+        ("+optimizer.lr=2", "An item is already at 'optimizer.lr'. Either remove + prefix: 'optimizer.lr=2'"),
+        ("hydra/sweeper=ax", "hydra/sweeper=ax: there is no ax in conf/hydra/sweeper; known: basic, optuna"),
+        ("model=mlp,vit", "Ambiguous value for argument 'model=mlp,vit'"),
+        ("trainer.max_epochs = 3", "trainer.max_epochs = 3: write NAME=VALUE without a space around `=`"),
+        ("model=", "model=: give one of airbench, mlp"),
+        ("nowhere.nothing=2", "python train.py --cfg job lists all"),
+        ("hydra.run.dir=/proc/nothing", "hydra.run.dir=/proc/nothing: cannot make that folder"),
+        ("trainer.devices=[0,0]", "trainer.devices=[0, 0] lists a device twice"),
+        ("+callbacks.mine.monitor=val/acc", "callbacks.mine has options (monitor) but no _target_"),
+        ("+foo=3", "foo is no option here; python train.py --cfg job lists all"),
+        ("modle=vit", "modle is no option here; did you mean module or model?"),
+        ("module.tta=shiftt", "module.tta=shiftt: did you mean shift?"),
+        ("callbacks.x={a: 1 ]", "callbacks.x={a: 1 ]: the value is not valid: close its brackets"),
+        ("--cgf", "unrecognized arguments: --cgf"),
+        ("--cfg=jub", "--cfg/-c: invalid choice: 'jub'"),
+        ("fit=yes", "fit=yes: give true or false"),
+        ("launch.max_restarts=abc", "launch.max_restarts=abc: give an integer"),
+    ],
+)
+def test_errors_name_the_option(word: str, hint: str, small: list[str], tmp_path: Path) -> None:
+    folder = [] if word.startswith("hydra") else [f"run_dir={tmp_path / 'run'}"]
+    _, err = run_here(*small, word, "trainer.accelerator=cpu", *folder, code=1)
+    assert hint in error_line(err)
+
+
+def test_unknown_group_in_a_defaults_list(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /modle: mlp\n")
+    _, err = run_here(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine", code=1)
+    assert "In 'experiment/mine': Could not override 'modle'. No match in the defaults list." in error_line(err)
+
+
+def test_warns_of_an_evaluation_of_random_weights(small: list[str], tmp_path: Path) -> None:
+    _, err = run_here(*small, *TINY, "logger=none", "fit=false", f"run_dir={tmp_path / 'run'}")
+    assert "warning: fit=false without ckpt_path or init_from: the weights are random" in err.splitlines()
+
+
+def test_error_in_a_users_yaml_names_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.write_text("# @package _global_\ntrainer:\n  max_epochs: 5\n seed: 5\n")
+    _, err = run_here(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine", code=1)
+    assert f"{file} line 4 is no valid YAML" in error_line(err)
+
+
+def test_says_that_hydra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hydra", None)  # as if it were not installed
+    _, err = run_here(code=1)
+    assert "has no Hydra: run `make install`, then `source .venv/bin/activate`" in error_line(err)
+
+
+def test_unknown_option_of_a_chosen_network() -> None:
+    _, err = run_here("model=mlp", "model.hiden=[4]", code=1)
+    assert "model.hiden is no option here; did you mean model.hidden?" in error_line(err)
+
+
+def test_unknown_options_of_a_sweep(tmp_path: Path) -> None:
+    _, err = run_here("-m", "model=mlp,vit", "lr=4", f"hydra.sweep.dir={tmp_path}", code=1)
+    assert "lr is no option here; did you mean optimizer.lr?" in error_line(err)
+
+
+def test_joins_a_value_after_a_space_to_its_option() -> None:
+    words = ["seed=1", "trainer.max_epochs=", "3"]
+    assert explain(OverrideParseException("3", "..."), words).startswith("trainer.max_epochs= 3: write NAME=VALUE")
+
+
+def test_names_the_extra_of_launchers_that_are_not_installed() -> None:
+    error = MissingConfigException("...", "hydra/launcher/joblib", ["basic"])
+    assert explain(error, []) == "hydra/launcher=joblib: not installed here; it comes with pip install '.[sweeps]'"
+
+
+def test_equal_sweep_folders_have_different_ids(tmp_path: Path) -> None:
+    """All jobs of a sweep have the same one."""
+    ids = []
+    for sweep in ("a", "b"):
+        for job in ("0", "1"):
+            (tmp_path / sweep / "exp" / job).mkdir(parents=True)
+            ids.append(run_and_sweep_id(tmp_path / sweep / "exp" / job, is_sweep=True)[1])
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+    assert sorted(path.name for path in (tmp_path / "a" / "exp").iterdir()) == ["0", "1", "sweep_id"]
+
+
+def test_null_chooses_nothing(small: list[str], tmp_path: Path) -> None:
+    tiny = [*small, *TINY, "trainer.max_epochs=1", "experiment=null", "callbacks=null", "logger=null"]
+    run_here(*tiny, f"run_dir={tmp_path / 'run'}")
+    names = {"config.yaml", "metrics.csv", "events.jsonl", "logs"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == names
+
+
+def test_default_folders_are_those_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CIFAR_ROOT", raising=False)
+    assert compose(tmp_path, "data=shapes").data.root == str(ROOT / "data")
+    assert compose(tmp_path, "data=shapes", "data.root=typed").data.root == "typed"
+    folders: Any = OmegaConf.load(ROOT / "conf" / "train.yaml").hydra
+    for folder in (folders.run, folders.sweep):
+        assert "${project_path:runs}" in OmegaConf.to_yaml(folder)
+
+
+def test_drawn_seed_is_recorded_and_kept(small: list[str], tmp_path: Path) -> None:
+    """Each way to continue the run gets the drawn seed; another one would be refused as another experiment."""
+    tiny = [*small, *TINY, "logger=none", "callbacks=checkpoint", "test=false"]
+    start = [*tiny, "seed=null", "tags=draft", "resume=auto", f"run_dir={tmp_path / 'run'}"]
+    run_here(*start, "trainer.max_epochs=1")
+    saved = OmegaConf.load(tmp_path / "run" / CONFIG)
+    assert saved.seed > 0
+    assert f"seed={saved.seed}" in saved.runtime.overrides
+    assert "seed=null" not in saved.runtime.overrides
+    assert saved.tags == ["draft"]
+    run_here(*start)
+    _, err = run_here(f"ckpt_path={tmp_path / 'run'}", "trainer.max_epochs=3")
+    _, err = run_here(f"ckpt_path={tmp_path / 'run'}", "trainer.max_epochs=2", code=1)
+    assert "trainer.max_epochs=2: the run in ckpt_path has already trained 3 epochs" in error_line(err)
+    assert OmegaConf.load(tmp_path / "run" / CONFIG).seed == saved.seed
+    run_here(*tiny, "seed=null", "trainer.max_steps=1", f"run_dir={tmp_path / 'other'}")
+    assert OmegaConf.load(tmp_path / "other" / CONFIG).seed != saved.seed
+
+
+def test_tags_are_those_of_the_user_and_of_the_setup() -> None:
+    cfg: Any = OmegaConf.create({"tags": ["a", "b"], "module": {"net": "x"}})
+    choices: Any = OmegaConf.create({"model": "mlp", "module": "classifier", "strategy": "auto"})
+    setup = describe_setup(cfg, choices, 2)
+    assert setup == {"model": "mlp", "strategy": "ddp", "world_size": 2, "tags": ["a", "b", "ddp", "x2", "mlp"]}
+    cfg.module = {"generator": "y"}
+    choices.update({"module": "gan", "strategy": "fsdp"})
+    assert describe_setup(cfg, choices, 4)["tags"] == ["a", "b", "fsdp", "x4", "gan"]
+
+
+def test_refused_run_removes_only_its_own_folder(tmp_path: Path) -> None:
+    for name, file in (("refused", "logs/rank0.log"), ("another", CONFIG)):
+        (tmp_path / name / file).parent.mkdir(parents=True)
+        (tmp_path / name / file).touch()
+        remove_if_unused(tmp_path / name)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["another"]
+
+
+def test_equal_folder_names_have_different_run_ids(tmp_path: Path) -> None:
+    ids = {run_and_sweep_id(tmp_path / parent / "exp1", is_sweep=False)[0] for parent in ("a", "b")}
+    assert len(ids) == 2
+    assert all(run_id.startswith("exp1-") for run_id in ids)
+
+
+@pytest.mark.parametrize("value", ["a b", "it's", r"a\b", "end\\", r"x\'y", "plain,{["])
+def test_quoted_values_reach_hydra_unchanged(value: str) -> None:
+    (override,) = OverridesParser.create().parse_overrides([f"option={quote(value)}"])
+    assert override.value() == value
+
+
+def test_ranks_above_zero_remove_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    remove_if_unused(tmp_path)
+    assert tmp_path.is_dir()
+
+
+def test_processes_may_give_options_in_another_order() -> None:
+    composed = [b"a: 1\nb: 2\n", b"b: 2\na: 1\n", b"a: 1\nb: 3\n"]
+    check_same_options(composed[:2])
+    with pytest.raises(UserError, match="process 2 was started with b=3, process 0 with b=2"):
+        check_same_options(composed)
+
+
+def test_several_hosts_need_a_launcher_on_each(small: list[str], folder: Path) -> None:
+    """The message has the command; options with special characters are quoted."""
+    words = ["strategy=ddp", "trainer.num_nodes=2", "trainer.devices=4", "trainer.accelerator=cpu", "tags=[a b]"]
+    _, err = run_here(*words, *small, f"run_dir={folder}", code=1)
+    torchrun = "torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py"
+    assert f"{torchrun} {' '.join(words[:-1])} 'tags=[a b]'" in error_line(err)
+    assert not folder.exists()
+
+
+def test_continued_run_leaves_out_options_of_earlier_versions(tmp_path: Path) -> None:
+    saved = ["seed=1", "launch.endpoint=HOST:29500", "launch.rendezvous_timeout=9", "launch.timeout=9"]
+    OmegaConf.save({"runtime": {"overrides": saved}}, tmp_path / CONFIG)
+    words = [f"ckpt_path={tmp_path}", "trainer.devices=2"]
+    assert with_saved_overrides(["train.py", *words]) == ["train.py", "seed=1", "launch.timeout=9", *words]
+
+
+def test_compare_refuses_folders_without_a_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,val/acc\n0,0.5\n")
+    for words, hint in (
+        (["nowhere"], "nowhere is no run folder"),
+        ([str(tmp_path), "--metric=val/los"], "none logged"),
+    ):
+        _, err = run_here(*words, program="scripts.compare", code=1)
+        assert hint in err
+        assert err.count("\n") == 1
+
+
+def test_no_warning_where_validation_is_off_on_purpose(small: list[str], folder: Path) -> None:
+    words = [*small, *TINY, "logger=none", "trainer.devices=1", "trainer.enable_progress_bar=false"]
+    out, err = run_here("debug=overfit", *words, f"run_dir={folder}")
+    assert "done: " in out
+    assert "Total length" not in out + err
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "message"),
+    [
+        ("operator torchvision::nms does not exist", UserError, "the installed torchvision is not for torch .*::nms"),
+        ("another reason", RuntimeError, "another reason"),
+    ],
+)
+def test_torchvision_for_another_torch_is_one_line(
+    reason: str, error: type[Exception], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(reason)
+
+    monkeypatch.setitem(sys.modules, "src.engine.run.experiment", Broken("src.engine.run.experiment"))
+    with pytest.raises(error, match=message):
+        run_rank(compose(folder), rank=0)
+
+
+def test_revision_is_read_without_writing_to_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A lock of the index could fail a command of the user."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=me", "-c", "user.email=me@localhost", *words]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setattr("src.engine.config.resolve._PROJECT", tmp_path)
+    assert source_revision() == (None, False)
+    git("init")
+    (tmp_path / "source.py").write_text("")
+    assert source_revision() == (None, True)
+    git("add", ".")
+    git("commit", "--message=first")
+    os.utime(tmp_path / "source.py", (1, 1))  # git looks at the content again, and would note the new time
+    index = (tmp_path / ".git" / "index").read_bytes()
+    assert source_revision() == (git("rev-parse", "HEAD"), False)
+    assert (tmp_path / ".git" / "index").read_bytes() == index
+    (tmp_path / "new.py").write_text("")
+    assert source_revision() == (git("rev-parse", "HEAD"), True)

@@ -1,0 +1,118 @@
+"""The first failure of several ranks is named in one line, and a rank of torchrun or SLURM names its own."""
+
+import io
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.engine.launch import failures
+from src.engine.utils.errors import UserError
+from src.engine.utils.rank_log import log_file, stack_file
+
+LOST = "RuntimeError: gloo: connection closed by peer"
+
+
+class Failed:
+    """A stand-in for elastic's error; rank 0 has ended first."""
+
+    message, local_rank = "exit code", 0
+
+    def __init__(self, folder: Path, exitcode: int = 1) -> None:
+        self.exitcode, self.error_file = exitcode, str(folder / "errors" / "0" / "error.json")
+
+    def get_first_failure(self) -> tuple[int, "Failed"]:
+        return 0, self
+
+
+def report(folder: Path, rank: int, message: str, seconds: int) -> None:
+    file = folder / "errors" / str(rank) / "error.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"message": {"message": message, "extraInfo": {"py_callstack": "Traceback"}}}))
+    os.utime(file, (seconds, seconds))
+
+
+def first_failure(folder: Path, exitcode: int = 1) -> Exception:
+    return failures.first_failure(Failed(folder, exitcode), str(folder))
+
+
+def test_earliest_report_counts(tmp_path: Path) -> None:
+    report(tmp_path, 0, LOST, seconds=20)
+    report(tmp_path, 1, "ValueError: no such layer", seconds=10)
+    error = first_failure(tmp_path)
+    assert str(error) == f"rank 1 failed (ValueError: no such layer); its log is {log_file(tmp_path, 1)}\nTraceback"
+
+
+def test_user_error_in_the_traceback_of_a_spawned_process(tmp_path: Path) -> None:
+    report(tmp_path, 0, "ProcessRaisedException: Traceback:\n  File\nsrc.utils.errors.UserError: set x=1\n", seconds=10)
+    error = first_failure(tmp_path)
+    assert isinstance(error, UserError)
+    assert str(error) == "set x=1"
+
+
+@pytest.mark.parametrize("exitcode", [-9, 3])
+def test_rank_that_dies_reports_nothing(exitcode: int, tmp_path: Path) -> None:
+    if exitcode < 0:
+        report(tmp_path, 1, LOST, seconds=10)
+    error = first_failure(tmp_path, exitcode)
+    assert isinstance(error, failures.RankDiedError)
+    assert str(error).startswith("rank 0 died (exit code)")
+
+
+def test_stacks_of_hung_ranks_by_rank(tmp_path: Path) -> None:
+    """Rank 2 was stopped; rank 10 hung in a step; rank 0 only lost another one."""
+    report(tmp_path, 0, LOST, seconds=10)
+    for rank, text in ((10, "Timeout (0:00:08)!\n  File"), (2, "")):
+        stack_file(tmp_path, rank).parent.mkdir(exist_ok=True)
+        stack_file(tmp_path, rank).write_text(text)
+    message = str(first_failure(tmp_path))
+    assert message.startswith("no step within launch.timeout")
+    assert f"\nrank 2:\n{failures._NO_STACK}\nrank 10:\nTimeout (0:00:08)!\n  File" in message
+    failures.remove_stacks(str(tmp_path))
+    assert "rank 0 failed" in str(first_failure(tmp_path))
+
+
+def end(error: Exception, rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return what a rank of torchrun prints when it fails."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(failures, "_EXIT_DELAY", 0.2)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    monkeypatch.setenv("RANK", str(rank))
+    terminal = io.StringIO()
+    with pytest.raises(SystemExit, match="1"):
+        failures.exit_started_rank(error, str(folder / "run"), rank, terminal)
+    message: Any = json.loads((folder / "error.json").read_text())["message"]["message"]
+    assert message == f"{type(error).__name__}: {error}", "the report for torchrun"
+    return terminal.getvalue()
+
+
+def test_started_rank_prints_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_file(tmp_path / "run", 1)
+    assert (
+        end(ValueError("a\nb"), 1, tmp_path, monkeypatch)
+        == f"error: rank 1 failed (ValueError: a b); its log is {log}\n"
+    )
+    assert "ValueError: a\nb" in log.read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_user_error_is_printed_by_rank_zero_which_removes_the_run_folder(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other ranks wait, because torchrun ends rank zero when one exits."""
+    log_file(tmp_path / "run", rank).parent.mkdir(parents=True)
+    caplog.set_level(logging.INFO)
+    began = time.monotonic()
+    printed = end(UserError("set x=1"), rank, tmp_path, monkeypatch)
+    assert (time.monotonic() - began > 0.2) == (rank > 0)
+    assert printed == ("" if rank else "error: set x=1\n")
+    assert caplog.messages == (["error: set x=1"] if rank else [])  # rank zero would print it twice
+    assert (tmp_path / "run").exists() == (rank > 0)

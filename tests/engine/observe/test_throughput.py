@@ -1,0 +1,169 @@
+"""Throughput readings match an independent measurement under every strategy, and have no side effects."""
+
+import csv
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import ParallelStrategy
+from torch.utils.flop_counter import FlopCounterMode
+
+from src.data.augment.augmentation import Augmentation
+from src.engine.observe.flops import flops_per_sample, peak_flops
+from src.engine.parallel.dp import DP
+from src.engine.run.experiment import assemble
+from tests.support.pool import Pool
+from tests.support.runs import CONF, compose, fit
+
+MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=4"]
+MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
+NAMES = {f"throughput/{name}" for name in ("samples_per_sec", "step_ms", "data_fraction", "peak_memory_mib")}
+
+
+class Clock:
+    """A clock that only the test advances."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def read(self) -> float:
+        return self.now
+
+
+class Slow(L.Callback):
+    """Advance the clock in a batch, in validation, and when a checkpoint is saved."""
+
+    def __init__(self, clock: Clock, batch: float = 0.0, elsewhere: float = 0.0) -> None:
+        self.clock, self.batch, self.elsewhere = clock, batch, elsewhere
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.clock.now += self.batch
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.clock.now += self.elsewhere
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self.clock.now += self.elsewhere
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("src.engine.observe.throughput.perf_counter", clock.read)
+    return clock
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    """Return the rows of a run's log points."""
+    with (folder / "metrics.csv").open() as stream:
+        read = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(stream)]
+    return [row for row in read if "throughput/samples_per_sec" in row]
+
+
+def test_measures_batches_and_the_time_between_them(
+    clock: Clock, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch takes 20 ms and 10 ms to fetch; the long validations and checkpoints do not count."""
+    cfg = compose(folder, *small, *MLP, "trainer.max_epochs=2", "callbacks.checkpoint.every_n_train_steps=3")
+    mix = Augmentation.mix
+
+    def slowly(self: Augmentation, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        clock.now += 0.01
+        return mix(self, *args)
+
+    monkeypatch.setattr(Augmentation, "mix", slowly)
+    trainer, module, data = assemble(cfg)
+    trainer.callbacks.append(Slow(clock, batch=0.02, elsewhere=0.5))
+    trainer.fit(module, datamodule=data)
+    logged = rows(folder)
+    assert len(logged) == 6, "every fourth of 22 steps, and the last one"
+    for row in logged:
+        assert row["throughput/step_ms"] == pytest.approx(30)
+        assert row["throughput/samples_per_sec"] == pytest.approx(32000 / 30)
+        assert row["throughput/data_fraction"] == pytest.approx(1 / 3)
+        assert 50 < row["throughput/peak_memory_mib"] < 50_000
+        assert "throughput/mfu" not in row
+
+
+def test_logs_no_data_fraction_for_single_steps(small: list[str], folder: Path) -> None:
+    fit(compose(folder, *small, *MLP, "trainer.max_epochs=1", "trainer.log_every_n_steps=1"))
+    assert len(rows(folder)) == 11
+    assert all("throughput/data_fraction" not in row for row in rows(folder))
+
+
+def test_micro_batches_and_medians_at_the_end(
+    clock: Clock, small: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    halves = ["trainer.max_epochs=1", "trainer.accumulate_grad_batches=2", "callbacks.throughput.peak_tflops=0.001"]
+    with caplog.at_level(logging.INFO, "src"):
+        fit(compose(folder, *small, *MLP, *halves), Slow(clock, batch=0.02))
+    assert [row["throughput/step_ms"] for row in rows(folder)] == [pytest.approx(40)] * 3
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "src.engine.observe.throughput"]
+    for name in ("samples_per_sec", "step_ms", "data_fraction", "peak_memory_mib", "mfu", "gflop_per_step"):
+        assert name in message
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hybrid", "dp"])
+def test_counts_the_full_network_under_every_strategy(
+    strategy: str, pool: Pool, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`mfu` times peak times time equals the counted operations of the full network; only rank zero logs."""
+    options = ["model=resnet9", "model.width=4", "data.batch_size=32", "trainer.limit_train_batches=3"]
+    few = [*options, "trainer.log_every_n_steps=3", "trainer.max_epochs=1", "callbacks.throughput.peak_tflops=1"]
+    cfg = compose(folder, *small, *few, f"strategy={strategy}", "trainer.devices=2")
+    if strategy == "dp":
+        monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
+        fit(cfg)
+    else:
+        pool.run(2, fit, cfg)
+    (row,) = rows(folder)
+    assert set(row) >= NAMES | {"throughput/mfu"}
+    done = row["throughput/mfu"] * 2 * 1e12 * row["throughput/step_ms"] / 1000
+    _, module, data = assemble(compose(folder, *small, *few))
+    images, target = torch.randn(32, *data.image_shape), torch.zeros(32, 10)
+    with FlopCounterMode(display=False) as counter:
+        torch.nn.functional.cross_entropy(module(images), target).backward()
+    assert done == pytest.approx(counter.get_total_flops(), rel=1e-4)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_counting_changes_no_state(model: str, small: list[str], folder: Path) -> None:
+    _, module, data = assemble(compose(folder, *small, f"model={model}"))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    random = torch.get_rng_state()
+    assert (flops_per_sample(module, data.image_shape) or 0.0) > 1e6
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert all(weight.grad is None for weight in module.parameters())
+
+
+def test_network_compiles_after_counting(small: list[str], folder: Path) -> None:
+    """dynamo never compiles code that it has once met inside torch's counter."""
+    torch._dynamo.reset()
+    _, module, data = assemble(compose(folder, *small, "model.width=4"))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    module.net.forward = torch.compile(module.net.forward, backend=keep)
+    flops_per_sample(module, data.image_shape)
+    assert not graphs
+    module(torch.zeros(2, *data.image_shape))
+    assert graphs
+
+
+@pytest.mark.parametrize(("model", "tera"), [("resnet9", 156), ("mlp", 19.5)])
+def test_peak_is_that_of_the_type_that_computes(
+    model: str, tera: float, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An A100 convolves float32 in TF32."""
+    trainer, module, _ = assemble(compose(folder, *small, f"model={model}"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr("lightning.fabric.accelerators.cuda._is_ampere_or_later", lambda: True)
+    monkeypatch.setattr(type(module), "device", torch.device("cuda"))
+    assert peak_flops(trainer, module) == pytest.approx(tera * 1e12)

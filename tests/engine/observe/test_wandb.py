@@ -1,0 +1,255 @@
+"""W&B runs online if a key is configured and offline otherwise, without a prompt."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import loggers
+
+from src.engine.observe.guard import start_loggers
+from src.engine.observe.wandb import WandbLogger, finish_run
+from src.engine.run.experiment import run
+from src.engine.utils.errors import UserError
+from tests.support.commands import TINY, TWO, slow
+from tests.support.commands import run as run_command
+from tests.support.experiments import SHORT
+from tests.support.runs import compose
+from tests.support.wandb_files import read_records, read_runs
+from tests.support.wandb_server import stand_in
+
+# Each case runs in a fork, which need not import wandb again. It exits at once, since wandb's shutdown waits for its
+# service, and once did so forever.
+SCRIPT = """
+import json, os, sys
+from src.engine.observe.wandb import WandbLogger, online_or_offline
+WandbLogger("project", "id", "folder", "name", log_model=False)
+assert "wandb" not in sys.modules, "its import takes a second, on each rank"
+import wandb
+for variables in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        os.environ.update(variables)
+        print(online_or_offline(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+KEY = "0123456789" * 4
+Cases = list[tuple[dict[str, str], str]]
+QUICK: Cases = [
+    ({}, "offline"),
+    ({"WANDB_MODE": "online"}, "offline"),
+    ({"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, "disabled"),
+]
+WITH_KEY: Cases = [({"WANDB_API_KEY": KEY}, "online")]  # wandb takes seconds to notice that there is no network
+
+
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(WITH_KEY, marks=pytest.mark.slow)], ids=["without", "with key"])
+def test_mode_follows_the_credentials(cases: Cases, tmp_path: Path) -> None:
+    environment = {"HOME": str(tmp_path), "PATH": "", "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-c", SCRIPT, json.dumps([variables for variables, _ in cases])]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert result.stdout.split() == [expected for _, expected in cases], result.stderr
+    without_key = [variables for variables, _ in cases if variables == {"WANDB_MODE": "online"}]
+    assert result.stderr.count("no API key is configured: run `wandb login`") == len(without_key)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "message"),
+    [
+        ("onlin", {}, "WANDB_MODE=onlin: did you mean online"),
+        ("", {"mode": "disabled"}, r"logger.wandb.mode has no effect: set .* WANDB_MODE"),
+        # It would be in config.yaml, events.jsonl, report.html, every checkpoint and W&B's own copy.
+        ("", {"settings": {"api_key": 40 * "a"}}, r"logger.wandb.settings.api_key: leave it out; .* WANDB_API_KEY"),
+        ("offline", {"every_rank": True}, "logger.wandb.every_rank=true needs a connection"),
+        ("online", {"every_rank": True, "offline": True}, "logger.wandb.every_rank=true needs a connection"),
+        ("", {"log_model": "best"}, "logger.wandb.log_model=best: give false, true or all"),
+        ("", {"log_model": 3}, "logger.wandb.log_model=3: give false, true or all"),
+    ],
+    ids=["unknown mode", "mode", "key", "every rank offline", "every rank not online", "log_model", "a number"],
+)
+def test_refuses(mode: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", mode)
+    with pytest.raises(UserError, match=message):
+        WandbLogger("project", "id", "folder", "name", **options)
+
+
+def test_settings_of_the_user_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(loggers.WandbLogger, "experiment", property(lambda logger: logger._wandb_init["settings"]))
+    given = {"x_disable_stats": True, "init_timeout": 5}
+    used = WandbLogger("project", "id", str(tmp_path), "name", settings=given).experiment
+    assert (used["x_disable_stats"], used["init_timeout"], used["console"]) == (True, 5, "off")
+
+
+def test_wandb_does_not_change_how_a_run_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(exit_code: int) -> None:
+        raise ConnectionResetError("its service died")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=object(), finish=fail))
+    finish_run(succeeded=True)
+    assert caplog.messages == ["wandb failed at the end of the run: ConnectionResetError: its service died"]
+
+
+def test_rank_zero_shares_the_run_and_shows_its_address(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    url = "https://wandb.ai/me/cifar/runs/1"
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr("src.engine.observe.wandb.online_or_offline", lambda: "online")
+    used = property(lambda logger: SimpleNamespace(url=url, **logger._wandb_init))
+    monkeypatch.setattr(loggers.WandbLogger, "experiment", used)
+    with caplog.at_level("INFO"):
+        alone, shared = (
+            WandbLogger("project", "id", str(tmp_path), "name", every_rank=every_rank).experiment
+            for every_rank in (False, True)
+        )
+    assert caplog.messages == [f"wandb: {url}"] * 2
+    assert (alone.mode, shared.mode, shared.settings["x_label"]) == ("online", "shared", "rank0")
+    assert "x_primary" not in shared.settings
+
+
+def test_goes_offline_if_it_cannot_log_in(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def login(**_: Any) -> bool:
+        assert os.environ["WANDB_SILENT"] == "true", "wandb would ask the server for the account, to print it"
+        raise ValueError("no status: context deadline exceeded\n  details")
+
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr("wandb.login", login)
+    monkeypatch.setattr("wandb.teardown", lambda: None)
+    monkeypatch.setattr(loggers.WandbLogger, "experiment", property(lambda logger: logger._wandb_init["mode"]))
+    with caplog.at_level("INFO"):
+        assert WandbLogger("project", "id", str(tmp_path), "name", log_model=False).experiment == "offline"
+    assert caplog.messages[0] == "wandb cannot start online: no status: context deadline exceeded"
+    assert caplog.messages[-1] == f"wandb sync {tmp_path}/wandb/offline-*"
+
+
+def test_training_continues_if_it_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def fail(**_: Any) -> None:
+        raise OSError("its service does not start")
+
+    monkeypatch.setattr("wandb.init", fail)
+    assert start_loggers([WandbLogger("project", "id", str(tmp_path), "name")]) == []
+    outcome = "WandbLogger cannot start, and training continues without it"
+    assert caplog.messages[-1] == f"{outcome}: OSError: its service does not start"
+
+
+class Published(L.Callback):
+    """Uses W&B as the callbacks of other projects do, on all ranks and at once when training starts."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        logger: Any = trainer.logger
+        assert isinstance(logger, loggers.WandbLogger)
+        logger.watch(pl_module, log_freq=1)
+        logger.log_table("table", columns=["width"], data=[[3]])
+        logger.log_image("image", [torch.zeros(3, 8, 8)])
+        logger.experiment.config.update({"author": "me"})
+        logger.experiment.log({"direct": 1.5})
+        logger.experiment.summary["best"] = 7
+
+
+def test_published_callbacks_find_wandb_beside_tensorboard(
+    small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_DATA_DIR", str(folder))
+    settings = ["entity=me", "job_type=debug", "notes='a, b'", "name=shown", "log_model=true", "+save_code=false"]
+    overrides = [f"{'' if '+' not in setting else '+'}logger.wandb.{setting.lstrip('+')}" for setting in settings]
+    chosen = ["logger=[wandb,tensorboard]", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
+    folder /= "two_loggers"  # the run's id must be unique in this process
+    published = "+callbacks.published={_target_: tests.engine.observe.test_wandb.Published}"
+    options = [*small, *SHORT, "model=mlp", "model.hidden=[16]", "trainer.log_every_n_steps=4", published]
+    evaluation = ["callbacks=[default,evaluation]"]
+    run(compose(folder, *options, *evaluation, *chosen, *overrides, quiet=False))
+    assert "failed" not in caplog.text
+    assert list(folder.glob("tensorboard/events.*"))
+
+    records = read_records(folder)
+    (shown,) = read_runs(folder)
+    written = {name: shown[name] for name in ("run_id", "display_name", "job_type", "notes", "entity")}
+    expected = {"display_name": "shown", "job_type": "debug", "notes": "a, b", "entity": "me"}
+    assert written == expected | {"run_id": "two_loggers"}
+    history = [name for record in records if "history" in record for name in record["history"]["item"]]
+    assert {"train/loss", "table._type", "image._type", "direct"} <= set(history)
+    assert {
+        "images/val_confusion_matrix_table._type",
+        "images/val_mistakes._type",
+        "images/test_class_accuracy._type",
+    } <= set(history)
+    assert [name for name in history if name.startswith("gradients/")]
+    assert history.index("table._type") < history.index("direct") < history.index("train/loss"), "in order"
+    configs = [record["config"]["update"] for record in records if "config" in record]
+    assert {"author": "me"} in configs
+    (fingerprint,) = {config["experiment"] for config in configs if "optimizer" in config}  # of the run
+    tags = [record["run"].get("tags", []) for record in records if "run" in record]
+    assert f"experiment {fingerprint}" in tags[-1]
+    defined = {record["metric"].get("name"): record["metric"] for record in records if "metric" in record}
+    assert defined["val/acc"]["summary"] == {"max": True}
+    assert defined["val/loss"]["summary"] == {"min": True}
+    assert defined["val/acc"]["step_metric"] == "trainer/global_step"
+    assert defined["epoch"]["options"]["hidden"]
+    summaries = [record["summary"]["update"] for record in records if "summary" in record]
+    accuracies = [summary["val/acc"]["max"] for summary in summaries if "val/acc" in summary]
+    assert accuracies[-1] == max(accuracies)
+    assert isinstance([summary["test/acc"] for summary in summaries if "test/acc" in summary][-1], float)
+    assert {"best": 7} in [record["summary"]["update"] for record in records if "summary" in record]
+    models = [record["artifact"] for record in records if record.get("artifact", {}).get("type") == "model"]
+    assert {(model["name"], *sorted(model["aliases"])) for model in models} == {
+        ("model-two_loggers", "best", "latest"),
+        ("model-two_loggers-last", "best", "latest"),
+    }
+
+
+@pytest.mark.slow
+def test_a_shared_run_has_the_system_metrics_of_both_ranks(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is a stand-in. The steps are slow, so that each rank measures itself."""
+    task = [*small, *TINY, *TWO, slow(0.7), "logger.wandb.every_rank=true", f"run_dir={tmp_path / 'run'}"]
+    with stand_in("cifar") as server:
+        for name, value in server.variables().items():
+            monkeypatch.setenv(name, value)
+        out, _ = run_command(*task, "+logger.wandb.settings.x_stats_sampling_interval=1")
+    assert f"wandb: {server.address}/me/cifar/runs/run-" in out
+    text = "".join(server.streams)
+    assert all(f"system.proc.memory.rssMB/l:rank{rank}" in text for rank in (0, 1))
+    assert "train/loss" in text
+
+
+def test_every_rank_joins_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rank above zero starts the same run in the mode `shared`; it neither uploads files nor ends the run."""
+    started: list[dict[str, Any]] = []
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr("src.engine.observe.wandb.online_or_offline", lambda: "online")
+    monkeypatch.setattr("wandb.init", lambda **arguments: started.append(arguments))
+    monkeypatch.setattr("src.engine.observe.wandb.rank_zero_only.rank", 3)
+    for every_rank in (False, True):
+        logger = WandbLogger("project", "id", str(tmp_path), "name", every_rank=every_rank, entity="me")
+        logger.log_hyperparams({})
+        logger.log_metrics({"loss": 1.0}, 1)
+        logger.finalize("success")
+    (arguments,) = started
+    settings = SimpleNamespace(**arguments.pop("settings"))
+    assert arguments == {"mode": "shared", "project": "project", "entity": "me", "id": "id", "dir": str(tmp_path)}
+    used = (settings.x_label, settings.x_primary, settings.x_update_finish_state, settings.console)
+    assert used == ("rank3", False, False, "off")
+
+
+def test_without_a_key_the_other_ranks_cannot_join(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr("src.engine.observe.wandb.online_or_offline", lambda: "offline")
+    monkeypatch.setattr(loggers.WandbLogger, "experiment", property(lambda logger: logger._wandb_init["mode"]))
+    assert WandbLogger("project", "id", str(tmp_path), "name", every_rank=True).experiment == "offline"
+    assert "logger.wandb.every_rank=true has no effect: the run is offline" in caplog.messages

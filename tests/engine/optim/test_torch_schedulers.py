@@ -1,0 +1,105 @@
+"""Optimizers and schedulers of torch, by `_target_`, learn the same on any hardware and after a restart."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from src.engine.run.experiment import run
+from src.engine.state.optimizer_state import name_parameters
+from src.engine.utils.errors import UserError
+from tests.support.comparison import TOLERANCE, check_resumed, distances
+from tests.support.experiments import SHORT_EPOCH, SHORT_RUN, SHORT_STEPS, SMALL_MLP
+from tests.support.runs import Record, compose, fit
+
+
+def torch_class(name: str, **arguments: object) -> list[str]:
+    """Return the overrides that choose a scheduler of torch."""
+    listed = [f"+scheduler.scheduler.{key}={value}" for key, value in arguments.items()]
+    return ["scheduler=torch", f"scheduler.scheduler._target_=torch.optim.lr_scheduler.{name}", *listed]
+
+
+SCHEDULES = {
+    "epoch": torch_class("StepLR", step_size=1, gamma=0.5),
+    "two steps": [*torch_class("ExponentialLR", gamma=0.5), "scheduler.interval=step", "scheduler.frequency=2"],
+    "plateau": torch_class("ReduceLROnPlateau", patience=0, threshold=10.0, factor=0.5),
+}
+
+
+@pytest.fixture
+def task(small: list[str]) -> list[str]:
+    return [*small, *SHORT_RUN, *SMALL_MLP]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_agrees_with_single_process(
+    schedule: str, alone: Callable[..., Record], short_run: Callable[..., list[Record]]
+) -> None:
+    chosen = [*SMALL_MLP, *SCHEDULES[schedule], "optimizer._target_=torch.optim.RMSprop"]
+    for record in short_run(*chosen, "strategy=fsdp", "trainer.devices=2", "trainer.accumulate_grad_batches=2"):
+        assert max(distances(record, alone(*chosen))) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stop"), [("epoch", SHORT_EPOCH), ("two steps", SHORT_EPOCH + 2), ("plateau", SHORT_EPOCH)]
+)
+def test_resumes(schedule: str, stop: int, task: list[str], folder: Path) -> None:
+    chosen = [*task, *SCHEDULES[schedule], "trainer.max_steps=12", "trainer.max_epochs=3"]
+    reference = fit(compose(folder / "full", *chosen))
+    saves = f"callbacks.checkpoint.every_n_train_steps={stop}"
+    fit(compose(folder / "part", *chosen, f"trainer.max_steps={stop}", saves))
+    resumed = fit(compose(folder / "rest", *chosen, f"ckpt_path={folder}/part/checkpoints/last.ckpt"))
+    check_resumed([resumed], reference, done=stop)
+
+
+def test_the_plateau_lowers_the_learning_rate(task: list[str], folder: Path) -> None:
+    run(compose(folder, *task, *SCHEDULES["plateau"], "trainer.max_steps=15", "trainer.max_epochs=3"))
+    rates = {line.split(",")[3] for line in (folder / "metrics.csv").read_text().splitlines()[1:]}
+    assert len(rates) > 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([*SCHEDULES["epoch"], "scheduler.interval=batch"], "scheduler.interval=batch"),
+        (["scheduler=torch", "scheduler.scheduler._target_=torch.optim.lr_scheduler.StepLR"], "StepLR: .*step_size"),
+        (["optimizer._target_=torch.optim.LBFGS"], "`optimizer` cannot be built"),
+        (
+            [*SCHEDULES["plateau"], "trainer.limit_val_batches=0"],
+            "scheduler monitors val/loss, but the run has no",
+        ),
+        ([*SCHEDULES["plateau"], "trainer.check_val_every_n_epoch=2"], "set scheduler.frequency=2"),
+    ],
+    ids=["interval", "missing argument", "optimizer", "no validation", "rare validation"],
+)
+def test_refuses(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        run(compose(folder, *task, *overrides))
+
+
+@pytest.mark.parametrize(("first", "second"), [("epoch", "plateau"), ("plateau", "constant"), ("constant", "epoch")])
+def test_refuses_to_resume_with_another_scheduler(first: str, second: str, task: list[str], folder: Path) -> None:
+    chosen = SCHEDULES | {"constant": []}
+    run(compose(folder / "a", *task, *chosen[first], "trainer.max_steps=2"))
+    with pytest.raises(UserError, match="another kind of `scheduler`"):
+        run(compose(folder / "b", *task, *chosen[second], f"ckpt_path={folder}/a/checkpoints/last.ckpt"))
+
+
+def test_resumes_a_run_of_a_version_without_other_schedulers(task: list[str], folder: Path) -> None:
+    run(compose(folder / "a", *task, "trainer.max_steps=2"))
+    file = folder / "a" / "checkpoints" / "last.ckpt"
+    saved = torch.load(file)
+    assert saved.pop("scheduler") == "LambdaLR"
+    torch.save(saved, file)
+    assert len(fit(compose(folder / "b", *task, f"ckpt_path={file}")).losses) == SHORT_STEPS - 2
+
+
+def test_names_refuse_what_no_checkpoint_could_restore() -> None:
+    net, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(UserError, match="group 0 of SGD has a parameter that is not in Linear"):
+        name_parameters(torch.optim.SGD(other.parameters(), lr=1.0), net)
+    twins = [{"params": [weight], "name": "same"} for weight in net.parameters()]
+    with pytest.raises(UserError, match="two parameter groups of SGD have the same `name`"):
+        name_parameters(torch.optim.SGD(twins, lr=1.0), net)

@@ -1,0 +1,248 @@
+"""Batch normalization over groups is the same for any ranks and micro-batches, with gradients and buffers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from src.engine.determinism.layout import BatchLayout, DataParallelInfo
+from src.engine.parallel.batch_norm import (
+    apply_norm_groups,
+    average_statistics,
+    rank_groups,
+)
+from src.engine.run.experiment import assemble
+from src.engine.utils.errors import UserError
+from tests.support.comparison import TOLERANCE, relative
+from tests.support.experiments import SHORT_RUN
+from tests.support.pool import Pool
+from tests.support.runs import Record, compose, fit
+
+SHAPES = {"1d": (12, 5), "1d long": (12, 5, 3), "2d": (12, 5, 4, 4), "3d": (12, 5, 2, 3, 2)}
+OPTIONS: list[dict[str, Any]] = [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}]
+KINDS = [nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
+Layout = dict[str, Any]
+ONE_GROUP: Layout = {"norm_groups": 1}
+WORLDS: dict[str, tuple[int, Layout]] = {  # ranks, and what else is laid out
+    "one process": (1, {"norm_groups": 4}),
+    "whole groups": (2, {"norm_groups": 4}),
+    "one shared group": (2, ONE_GROUP),
+    "pairs of ranks share": (4, {"norm_groups": 2}),
+    "all ranks share": (3, {"norm_groups": 4}),
+    "uneven groups": (2, {"norm_groups": 5}),
+    "shares": (2, {"norm_groups": 4, "shares": (3, 1)}),
+    "shares that divide groups": (3, {"norm_groups": 2, "shares": (3, 2, 1)}),
+    "micro-batches": (1, {"norm_groups": 4, "accumulate": 4}),
+    "micro-batches on ranks": (2, {"norm_groups": 4, "accumulate": 2}),
+    "micro-batches that ranks share": (2, {"norm_groups": 4, "accumulate": 4}),
+}
+
+
+def layer(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    torch.manual_seed(0)
+    norm = KINDS[len(shape) - 2](5, dtype=dtype, **options)
+    if norm.affine:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    return norm
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    one, two = (shift + torch.randn(shape, dtype=torch.float64, generator=generator) for shift in (3, 0))
+    return one.to(dtype), two.to(dtype)
+
+
+def reference(norm: Any, x: Tensor, weights: Tensor, groups: int, steps: int = 2) -> dict[str, Tensor]:
+    """Normalize each group by torch's layer; the running statistics are the mean over the groups."""
+    x = x.clone().requires_grad_()
+    parameters, buffers = dict(norm.named_parameters()), dict(norm.named_buffers())
+    for _ in range(steps):
+        y, own = torch.zeros_like(x), []
+        for group in range(groups):
+            own.append({name: value.clone() for name, value in buffers.items()})
+            rows = torch.arange(group, len(x), groups)
+            y = y.index_put((rows,), functional_call(norm, parameters | own[-1], x[rows]))
+        buffers = {name: torch.stack([part[name].double() for part in own]).mean(0) for name in buffers}
+        buffers = {name: value.to(own[0][name].dtype) for name, value in buffers.items()}
+    (y * weights).sum().backward()
+    assert x.grad is not None
+    gradients = {f"grad of {name}": parameter.grad for name, parameter in parameters.items()}
+    return {"y": y.detach(), "x": x.grad} | buffers | gradients
+
+
+def step_on_rank(
+    shape: tuple[int, ...], options: dict[str, Any], layout_options: Layout, compiled: bool = False, steps: int = 2
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return this rank's positions, and the results of the layer for them."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    size, others = dist.get_world_size(), dict(layout_options)
+    shares, dtype = others.pop("shares", None), others.pop("dtype", torch.float64)
+    layout = BatchLayout(len(inputs(shape)[0]), DataParallelInfo(size, dist.get_rank(), shares=shares), **others)
+    net = nn.Sequential(layer(shape, **options))
+    apply_norm_groups(net, rank_groups(layout, dist.group.WORLD if size > 1 else None))
+    norm: Any = net[0]
+    if compiled:
+        torch._dynamo.reset()
+        norm.forward = torch.compile(norm.forward, backend="aot_eager", fullgraph=True)
+    x, weights = inputs(shape, dtype)
+    results = []
+    for _ in range(steps):
+        norm.is_first_pass = True
+        outputs = []
+        for rows in layout.positions:
+            part = x[rows].requires_grad_()
+            outputs.append((part, norm(part)))
+    for (part, y), rows in zip(outputs, layout.positions, strict=True):
+        (y * weights[rows]).sum().backward()
+        results.append((y.detach(), part.grad))
+    average_statistics(net)
+    dist.barrier()  # a rank may have sent nothing, and the other still connects
+    y, grad = (torch.cat(values) for values in zip(*results, strict=True))
+    gradients = {f"grad of {name}": parameter.grad for name, parameter in norm.named_parameters()}
+    norm.eval()
+    assert norm(x).shape == x.shape
+    return layout.positions.flatten(), {"y": y, "x": grad} | gradients | dict(norm.named_buffers())
+
+
+def check(
+    ranks: list[tuple[Tensor, dict[str, Tensor]]], expected: dict[str, Tensor], rtol: float, atol: float = 1e-11
+) -> None:
+    """Check that the ranks together computed what is expected."""
+    order = torch.cat([positions for positions, _ in ranks])
+    assert sorted(order.tolist()) == list(range(len(expected["y"])))
+    for name, value in expected.items():
+        parts = [results[name] for _, results in ranks]
+        if name in ("y", "x"):
+            found = torch.empty_like(value, dtype=parts[0].dtype).index_copy(0, order, torch.cat(parts))
+        else:
+            found = sum(parts[1:], start=parts[0]) if name.startswith("grad") else parts[-1]
+        assert torch.allclose(found.to(value.dtype), value, rtol, atol), name
+
+
+@pytest.mark.parametrize(("shape", "options"), zip(SHAPES.values(), OPTIONS, strict=True), ids=SHAPES)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_agrees_with_torch_per_group(groups: int, shape: tuple[int, ...], options: dict[str, Any], pool: Pool) -> None:
+    expected = reference(layer(shape, **options), *inputs(shape), groups)
+    check(pool.run(2, step_on_rank, shape, options, {"norm_groups": groups}), expected, 1e-11)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_any_ranks_and_micro_batches_agree(world: str, pool: Pool) -> None:
+    ranks, layout = WORLDS[world]
+    expected = reference(layer(SHAPES["2d"]), *inputs(SHAPES["2d"]), layout["norm_groups"])
+    check(pool.run(ranks, step_on_rank, SHAPES["2d"], {}, layout), expected, 1e-11)
+
+
+@pytest.mark.parametrize(("groups", "options"), [(1, {"momentum": None}), (4, {})], ids=str)
+def test_compiles_as_one_graph(groups: int, options: dict[str, Any], pool: Pool) -> None:
+    expected = reference(layer(SHAPES["2d"], **options), *inputs(SHAPES["2d"]), groups)
+    check(pool.run(2, step_on_rank, SHAPES["2d"], options, {"norm_groups": groups}, True), expected, 1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_half_precision(groups: int, dtype: torch.dtype, pool: Pool) -> None:
+    """The input is in bfloat16, and the layer as well, or in float32 as under autocast."""
+    expected = reference(layer(SHAPES["2d"]), *inputs(SHAPES["2d"]), groups)
+    half = {"norm_groups": groups, "dtype": torch.bfloat16}
+    ranks = pool.run(2, step_on_rank, SHAPES["2d"], {"dtype": dtype}, half)
+    assert ranks[0][1]["y"].dtype == ranks[0][1]["x"].dtype == torch.bfloat16
+    assert ranks[0][1]["running_var"].dtype == ranks[0][1]["grad of weight"].dtype == dtype
+    check(ranks, expected, 0.05, atol=0.4)  # the sums over 200 values are the least exact
+
+
+def test_only_ranks_that_share_a_group_communicate() -> None:
+    """A group lies on ranks / gcd(ranks, groups) ranks."""
+    for ranks, groups, sharing in [(2, 4, 1), (4, 4, 1), (4, 2, 2), (6, 4, 3), (3, 4, 3), (8, 1, 8)]:
+        holds = BatchLayout(48, DataParallelInfo(ranks), norm_groups=groups).counts > 0
+        assert (holds.sum(0) == sharing).all()
+
+
+class _BatchNormAct(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def test_refuses_a_layer_with_a_forward_pass_of_its_own() -> None:
+    with pytest.raises(UserError, match=r"0 is a _BatchNormAct.*trainer.sync_batchnorm=false"):
+        apply_norm_groups(nn.Sequential(_BatchNormAct(5)), rank_groups(BatchLayout(8), None))
+
+
+def test_refuses_rows_that_belong_to_no_group() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(5))
+    apply_norm_groups(net, rank_groups(BatchLayout(8, norm_groups=2), None))
+    net(torch.randn(8, 5))
+    with pytest.raises(UserError, match=r"gets 16 rows for 8 samples.*data.norm_groups=1"):
+        net(torch.randn(16, 5))
+    apply_norm_groups(net := nn.Sequential(nn.BatchNorm1d(5)), rank_groups(BatchLayout(8), None))
+    assert net(torch.randn(16, 5)).shape == (16, 5), "one group has all rows"
+    apply_norm_groups(net := nn.Sequential(nn.BatchNorm1d(5)), rank_groups(BatchLayout(8, norm_groups=8), None))
+    with pytest.raises(UserError, match="one value per channel"):
+        net(torch.randn(8, 5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["trainer.accumulate_grad_batches=8"], r"data.norm_groups=4 does not divide .* set data.norm_groups=8"),
+        (["data.norm_groups=32"], r"data.norm_groups=32 exceeds data.batch_size=16"),
+        (["data.norm_groups=0"], r"data.norm_groups=0"),
+    ],
+)
+def test_refuses_groups_that_do_not_fit(options: list[str], message: str, small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        fit(compose(folder, *small, *SHORT_RUN, *options))
+
+
+def test_network_without_batch_normalization_has_no_groups(small: list[str], folder: Path) -> None:
+    fit(compose(folder, *small, *SHORT_RUN, "data.norm_groups=32", "model.norm=group", "trainer.max_steps=1"))
+
+
+class _TwoPasses(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.net(image) + self.net(image.flip(3))
+
+
+def _fit_two_passes(cfg: Any) -> Any:
+    trainer, module, data = assemble(cfg)
+    module.net = _TwoPasses(module.net)  # type: ignore[arg-type]
+    trainer.fit(module, datamodule=data)
+
+
+def test_refuses_a_network_that_runs_twice_per_micro_batch(small: list[str], folder: Path) -> None:
+    task = [*small, *SHORT_RUN, "callbacks=none", "trainer.max_steps=2"]
+    _fit_two_passes(compose(folder, *task))
+    with pytest.raises(UserError, match="runs more than once in training_step, so set it to 1"):
+        _fit_two_passes(compose(folder, *task, "trainer.accumulate_grad_batches=2"))
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_can_be_switched_off(on: bool, small: list[str], folder: Path) -> None:
+    trainer, _, _ = assemble(compose(folder, *small, "strategy=ddp", f"trainer.sync_batchnorm={on}"))
+    assert any(type(callback).__name__ == "NormGroups" for callback in trainer.callbacks) is on
+
+
+def test_evaluation_and_checkpoints_have_the_mean_over_all_groups(
+    alone: Callable[..., Record], short_run: Callable[..., list[Record]], folder: Path
+) -> None:
+    """Each rank's own statistics would give another validation loss, and those of rank zero another checkpoint."""
+    average = ["callbacks=[default,ema]", "callbacks.ema.decay=0.5"]
+    for record in short_run(*average, "strategy=ddp", "trainer.devices=2"):
+        for name in ("val/loss", "test/loss", "test/acc"):
+            assert record.metrics[name] == pytest.approx(alone(*average).metrics[name], rel=TOLERANCE)
+    for name in ("last", "best"):
+        single = alone(*average).file.parent
+        ours, theirs = (torch.load(run / "checkpoints" / f"{name}.ckpt") for run in (single, folder))
+        for key, value in ours["state_dict"].items():
+            assert relative(theirs["state_dict"][key], value) < TOLERANCE

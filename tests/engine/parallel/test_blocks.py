@@ -1,0 +1,123 @@
+"""A pipeline splits networks with a forward pass of their own, or refuses them; it never trains another network."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from src.engine.parallel.pipeline.blocks import ordered_blocks
+from src.engine.parallel.pipeline.split import cut
+from src.engine.parallel.pipeline.stage import keep_own_stages
+from src.engine.utils.errors import UserError
+from tests.support.comparison import TOLERANCE, distances
+from tests.support.networks import OwnForward, Skips, Wrapper
+from tests.support.runs import Record
+
+IMAGES = torch.rand(2, 3, 8, 8)
+
+
+BLOCKS = "conv norm relu layer1.0 layer1.1 layer2.0 relu#2 fc".split()
+
+
+@pytest.mark.parametrize(
+    ("net", "names"),
+    [
+        (OwnForward(), BLOCKS),
+        (Wrapper(), [f"backbone.{name}" for name in BLOCKS]),
+        (Skips(), ["stem", "first", "second", "third", "head"]),
+    ],
+    ids=["own forward", "wrapper", "skips"],
+)
+def test_finds_the_blocks(net: nn.Module, names: list[str]) -> None:
+    blocks = ordered_blocks(net, IMAGES)
+    assert [block.name for block in blocks] == names
+    assert sum(block.num_parameters for block in blocks) == sum(weight.numel() for weight in net.parameters())
+    assert net.training
+
+
+@pytest.mark.parametrize(
+    ("network", "options"),
+    [
+        ("OwnForward", ["strategy=pipeline", "trainer.devices=2", "strategy.schedule=zbv_zero_bubble"]),
+        ("Skips", ["strategy=pipeline", "trainer.devices=2", "strategy.schedule=interleaved_1f1b"]),
+        pytest.param(
+            "Skips",
+            ["strategy=hybrid", "trainer.devices=4", "strategy.data_parallel=fsdp"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["own forward", "skips", "skips hybrid"],
+)
+def test_agrees_with_single_process(
+    network: str, options: list[str], alone: Callable[..., Record], short_run: Callable[..., list[Record]]
+) -> None:
+    own = [f"model._target_=tests.support.networks.{network}", "~model.norm"]
+    for record in short_run(*own, *options):
+        assert max(distances(record, alone(*own))) < TOLERANCE
+
+
+class TwoBlocks(nn.Module):
+    """A network of two blocks and any forward pass."""
+
+    def __init__(self, forward: Callable[["TwoBlocks", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.pass_forward = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pass_forward(self, x)
+
+
+def frozen(net: TwoBlocks, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = net.first(x)
+    return net.second(x)
+
+
+def layer_drop(net: TwoBlocks, x: Tensor) -> Tensor:
+    return net.second(x if net.training and torch.rand(()) < 1e-6 else net.first(x))
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda net, x: net.second(net.first(x)) if x.sum() > 0 else x, "cannot be traced"),
+        (lambda net, x: F.dropout(net.second(net.first(x)), 0.1, net.training), "another in training"),
+        (lambda net, x: net.second(net.first(x)) + torch.rand(2, 3, 8, 8), "draws random numbers"),
+        (layer_drop, "draws random numbers"),
+        (frozen, "do not compose"),
+        (lambda net, x: net.second(net.first(x)) * torch.tensor(0.5 if net.training else 1.0), "creates tensors"),
+    ],
+    ids=["depends on values", "dropout function", "random numbers", "layer drop", "frozen block", "constant"],
+)
+def test_refuses_what_it_cannot_split(forward: Callable[[TwoBlocks, Tensor], Tensor], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ordered_blocks(TwoBlocks(forward), IMAGES)
+
+
+def test_reads_buffers_when_it_runs() -> None:
+    """A checkpoint may hold another value of the buffer."""
+    net: Any = TwoBlocks(lambda net, x: net.second(net.first(x)) * torch.sigmoid(cast(Any, net).scale))
+    net.register_buffer("scale", torch.zeros(1))
+    blocks = ordered_blocks(net, IMAGES)
+    stages = keep_own_stages(net, [blocks[:1], blocks[1:]], [0, 0], 0)
+    net.scale.fill_(2.0)
+    assert torch.equal(stages[1](stages[0](IMAGES)), net(IMAGES))
+
+
+def test_refuses_a_parameter_of_two_stages() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    with pytest.raises(UserError, match=r"0.weight and 1.weight are one parameter"):
+        cut(ordered_blocks(net, torch.rand(2, 4)), 2, "auto")
+
+
+def test_does_not_cut_where_a_size_is_passed_on() -> None:
+    def forward(net: TwoBlocks, x: Tensor) -> Tensor:
+        samples = x.shape[0]
+        return net.second(net.first(x)).reshape(samples, -1)
+
+    with pytest.raises(UserError, match="more than activations"):
+        cut(ordered_blocks(TwoBlocks(forward), IMAGES), 2, ["second"])

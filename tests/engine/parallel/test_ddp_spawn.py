@@ -1,0 +1,64 @@
+"""Compilation in the processes that Lightning spawns, and their shutdown."""
+
+import multiprocessing
+import pickle
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+
+from src.engine.parallel.ddp_spawn import DDPSpawn
+from src.engine.run.experiment import assemble
+from src.engine.utils import signals
+from src.engine.utils.signals import Stopped
+from tests.support.runs import compose
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def finalize(self, status: str) -> None:
+        self.messages.append(status)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), Stopped(15), KeyboardInterrupt()])
+def test_loggers_of_a_failed_run_are_marked_failed(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Lightning itself finalizes only the loggers of the parent process, which have no run."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    strategy, logger = DDPSpawn(), Logger()
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=0))
+    monkeypatch.setattr(signals, "prepare_started_process", lambda parent: None)
+    monkeypatch.setattr("src.engine.parallel.ddp_spawn.log_to_folder", lambda run_dir, rank: None)
+    strategy._configure_launcher()
+    monkeypatch.setattr(_MultiProcessingLauncher, "_wrapping_function", fail)
+    with pytest.raises(type(error)):
+        strategy.launcher._wrapping_function(0, SimpleNamespace(loggers=[logger], default_root_dir=tmp_path))
+    assert logger.messages == ["failed"]
+
+
+def test_compiles_in_the_spawned_process(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module loses its compiled functions when it is pickled, so `setup` compiles it."""
+    graphs: list[Any] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    options = ["model=mlp", "strategy=ddp_spawn", "trainer.devices=2", "module.compile=true"]
+    _, module, _ = assemble(compose(folder, *small, *options))
+    spawned = pickle.loads(ForkingPickler.dumps(module))
+    spawned.setup("fit")
+    spawned(torch.rand(2, 3, 32, 32))
+    assert graphs

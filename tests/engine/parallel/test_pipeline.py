@@ -1,0 +1,215 @@
+"""The pipeline: schedules agree with one process and follow their order, splits are balanced."""
+
+import itertools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from src.engine.parallel.pipeline.blocks import Block, ordered_blocks
+from src.engine.parallel.pipeline.pipeline import Pipeline
+from src.engine.parallel.pipeline.schedules import SCHEDULES
+from src.engine.parallel.pipeline.simulation import Action, order_of_passes
+from src.engine.parallel.pipeline.split import cut
+from src.engine.run.experiment import assemble
+from src.engine.utils.errors import UserError
+from tests.support.comparison import TOLERANCE, distances
+from tests.support.experiments import SHORT_RUN, SHORT_STEPS, SMALL_MLP
+from tests.support.pool import Pool, RankFailed
+from tests.support.runs import Record, compose, fit
+
+PIPELINE = ["strategy=pipeline", "trainer.devices=2"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.gradient_clip_val=0.5", "strategy.microbatches=1", "strategy.schedule=gpipe"],
+        ["strategy=hybrid", "trainer.devices=4", "trainer.gradient_clip_val=0.5", "strategy.data_parallel=fsdp"],
+        pytest.param(["strategy=hybrid", "trainer.devices=4", "trainer.gradient_clip_val=0.5"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_agrees_with_single_process(
+    overrides: list[str], alone: Callable[..., Record], short_run: Callable[..., list[Record]]
+) -> None:
+    plain = [word for word in overrides if not word.startswith(("strategy", "trainer.devices"))]
+    for record in short_run(*PIPELINE, *overrides):
+        assert max(distances(record, alone(*plain))) < TOLERANCE
+
+
+def test_trains_in_half_precision(alone: Callable[..., Record], short_run: Callable[..., list[Record]]) -> None:
+    half = "trainer.precision=bf16-mixed"
+    for record in short_run(*PIPELINE, half):
+        assert record.losses == pytest.approx(alone(half).losses, rel=0.05)
+
+
+PASSES = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
+
+
+def trace(cfg: Any) -> tuple[list[Action], list[Action]]:
+    """Return the passes of a run in the order of execution, and those of a step in that of the simulation."""
+    done: list[Action] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for method, kind in PASSES.items():
+            patch.setattr(PipelineStage, method, _recording(getattr(PipelineStage, method), kind, done))
+        trainer, module, data = assemble(cfg)
+        trainer.fit(module, datamodule=data)
+    strategy: Any = trainer.strategy
+    return done, order_of_passes(strategy.schedule, 2, NUM_MICROBATCHES)[strategy._pipeline_rank]
+
+
+def _recording(method: Any, kind: str, done: list[Action]) -> Any:
+    def recorded(self: PipelineStage, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+        split = kwargs.get("full_backward") is False
+        done.append(Action(self.stage_index, micro_batch, "I" if split else kind))
+        return method(self, micro_batch, *args, **kwargs)
+
+    return recorded
+
+
+def max_live_microbatches(actions: list[Action]) -> int:
+    """Return the maximum number of micro-batches whose activations a rank's stages hold at once."""
+    counts = itertools.accumulate({"F": 1, "B": -1, "I": 0, "W": -1}[action.kind] for action in actions)
+    return max(counts)
+
+
+NUM_MICROBATCHES = 8
+BOUNDS: dict[str, Callable[[int], int]] = {  # for two ranks, by rank, from the schedules' papers
+    "gpipe": lambda rank: NUM_MICROBATCHES,
+    "1f1b": lambda rank: 2 - rank,
+    "interleaved_1f1b": lambda rank: 2 * (1 - rank) + 2 + 1,
+    "interleaved_zero_bubble": lambda rank: 2 * 2,
+    "zbv_zero_bubble": lambda rank: 2 * 2,
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_passes_follow_the_schedule(schedule: str, pool: Pool, small: list[str], folder: Path) -> None:
+    """GPipe holds the activations of all micro-batches at once, the other schedules fewer."""
+    two_steps = ["trainer.max_steps=2", "trainer.limit_val_batches=0", "callbacks.best=null"]
+    chosen = [f"strategy.schedule={schedule}", f"strategy.microbatches={NUM_MICROBATCHES}", "data.norm_groups=8"]
+    cfg = compose(folder, *small, *SHORT_RUN, *PIPELINE, *two_steps, *chosen)
+    for rank, (done, simulated) in enumerate(pool.run(2, trace, cfg)):
+        assert done == 2 * simulated
+        assert max_live_microbatches(simulated) <= BOUNDS[schedule](rank)
+        check_timeline(folder / "timeline" / f"rank{rank}.jsonl", simulated)
+
+
+def check_timeline(file: Path, simulated: list[Action]) -> None:
+    """Check that the timeline has the passes of step 2 in the order of the simulation, one after the other."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    (line,) = [line for line in lines if line["kind"] == "passes"]
+    (interval,) = [line for line in lines if line["kind"] == "interval" and line["step"] == 2 and line["steps"]]
+    assert line["step"] == 2
+    assert [Action(*each[:3]) for each in line["passes"]] == simulated
+    times = [time for *_, start, end in line["passes"] for time in (start, end)]
+    assert times == sorted(times)
+    assert interval["start"] <= line["start"] + times[0] + 1e-3
+    assert line["start"] + times[-1] <= interval["start"] + interval["seconds"]
+
+
+class RandomNumbers(L.Callback):
+    """Record the first random number of torch's generator in each step."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.drawn.append(float(torch.rand((), generator=torch.default_generator.clone_state())))
+
+
+def first_random_numbers(cfg: Any) -> list[float]:
+    numbers = RandomNumbers()
+    trainer, module, data = assemble(cfg)
+    trainer.callbacks.append(numbers)  # after the callback that seeds
+    trainer.fit(module, datamodule=data)
+    return numbers.drawn
+
+
+def test_stages_draw_different_random_numbers(pool: Pool, small: list[str], folder: Path) -> None:
+    first, second = pool.run(2, first_random_numbers, compose(folder, *small, *SHORT_RUN, *PIPELINE))
+    assert len(first) == len(second) == SHORT_STEPS
+    assert not set(first) & set(second)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["strategy.schedule=1f1"], r"strategy.schedule=1f1 is no schedule: did you mean 1f1b"),
+        (["strategy.microbatches=0"], r"strategy.microbatches=0"),
+        (["strategy.microbatches=3"], r"does not divide over 3 micro-batches: set data.batch_size=15 or 18"),
+        (["strategy.microbatches=8"], r"data.norm_groups=4 does not divide over the 8 micro-batches"),
+        (["strategy.microbatches=1"], r"1f1b with strategy.microbatches=1: .* gpipe takes any number"),
+        (["strategy.stages=3"], r"strategy.stages=3 does not divide the 2 processes"),
+        (["strategy.split=[layer9]"], r"strategy.split: no cut can be before layer9; did you mean layer"),
+        (["strategy.split=[layer2,layer3]"], r"2 stages need 1 cuts"),
+        ([*SMALL_MLP, "strategy.split=[layer1]"], r"a stage of flatten alone has no parameters"),
+        ([*SMALL_MLP, "strategy.schedule=interleaved_1f1b"], r"4 stages, but `model` has 2 blocks with parameters"),
+        (["trainer.precision=16-mixed"], r"16-mixed"),
+        (["module.compile=true"], r"module.compile=true"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refuses_invalid_options(
+    overrides: list[str], message: str, pool: Pool, small: list[str], folder: Path
+) -> None:
+    with pytest.raises(RankFailed, match=message):
+        pool.run(2, fit, compose(folder, *small, *SHORT_RUN, *PIPELINE, *overrides))
+
+
+def blocks(costs: list[int], sent: list[int]) -> list[Block]:
+    return [
+        Block(f"b{k}", [], {f"b{k}": nn.Parameter(torch.zeros(1))}, cost, [], bytes_sent=sent[k])
+        for k, cost in enumerate(costs)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("costs", "sent", "stages", "sizes"),
+    [
+        ([1, 1, 1, 1], [0, 0, 0, 0], 2, [2, 2]),
+        ([10, 1, 1, 1], [0, 0, 0, 0], 2, [1, 3]),
+        ([1, 1, 1, 9, 1], [0, 0, 0, 0, 0], 3, [3, 1, 1]),
+        ([100, 100, 100, 100], [0, 400, 0, 0], 2, [1, 3]),  # the even split would send the most
+    ],
+)
+def test_split_minimizes_the_most_expensive_stage(
+    costs: list[int], sent: list[int], stages: int, sizes: list[int]
+) -> None:
+    assert [len(stage) for stage in cut(blocks(costs, sent), stages, "auto")] == sizes
+
+
+def test_no_stage_is_without_parameters() -> None:
+    """Flattening costs nothing but sends a full image on, so the even split would give it a stage."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3072, 16), nn.Linear(16, 10))
+    stages = cut(ordered_blocks(net, torch.rand(2, 3, 32, 32)), 2, "auto")
+    assert [len(stage) for stage in stages] == [2, 1]
+
+
+def test_ordered_blocks_compose_the_network() -> None:
+    residual = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU())
+    net = nn.Sequential()
+    net.add_module("stem", nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()))
+    net.add_module("layer1", nn.Sequential(nn.Sequential(residual, nn.ReLU()), nn.Sequential(residual, nn.ReLU())))
+    net.add_module("head", nn.Flatten())
+    found = ordered_blocks(net, torch.rand(2, 3, 8, 8))
+    assert [block.name for block in found] == ["stem", "layer1.0", "layer1.1", "head"]
+    assert found[0].flops == 2 * 2 * 3 * 3 * 64
+    assert found[0].bytes_sent == 2 * 3 * 64 * 4
+
+
+def test_prints_the_split(small: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UserError, match="no schedule"):
+        Pipeline(schedule="2f2b")
+    with caplog.at_level(logging.INFO, "src"):
+        fit(compose(folder, *small, *SHORT_RUN, "strategy=pipeline", "trainer.devices=1", "trainer.max_steps=1"))
+    assert "1f1b, 4 micro-batches, simulated bubble 0.0%" in caplog.text
+    assert "stem ... head" in caplog.text

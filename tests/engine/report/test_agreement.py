@@ -1,0 +1,98 @@
+"""Whether runs of one experiment have one curve, on the page and in the terminal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import yaml
+
+from scripts.compare import main as compare
+from scripts.report import write
+from src.engine.report.agreement import verdicts
+from src.engine.report.run_folder import Curve, RunFolder
+from tests.support.experiments import SHORT
+from tests.support.pool import Pool
+from tests.support.run_folders import write_run
+from tests.support.runs import compose, fit
+
+STEPS = np.array([0.0, 1.0, 2.0, 50.0])
+
+
+def run(folder: Path, precision: str, device: str, *gaps: float) -> RunFolder:
+    """Return a run whose losses differ from 2 by these relative gaps."""
+    found = RunFolder(folder)
+    vars(found).update(
+        config={"experiment": "5f3a9c", "trainer.precision": precision},
+        curves={"train/loss": Curve(STEPS, 2 * (1 + np.array(gaps)))},
+        events=[{"event": "start", "device": device}],
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "gaps", "step"),
+    [
+        ("64-true", "cpu", (0, 1e-13, 1e-13, 5e-10), None),
+        ("64-true", "cpu", (0, 1e-13, 1e-13, 1e-8), 50),
+        ("32-true", "cpu", (1e-7, 2e-6, 1e-4, 0.1), None),  # about what docs/how-it-works.md has
+        ("32-true", "cpu", (2e-5, 0, 0, 0), 0),
+        ("32-true", "cpu", (1e-7, 2e-6, 0.02, 0.1), 2),
+        ("32-true", "cpu", (0, 0, 0, 0.6), 50),
+        ("32-true", "NVIDIA H100", (1e-4, 1e-4, 1e-2, 0.1), None),
+        ("bf16-mixed", "cpu", (1e-3, 1e-2, 1e-2, 0.1), None),
+        ("bf16-mixed", "cpu", (0.1, 0, 0, 0), 0),
+        ("64-true", "cpu", (0, float("nan"), 0, 0), 1),
+    ],
+)
+def test_runs_part_beyond_rounding(precision: str, device: str, gaps: tuple[float, ...], step: int | None) -> None:
+    pair = [run(Path("a"), precision, device, 0, 0, 0, 0), run(Path("b"), precision, device, *gaps)]
+    (verdict,) = verdicts(pair, ["a", "b"])
+    assert verdict.parts is (step is not None)
+    assert verdict.sentence.startswith("Experiment 5f3a9c: b ")
+    assert step is None or f"b parts from a at step {step}: train/loss differs by" in verdict.sentence
+
+
+def test_page_and_command_say_where_runs_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, same, other = (write_run(tmp_path / name) for name in ("first", "same", "other"))
+    config = yaml.safe_load((other / "config.yaml").read_text())
+    (other / "config.yaml").write_text(json.dumps(config | {"experiment": "000000"}))
+    apart = write_run(tmp_path / "apart", gap=1e-6)
+    page = write([first, same, other, apart], None, single_file=False).read_text()
+    assert "same and first have one curve" in page
+    assert "apart parts from first at step 0: train/loss differs by" in page
+    assert "other" not in page.partition("Experiment ")[2].partition("<section")[0], "it is another experiment"
+    assert "000000" in page
+    for folders, code in (((first, same, other), 0), ((first, apart), 1)):
+        monkeypatch.setattr("sys.argv", ["compare", *map(str, folders)])
+        with pytest.raises(SystemExit) as end:
+            compare()
+        assert end.value.code == code
+    out = capsys.readouterr().out
+    assert "have one curve, up to rounding (60 log points)" in out
+    assert "000000" in out
+    assert f"{apart} parts from {first} at step 0: train/loss differs by" in out
+
+
+class WrongMachine(L.Callback):
+    """Rank one computes with another first image from a step on."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and trainer.global_step >= 3:
+            batch.image[0].mul_(1.01)
+
+
+def test_names_the_rank_on_which_runs_part(pool: Pool, small: list[str], folder: Path) -> None:
+    task = [*small, "experiment=parity", *SHORT, "strategy=ddp", "trainer.devices=2"]
+    pool.run(2, fit, compose(folder / "good", *task))
+    pool.run(2, fit, compose(folder / "bad", *task), WrongMachine())
+    good, bad = (RunFolder(folder / name) for name in ("good", "bad"))
+    for step, loss in zip(good.curves["train/loss"].steps, good.curves["train/loss"].values, strict=True):
+        assert np.mean([timeline.losses[int(step)] for timeline in good.timelines]) == pytest.approx(loss)
+    (verdict,) = verdicts([good, bad], ["good", "bad"])
+    assert "bad parts from good at step 3: train/loss differs by" in verdict.sentence
+    assert "relative, on rank 1; rounding explains" in verdict.sentence

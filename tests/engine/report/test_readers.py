@@ -1,0 +1,199 @@
+"""Readers of the files of a run folder, and what the pages compute from them."""
+
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from src.engine.report import run_folder
+from src.engine.report.agreement import difference
+from src.engine.report.comparison import labels
+from src.engine.report.jobs import Job, seed_rows
+from src.engine.report.metric_charts import (
+    BUCKETS,
+    downsample,
+    group_names,
+    is_wide,
+    mark_events,
+    means,
+    style_value_axis,
+)
+from src.engine.report.page import new_figure
+from src.engine.report.rank_charts import Pass, bubble, passes_chart, recorded_passes, slowest_rank
+from src.engine.report.run_folder import Curve, RunFolder, read_mapping, read_metrics, total_seconds
+from src.engine.report.run_page import duration
+from src.engine.report.sweep import LEVELS, Sweep
+from src.engine.utils.json_lines import read_json_lines
+from tests.support.run_folders import write_run
+
+START = {"event": "start", "time": 100.0}
+
+
+def curve(*values: float) -> Curve:
+    return Curve(np.arange(len(values), dtype=float), np.array(values))
+
+
+def test_metrics_without_a_value_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.csv"
+    file.write_text("step,train/loss,note,val/acc,empty\n0,nan,text,,\n1,inf,,0.5,\n,3,,,\n2,1.5,,0.6,\n3,1.2")
+    curves = read_metrics(file)
+    assert set(curves) == {"train/loss", "note", "val/acc"}
+    assert curves["val/acc"].steps.tolist() == [1, 2]
+    assert curves["train/loss"].finite().tolist() == [1.5]
+    assert curves["note"].finite().tolist() == []
+    assert read_metrics(tmp_path / "missing.csv") == {}
+    file.write_text("")
+    assert read_metrics(file) == {}
+    file.write_bytes(b"step,train/loss\n1,0.5\n\0\0\0\n2,0.25\n")  # of a machine that crashed
+    assert read_metrics(file)["train/loss"].values.tolist() == [0.5, 0.25]
+
+
+def test_lines_cut_by_a_kill_are_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_text('{"event": "start"}\n[1]\n{"event": "fini')
+    assert list(read_json_lines(file)) == [{"event": "start"}]
+    assert read_mapping(file) == {} == read_mapping(tmp_path / "missing.json")
+
+
+def test_downsampling_keeps_each_spike() -> None:
+    values = np.sin(np.linspace(0, 9, 100_001))
+    values[[7, 50_003, 99_998]] = 5.0, -7.0, np.inf
+    shown = downsample(Curve(np.arange(100_001.0), values))
+    assert len(shown.values) <= 2 * BUCKETS + 2
+    assert {5.0, -7.0} <= set(shown.values)
+    assert shown.steps[0] == 0
+    assert shown.steps[-1] == 100_000
+    assert (np.diff(shown.steps) > 0).all()
+    assert not np.isinf(shown.values).any()
+
+
+def test_downsampling_keeps_a_short_curve_and_gaps() -> None:
+    assert downsample(curve(1, 2, 3)).values.tolist() == [1, 2, 3]
+    shown = downsample(Curve(np.arange(5000.0), np.full(5000, np.nan)))
+    assert np.isnan(shown.values).all()
+
+
+def test_means_of_sections() -> None:
+    mean = means(curve(1, 3, np.nan, 5, np.inf, np.nan, 7), buckets=4)
+    assert mean.steps.tolist() == [0.5, 2.5, 4.5, 6]
+    assert mean.values == pytest.approx([2, 5, np.nan, 7], nan_ok=True)
+
+
+def test_close_events_share_a_line() -> None:
+    events = [{"event": name, "step": step} for name, step in (("killed", 476), ("resume", 474), ("stopped", 900))]
+    figure = new_figure(100)
+    mark_events(figure, [START, *events], last_step=1000)
+    assert [(mark.x, mark.text) for mark in figure.layout.annotations] == [(476, "killed, resume"), (900, "stopped")]
+    assert {mark.xanchor for mark in figure.layout.annotations} == {"right"}
+    mark_events(figure := new_figure(100), [{"event": "failed", "step": 0}], last_step=0)
+    assert figure.layout.annotations[0].xanchor == "left", "the ticks of the value axis are on the other side"
+    mark_events(figure := new_figure(100), [{"event": "killed", "step": 50 * k} for k in range(20)], last_step=1000)
+    assert len(figure.layout.shapes) == 20
+    assert not figure.layout.annotations, "they would cover the curves"
+
+
+def test_charts_share_the_splits_of_a_metric() -> None:
+    names = ["epoch", "train/loss", "lr-0", "val/loss", "lr-1", "ranks/busy_ms_max", "ranks/busy_ms_median", "other/x"]
+    names += ["val_class/cat", "val_class/dog"]
+    assert group_names(names) == {
+        "loss": ["train/loss", "val/loss"],
+        "lr": ["lr-0", "lr-1"],
+        "ranks/busy_ms": ["ranks/busy_ms_max", "ranks/busy_ms_median"],
+        "other/x": ["other/x"],
+        "val_class": ["val_class/cat", "val_class/dog"],
+    }
+
+
+def test_logarithmic_axis_needs_a_wide_range_of_positive_values() -> None:
+    assert is_wide(np.array([1e-3, 1, np.inf]))
+    assert not is_wide(np.array([0.5, 1]))
+    assert not is_wide(np.array([0, 1e9]))
+    assert not is_wide(np.array([np.nan]))
+
+
+def test_rounding_errors_do_not_fill_the_axis() -> None:
+    style_value_axis(figure := new_figure(100), "val/loss", [curve(2.0), curve(2.0 + 1e-15)])
+    assert figure.layout.yaxis.range == pytest.approx((1.9, 2.1))
+
+
+def test_difference_is_relative_and_exact_where_curves_are_equal() -> None:
+    gaps = difference(Curve(np.array([0.0, 2, 3]), np.array([1, 4.2, 0])), curve(1, 2, 4, 0))
+    assert gaps.steps.tolist() == [0, 2, 3]
+    assert gaps.values == pytest.approx([0, 0.05, 0])
+
+
+def test_runs_are_labeled_by_what_differs(tmp_path: Path) -> None:
+    runs = [RunFolder(write_run(tmp_path / name)) for name in "ab"]
+    assert labels(runs) == ["a", "b"]
+    assert labels(runs[:1]) == ["pipeline × 2"]
+    runs = [RunFolder(write_run(tmp_path / sweep / "0")) for sweep in ("first", "second")]
+    assert labels(runs) == ["first/0", "second/0"]
+
+
+def test_duration_leaves_out_the_time_without_a_process() -> None:
+    events = [START, {"event": "killed", "time": 130.0}, {"event": "resume", "time": 500.0}]
+    assert duration(events) == 30
+    assert duration([*events, {"event": "finished", "time": 505.0}]) == 35
+    assert duration([START]) is None
+
+
+def test_end_of_a_run(tmp_path: Path) -> None:
+    run = RunFolder(write_run(tmp_path / "run"))
+    assert (run.status, run.strategy, run.world_size) == ("finished", "pipeline", 2)
+    (tmp_path / "run" / "events.jsonl").unlink()
+    run = RunFolder(tmp_path / "run")
+    assert (run.status, run.strategy, run.world_size) == ("", "Pipeline", None)
+
+
+def test_bubble_of_recorded_passes(tmp_path: Path) -> None:
+    """GPipe with 4 micro-batches on p ranks idles (p - 1) / (4 + p - 1) of the step."""
+    for ranks in (2, 4):
+        step, rows = recorded_passes(RunFolder(write_run(tmp_path / f"{ranks}", ranks=ranks)).timelines)
+        assert step == 10
+        assert list(rows) == list(range(ranks))
+        assert bubble(rows) == pytest.approx((ranks - 1) / (3 + ranks))
+        assert min(one.start for passes in rows.values() for one in passes) == 0
+
+
+def test_later_stages_are_paler_in_each_replica_of_a_pipeline() -> None:
+    rows = {rank: [Pass(rank % 2, 0, "F", 0, 1), Pass(2 + rank % 2, 0, "F", 1, 2)] for rank in range(4)}
+    assert f'"opacity":[{",".join(["1.0", "0.7"] * 4)}]' in passes_chart(rows, "Recorded", "", "seconds")
+
+
+def test_a_long_timeline_keeps_its_sums_and_newest_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run")
+    whole = RunFolder(folder).timelines[1]
+    monkeypatch.setattr(run_folder, "_MOST_INTERVALS", 8)
+    short = RunFolder(folder).timelines[1]
+    assert len(short.intervals) < 8 < len(whole.intervals)
+    assert total_seconds(short.intervals) == pytest.approx(total_seconds(whole.intervals))
+    assert total_seconds(short.intervals)["validation"] == pytest.approx(2.0)
+    assert short.passes == whole.passes != deque()
+
+
+def test_slowest_rank_is_named(tmp_path: Path) -> None:
+    curves = RunFolder(write_run(tmp_path / "run")).curves
+    assert slowest_rank(curves).startswith("Rank 1 was the slowest at 100% of the log points.")
+    assert slowest_rank({}) == ""
+
+
+def test_sweep_ranks_its_jobs(tmp_path: Path) -> None:
+    job = Job(["seed=0", "lr=1"], "finished", "val/loss", 0.5)
+    for number, result in enumerate((0.5, 0.1, None, 0.9, 0.3)):
+        (tmp_path / str(number)).mkdir()
+        replace(job, overrides=["seed=0", f"lr={number}"], result=result).write(tmp_path / str(number))
+    sweep = Sweep(tmp_path)
+    assert sweep.options == ["lr"]
+    assert sweep.falls
+    assert [job.name for job in sweep.ranked] == ["3", "0", "4", "1"]
+    assert [job.level for job in sweep.ranked] == list(range(LEVELS))
+
+
+def test_mean_over_seeds_of_which_one_diverged() -> None:
+    jobs = [Job([], "finished", "val/loss", result) for result in (0.5, float("nan"), 0.25, 0.75)]
+    overrides = [[f"lr={rate}", f"seed={seed}"] for rate in (0, 1) for seed in (0, 1)]
+    first, second = seed_rows(jobs, overrides, "val/loss")
+    assert list(first.values()) == pytest.approx(["lr=0", 2, float("nan"), float("nan")], nan_ok=True)
+    assert list(second.values()) == pytest.approx(["lr=1", 2, 0.5, 0.3535534])

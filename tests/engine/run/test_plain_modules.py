@@ -1,0 +1,161 @@
+"""LightningModules written for plain Lightning train the same on any hardware, or are refused before training."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from src.engine.run.experiment import run
+from src.engine.utils.errors import UserError
+from tests.support.comparison import TOLERANCE, check_resumed, distances
+from tests.support.experiments import SHORT
+from tests.support.pool import Pool, RankFailed
+from tests.support.runs import Record, compose, fit, fit_and_test, fit_ranks
+
+PARTS = """
+net: ${model}
+optimizer: {_target_: torch.optim.RMSprop, _partial_: true, lr: 0.001}
+scheduler: {_target_: torch.optim.lr_scheduler.ReduceLROnPlateau, _partial_: true, mode: max, patience: 0}
+"""
+MODULES = {
+    "plain": "_target_: tests.support.modules.Plain\n",
+    "template": f"_target_: tests.support.modules.TemplateStyle\n{PARTS}",
+    "loss": f"_target_: tests.support.modules.WithLoss\n{PARTS}",
+}
+TWO = "trainer.devices=2"
+UNEVEN = [*("strategy=ddp", TWO), "strategy.shares=[3,1]"]
+
+
+@pytest.fixture(scope="module")
+def task(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the overrides of a short run whose evaluation pads; each of MODULES is a choice of `module`."""
+    conf = tmp_path_factory.mktemp("conf")
+    (conf / "module").mkdir()
+    for name, text in MODULES.items():
+        (conf / "module" / f"{name}.yaml").write_text(text)
+    search = f"hydra.searchpath=[file://{conf}]"
+    return [*small, "experiment=parity", "~module.reference_batch_size", *SHORT, search, "data.val_fraction=0.13"]
+
+
+@pytest.fixture(scope="module")
+def reference(task: list[str], tmp_path_factory: pytest.TempPathFactory) -> Record:
+    return fit_and_test(compose(tmp_path_factory.mktemp("reference"), *task, "module=plain"))
+
+
+def check_agree(records: list[Record], reference: Record) -> None:
+    for record in records:
+        assert max(distances(record, reference)) < TOLERANCE
+        for name in ("val/acc", "val/loss", "test/acc", "test/loss"):
+            if name in reference.metrics:
+                assert record.metrics[name] == pytest.approx(reference.metrics[name], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp", "ddp_spawn"))]
+)
+def test_agrees_with_single_process(
+    strategy: str, task: list[str], reference: Record, pool: Pool, folder: Path
+) -> None:
+    """Dropout depends on the samples, and 13 validation images on two ranks leave padding, which is dropped."""
+    cfg = compose(folder, *task, "module=plain", f"strategy={strategy}", TWO)
+    check_agree(fit_ranks(cfg, pool, test=True), reference)
+
+
+def test_module_of_the_common_template(task: list[str], pool: Pool, folder: Path) -> None:
+    template = [*task, "module=template", "test=false"]
+    reference = fit(compose(folder / "single", *template))
+    check_agree(fit_ranks(compose(folder, *template, "strategy=fsdp", TWO), pool), reference)
+
+
+def test_resumes_under_another_strategy(task: list[str], reference: Record, pool: Pool, folder: Path) -> None:
+    plain = [*task, "module=plain"]
+    pool.run(2, fit, compose(folder / "a", *plain, "strategy=fsdp", TWO, "trainer.max_steps=5"))
+    saved = torch.load(folder / "a" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["hyper_parameters"] == {"width": 4}
+    assert len(saved["optimizer_states"][0]["param_groups"]) == 3
+    resumed = fit(compose(folder / "b", *plain, f"ckpt_path={folder}/a/checkpoints/last.ckpt"))
+    check_resumed([resumed], reference, done=5)
+
+
+def test_predicts(task: list[str], images: Path, pool: Pool, folder: Path) -> None:
+    """Five images on two ranks leave padding, which the table omits."""
+    options = [*task, "module=plain", "fit=false", "test=false", f"predict={images}/test/class 0"]
+    run(compose(folder / "one", *options))
+    pool.run(2, run, compose(folder, *options, "strategy=ddp", TWO))
+    table = (folder / "predictions.csv").read_text()
+    assert table.count("\n") == 6
+    assert table == (folder / "one" / "predictions.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["strategy=ddp", TWO, "data.source.test_size=1"],
+            "the 1 images of `test` leave a batch of one of the processes empty",
+        ),
+        (UNEVEN, "Plain averages over the batch of its own process"),  # and the strategy over the ranks
+    ],
+    ids=["no samples", "uneven"],
+)
+def test_ranks_refuse(options: list[str], message: str, task: list[str], pool: Pool, folder: Path) -> None:
+    with pytest.raises(RankFailed, match=message):
+        pool.run(2, fit, compose(folder, *task, "module=plain", *options))
+
+
+def test_evaluates_on_ranks_with_different_numbers_of_samples(task: list[str], pool: Pool, folder: Path) -> None:
+    evaluation = [*task, "module=plain", "fit=false"]
+    alone = run(compose(folder / "one", *evaluation))
+    for metrics in pool.run(2, run, compose(folder, *evaluation, *UNEVEN)):
+        for name in ("test/loss", "test/acc"):
+            assert metrics[name] == pytest.approx(alone[name], rel=1e-6)
+
+
+def test_weights_only_checkpoint_can_be_read(task: list[str], folder: Path) -> None:
+    """Lightning calls no callback for it; the hyper-parameters contain the network."""
+    options = ["module=template", "test=false", "+callbacks.best.save_weights_only=true", "trainer.max_epochs=1"]
+    fit(compose(folder, *task, *options))
+    saved = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
+    assert saved["hyper_parameters"] == {"compile": False}
+    assert "optimizer_states" not in saved
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["strategy=pipeline"], "strategy=pipeline needs Plain.net, the network to split"),
+        (
+            ["callbacks.best.monitor=val_acc"],
+            "callbacks.best monitors val_acc, which validation does not log .it logs val",
+        ),
+        (["module=template", "strategy=pipeline"], "strategy=pipeline needs TemplateStyle.loss"),
+        (["module=template", "test=true"], "test=True: TemplateStyle has no test_step; add one, or set test=false"),
+        (["module=loss", "strategy=pipeline"], "strategy=pipeline needs WithLoss.takes_batch"),
+    ],
+    ids=["no network", "no metric", "no loss", "no test", "no Batch"],
+)
+def test_refused_before_training(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        run(compose(folder, *task, "module=plain", *overrides))
+    assert not (folder / "checkpoints").exists()
+
+
+def of_class(name: str) -> list[str]:
+    return ["module=plain", f"module._target_=tests.support.modules.{name}"]
+
+
+def test_fsdp_refuses_a_parameter_of_the_module_itself(task: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match="but temperature belongs to OwnParameter itself"):
+        run(compose(folder, *task, *of_class("OwnParameter"), "strategy=fsdp"))
+
+
+def test_fsdp_shards_lists_of_parameters(task: list[str], pool: Pool, folder: Path) -> None:
+    listed = [*task, *of_class("ListedParameters"), "trainer.max_steps=3"]
+    reference = fit(compose(folder / "single", *listed))
+    check_agree(pool.run(2, fit, compose(folder, *listed, "strategy=fsdp", TWO)), reference)
+
+
+def test_ranks_stop_if_their_learning_rates_differ(task: list[str], pool: Pool, folder: Path) -> None:
+    longer = ["trainer.max_steps=15", "trainer.max_epochs=3", "strategy=ddp", TWO]
+    with pytest.raises(RankFailed, match="val/acc and so the learning rate differ between the ranks"):
+        pool.run(2, fit, compose(folder, *task, *of_class("UnsyncedPlateau"), *longer))

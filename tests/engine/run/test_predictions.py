@@ -1,0 +1,101 @@
+"""A folder of images is classified like the test set, on any number of processes."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from PIL import Image
+
+from src.data.sources.shapes import CLASSES
+from src.engine.config.build import build
+from src.engine.config.devices import runs_in_single_process
+from src.engine.run.experiment import run
+from src.engine.utils.errors import UserError
+from tests.support.commands import run_here
+from tests.support.pool import Pool
+from tests.support.runs import STRATEGIES, compose, fit
+
+TASK = ["model=mlp", "model.hidden=[64]", "data.batch_size=16", "trainer.max_epochs=2"]
+PREDICT = ["fit=false", "test=false"]
+
+
+@pytest.fixture(scope="module")
+def trained(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    fit(compose(folder, *small, *TASK))
+    return folder / "checkpoints" / "last.ckpt"
+
+
+@pytest.fixture(scope="module")
+def accuracy(trained: Path, small: list[str], tmp_path_factory: pytest.TempPathFactory) -> float:
+    cfg = compose(tmp_path_factory.mktemp("test"), *small, *TASK, "fit=false", f"ckpt_path={trained}")
+    return run(cfg)["test/acc"]
+
+
+@pytest.fixture(scope="module")
+def images(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the test set as files, some in a subfolder, and a file that is no image."""
+    folder = tmp_path_factory.mktemp("images")
+    data = build(compose(folder, *small).data)
+    (folder / "below").mkdir()
+    (folder / "notes.txt").write_text("no image")
+    for number, image in enumerate(data.source.load(data.root, "test")[0]):
+        place = folder / "below" if number % 3 == 0 else folder
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(place / f"{number:03d}.png")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=[] if name in ("ddp", "pipeline") else pytest.mark.slow) for name in STRATEGIES],
+)
+def test_predictions_match_the_accuracy(
+    strategy: str, trained: Path, images: Path, accuracy: float, pool: Pool, small: list[str], folder: Path
+) -> None:
+    world = [f"strategy={strategy}", "trainer.devices=2"]
+    cfg = compose(folder, *small, *TASK, *world, "fit=false", f"ckpt_path={trained}", f"predict={images}")
+    run(cfg) if runs_in_single_process(cfg) else pool.run(2, run, cfg)  # tests, then predicts
+    rows = list(csv.DictReader((folder / "predictions.csv").open()))
+    assert len({row["file"] for row in rows}) == 90
+    labels = build(cfg.data).source.load(build(cfg.data).root, "test")[1].tolist()
+    correct = [row["class"] == CLASSES[labels[int(Path(row["file"]).stem)]] for row in rows]
+    assert sum(correct) / len(correct) == pytest.approx(accuracy, abs=1e-6)
+    assert all(0.1 <= float(row["probability"]) <= 1 for row in rows)
+
+
+def test_larger_images_are_cropped_and_scaled(trained: Path, small: list[str], tmp_path: Path, folder: Path) -> None:
+    wide = torch.zeros(64, 200, 3, dtype=torch.uint8)
+    wide[:, 68:132] = 255
+    (tmp_path / "wide").mkdir()
+    Image.fromarray(wide.numpy()).save(tmp_path / "wide" / "white.jpg")
+    Image.new("L", (32, 32), 255).save(tmp_path / "wide" / "gray.png")
+    (tmp_path / "nothing").mkdir()
+    no_data = [f"data.root={tmp_path}/nothing"]
+    run(compose(folder, *small, *no_data, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}/wide"))
+    assert not list((tmp_path / "nothing").iterdir()), "training data is not needed"
+    gray, white = csv.DictReader((folder / "predictions.csv").open())
+    assert len(list(csv.DictReader((folder / "predictions.csv").open()))) == 2
+    assert (gray["file"], white["file"]) == ("gray.png", "white.jpg")
+    assert gray["class"] == white["class"]
+
+
+def test_shows_in_wandb_as_a_prediction(trained: Path, images: Path, small: list[str], folder: Path) -> None:
+    task = [*small, *TASK, *PREDICT, "logger=none", "trainer.accelerator=cpu"]
+    out, err = run_here(*task, f"ckpt_path={trained}", f"predict={images}", f"run_dir={folder}")
+    assert "the classes of 90 images are in" in out
+    assert ".py:" not in out + err, "no warning"
+    runtime = OmegaConf.load(folder / "config.yaml").runtime
+    assert (runtime.job_type, runtime.group) == ("predict", trained.parents[1].name)
+
+
+def test_refuses_files_that_are_no_images(trained: Path, small: list[str], tmp_path: Path, folder: Path) -> None:
+    cfg = compose(folder, *small, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}")
+    with pytest.raises(UserError, match="there is no image in it"):
+        run(cfg)
+    with pytest.raises(UserError, match="GAN does not classify images"):
+        run(compose(folder, *small, "experiment=gan", "data.batch_size=16", *PREDICT, f"predict={tmp_path}"))
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG and no more")
+    with pytest.raises(UserError, match=r"broken.png cannot be read"):
+        run(cfg)

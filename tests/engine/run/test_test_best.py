@@ -1,0 +1,93 @@
+"""`test=best` tests the best checkpoint of the training instead of the last weights, and `ckpt_path=best` finds it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from src.engine.config import folder as run_folders
+from src.engine.config.folder import CONFIG
+from src.engine.config.shorthands import with_found_runs
+from src.engine.run.experiment import run
+from src.engine.state.run_files import CHECKPOINTS
+from src.engine.utils.errors import UserError
+from tests.support.commands import run_here
+from tests.support.experiments import SHORT, SHORT_EPOCH
+from tests.support.pool import Pool
+from tests.support.runs import compose
+
+# The learning rate falls, so that the first of two epochs has the greatest one.
+BEST_IS_FIRST = ["experiment=parity", *SHORT, "callbacks.best.monitor=lr", "scheduler=cosine", "trainer.max_steps=10"]
+
+
+@pytest.fixture(scope="module")
+def best(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """Return the best checkpoint of a run in a single process, and its test loss."""
+    folder = tmp_path_factory.mktemp("single") / "run"
+    tested = run(compose(folder, *small, *BEST_IS_FIRST, "test=best"))
+    file = folder / CHECKPOINTS / "best.ckpt"
+    evaluation = [*small, "experiment=parity", *SHORT, "fit=false", f"ckpt_path={file}"]
+    expected = run(compose(folder.parent / "evaluation", *evaluation))
+    assert tested["test/loss"] == expected["test/loss"]
+    assert tested["val/loss"] != torch.load(file)["metrics"]["val/loss"], "the last weights are others"
+    return file, expected["test/loss"]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+def test_tests_the_best_checkpoint(
+    strategy: str, best: tuple[Path, float], pool: Pool, small: list[str], folder: Path
+) -> None:
+    world = [f"strategy={strategy}", "trainer.devices=2"]
+    cfg = compose(folder, *small, *BEST_IS_FIRST, *world, "test=best", "callbacks=[default,evaluation]")
+    tested = run(cfg) if strategy == "ddp_spawn" else pool.run(2, run, cfg)[0]
+    assert tested["test/loss"] == pytest.approx(best[1], rel=1e-9)
+    assert torch.load(folder / CHECKPOINTS / "best.ckpt")["global_step"] == SHORT_EPOCH
+    steps = {
+        stage: json.loads((folder / "evaluation" / f"{stage}.json").read_text())["step"] for stage in ("val", "test")
+    }
+    assert steps == {"val": 2 * SHORT_EPOCH, "test": SHORT_EPOCH}
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["test=best", "callbacks.best=null"], "test=best needs callbacks.best: leave callbacks.best=null out"),
+        (["test=bst"], "test=bst: give true, false or best"),
+        (["test=best", "trainer.limit_val_batches=0", "trainer.max_steps=1"], "training has validated nothing"),
+    ],
+)
+def test_refuses_what_it_cannot_test(words: list[str], hint: str, small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=hint):
+        run(compose(folder, *small, "experiment=parity", *SHORT, *words))
+
+
+def test_finds_the_newest_run(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_folders, "_PROJECT", tmp_path)
+    with pytest.raises(UserError, match=r"ckpt_path=last: there is no run with a checkpoint in .*/runs"):
+        with_found_runs(["ckpt_path=last"])
+    older, job, evaluation = (tmp_path / "runs" / name for name in ("older", "sweep/0", "evaluation"))
+    for time, (run_dir, names) in enumerate([(older, ["best", "last"]), (job, ["last"]), (evaluation, [])]):
+        (run_dir / CHECKPOINTS).mkdir(parents=True)
+        (run_dir / CONFIG).touch()
+        os.utime(run_dir / CONFIG, (time, time))
+        for name in names:
+            (run_dir / CHECKPOINTS / f"{name}.ckpt").touch()
+    assert with_found_runs(["ckpt_path=last", "seed=1"]) == [f"ckpt_path='{job}'", "seed=1"]
+    assert capsys.readouterr().err == f"ckpt_path=last: the newest run is {job}\n"
+    with pytest.raises(UserError, match=r"ckpt_path=best: there is no best\.ckpt .* \(last\.ckpt\)"):
+        with_found_runs(["ckpt_path=best"])
+    best = older / CHECKPOINTS / "best.ckpt"
+    assert with_found_runs([f"init_from={older}/best", "ckpt_path=a/best"]) == [
+        f"init_from='{best}'",
+        "ckpt_path=a/best",
+    ]
+
+
+def test_best_from_the_command_line(best: tuple[Path, float], small: list[str], folder: Path) -> None:
+    words = [*small, "experiment=parity", *SHORT, "fit=false", "trainer.accelerator=cpu", "logger=none"]
+    evaluated, _ = run_here(*words, f"ckpt_path={best[0].parents[1]}/best", f"run_dir={folder}")
+    assert f"test/loss {best[1]:.4f}" in evaluated

@@ -1,0 +1,170 @@
+"""Weights of another run as a start, and the tensors in a checkpoint file."""
+
+import logging
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from omegaconf.basecontainer import BaseContainer
+from torch import Tensor
+
+from src.engine.run.experiment import assemble
+from src.engine.state.integrity import read_weights
+from src.engine.state.io import AtomicCheckpointIO
+from src.engine.state.weights import _is_in, load_network
+from src.engine.utils.errors import UserError
+from tests.support.runs import compose, fit
+
+GAN = ["experiment=gan", "module.generator.width=4", "module.discriminator.width=4", "data.batch_size=32"]
+MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32"]
+
+
+@pytest.fixture(scope="module")
+def trained(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    fit(compose(folder, *small, *MLP, "trainer.max_epochs=1"))
+    return folder / "checkpoints" / "last.ckpt"
+
+
+def test_starts_from_weights_only(trained: Path, small: list[str], folder: Path) -> None:
+    record = fit(compose(folder, *small, *MLP, f"init_from={trained}", "trainer.max_epochs=2"))
+    saved = torch.load(trained)["state_dict"]
+    assert all(torch.equal(record.initial[name], tensor) for name, tensor in saved.items())
+    assert len(record.indices) == 2 * 11
+
+
+def test_another_number_of_classes_gets_a_new_head_and_a_message(
+    trained: Path, small: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "src"):
+        _, module, _ = assemble(compose(folder, *small, *MLP, f"init_from={trained}", "data.num_classes=20"))
+    saved, own = torch.load(trained)["state_dict"], module.state_dict()
+    assert torch.equal(own["net.layer1.0.weight"], saved["net.layer1.0.weight"])
+    assert own["net.head.weight"].shape == (20, 16)
+    assert "10 classes there, 20 here: net.head.weight and net.head.bias start afresh" in caplog.text
+
+
+def test_starts_from_a_file_of_weights(trained: Path, small: list[str], folder: Path, tmp_path: Path) -> None:
+    """The names in the file are those of the network, without the module's prefix."""
+    saved = {name.removeprefix("net."): tensor for name, tensor in torch.load(trained)["state_dict"].items()}
+    torch.save(saved, tmp_path / "weights.pt")
+    _, module, _ = assemble(compose(folder, *small, *MLP, f"init_from={tmp_path}/weights.pt"))
+    assert all(torch.equal(module.state_dict()[f"net.{name}"], tensor) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize("content", [{"epoch": 3}, [torch.zeros(2)], {}], ids=["no weights", "a list", "nothing"])
+def test_refuses_a_file_without_weights(content: object, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "weights.pt")
+    with pytest.raises(UserError, match="contains no weights: give a run, or a file"):
+        read_weights(tmp_path / "weights.pt", "init_from")
+
+
+@pytest.mark.parametrize(
+    "model", [["model=mlp", "model.hidden=[32]"], ["model=mlp", "model.hidden=[16,16]"], ["model=resnet9"]]
+)
+def test_refuses_another_network(model: list[str], trained: Path, small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=r"init_from=.* another network than this run's `model`"):
+        assemble(compose(folder, *small, *model, f"init_from={trained}"))
+
+
+def test_refuses_inner_layers_of_another_width(small: list[str], folder: Path) -> None:
+    fit(compose(folder, *small, *GAN, "trainer.max_epochs=1"))
+    with pytest.raises(UserError, match=r"another network .* generator.start.1.weight"):
+        assemble(compose(folder, *small, *GAN, "module.latent=5", f"init_from={folder}/checkpoints/last.ckpt"))
+
+
+@pytest.mark.parametrize(
+    "target", ["torch.hub.load", "pathlib.Path.touch", "src.models.vit.torch.load", "src.models.mlp.OrderedDict"]
+)
+def test_checkpoint_builds_nothing_but_models(target: str, trained: Path, tmp_path: Path) -> None:
+    checkpoint = torch.load(trained)
+    checkpoint["config"] = f"module: {{net: {{_target_: {target}, self: {tmp_path}/made}}}}"
+    torch.save(checkpoint, tmp_path / "malicious.ckpt")
+    with pytest.raises(UserError, match=f"would run {target}"):
+        load_network(f"{tmp_path}/malicious.ckpt", "feature_checkpoint")
+    torch.save(torch.zeros(1), tmp_path / "bare.ckpt")
+    with pytest.raises(UserError, match="is not a checkpoint of a training run"):
+        load_network(f"{tmp_path}/bare.ckpt", "feature_checkpoint")
+    assert not (tmp_path / "made").exists()
+
+
+def test_checkpoint_calls_no_resolver(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook may have registered `eval`."""
+    calls: list[str] = []
+    monkeypatch.setattr(BaseContainer, "_resolvers", {})
+    OmegaConf.register_new_resolver("call", calls.append)
+    checkpoint = torch.load(trained)
+    checkpoint["config"] = checkpoint["config"].replace("num_classes: 10", 'num_classes: "\\x24{call:1}"')
+    torch.save(checkpoint, tmp_path / "malicious.ckpt")
+    with pytest.raises(UserError, match=r"the configuration in run=.*malicious.ckpt has interpolations"):
+        load_network(f"{tmp_path}/malicious.ckpt", "run")
+    assert not calls
+
+
+def test_resumed_run_ignores_init_from(trained: Path, small: list[str], folder: Path) -> None:
+    task = [*small, *MLP, f"init_from={trained}"]
+    first = fit(compose(folder, *task, "trainer.max_epochs=1"))
+    second = fit(compose(folder, *task, f"ckpt_path={folder}/checkpoints/last.ckpt", "trainer.max_epochs=2"))
+    assert all(torch.equal(second.initial[name], tensor) for name, tensor in first.final.items())
+
+
+class OnGPU(Tensor):
+    """A tensor that only `cpu` turns into a plain one, in which it stands for a tensor of a GPU."""
+
+    is_cpu = False
+
+    def cpu(self, *_: object, **__: object) -> Tensor:
+        return self.clone().as_subclass(Tensor)
+
+
+def test_a_checkpoint_has_tensors_of_the_cpu_only(tmp_path: Path) -> None:
+    def state(on_gpu: bool) -> dict[str, object]:
+        weights, mean = (torch.arange(4.0).as_subclass(OnGPU if on_gpu else Tensor) for _ in range(2))
+        optimizer = {"state": {0: {"exp_avg": mean, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
+        sections = {"optimizer_states": [optimizer], "powersgd": {"memory": (mean,)}}
+        return {"state_dict": OrderedDict({"net.weight": weights}), **sections}
+
+    checkpoint = state(on_gpu=True) | {"sharded": torch.empty(3, device="meta")}
+    AtomicCheckpointIO().save_checkpoint(checkpoint, tmp_path / "last.ckpt")
+    assert type(checkpoint["state_dict"]["net.weight"]) is OnGPU  # type: ignore[index]
+    saved = torch.load(tmp_path / "last.ckpt")  # refuses a subclass
+    assert saved.pop("sharded").is_meta
+    assert str(saved) == str(state(on_gpu=False))
+
+
+def test_tied_weights_of_a_gpu_are_saved_once(tmp_path: Path) -> None:
+    weight = torch.ones(4).as_subclass(OnGPU)
+    weights = {"embedding": weight.detach(), "head": weight.detach(), "other": weight.detach().clone()}
+    AtomicCheckpointIO().save_checkpoint({"state_dict": weights}, tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt")["state_dict"]
+    assert len({tensor.data_ptr() for tensor in saved.values()}) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["strategy=fsdp"], ["strategy=fsdp", "strategy.sharded_checkpoints=true"], ["callbacks=ema"]]
+)
+def test_present_weights_are_not_migrated(options: list[str], small: list[str], folder: Path) -> None:
+    """A checkpoint keeps the version of each module, by which the module migrates old weights."""
+    task = [*small, "data.batch_size=32", *options, "model._target_=tests.support.networks.versioned"]
+    fit(compose(folder, *task, "trainer.max_steps=1"))
+    file = f"{folder}/checkpoints/last.ckpt"
+    load_network(file, "run", ["tests"])
+    fit(compose(folder / "started", *task, f"init_from={file}", "trainer.max_steps=1"))
+    fit(compose(folder / "resumed", *task, f"ckpt_path={file}", "trainer.max_steps=2"))
+
+
+@pytest.mark.parametrize(
+    ("target", "packages", "expected"),
+    [
+        ("src.models.resnet9.resnet9", ["src.models"], True),
+        ("src.models.classifier.build_optimizer", ["src.models"], False),
+        ("src.models.classifier.partial", ["src.models"], False),
+        ("torch.nn.Linear", ["torch"], True),
+        ("torch.nn.os.system", ["torch"], False),
+    ],
+)
+def test_trusted_code_is_defined_in_the_packages(target: str, packages: list[str], expected: bool) -> None:
+    """A package may re-export its own code, as torch.nn does."""
+    assert _is_in(target, packages) is expected

@@ -1,0 +1,55 @@
+"""What a rank writes to the terminal."""
+
+import io
+import logging
+import sys
+
+import pytest
+import rich
+from rich.file_proxy import FileProxy
+
+from src.engine.config import main
+from src.engine.utils.rank_log import _terminal_handler
+
+HINT = "  hint      with 16 images at a time a GPU waits for kernel launches, or for batch-size-dependent ones"
+COMMAND = f"wandb sync /{'a-long-folder/' * 8}host:100:key:/"  # ":100:" is also the name of an emoji
+TEXT = f"first of three lines\n{HINT}\n{COMMAND}"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "file"])
+def test_wraps_lines_on_a_terminal_only(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys, "stdout", stream)
+    _terminal_handler().handle(logging.makeLogRecord({"name": "src.test", "msg": TEXT}))
+    printed = stream.getvalue()
+    assert printed.split() == TEXT.split()
+    if not stream.isatty():
+        assert printed == f"{TEXT}\n"
+        return
+    assert printed.splitlines() == [
+        "first of three lines",
+        "  hint      with 16 images at a time a GPU waits for kernel",
+        "    launches, or for batch-size-dependent ones",
+        COMMAND,
+    ]
+
+
+def test_a_progress_bar_does_not_change_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a bar of rich is shown, it replaces stdout."""
+    console = rich.get_console()
+    monkeypatch.setattr(console, "file", Terminal())
+    monkeypatch.setattr(console, "_width", 60)
+    monkeypatch.setattr(sys, "stdout", FileProxy(console, Terminal()))
+    _terminal_handler().handle(logging.makeLogRecord({"name": "src.test", "msg": COMMAND}))
+    assert console.file.getvalue() == f"{COMMAND}\n"
+
+
+def test_torch_does_not_warn_of_redirects() -> None:
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.redirects")
+    assert main.__name__ == "src.engine.config.main", "it sets the level when each process imports train.py"
+    assert not logger.isEnabledFor(logging.WARNING)

@@ -1,0 +1,153 @@
+"""The GPU check runs its cases on a CPU, notices wrong outcomes, and survives cases that fail."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from scripts.dev.gpu_check import numbers
+from scripts.dev.gpu_check.__main__ import run_case
+from scripts.dev.gpu_check.case import Case, CheckFailedError, Session
+from scripts.dev.gpu_check.cases import cases
+from scripts.dev.gpu_check.profile import summary
+from scripts.dev.gpu_check.report import Outcome, markdown
+from scripts.dev.gpu_check.runs import expect_equal
+from scripts.dev.gpu_check.speed import run_seconds
+from scripts.dev.machine import describe_machine
+from scripts.dev.peers.callbacks import union_length
+from src.engine.notebook import Result
+from tests.support.commands import ROOT, run_here, wait_until
+
+SLEEP = "import os, sys, time; open(sys.argv[1] + '/pid', 'w').write(str(os.getpid())); time.sleep(60)"
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    return Session("cpu", 2, tmp_path)
+
+
+def result(folder: Path, loss: float, weight: float) -> Result:
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.csv").write_text(f"step,train/loss\n1,{loss!r}\n")
+    torch.save({"state_dict": {"w": torch.tensor([weight])}}, folder / "checkpoints" / "last.ckpt")
+    return Result({}, folder)
+
+
+def test_writes_a_table(tmp_path: Path) -> None:
+    page = tmp_path / "gpu.md"
+    run_here(
+        "--accelerator", "cpu", "--only", "hashes", "--output", str(page), program="scripts.dev.gpu_check.__main__"
+    )
+    assert "| hashes | ok | " in page.read_text()
+
+
+@NO_GPU
+def test_a_machine_without_gpu_gets_one_line() -> None:
+    _, err = run_here(program="scripts.dev.gpu_check.__main__", code=1)
+    assert err.count("\n") == 1
+    assert "torch finds no NVIDIA GPU" in err
+
+
+def test_a_case_that_hangs_or_dies_fails_alone(session: Session) -> None:
+    hung = run_case(Case("hashes", numbers.hashes, limit=0.1), session)
+    assert (hung.verdict, hung.figure[:23]) == ("FAILED", "not finished within 0.1")
+    died = run_case(Case("unknown", numbers.hashes), session)
+    assert (died.verdict, died.figure[:12]) == ("FAILED", "ended with 1")
+
+
+def test_a_check_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
+    command = (
+        f"run_limited([{sys.executable!r}, '-c', {SLEEP!r}, {str(tmp_path)!r}], Path({str(tmp_path / 'log')!r}), 60)"
+    )
+    program = f"from pathlib import Path; from scripts.dev.process import *; exit_on_sigterm(); {command}"
+    outer = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    assert wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", 30)
+    outer.terminate()
+    assert outer.wait(30) == 128 + signal.SIGTERM
+    inner = Path("/proc") / (tmp_path / "pid").read_text()
+    assert wait_until(lambda: not inner.exists(), 5)
+
+
+def test_cases_have_different_names() -> None:
+    for devices in (1, 2, 4, 8):
+        names = [case.name for case in cases(Session("gpu", devices, Path()))]
+        assert len(names) == len(set(names))
+    assert {"hsdp-x8", "pipeline-x4", "dp", "stop-torchrun"} <= set(names)
+
+
+def test_wrong_random_numbers_are_noticed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = iter([torch.zeros(3), torch.ones(3)])
+    monkeypatch.setattr(numbers, "uniform", lambda *_: next(values))
+    with pytest.raises(CheckFailedError, match=r"uniforms differ from the CPU's in 100.00%"):
+        numbers.hashes(session)
+
+
+@pytest.mark.parametrize(("loss", "weight"), [(1 + 1e-6, 1.0), (1.0, 1 + 1e-6), (1.0, float("nan"))])
+def test_different_runs_are_noticed(loss: float, weight: float, tmp_path: Path) -> None:
+    expected = result(tmp_path / "a", 1.0, 1.0)
+    assert expect_equal(result(tmp_path / "b", 1.0, 1.0), expected) == "0e+00"
+    with pytest.raises(CheckFailedError, match="relative difference"):
+        expect_equal(result(tmp_path / "c", loss, weight), expected)
+
+
+def test_busy_share_counts_overlapping_kernels_once() -> None:
+    assert union_length([(0, 2), (1, 3), (2, 2.5), (6, 8)]) == 5
+
+
+def test_summary_of_a_trace() -> None:
+    kernels = [{"cat": "kernel", "name": "gemm", "ts": start, "dur": 1.0} for start in range(0, 80, 2)]
+    calls = [{"cat": "cuda_runtime", "name": name} for name in ["cudaLaunchKernel"] * 40 + ["cudaEventRecord"] * 9]
+    host = {"cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 1000.0}
+    assert (
+        summary([*kernels, *calls, host, {"name": "process_name"}], on_gpu=True)
+        == "4 launches, 4 kernels per step; GPU busy 51%"
+    )
+
+
+def test_reads_the_times_of_the_record(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "|  run     |  epoch  |  train_acc  |  time_seconds  |\n"
+        "|  warmup  |  1      |  0.94       |  5.0           |\n"
+        "|          |  eval  |              |  9.0           |\n"
+        "|  0       |  1      |  0.94       |  2.5           |\n"
+        "|          |  eval  |              |  2.6           |\n"
+        "Mean: 0.94    Std: 0.001\n"
+    )
+    assert run_seconds(log) == [2.6]
+
+
+def test_the_table_shows_failures() -> None:
+    page = markdown([Outcome("a", "ok", 1.2, "fine"), Outcome("b", "FAILED", 60, "x | y\nz")], {"GPUs": "none"})
+    assert "1 ok, 1 FAILED" in page
+    assert "| b | **FAILED** | 60 | x \\| y z |" in page
+
+
+def test_an_unknown_case_gets_one_line() -> None:
+    _, err = run_here("--accelerator", "cpu", "--only", "nothing", program="scripts.dev.gpu_check.__main__", code=1)
+    assert err.startswith("error: --only nothing matches no case; there are short-run, hashes")
+
+
+@NO_GPU
+def test_the_hardware_of_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="NVIDIA A100", total_memory=80 * 2**30, major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 21, 5))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    hardware = describe_machine()
+    assert hardware["GPUs"] == "2 x NVIDIA A100, 80 GiB, sm_80"
+    assert hardware["CUDA"].endswith("NCCL 2.21.5, driver unknown")
+
+
+@pytest.mark.slow
+def test_every_case_runs_on_a_cpu(tmp_path: Path) -> None:
+    page = tmp_path / "gpu.md"
+    out, _ = run_here("--accelerator", "cpu", "--output", str(page), program="scripts.dev.gpu_check.__main__")
+    assert out.count("\nnot here ") == 3  # dp, the program of the record, and the waits for a GPU

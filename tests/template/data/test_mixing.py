@@ -1,0 +1,79 @@
+"""Mixup and CutMix follow their papers, and do not depend on the number of processes and micro-batches."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from src.data.augment.augmentation import Augmentation
+from src.data.augment.mixing import cutmix, mixup
+from src.engine.determinism.layout import BatchLayout, DataParallelInfo
+from src.engine.determinism.sampler import TrainingBatches
+from src.engine.utils.errors import UserError
+from tests.support.runs import compose, fit
+
+IMAGES = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 32, 32).contiguous()  # all pixels of image k are k
+TARGETS = torch.eye(8)
+LAYOUT = BatchLayout(8, has_pairs=True)  # the partner of row k is row (k + 4) % 8
+
+
+@pytest.mark.parametrize("mix", [mixup, cutmix])
+def test_targets_follow_the_fraction_of_the_partner_in_the_image(mix: object) -> None:
+    fractions = set()
+    for seed in range(50):
+        image, target = mix(IMAGES, TARGETS, LAYOUT.partners, 1.0, np.random.default_rng(seed))  # type: ignore[operator]
+        fraction = target[0, 4]
+        assert torch.allclose(target, (1 - fraction) * TARGETS + fraction * TARGETS.roll(4, 0))
+        assert torch.allclose(
+            image.mean((1, 2, 3)), (1 - fraction) * IMAGES[:, 0, 0, 0] + fraction * IMAGES.roll(4, 0)[:, 0, 0, 0]
+        )
+        fractions.add(round(float(fraction), 3))
+    assert min(fractions) < 0.15
+    assert max(fractions) > 0.6
+
+
+def test_cutmix_pastes_a_box() -> None:
+    image, _ = cutmix(IMAGES, TARGETS, LAYOUT.partners, 1.0, np.random.default_rng(1))
+    pasted = image[0, 0] == 4
+    rows, columns = pasted.any(1), pasted.any(0)
+    assert pasted.sum() == rows.sum() * columns.sum() > 0
+    assert torch.equal(image[0, 1], image[0, 0])
+
+
+def test_step_applies_mixup_or_cutmix_with_the_given_probability() -> None:
+    augment = Augmentation(mixup=1.0, cutmix=1.0, mix_probability=0.5)
+    ways = []
+    for step in range(200):
+        image, target = augment.mix(IMAGES, torch.arange(8), LAYOUT, seed=0, step=step, num_classes=10)
+        assert target.shape == (8, 10)
+        values = len(image[0].unique())
+        ways.append("none" if torch.equal(image, IMAGES) else "cutmix" if values == 2 else "mixup")
+    assert 80 < ways.count("none") < 120
+    assert min(ways.count("mixup"), ways.count("cutmix")) > 30
+
+
+@pytest.mark.parametrize(("dp_size", "accumulate"), [(1, 2), (2, 1), (4, 3), (5, 2)])
+def test_partners_do_not_depend_on_the_world_size(dp_size: int, accumulate: int) -> None:
+    def pairs(dp_size: int, accumulate: int) -> set[frozenset[int]]:
+        found = set()
+        for rank in range(dp_size):
+            layout = BatchLayout(48, DataParallelInfo(dp_size, rank), accumulate, norm_groups=4, has_pairs=True)
+            for batch in TrainingBatches(1000, layout):
+                found |= {frozenset(pair) for pair in zip(batch.tolist(), batch[layout.partners].tolist(), strict=True)}
+        return found
+
+    assert pairs(dp_size, accumulate) == pairs(1, 1)
+
+
+def test_refuses_an_odd_micro_batch(small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=r"pairs of samples, which .*mixup and cutmix mix: .*=32 or 34"):
+        fit(compose(folder, *small, "data.augment.mixup=0.8", "data.augment.cutmix=1.0", "data.batch_size=33"))
+
+
+@pytest.mark.parametrize(
+    "override", "mixup=-1 cutmix=-0.5 cutout=-8 crop_padding=40 mix_probability=5 flip=sometimes".split()
+)
+def test_refuses_invalid_options(override: str, small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=f"data.augment.{override}"):
+        fit(compose(folder, *small, f"data.augment.{override}"))

@@ -1,0 +1,98 @@
+"""Transforms of the user change an image by (seed, epoch, sample) alone, on any number of processes and workers."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from src.engine.determinism.dataset import ImageSet, ImageSplit, TransformedSplit
+from src.engine.determinism.layout import BatchLayout, DataParallelInfo
+from src.engine.determinism.sampler import TrainingBatches
+from src.engine.run.experiment import assemble
+from src.engine.utils.errors import UserError
+from tests.support.comparison import check_resumed
+from tests.support.experiments import SHORT_RUN, SMALL_MLP
+from tests.support.interruption import die
+from tests.support.pool import Pool
+from tests.support.runs import Record, compose, fit
+
+
+class Noise:
+    """Replaces an image by noise of the global generators of torch, NumPy and Python."""
+
+    def __call__(self, image: Tensor) -> Tensor:
+        values = [int(torch.randint(256, ())), int(np.random.randint(256)), random.randrange(256)]
+        return torch.tensor(values, dtype=torch.uint8)[:, None, None].expand(image.shape)
+
+
+def brighten(image: Tensor, amount: int = 10) -> Tensor:
+    return image.clamp_max(255 - amount) + amount
+
+
+def to_float(image: Tensor) -> Tensor:
+    return image / 255
+
+
+def images_by_sample(
+    dp_size: int = 1, accumulate: int = 1, epoch: int = 0, seed: int = 0, transform: Any = None
+) -> dict[int, list[int]]:
+    """Return the first pixel of each training image of an epoch, whichever rank and batch it belongs to."""
+    split = ImageSplit(ImageSet(torch.zeros(48, 3, 4, 4, dtype=torch.uint8), torch.zeros(48)), torch.arange(48))
+    found: dict[int, list[int]] = {}
+    for rank in range(dp_size):
+        batches = TrainingBatches(48, BatchLayout(16, DataParallelInfo(dp_size, rank), accumulate), seed)
+        batches.set_epoch(epoch)
+        data = TransformedSplit(split, [transform or Noise()], seed, batches)
+        for positions in batches:
+            batch = data[positions]
+            found |= dict(zip(batch.sample_index.tolist(), batch.image[:, :, 0, 0].tolist(), strict=True))
+    return found
+
+
+def test_images_depend_only_on_seed_epoch_and_sample() -> None:
+    alone = images_by_sample()
+    assert len(alone) == 48
+    for generator in range(3):
+        assert len({image[generator] for image in alone.values()}) > 20, "samples differ"
+    assert images_by_sample(dp_size=2) == images_by_sample(accumulate=2) == alone
+    assert images_by_sample(epoch=1) != alone
+    assert images_by_sample(seed=1) != alone
+
+
+def test_generators_keep_their_states() -> None:
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
+    images_by_sample()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.random.get_state()[1].tolist() == states[1]  # type: ignore[index]
+    assert random.getstate() == states[2]
+
+
+@pytest.mark.parametrize("transform", [to_float, lambda image: image[:, :3]])
+def test_refuses_other_types_and_shapes(transform: Any) -> None:
+    with pytest.raises(UserError, match=r"data.augment.transforms: \S+ returns .*, but must return torch.uint8 \(3, 4"):
+        images_by_sample(transform=transform)
+
+
+NOISE = "{_target_: tests.template.data.test_transforms.Noise}"
+BRIGHTEN = "{_target_: tests.template.data.test_transforms.brighten, _partial_: true, amount: 20}"
+OPTIONS = [*SMALL_MLP, f"data.augment.transforms=[{NOISE},{BRIGHTEN}]"]
+
+
+def test_two_processes_and_a_resumed_run_with_a_worker_agree(
+    alone: Callable[..., Record], pool: Pool, small: list[str], folder: Path
+) -> None:
+    task = [*small, *SHORT_RUN, *OPTIONS]
+    pool.run(2, die, compose(folder, *task, "strategy=ddp", "trainer.devices=2"), "on_train_batch_end", 7)
+    resumed = fit(compose(folder, *task, "data.num_workers=1", f"ckpt_path={folder}/died.ckpt"))
+    check_resumed([resumed], alone(*OPTIONS), 7)
+    assert alone(*OPTIONS).losses != alone(*SMALL_MLP).losses
+
+
+def test_transforms_need_images_on_the_host(small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=r"data.device_resident=true, but data.augment.transforms run on the host"):
+        assemble(compose(folder, *small, *SHORT_RUN, *OPTIONS, "data.device_resident=true"))

@@ -1,0 +1,82 @@
+"""Networks are ordered blocks of the published size, and work under every strategy."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from src.engine.config.build import build
+from src.engine.utils.errors import UserError
+from tests.support.runs import CONF, compose
+
+MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
+AIRBENCH_FILTERS = [(24, 64), (64, 64), (64, 256), (256, 256), (256, 256), (256, 256)]  # 3 x 3, inputs and outputs
+SIZES = {  # parameters for ten classes, as published, or computed from the published layers
+    "resnet9": 6_573_120 + 10,  # the widest, with a bias
+    "resnet18": 11_173_962,
+    "resnet34": 21_282_122,
+    "resnet50": 23_520_842,
+    "preact_resnet18": 11_171_146 + 2 * 512,  # plus the normalization before the head
+    "wide_resnet": 36_479_194,
+    "vgg16": 14_728_266,
+    "mlp": (3072 + 1) * 256 + (256 + 1) * 128 + (128 + 1) * 10,
+    "airbench": sum(9 * i * o + 2 * o for i, o in AIRBENCH_FILTERS) + (12 + 1) * 24 + 256 * 10,
+    # DeiT-Tiny: smaller patches, fewer positions and classes
+    "vit": 5_717_416 - 3 * (16**2 - 4**2) * 192 - (197 - 65) * 192 - (1000 - 10) * (192 + 1),
+}
+NORMS = [name for name in MODELS if "norm:" in (CONF / "model" / f"{name}.yaml").read_text()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_is_the_composition_of_its_blocks_and_trains_each_parameter(name: str, folder: Path) -> None:
+    torch.manual_seed(0)
+    net = build(compose(folder, "data=cifar100", f"model={name}").model).eval()
+    x = images = torch.randn(2, 3, 32, 32)
+    for block in net.children():
+        x = block(x)
+    assert torch.equal(x, net(images))
+    assert x.shape == (2, 100), "it follows the number of classes"
+    assert len(list(net.children())) >= 3
+    x.logsumexp(1).sum().backward()
+    for name, parameter in net.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_takes_gray_images(name: str, folder: Path) -> None:
+    cfg = compose(folder, f"model={name}", "data.image_shape=[1,32,32]")
+    assert build(cfg.model).eval()(torch.randn(2, 1, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_has_the_published_size(name: str, folder: Path) -> None:
+    widest = ["model.width=64"] if name == "resnet9" else []
+    with torch.device("meta"):
+        net = build(compose(folder, f"model={name}", *widest).model)
+    assert sum(parameter.numel() for parameter in net.parameters()) == SIZES[name]
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_group_normalization_replaces_every_batch_normalization(name: str, folder: Path) -> None:
+    def parts(norm: str) -> list[nn.Module]:
+        with torch.device("meta"):
+            return list(build(compose(folder, f"model={name}", f"model.norm={norm}").model).modules())
+
+    replaced = sum(isinstance(part, nn.BatchNorm2d) for part in parts("batch"))
+    assert sum(isinstance(part, nn.GroupNorm) for part in parts("group")) == replaced > 0
+    assert not any(isinstance(part, nn.BatchNorm2d) for part in parts("group"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        (["model=resnet18", "model.norm=bach"], "model.norm=bach: did you mean batch"),
+        (["model=wide_resnet", "model.depth=27"], "model.depth=27.*28"),
+        (["model=vit", "model.patch=5"], "model.patch=5 .* 32 x 32"),
+        (["model=vit", "model.heads=7"], "model.heads=7 .* model.width=192"),
+    ],
+)
+def test_refuses_invalid_sizes(overrides: list[str], hint: str, folder: Path) -> None:
+    with pytest.raises(UserError, match=hint):
+        build(compose(folder, *overrides).model)

@@ -1,0 +1,84 @@
+"""Each recipe of docs/extending.md works: its files are written, and its commands and its code run.
+
+A recipe is a section of the page. A block of code after a line with a file name belongs to that file; another block of
+Python runs as it is. Commands run on little data, inside this process or on the ranks of the pool. RUN_DIR stands for
+the folder of a run.
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from src.engine import notebook
+from src.engine.config.devices import runs_in_single_process
+from src.engine.run.experiment import run
+from tests.support.commands import ROOT, run_here
+from tests.support.pool import Pool
+from tests.support.runs import QUIET, compose
+
+TINY = ["data.batch_size=16", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.log_every_n_steps=1"]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+SECTIONS = {text.splitlines()[0]: text for text in PAGE.split("\n## ")[1:] if "```" in text}
+
+
+def train(cfg: DictConfig, project: Path) -> dict[str, float]:
+    """Run a configuration in a process that can import the recipe's files."""
+    if str(project) not in sys.path:
+        sys.path.insert(0, str(project))
+    return run(cfg)
+
+
+def run_script(line: str, project: Path) -> None:
+    """Run a line `python -m scripts.NAME ...`, whose RUN_DIR is a folder of the project."""
+    _, _, program, *words = shlex.split(line.replace("RUN_DIR", f"{project}/RUN_DIR"), comments=True)
+    run_here(*words, program=program)
+
+
+@pytest.fixture
+def project(section: str, images: Path, hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Write the files of a recipe, and return their folder, which Python can import from; its `images` has data."""
+    (tmp_path / "images").symlink_to(images)
+    for name, code in re.findall(r"^`([\w./]+)`:\n\n```(?:python|yaml)\n(.*?)```", SECTIONS[section], re.M | re.S):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my"]:
+        del sys.modules[name]
+
+
+def test_readme_has_the_same_notebook() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert code in SECTIONS["In a notebook"]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_recipe(section: str, project: Path, small: list[str], pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "conf").mkdir(exist_ok=True)
+    monkeypatch.setattr(notebook, "compose", partial(notebook.compose, *small, *QUIET))
+    if "RUN_DIR" in "".join(re.findall(r"```.*?```", SECTIONS[section], re.S)):
+        notebook.train(notebook.compose("model=mlp", *TINY, f"run_dir={project}/RUN_DIR"))
+    for block in re.findall(r"```bash\n(.*?)```", SECTIONS[section], re.S):
+        for number, line in enumerate(block.replace("\\\n", " ").splitlines()):
+            if "-m scripts." in line:
+                run_script(line, project)
+                continue
+            words = shlex.split(line, comments=True)[2:]  # after `python train.py`
+            data = [] if any(word.startswith("data=") for word in words) else small
+            search = f"hydra.searchpath=[file://{project}/conf]"
+            cfg = compose(project / f"run{number}", *data, *TINY, *words, search)
+            if cfg.trainer.devices == 1 or runs_in_single_process(cfg):
+                metrics = train(cfg, project)
+            else:
+                metrics = pool.run(cfg.trainer.devices, train, cfg, project)[0]
+            assert metrics
+    for code in re.findall(r"(?<!`:\n\n)```python\n(.*?)```", SECTIONS[section], re.S):
+        exec(compile(code, f"{section} in docs/extending.md", "exec"), {"__name__": "__main__"})
