@@ -1,5 +1,9 @@
 # Training from Python
+from .notebook import Result as Result
+from .notebook import compose as compose
+from .notebook import train as train
 from .config.build import build as build
+from .run.trained import load_run as load_run
 
 # Data: batches that no hardware changes
 from .determinism.batch import Batch as Batch
@@ -7,22 +11,27 @@ from .determinism.data_module import DataModule as DataModule
 from .determinism.dataset import Images as Images
 from .determinism.dataset import ImageSet as ImageSet
 from .determinism.dataset import ImageSplit as ImageSplit
+from .determinism.layout import BatchLayout as BatchLayout
+from .determinism.layout import partners as partners
+from .utils.image_files import ImageFiles as ImageFiles
+from .utils.image_files import find_images as find_images
+from .utils.image_files import to_tensor as to_tensor
 
-# Modules and networks
-from .determinism.dropout import DropPath as DropPath
-
-# Random numbers by hashes
+# Random numbers by hashes of seed, epoch and sample
 from .determinism.hashing import hash_ints as hash_ints
 from .determinism.hashing import integers as integers
 from .determinism.hashing import normal as normal
 from .determinism.hashing import permutation as permutation
 from .determinism.hashing import uniform as uniform
-from .determinism.layout import BatchLayout as BatchLayout
-from .determinism.layout import partners as partners
+
+# LightningModules and networks
+from .determinism.dropout import DropPath as DropPath
 from .determinism.recomputation import recompute_blocks as recompute_blocks
-from .notebook import Result as Result
-from .notebook import compose as compose
-from .notebook import train as train
+from .run.module import Module as Module
+from .run.module import WeightedMean as WeightedMean
+from .state.integrity import check_fits as check_fits
+from .state.weights import load_network as load_network
+from .utils.tensors import upcast_half as upcast_half
 
 # Optimizers and schedules
 from .optim.groups import build_optimizer as build_optimizer
@@ -30,11 +39,6 @@ from .optim.groups import override_hyperparameters as override_hyperparameters
 from .optim.groups import scaling_factor as scaling_factor
 from .optim.schedulers import keep_configured_rates as keep_configured_rates
 from .optim.schedulers import scheduler_config as scheduler_config
-from .run.module import Module as Module
-from .run.module import WeightedMean as WeightedMean
-from .run.trained import load_run as load_run
-from .state.integrity import check_fits as check_fits
-from .state.weights import load_network as load_network
 
 # Strategies
 from .parallel.gradients import average_over as average_over
@@ -54,7 +58,3 @@ from .utils.errors import check_choice as check_choice
 from .utils.files import atomic_write as atomic_write
 from .utils.files import check_can_store as check_can_store
 from .utils.files import file_lock as file_lock
-from .utils.image_files import ImageFiles as ImageFiles
-from .utils.image_files import find_images as find_images
-from .utils.image_files import to_tensor as to_tensor
-from .utils.tensors import upcast_half as upcast_half
