@@ -12,8 +12,8 @@ import lightning as L
 import pytest
 import torch
 
-from src.data import loader
 from src.data.datamodule import ImageDataModule
+from src.engine.determinism import loader
 from src.engine.run import experiment
 from src.engine.state.run_files import stop_message
 from src.engine.utils import signals

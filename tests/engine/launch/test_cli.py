@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from src.engine.config.folder import CONFIG, remove_if_unused, run_and_sweep_id
 from src.engine.config.messages import explain
 from src.engine.config.resolve import describe_setup, source_revision
-from src.engine.config.shorthands import with_saved_overrides
+from src.engine.config.shorthands import complete_overrides
 from src.engine.launch.external import check_same_options
 from src.engine.launch.rank import run_rank
 from src.engine.utils.errors import UserError
@@ -209,7 +209,7 @@ def test_continued_run_leaves_out_options_of_earlier_versions(tmp_path: Path) ->
     saved = ["seed=1", "launch.endpoint=HOST:29500", "launch.rendezvous_timeout=9", "launch.timeout=9"]
     OmegaConf.save({"runtime": {"overrides": saved}}, tmp_path / CONFIG)
     words = [f"ckpt_path={tmp_path}", "trainer.devices=2"]
-    assert with_saved_overrides(["train.py", *words]) == ["train.py", "seed=1", "launch.timeout=9", *words]
+    assert complete_overrides(words) == ["seed=1", "launch.timeout=9", *words]
 
 
 def test_compare_refuses_folders_without_a_run(tmp_path: Path) -> None:
