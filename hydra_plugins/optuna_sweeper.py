@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from src.engine.report.jobs import Job
 from src.engine.utils.errors import UserError
-from src.engine.utils.quoting import quote
+from src.engine.utils.overrides import quote
 
 if TYPE_CHECKING:
     import optuna

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.engine.run.trained import Classifier, load_run
+from src.engine.run.trained import Predictor, load_run
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import atomic_write
 
@@ -29,11 +29,11 @@ _ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _TOLERANCE = 1e-4  # of a probability; other kernels round differently
 
 
-def export(classifier: Classifier, image_shape: list[int], file_format: str) -> bytes:
-    """Return the content of a file with the classifier as an exported program.
+def export(predictor: Predictor, image_shape: list[int], file_format: str) -> bytes:
+    """Return the content of a file with the predictor as an exported program.
 
     Args:
-        classifier: the network with its normalization.
+        predictor: the network with its normalization.
         image_shape: (channels, height, width) of its images.
         file_format: `torch` or `onnx`.
 
@@ -46,13 +46,13 @@ def export(classifier: Classifier, image_shape: list[int], file_format: str) -> 
         raise UserError(f"--format=onnx needs the packages {', '.join(missing)}: pip install '.[onnx]'")
     # Strict, because otherwise `len(images)` in a network would fix the number of images.
     program = torch.export.export(
-        classifier,
+        predictor,
         (_random_images(2, image_shape),),
         dynamic_shapes={"images": {0: torch.export.Dim("n")}},
         strict=True,
     )
     content, load = (_to_pt2(program), _load_pt2) if file_format == "torch" else (_to_onnx(program), _load_onnx)
-    _check_output(load(content), classifier, image_shape)
+    _check_output(load(content), predictor, image_shape)
     return content
 
 
@@ -84,15 +84,15 @@ def _load_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-def _check_output(program: Callable[[Tensor], Tensor], classifier: Classifier, image_shape: list[int]) -> None:
-    """Check that the program and the classifier give the same probabilities for several numbers of images.
+def _check_output(program: Callable[[Tensor], Tensor], predictor: Predictor, image_shape: list[int]) -> None:
+    """Check that the program and the predictor give the same probabilities for several numbers of images.
 
     Raises:
         RuntimeError: if not.
     """
     for count in (1, 5):
         images = _random_images(count, image_shape)
-        difference = (program(images) - classifier(images)).abs().max().item()
+        difference = (program(images) - predictor(images)).abs().max().item()
         if not difference < _TOLERANCE:
             raise RuntimeError(f"the exported program differs from the network by {difference} in a probability")
 
@@ -119,7 +119,7 @@ def main() -> None:
         folder = options.run if options.run.is_dir() else options.run.parent
         file = options.output or folder / f"network{_SUFFIXES[options.format]}"
         with torch.no_grad():
-            _write(file, export(run.classifier, list(run.config.data.image_shape), options.format))
+            _write(file, export(run.predictor, list(run.config.data.image_shape), options.format))
     except UserError as error:
         sys.exit(f"error: {error}")
     print(f"{file}: uint8 images (n, {', '.join(map(str, run.config.data.image_shape))}) to probabilities (n, classes)")

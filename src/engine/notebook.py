@@ -15,7 +15,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.config.folder import remove_if_unused
+from src.engine.config.folder import PROJECT, remove_if_unused
 from src.engine.config.messages import errors_explained
 from src.engine.config.shorthands import complete_overrides
 from src.engine.sweeps.resolvers import register_resolvers
@@ -25,7 +25,7 @@ from src.engine.utils.errors import UserError
 if TYPE_CHECKING:
     import lightning as L
 
-_CONF = Path(__file__).parents[2] / "conf"
+_CONF = PROJECT / "conf"
 _COLUMN_TYPES = {"step": int, "epoch": int}  # of metrics.csv; all others are float
 
 
@@ -98,7 +98,7 @@ def train(cfg: DictConfig) -> Result:
         own_copy = cfg.copy()
         OmegaConf.set_readonly(own_copy, False)
         try:
-            metrics = launch(own_copy, _main_not_imported, keep=trainers.append)
+            metrics = launch(own_copy, _main_not_imported, keep_trainer=trainers.append)
         except UserError:
             remove_if_unused(folder)
             raise

@@ -9,7 +9,7 @@ from torch import nn
 
 from scripts.export import _check_output, export
 from src.engine import compose, load_run, train
-from src.engine.run.trained import Classifier
+from src.engine.run.trained import Predictor
 from src.engine.utils.errors import UserError
 from tests.support.commands import TINY, error_line, run_here
 
@@ -57,14 +57,14 @@ def test_errors_are_one_line(options: list[str], message: str, folder: Path) -> 
 
 
 @pytest.fixture
-def classifier() -> Classifier:
-    return Classifier(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), (0.5,) * 3, (0.2,) * 3)
+def predictor() -> Predictor:
+    return Predictor(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), (0.5,) * 3, (0.2,) * 3)
 
 
-def test_missing_packages_are_named(classifier: Classifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scripts.export.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs the packages onnx, onnxscript, onnxruntime: pip install"):
-        export(classifier, [3, 2, 2], "onnx")
+        export(predictor, [3, 2, 2], "onnx")
 
 
 class CountsImages(nn.Module):
@@ -73,9 +73,9 @@ class CountsImages(nn.Module):
 
 
 def test_network_may_ask_for_the_number_of_images() -> None:
-    export(Classifier(CountsImages(), (0.5,) * 3, (0.2,) * 3), [3, 2, 2], "torch")
+    export(Predictor(CountsImages(), (0.5,) * 3, (0.2,) * 3), [3, 2, 2], "torch")
 
 
-def test_detects_another_output(classifier: Classifier) -> None:
+def test_detects_another_output(predictor: Predictor) -> None:
     with pytest.raises(RuntimeError, match="differs from the network"):
-        _check_output(lambda images: classifier(images).roll(1, 1), classifier, [3, 2, 2])
+        _check_output(lambda images: predictor(images).roll(1, 1), predictor, [3, 2, 2])

@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, NamedTuple
 
 from src.engine.parallel.pipeline.schedules import SCHEDULES
-from src.engine.parallel.pipeline.simulation import simulate
+from src.engine.parallel.pipeline.simulation import bubble, simulate
 from src.engine.report.comparison import comparison_figure
 from src.engine.report.page import new_figure
-from src.engine.report.rank_charts import Pass, Rows, bubble, draw_passes, recorded_steps
+from src.engine.report.rank_charts import Rows, draw_passes, recorded_steps
 from src.engine.report.run_folder import RankTimeline, RunFolder
 
 if TYPE_CHECKING:
@@ -57,17 +57,17 @@ def schedules_figure(runs: dict[str, RunFolder], ranks: int, microbatches: int) 
     longest = max(_duration(rows) / _stages(name) for name, rows in simulations.items())
     for name, run in runs.items():
         simulated, recorded = simulations[name], fastest_step(run.timelines)
-        title = f"<b>{name}</b>, simulated: the ranks idle {bubble(simulated):.1%} of the step"
+        title = f"<b>{name}</b>, simulated: the ranks idle {bubble(simulated.values()):.1%} of the step"
         panels.append(_Panel(title, simulated, 1 / _stages(name), longest))
         milliseconds = 1000 * _duration(recorded)
-        title = f"recorded, {milliseconds:,.0f} ms: the ranks idle {bubble(recorded):.1%}"
+        title = f"recorded, {milliseconds:,.0f} ms: the ranks idle {bubble(recorded.values()):.1%}"
         panels.append(_Panel(title, recorded, 1000.0, milliseconds))
     return _stack(panels, ranks)
 
 
 def _simulate(schedule: str, ranks: int, microbatches: int) -> Rows:
     timeline = simulate(schedule, ranks, microbatches)
-    return {rank: [Pass(*one) for one in passes] for rank, passes in enumerate(timeline)}
+    return dict(enumerate(timeline))
 
 
 def _stages(schedule: str) -> int:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
 from src.engine.utils.errors import UserError, similar_names
-from src.engine.utils.quoting import as_typed
+from src.engine.utils.overrides import as_typed
 from src.engine.utils.targets import accepted_options, locate, target_nodes
 
 _NUMBERS = {bool: "true or false", int: "an integer", float: "a number"}

@@ -19,7 +19,7 @@ CONFIG = "config.yaml"
 # The environment variable of the command as typed, a list in JSON; it reaches the jobs of a sweep in other processes.
 COMMAND = "TRAIN_COMMAND"
 _SWEEP_ID = "sweep_id"  # a file in the folder of a sweep
-_PROJECT = Path(__file__).parents[3]
+PROJECT = Path(__file__).parents[3]
 
 
 def is_rank_zero() -> bool:
@@ -29,7 +29,7 @@ def is_rank_zero() -> bool:
 
 def project_path(path: str) -> str:
     """Return the absolute path of a default folder, which is in the project's folder, wherever train.py is started."""
-    return str(_PROJECT / path)
+    return str(PROJECT / path)
 
 
 def run_folder(runs: str, name: str, *, _root_: DictConfig) -> str:

@@ -6,17 +6,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from dotenv import load_dotenv
 from hydra._internal.utils import get_args_parser
 
-from src.engine.config.folder import COMMAND
+from src.engine.config.folder import COMMAND, PROJECT
 from src.engine.config.messages import errors_explained
 from src.engine.config.shorthands import complete_overrides
 from src.engine.utils.errors import UserError
 
-_PROJECT = Path(__file__).parents[3]
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own variable: with 1, every error keeps its traceback
 # torch warns on macOS, in each process, that it does not redirect output, which nothing here asks for.
 logging.getLogger("torch.distributed.elastic.multiprocessing.redirects").setLevel(logging.ERROR)
@@ -25,7 +23,7 @@ TRACEBACK_WANTED = os.environ.get(_FULL_ERROR) == "1"
 
 def run_application(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
-    load_dotenv(_PROJECT / ".env")
+    load_dotenv(PROJECT / ".env")
     os.environ[COMMAND] = json.dumps(["python", *sys.argv])  # before short forms are completed
     before = os.environ.get(_FULL_ERROR, "")
     os.environ[_FULL_ERROR] = "1"  # makes Hydra raise every exception, so that this function can handle it

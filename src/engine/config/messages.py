@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -12,10 +11,11 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from src.engine.config.folder import PROJECT
 from src.engine.utils.errors import UserError, nearest_options, suggest
-from src.engine.utils.flatten import flatten_config
+from src.engine.utils.overrides import flatten_config
 
-CONF = Path(__file__).parents[3] / "conf"
+CONF = PROJECT / "conf"
 _EXTRA = [f"hydra/launcher={name}" for name in ("joblib", "submitit_local", "submitit_slurm")]  # of the extra `sweeps`
 
 

@@ -21,6 +21,7 @@ from src.engine.config.devices import device_count, resolve_devices
 from src.engine.config.folder import (
     COMMAND,
     CONFIG,
+    PROJECT,
     folder_of,
     newest_checkpoint,
     remove_partial_checkpoints,
@@ -29,10 +30,9 @@ from src.engine.config.folder import (
 )
 from src.engine.state.run_files import checkpoint_file
 from src.engine.utils.errors import UserError, nearest_options
-from src.engine.utils.flatten import flatten_config
+from src.engine.utils.overrides import flatten_config
 
-_PROJECT = Path(__file__).parents[3]
-_CONF = _PROJECT / "conf"
+_CONF = PROJECT / "conf"
 _GIT_TIMEOUT = 5.0  # seconds
 _PARTS = ("model", "optimizer", "scheduler")  # the groups from which a module is built
 _RECIPES = ("experiment", "preset", "debug")  # the groups whose files set options of other groups
@@ -151,7 +151,7 @@ def source_revision() -> tuple[str | None, bool]:
     """
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch"]
     try:
-        status = subprocess.run(command, cwd=_PROJECT, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True)
+        status = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True)
     except (OSError, subprocess.SubprocessError):
         return None, False
     head, *lines = status.stdout.splitlines()  # "# branch.oid COMMIT", then "# branch..." and changed files

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import yaml
 
-from src.engine.config.folder import CONFIG, folder_of, is_rank_zero, newest_run, project_path, saved_config
+from src.engine.config.folder import CONFIG, PROJECT, folder_of, is_rank_zero, newest_run, project_path, saved_config
 from src.engine.state.run_files import CHECKPOINTS
 from src.engine.utils.errors import UserError
-from src.engine.utils.quoting import quote
+from src.engine.utils.overrides import quote
 from src.engine.utils.targets import with_moved_targets
 
-_CONF = Path(__file__).parents[3] / "conf"
+_CONF = PROJECT / "conf"
 _OPTIONAL = ("experiment", "preset", "debug")  # config groups that need no choice
 _REMOVED = ("launch.endpoint", "launch.rendezvous_timeout")  # options of earlier versions, which their runs have saved
 _SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in the sweep's folder

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from src.engine.utils.code_version import code_version
 from src.engine.utils.errors import UserError
 from src.engine.utils.option_kinds import CONTINUABLE, default_value, experiment_options, matches
-from src.engine.utils.quoting import as_typed
+from src.engine.utils.overrides import as_typed
 from src.engine.utils.targets import target_nodes, with_moved_targets
 
 _log = logging.getLogger(__name__)

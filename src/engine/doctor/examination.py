@@ -25,14 +25,14 @@ from rich.text import Text
 
 from src.engine.config.build import build
 from src.engine.config.devices import resolve_devices, runs_in_single_process
-from src.engine.config.folder import remove_if_unused
+from src.engine.config.folder import PROJECT, remove_if_unused
 from src.engine.launch.external import detect_cluster_environment
 from src.engine.launch.failures import RankFailedError
 from src.engine.launch.start import launch
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import check_can_store
 
-_PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+_PYPROJECT = PROJECT / "pyproject.toml"
 _SHOWN = ("Python", "torch", "lightning", "hydra-core", "wandb")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _SHARED_MEMORY = Path("/dev/shm")

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from src.engine.config.devices import device_count, runs_in_single_process
 from src.engine.utils.errors import UserError
-from src.engine.utils.flatten import flatten_config
+from src.engine.utils.overrides import flatten_config
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment

@@ -16,8 +16,8 @@ from src.engine.utils.rank_log import log_to_folder
 from src.engine.utils.signals import Stopped
 
 
-def run_rank(cfg: DictConfig, rank: int, keep: Callable[[Any], None] | None = None) -> dict[str, float]:
-    """Run the experiment in this process; return the final metrics, and give `keep` the trainer.
+def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | None = None) -> dict[str, float]:
+    """Run the experiment in this process; return the final metrics, and give `keep_trainer` the trainer.
 
     With doctor=true, measure an all-reduce instead.
 
@@ -34,7 +34,7 @@ def run_rank(cfg: DictConfig, rank: int, keep: Callable[[Any], None] | None = No
     if device_count(cfg.trainer) > 1 and not runs_in_single_process(cfg):
         torch.set_num_threads(max(1, _cores_per_rank(device_count(cfg.trainer))))
     try:
-        metrics = run(cfg, keep)
+        metrics = run(cfg, keep_trainer)
     except Stopped:  # all ranks stop at the same step, so closing fails none of them
         close_process_group()
         raise

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def launch(
     cfg: DictConfig,
     around_workers: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext,
-    keep: Callable[[Any], None] | None = None,
+    keep_trainer: Callable[[Any], None] | None = None,
 ) -> dict[str, float]:
     """Run the job on all its ranks; return rank zero's final metrics.
 
@@ -41,26 +41,26 @@ def launch(
         cfg: the composed configuration.
         around_workers: context manager around the processes that this launcher starts; it gets the resolved
             configuration.
-        keep: gets the trainer after the run if this process is a rank.
+        keep_trainer: gets the trainer after the run if this process is a rank.
 
     Raises:
         UserError: if a rank raised one; the launcher has already stopped the other ranks.
     """
     if env := detect_cluster_environment():
-        return _join_started_ranks(env, cfg, keep)
+        return _join_started_ranks(env, cfg, keep_trainer)
     cfg = resolve_config(cfg)
     devices = device_count(cfg.trainer)
     _check_can_start(cfg, devices)
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if devices == 1 and not is_sweep and not cfg.launch.max_restarts:
         with run_recorded(cfg):
-            return run_rank(cfg, rank=0, keep=keep)
+            return run_rank(cfg, rank=0, keep_trainer=keep_trainer)
     with around_workers(cfg), run_recorded(cfg):
         return launch_workers(cfg, 1 if runs_in_single_process(cfg) else devices)
 
 
 def _join_started_ranks(
-    env: ClusterEnvironment, cfg: DictConfig, keep: Callable[[Any], None] | None
+    env: ClusterEnvironment, cfg: DictConfig, keep_trainer: Callable[[Any], None] | None
 ) -> dict[str, float]:
     """Run this process as one of the ranks that torchrun or SLURM started; only rank zero prints a user error."""
     rank, composed = env.global_rank(), OmegaConf.to_yaml(cfg)
@@ -73,7 +73,7 @@ def _join_started_ranks(
     with os.fdopen(os.dup(2), "w") as terminal:  # above rank zero, stderr becomes the rank's log
         try:
             with run_recorded(cfg, is_recorder=rank == 0):
-                return run_rank(cfg, rank, keep)
+                return run_rank(cfg, rank, keep_trainer)
         except Exception as error:
             if dist.is_initialized():
                 exit_started_rank(error, cfg.run_dir, rank, terminal)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 COMPUTATION, COMMUNICATION = "forward_backward", "communication"
-Pass = tuple[int, int, str, float, float]  # stage, micro-batch, kind, start, end; seconds since the start of the step
 _Mark = Any  # a CUDA event, or seconds of `time.perf_counter`
 
 
@@ -28,12 +27,13 @@ class RecordedStep:
     Attributes:
         start: UNIX time.
         spans: seconds of each activity; their sum is the duration of the step.
-        passes: the passes of the pipeline, in the order of execution.
+        passes: the passes of the pipeline in the order of execution: stage, micro-batch, kind, and the seconds from the
+            start of the step to its start and to its end.
     """
 
     start: float
     spans: dict[str, float]
-    passes: list[Pass]
+    passes: list[tuple[int, int, str, float, float]]
 
     @property
     def seconds(self) -> float:

@@ -14,7 +14,7 @@ from src.engine.observe.ranks import RankComparison
 from src.engine.observe.recording import synchronize
 from src.engine.observe.timeline import Timeline
 from src.engine.utils.log_points import is_log_point
-from src.engine.utils.peak_memory import peak_memory_mib
+from src.engine.utils.memory import peak_memory_mib
 
 _log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from src.engine.observe.recording import (
     set_recording,
     synchronize,
 )
-from src.engine.utils.json_lines import append_json_line
+from src.engine.utils.files import append_json_line
 from src.engine.utils.log_points import is_log_point
-from src.engine.utils.peak_memory import peak_memory_mib
+from src.engine.utils.memory import peak_memory_mib
 
 _log = logging.getLogger(__name__)
 _ACTIVITIES, _PAUSES = ("data", "forward_backward", COMMUNICATION, "optimizer"), ("validation", "save")

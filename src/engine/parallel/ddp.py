@@ -9,17 +9,38 @@ from typing import Any, cast
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from src.engine.observe.recording import communication
-from src.engine.parallel.comm_hooks import HOOKS
 from src.engine.utils.errors import UserError, suggest
+
+
+def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Run the PowerSGD hook, and wait for it on a CPU.
+
+    gloo continues a hook on its own threads. On some ranks its later reductions could then overtake those of other
+    buckets.
+    """
+    future = powerSGD_hook(state, bucket)
+    if not bucket.buffer().is_cuda:
+        future.wait()
+    return future
+
+
+HOOKS: dict[str, Any] = {
+    "fp16": fp16_compress_hook,
+    "bf16": bf16_compress_hook,
+    "powersgd": _powersgd_in_order,
+    "post_local_sgd": post_localSGD_hook,
+}
 
 
 class DDP(DDPStrategy):
@@ -160,3 +181,14 @@ class DDP(DDPStrategy):
         if self._model_averager is not None:
             floats = [value for value in values if isinstance(value, Tensor) and value.ndim]  # no step counts
             average_parameters(cast(Any, iter(floats)), self._model_averager.process_group)
+
+
+def auto(devices: int | list[int], num_nodes: int) -> DDP | str:
+    """Return the argument of `Trainer(strategy=...)`.
+
+    Args:
+        devices: number of devices per node, or their indices.
+        num_nodes: number of nodes.
+    """
+    count = devices if isinstance(devices, int) else len(devices)
+    return DDP() if count * num_nodes > 1 else "auto"

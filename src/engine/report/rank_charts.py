@@ -1,12 +1,12 @@
 """Where the time of each rank goes: in all, in the course of the run, and in the passes of a pipeline's step."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
 
-from src.engine.parallel.pipeline.simulation import Action, simulate_order
+from src.engine.parallel.pipeline.simulation import Action, Pass, bubble, simulate_order
 from src.engine.report.page import CATEGORIES, chart, new_figure, number
 from src.engine.report.run_folder import OTHER, Curve, Floats, RankTimeline, RunFolder, Seconds, total_seconds
 
@@ -31,16 +31,6 @@ _KINDS = {
     "W": ("gradients of the weights", "var(--weight-gradient)"),
 }
 _MOST_STEPS = 25  # recorded steps, of which the chart shows the one of median duration
-
-
-class Pass(NamedTuple):
-    """One pass of a micro-batch through a stage; `kind` is F, B, I or W, and times are since the step's start."""
-
-    stage: int
-    microbatch: int
-    kind: str
-    start: float
-    end: float
 
 
 Rows = dict[int, list[Pass]]  # the passes of each rank
@@ -154,7 +144,7 @@ def _simulated_chart(run: RunFolder, recorded: Rows) -> list[Markup]:
         timeline = simulate_order(order)
     except ValueError:
         return []
-    rows = {rank: [Pass(*one) for one in passes] for rank, passes in zip(recorded, timeline, strict=True)}
+    rows = dict(zip(recorded, timeline, strict=True))
     schedule = run.config.get("strategy.schedule") or "This order of passes"
     note = f"{schedule}, if all stages cost the same and sending takes no time. {_bubble_sentence(rows)}"
     return [passes_chart(rows, "Simulated", note, "duration of a forward pass")]
@@ -190,17 +180,10 @@ def _end(rows: Rows) -> float:
     return max(one.end for passes in rows.values() for one in passes)
 
 
-def bubble(rows: Rows) -> float:
-    """Return the fraction of the step in which the ranks idle on average."""
-    total = len(rows) * _end(rows)
-    busy = sum(one.end - one.start for passes in rows.values() for one in passes)
-    return (total - busy) / total if total else 0.0
-
-
 def _bubble_sentence(rows: Rows) -> str:
     has_several_stages = any(len({one.stage for one in passes}) > 1 for passes in rows.values())
     colors = " The later stages of a rank are paler." if has_several_stages else ""
-    return f"The ranks idle {bubble(rows):.1%} of the step (shaded).{colors}"
+    return f"The ranks idle {bubble(rows.values()):.1%} of the step (shaded).{colors}"
 
 
 def passes_chart(rows: Rows, title: str, note: str, unit: str, scale: float = 1.0) -> Markup:

@@ -16,8 +16,8 @@ import yaml
 from numpy.typing import NDArray
 
 from src.engine.utils.events import read_events
-from src.engine.utils.flatten import flatten_config
-from src.engine.utils.json_lines import read_json_lines
+from src.engine.utils.files import read_json_lines
+from src.engine.utils.overrides import flatten_config
 from src.engine.utils.targets import with_moved_targets
 
 Floats = NDArray[np.float64]

@@ -20,14 +20,14 @@ from src.engine.run.trainer_patches import patch_trainer
 from src.engine.state.weights import load_initial_weights
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_event
-from src.engine.utils.malloc import tune_malloc
+from src.engine.utils.memory import tune_malloc
 from src.engine.utils.signals import Stopped
 
 _log = logging.getLogger(__name__)
 
 
-def run(cfg: DictConfig, keep: Callable[[L.Trainer], None] | None = None) -> dict[str, float]:
-    """Fit, test and predict as configured; return the final metrics by name, and give `keep` the trainer.
+def run(cfg: DictConfig, keep_trainer: Callable[[L.Trainer], None] | None = None) -> dict[str, float]:
+    """Fit, test and predict as configured; return the final metrics by name, and give `keep_trainer` the trainer.
 
     Raises:
         UserError: if an option is invalid, or training fails for a reason that the user can fix.
@@ -60,8 +60,8 @@ def run(cfg: DictConfig, keep: Callable[[L.Trainer], None] | None = None) -> dic
             steps = trainer.fit_loop.epoch_loop._batches_that_stepped
             append_event(cfg.run_dir, "finished", steps if cfg.fit else None)
         _log_end(metrics, cfg.run_dir)
-    if keep:
-        keep(trainer)
+    if keep_trainer:
+        keep_trainer(trainer)
     return metrics
 
 

@@ -17,7 +17,7 @@ from src.engine.utils.image_files import ImageFiles
 _IMAGES_AT_ONCE = 256
 
 
-class Classifier(nn.Module):
+class Predictor(nn.Module):
     """Maps (n, channels, height, width) uint8 images to (n, classes) probabilities.
 
     Args:
@@ -49,7 +49,7 @@ class Run:
     classes: list[str]
 
     @cached_property
-    def classifier(self) -> Classifier:
+    def predictor(self) -> Predictor:
         """The network with its normalization, from uint8 images to probabilities.
 
         Raises:
@@ -57,13 +57,13 @@ class Run:
         """
         if not {"mean", "std"} <= self.config.data.keys():
             raise UserError("data.mean or data.std is not set in this run: normalize the images, and call `net`")
-        return Classifier(self.net, self.config.data.mean, self.config.data.std).eval()
+        return Predictor(self.net, self.config.data.mean, self.config.data.std).eval()
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> Tensor:
         """Return the (n, classes) probabilities of (n, channels, height, width) uint8 images."""
-        device = self.classifier.mean.device
-        return torch.cat([self.classifier(part.to(device)) for part in images.split(_IMAGES_AT_ONCE)])
+        device = self.predictor.mean.device
+        return torch.cat([self.predictor(part.to(device)) for part in images.split(_IMAGES_AT_ONCE)])
 
     def classify(self, folder: str | Path) -> dict[str, str]:
         """Return the most probable class of each image file in a folder and its subfolders, by path.

@@ -15,14 +15,14 @@ from src.engine.observe.csv import CSVLogger
 from src.engine.parallel.norm_groups import NormGroups
 from src.engine.run.checkpoint import LastCheckpoint
 from src.engine.run.checks import RunChecks
+from src.engine.run.description import RunDescription
 from src.engine.run.predictions import PredictionWriter
 from src.engine.run.preemption import PreemptionHandler
-from src.engine.run.record import RunRecord
 from src.engine.run.steps import OptimizerSteps
 from src.engine.run.watchdog import Watchdog
 from src.engine.state.io import AtomicCheckpointIO
 from src.engine.utils.errors import UserError
-from src.engine.utils.quoting import as_typed
+from src.engine.utils.overrides import as_typed
 
 _OWN_ARGUMENTS = {  # arguments of Lightning's Trainer that `build_trainer` gives
     "strategy": "use strategy=NAME instead",
@@ -52,7 +52,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
         return make_trainer(
             strategy=build(strategy),
             callbacks=_all_callbacks(cfg, configured),
-            logger=CSVLogger(folder),  # RunRecord puts the configured loggers before it
+            logger=CSVLogger(folder),  # RunDescription puts the configured loggers before it
             plugins=[AtomicCheckpointIO(), *([DoublePrecision()] if is_double else [])],
             precision=None if is_double else cfg.trainer.precision,
             default_root_dir=folder,
@@ -67,7 +67,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             use_distributed_sampler=False,
             # NormGroups normalizes over groups of the global batch, also on one process.
             sync_batchnorm=False,
-            # RunRecord logs the configuration, which a module's own hyper-parameters would replace in config.yaml.
+            # RunDescription logs the configuration, which a module's own hyper-parameters would replace in config.yaml.
             enable_autolog_hparams=False,
         )
     except (MisconfigurationException, ValueError) as error:
@@ -82,7 +82,7 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
         # These end the run: a hung rank alone, or all ranks at the same step after a signal.
         Watchdog(folder, cfg.launch.timeout),
         PreemptionHandler(folder),
-        RunRecord(cfg, list(_build_each(cfg, "logger").values())),
+        RunDescription(cfg, list(_build_each(cfg, "logger").values())),
         ExactResumption(cfg.seed),
         OptimizerSteps(),
         RunChecks(configured),

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from src.engine.utils.json_lines import read_json_lines
+from src.engine.utils.files import read_json_lines
 
 _log = logging.getLogger(__name__)
 _FILE = "events.jsonl"

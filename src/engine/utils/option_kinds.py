@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.utils.flatten import flatten_config
+from src.engine.utils.overrides import flatten_config
 from src.engine.utils.targets import default_options
 
 EXPERIMENT = """

@@ -25,6 +25,7 @@ MOVED = {
     "src.loggers": "src.engine.observe",
     "src.optim": "src.engine.optim",
     "src.strategies": "src.engine.parallel",
+    "src.strategies.auto": "src.engine.parallel.ddp",
     "src.sweeps": "src.engine.sweeps",
 }
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from src.engine.utils import option_kinds
-from src.engine.utils.flatten import flatten_config
 from src.engine.utils.option_kinds import EXPERIMENT, HARDWARE, kinds, matches
+from src.engine.utils.overrides import flatten_config
 from src.engine.utils.targets import default_options
 from tests.support.runs import CONF
 

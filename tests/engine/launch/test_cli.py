@@ -19,7 +19,7 @@ from src.engine.config.shorthands import complete_overrides
 from src.engine.launch.external import check_same_options
 from src.engine.launch.rank import run_rank
 from src.engine.utils.errors import UserError
-from src.engine.utils.quoting import quote
+from src.engine.utils.overrides import quote
 from tests.support.commands import ROOT, TINY, error_line, run_here
 from tests.support.runs import compose
 
@@ -256,7 +256,7 @@ def test_revision_is_read_without_writing_to_git(monkeypatch: pytest.MonkeyPatch
         command = ["git", "-c", "user.name=me", "-c", "user.email=me@localhost", *words]
         return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
 
-    monkeypatch.setattr("src.engine.config.resolve._PROJECT", tmp_path)
+    monkeypatch.setattr("src.engine.config.resolve.PROJECT", tmp_path)
     assert source_revision() == (None, False)
     git("init")
     (tmp_path / "source.py").write_text("")

@@ -16,7 +16,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error,
 
 from src.data.sources.shapes import Shapes
 from src.engine.determinism.batch import Batch
-from src.engine.observe.evaluation_sums import MAX_MISTAKES, EvaluationSums
+from src.engine.observe.evaluation import MAX_MISTAKES, EvaluationSums
 from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
 from src.models.classifier import ImageClassifier

@@ -14,7 +14,7 @@ import torch
 from src.engine.observe.recording import StepRecording, communication, current_recording, pipeline_pass, set_recording
 from src.engine.observe.timeline import Timeline
 from src.engine.run.experiment import assemble
-from src.engine.utils.json_lines import read_json_lines
+from src.engine.utils.files import read_json_lines
 from tests.support.comparison import read_rows
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit

@@ -3,7 +3,7 @@
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
-from src.engine.parallel.auto import auto
+from src.engine.parallel.ddp import auto
 
 
 @pytest.mark.parametrize(("devices", "num_nodes"), [(1, 1), ([3], 1)])

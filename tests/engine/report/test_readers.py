@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from src.engine.parallel.pipeline.simulation import Pass, bubble
 from src.engine.report import run_folder
 from src.engine.report.agreement import difference
 from src.engine.report.comparison import labels
@@ -21,11 +22,11 @@ from src.engine.report.metric_charts import (
     style_value_axis,
 )
 from src.engine.report.page import new_figure
-from src.engine.report.rank_charts import Pass, bubble, passes_chart, recorded_passes, slowest_rank
+from src.engine.report.rank_charts import passes_chart, recorded_passes, slowest_rank
 from src.engine.report.run_folder import Curve, RunFolder, read_mapping, read_metrics, total_seconds
 from src.engine.report.run_page import duration
 from src.engine.report.sweep import LEVELS, Sweep
-from src.engine.utils.json_lines import read_json_lines
+from src.engine.utils.files import read_json_lines
 from tests.support.run_folders import write_run
 
 START = {"event": "start", "time": 100.0}
@@ -153,7 +154,7 @@ def test_bubble_of_recorded_passes(tmp_path: Path) -> None:
         step, rows = recorded_passes(RunFolder(write_run(tmp_path / f"{ranks}", ranks=ranks)).timelines)
         assert step == 10
         assert list(rows) == list(range(ranks))
-        assert bubble(rows) == pytest.approx((ranks - 1) / (3 + ranks))
+        assert bubble(rows.values()) == pytest.approx((ranks - 1) / (3 + ranks))
         assert min(one.start for passes in rows.values() for one in passes) == 0
 
 

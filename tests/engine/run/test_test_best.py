@@ -66,7 +66,7 @@ def test_refuses_what_it_cannot_test(words: list[str], hint: str, small: list[st
 def test_finds_the_newest_run(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_folders, "_PROJECT", tmp_path)
+    monkeypatch.setattr(run_folders, "PROJECT", tmp_path)
     with pytest.raises(UserError, match=r"ckpt_path=last: there is no run with a checkpoint in .*/runs"):
         with_found_runs(["ckpt_path=last"])
     older, job, evaluation = (tmp_path / "runs" / name for name in ("older", "sweep/0", "evaluation"))

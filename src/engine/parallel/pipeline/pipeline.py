@@ -29,6 +29,7 @@ from src.engine.parallel.pipeline.simulation import bubble, simulate
 from src.engine.parallel.pipeline.split import cut, format_table
 from src.engine.parallel.pipeline.stage import (
     Stage,
+    StageForward,
     build_stage,
     join_samples,
     keep_own_stages,
@@ -36,7 +37,6 @@ from src.engine.parallel.pipeline.stage import (
     split_batch,
     stage_shapes,
 )
-from src.engine.parallel.pipeline.stage_forward import StageForward
 from src.engine.parallel.sharded_state import ShardedStateStrategy
 from src.engine.utils.errors import UserError
 

@@ -6,6 +6,7 @@ the optimizer step waits for the gradients of all.
 """
 
 from collections import deque
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,13 +27,13 @@ class Action(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """An action with its start and end, in units of a forward pass from the start of the step."""
+    """An action with its start and end since the start of the step: in units of a forward pass, or in seconds."""
 
     stage: int
     microbatch: int
     kind: str
-    start: int
-    end: int
+    start: float
+    end: float
 
 
 def order_of_passes(schedule: str, ranks: int, microbatches: int) -> list[list[Action]]:
@@ -95,7 +96,7 @@ def simulate_order(order: list[list[Action]]) -> list[list[Pass]]:
     waiting = [deque(actions) for actions in order]
     last_stage = max(action.stage for actions in order for action in actions)
     timeline: list[list[Pass]] = [[] for _ in waiting]
-    ends: dict[Action, int] = {}  # when a result is there; for a full backward pass, the gradients of the inputs
+    ends: dict[Action, float] = {}  # when a result is there; for a full backward pass, the gradients of the inputs
     while any(waiting):
         remaining = sum(map(len, waiting))
         for passes, actions in zip(timeline, waiting, strict=True):
@@ -103,7 +104,7 @@ def simulate_order(order: list[list[Action]]) -> list[list[Pass]]:
             if not actions or any(action not in ends for action in needed):
                 continue
             action = actions.popleft()
-            rank_is_free = passes[-1].end if passes else 0
+            rank_is_free = passes[-1].end if passes else 0.0
             start = max([rank_is_free, *(ends[other] for other in needed)])
             passes.append(Pass(*action, start, start + _DURATIONS[action.kind]))
             ends[_result(action)] = passes[-1].end
@@ -128,8 +129,8 @@ def _result(action: Action) -> Action:
     return action._replace(kind="I") if action.kind == "B" else action
 
 
-def bubble(timeline: list[list[Pass]]) -> float:
-    """Return the fraction of a step in which the ranks idle on average."""
-    total = len(timeline) * max(passes[-1].end for passes in timeline)
+def bubble(timeline: Collection[Sequence[Pass]]) -> float:
+    """Return the fraction of a step in which the ranks idle on average, from the passes of each rank."""
+    total = len(timeline) * max(entry.end for passes in timeline for entry in passes)
     busy = sum(entry.end - entry.start for passes in timeline for entry in passes)
-    return (total - busy) / total
+    return (total - busy) / total if total else 0.0

@@ -1,9 +1,13 @@
-"""Let glibc keep freed memory instead of returning it to the kernel (CPU training)."""
+"""The memory of this process: glibc keeps what is freed (CPU training), and the peak."""
 
 import ctypes
+import resource
 import sys
 
+import torch
+
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # the constants of glibc's malloc.h
+_RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
 
 
 def tune_malloc() -> bool:
@@ -16,3 +20,10 @@ def tune_malloc() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     return mallopt is not None and bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Return the peak of the allocated tensors on a GPU, or of the resident set size on a CPU, in MiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_BYTES / 2**20

@@ -20,7 +20,7 @@ from src.engine.utils.events import append_event
 _log = logging.getLogger(__name__)
 
 
-class RunRecord(L.Callback):
+class RunDescription(L.Callback):
     """Logs the resolved configuration, keeps it in every checkpoint as YAML, and prints the banner.
 
     Every checkpoint also keeps the metrics. When a run resumes, the rows of the steps that it repeats are cut.
