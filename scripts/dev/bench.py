@@ -14,7 +14,7 @@ from rich.console import Console
 from scripts.dev.benchmarks.cases import BENCHMARKS, make_images
 from scripts.dev.benchmarks.programs import Case, Readings, run_in_turn
 from scripts.dev.benchmarks.report import table, write
-from scripts.dev.machine import describe_machine
+from scripts.dev.shared.machine import describe_machine
 
 
 def main() -> None:

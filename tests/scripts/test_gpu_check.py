@@ -17,8 +17,8 @@ from scripts.dev.gpu_check.profile import summary
 from scripts.dev.gpu_check.report import Outcome, markdown
 from scripts.dev.gpu_check.runs import expect_equal
 from scripts.dev.gpu_check.speed import run_seconds
-from scripts.dev.machine import describe_machine
 from scripts.dev.peers.callbacks import union_length
+from scripts.dev.shared.machine import describe_machine
 from src.engine.notebook import Result
 from tests.support.commands import ROOT, run_here, wait_until
 
@@ -64,7 +64,7 @@ def test_a_check_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
     command = (
         f"run_limited([{sys.executable!r}, '-c', {SLEEP!r}, {str(tmp_path)!r}], Path({str(tmp_path / 'log')!r}), 60)"
     )
-    program = f"from pathlib import Path; from scripts.dev.process import *; exit_on_sigterm(); {command}"
+    program = f"from pathlib import Path; from scripts.dev.shared.process import *; exit_on_sigterm(); {command}"
     outer = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     assert wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", 30)
     outer.terminate()

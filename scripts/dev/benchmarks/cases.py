@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from scripts.dev.benchmarks.programs import Case, Program
-from scripts.dev.process import ROOT, python
+from scripts.dev.shared.process import ROOT, python
 from src.data.sources.cifar import CIFAR10
 from src.engine.parallel.pipeline.schedules import SCHEDULES
 from src.engine.parallel.pipeline.simulation import bubble, simulate

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from scripts.dev.process import run_limited
+from scripts.dev.shared.process import run_limited
 
 Readings = dict[str, list[dict[str, float]]]  # by program: a reading per round, numbers by name
 

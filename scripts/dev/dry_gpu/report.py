@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from scripts.dev.dry_gpu.cases import KNOWN_SYNCHRONIZATIONS, Case
 from scripts.dev.dry_gpu.measure import PHASES
 from scripts.dev.dry_gpu.run import Result
-from scripts.dev.process import ROOT
+from scripts.dev.shared.process import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks" / "dry-gpu.md"
 _COLUMNS = ["run", *PHASES, "all", "collectives", "synchronizations", "at log points", "compiled"]

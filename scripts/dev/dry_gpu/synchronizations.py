@@ -4,7 +4,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from scripts.dev.process import ROOT
+from scripts.dev.shared.process import ROOT
 
 _HIDDEN = ("/torch/_", "/torch/utils/_", "/torch/autograd/", "/scripts/dev/dry_gpu/", "contextlib.py")
 

@@ -18,8 +18,8 @@ import torch
 from scripts.dev.gpu_check.case import Case, Session
 from scripts.dev.gpu_check.cases import cases
 from scripts.dev.gpu_check.report import Outcome, markdown, write
-from scripts.dev.machine import describe_machine
-from scripts.dev.process import ROOT, TIMED_OUT, exit_on_sigterm, last_line, python, run_limited
+from scripts.dev.shared.machine import describe_machine
+from scripts.dev.shared.process import ROOT, TIMED_OUT, exit_on_sigterm, last_line, python, run_limited
 
 PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
 

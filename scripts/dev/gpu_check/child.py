@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scripts.dev.gpu_check.case import CheckFailedError, NotHere, Session
 from scripts.dev.gpu_check.cases import cases
-from scripts.dev.process import exit_on_sigterm
+from scripts.dev.shared.process import exit_on_sigterm
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import lightning as L
 
 from scripts.dev.gpu_check.case import CheckFailedError, Session, expect
 from scripts.dev.gpu_check.runs import SHORT_PARITY, overrides
-from scripts.dev.process import TIMED_OUT, python, run_limited
+from scripts.dev.shared.process import TIMED_OUT, python, run_limited
 
 LAUNCHERS = ["own", "torchrun"]
 MESSAGES = {"raise": "only on this rank", "kill": "rank 1 died", "stop": "rank 1:\nno stack"}  # of the own launcher

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Timer
 
 from scripts.dev.gpu_check.case import NotHere, Session, expect
 from scripts.dev.gpu_check.runs import TINY, column, middle, run
-from scripts.dev.process import last_line, python, run_limited
+from scripts.dev.shared.process import last_line, python, run_limited
 from src.engine.notebook import Result
 from src.engine.observe.flops import flops_per_sample
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from scripts.dev.pictures.figures import curves_figure, schedules_figure
 from scripts.dev.pictures.runs import CURVES, MICROBATCHES, PIPELINES, RANKS, train
 from scripts.dev.pictures.svg import to_svg
-from scripts.dev.process import ROOT
+from scripts.dev.shared.process import ROOT
 from src.engine.utils.files import atomic_write
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.dev.process import python, run_limited
+from scripts.dev.shared.process import python, run_limited
 from src.engine.parallel.pipeline.schedules import SCHEDULES
 from src.engine.report.run_folder import RunFolder
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.dev.process import ROOT
+from scripts.dev.shared.process import ROOT
 
 
 def describe_machine() -> dict[str, str]:
