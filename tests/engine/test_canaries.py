@@ -17,11 +17,15 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import nn
 from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extract_tensor_metas
 
 SIGNATURES: list[tuple[Callable[..., Any], list[str], str]] = [
     (_TrainingEpochLoop._broadcast_sigterm_tensor, ["self"], "src/engine/run/trainer_patches.py"),
     (_ResultCollection.metrics, ["self", "on_step"], "src/engine/run/trainer_patches.py"),
+    (FSDPParamGroup.pre_forward, ["self", "module", "args", "kwargs"], "src/engine/parallel/sharded_state.py"),
+    (FSDPParamGroup.pre_backward, ["self", "default_prefetch", "unused"], "src/engine/parallel/sharded_state.py"),
+    (FSDPParamGroup.post_backward, ["self", "unused"], "src/engine/parallel/sharded_state.py"),
 ]
 
 

@@ -37,7 +37,7 @@ def build(node: DictConfig, **changes: Any) -> Any:
             raise UserError(f"{node._target_}: {cause}") from error
         # A function that takes any option, such as those of torchvision, may call another one that does not.
         unexpected = re.search(r"got an unexpected keyword argument '(\w+)'", str(cause))
-        if unexpected and f"{unexpected[1]}:" in OmegaConf.to_yaml(node):
+        if unexpected and re.search(rf"\b{unexpected[1]}:", OmegaConf.to_yaml(node)):
             raise UserError(f"{' '.join(str(error).split())}: leave `{unexpected[1]}` out") from error
         raise
 
@@ -74,7 +74,10 @@ def check_numbers(option: str, value: Any, hint: Any) -> None:
     """Check the value of an option whose type is a number, a flag or a list of them; others have any value."""
     if value is None or isinstance(value, dict):
         return
-    if typing.get_origin(hint) in (list, Sequence):
+    if typing.get_origin(hint) in (typing.Union, UnionType):
+        kinds = [kind for kind in typing.get_args(hint) if kind is not NoneType]
+        hint = kinds[0] if len(kinds) == 1 else hint
+    if typing.get_origin(hint) in (list, tuple, Sequence):
         if not isinstance(value, list):
             raise UserError(f"{option}={as_typed(value)}: give a list")
         for element in value:

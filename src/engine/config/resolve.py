@@ -41,7 +41,6 @@ _TYPES = {  # of the options that belong to no class
     "doctor": bool,
     "report": bool,
     "launch.max_restarts": int,
-    "launch.rendezvous_timeout": float,
 }
 # A continued run does not inherit these options.
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
@@ -99,7 +98,7 @@ def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
             hint = f"begin each file of conf/{name} with the line `# @package _global_`"
         elif "." in name and name in tree:
             hint = "nest the keys, one per line"
-        elif re.search(rf"\$\{{[^}}]*(?<!\w){re.escape(name)}\b", str(tree)):
+        elif re.search(rf"\$\{{[^}}]*(?<!\w)(?<!\w\.){re.escape(name)}\b", str(tree)):
             continue
         else:
             others = {key: node for key, node in tree.items() if key not in {*unknown, "runtime"}}

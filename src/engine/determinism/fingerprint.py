@@ -70,6 +70,7 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
     if not checkpoint.get("experiment"):
         _log.warning("ckpt_path is of an earlier version, which kept no experiment: its options are not compared")
         return current
+    saved = Experiment(**checkpoint["experiment"])
     before = Experiment(**with_moved_targets(checkpoint["experiment"]))
     # The weights come from the checkpoint, and so the initial weights stay those of the earlier run.
     kept = {name: value for name, value in current.options.items() if name != "init_from"}
@@ -82,11 +83,11 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
             f"the run in ckpt_path had {', '.join(named)}: that is another experiment; set it back, or start a new run"
         )
     if before.fingerprint != now.fingerprint:
-        origin = f"{before.fingerprint}, step {checkpoint['global_step']}"
+        origin = f"{saved.fingerprint}, step {checkpoint['global_step']}"
         now = replace(now, options=now.options | {_CONTINUED: origin})
         reason = ", ".join(changes.values()) or "the code of its classes was edited"
         level = logging.INFO if changes else logging.WARNING
-        _log.log(level, "the run goes on as experiment %s, before %s: %s", now.fingerprint, before.fingerprint, reason)
+        _log.log(level, "the run goes on as experiment %s, before %s: %s", now.fingerprint, saved.fingerprint, reason)
     return now
 
 

@@ -93,14 +93,16 @@ def first_failure(failed: Any, run_dir: str) -> Exception:
     if failure.exitcode < 0:  # killed by a signal
         return died
     if stacks := _stacks(run_dir):
-        return RankFailedError(f"no step within launch.timeout; the logs of all ranks are in {run_dir}/logs\n{stacks}")
-    reports = list(Path(failure.error_file).parent.parent.glob("*/error.json"))
+        return RankFailedError(f"no step within launch.timeout; see {run_dir}/logs/rank*.stack\n{stacks}")
+    files = Path(failure.error_file).parent.parent.glob("*/error.json")
+    earliest_first = sorted(files, key=lambda file: file.stat().st_mtime_ns)
+    reports = {int(file.parent.name): json.loads(file.read_text())["message"] for file in earliest_first}
+    for error in reports.values():
+        if _PREFIX in error["message"]:  # Lightning's spawn launcher puts a worker's traceback before it
+            return UserError(error["message"].rpartition(_PREFIX)[2].strip())
     if not reports:
         return died
-    first = min(reports, key=lambda file: file.stat().st_mtime_ns)
-    rank, error = int(first.parent.name), json.loads(first.read_text())["message"]
-    if _PREFIX in error["message"]:  # Lightning's spawn launcher puts a worker's traceback before it
-        return UserError(error["message"].rpartition(_PREFIX)[2].strip())
+    rank, error = next(iter(reports.items()))
     trace = error["extraInfo"]["py_callstack"]
     return RankFailedError(f"rank {rank} failed ({error['message']}); its log is {log_file(run_dir, rank)}\n{trace}")
 

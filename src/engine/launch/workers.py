@@ -37,7 +37,7 @@ def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
             except SignalException:  # a second signal
                 raise _stopped(cfg) from None
             except RankFailedError as failed:
-                if not restarts_left:
+                if restarts_left <= 0:
                     raise
                 restarts_left -= 1
                 print(f"{failed}\nrestarting; {restarts_left} restarts left after this one", file=sys.stderr)

@@ -10,8 +10,8 @@ from torch import Tensor
 class ResumableEarlyStopping(EarlyStopping):
     """Lightning's EarlyStopping with a permanent decision: a stopped run stays stopped when it is started again.
 
-    Each validation counts once. The options come from the configuration, not from the checkpoint, so that a stopped run
-    continues with a larger `patience` or another threshold.
+    Each validation counts once. The options come from the configuration, not from the checkpoint. If one has changed, a
+    stopped run continues, and the next validation decides.
     """
 
     def __init__(self, **options: Any) -> None:

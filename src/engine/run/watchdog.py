@@ -39,7 +39,7 @@ class Watchdog(L.Callback):
         set_timeouts_after(self.timeout)
         file = stack_file(self.folder, trainer.global_rank)
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._stacks = file.open("w")
+        self._stacks = file.open("a")  # the ranks of an earlier start may have left theirs
         self._last_start = 0.0
         self._restart_timer()
 
@@ -75,5 +75,7 @@ class Watchdog(L.Callback):
         if self._stacks:
             faulthandler.cancel_dump_traceback_later()
             self._stacks.close()
-            Path(self._stacks.name).unlink(missing_ok=True)
+            file = Path(self._stacks.name)
+            if file.exists() and not file.stat().st_size:
+                file.unlink()
             self._stacks = None

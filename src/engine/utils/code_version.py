@@ -11,14 +11,15 @@ from pathlib import Path
 from src.engine.utils.targets import locate
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)  # nodes that can have a docstring
+_ENGINE = ("src.engine.determinism.", "src.engine.run.module")  # what of the engine computes the experiment
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def code_version(targets: Iterable[str]) -> str:
     """Return a hash of the source files of classes and functions, without comments and docstrings.
 
-    A file counts with the files of its folder, and of the folders in it, whose classes and functions it imports.
-    Installed libraries do not count.
+    A file counts with the files of its folder, of the folders in it, and of the parts of the engine that compute the
+    experiment, whose classes and functions it imports. Installed libraries do not count.
     """
     names: set[str] = set()
     for target in targets:
@@ -35,7 +36,7 @@ def _with_imports(name: str, package: str, found: set[str]) -> set[str]:
         found.add(name)
         origins = {str(getattr(value, "__module__", None)) for value in vars(module).values()}
         for origin in origins & sys.modules.keys():
-            if origin.startswith(f"{package}."):
+            if origin.startswith((f"{package}.", *_ENGINE)):
                 _with_imports(origin, package, found)
     return found
 

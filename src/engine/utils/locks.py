@@ -6,16 +6,16 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import gettempdir
 
 from filelock import FileLock, Timeout
 
 _PAUSE = 0.2  # seconds between two attempts
+_FOLDER = Path("/tmp")  # the same for all processes of a machine, whatever their TMPDIR
 
 
 def named_lock(name: str) -> FileLock:
     """Return the lock of this name, as a context manager that waits for it. Its file is empty, and remains."""
-    return FileLock(Path(gettempdir()) / f"train-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()}.lock")
+    return FileLock(_FOLDER / f"train-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()}.lock")
 
 
 @contextmanager

@@ -54,9 +54,9 @@ def locate(option: str, target: str) -> Callable[..., Any]:
     """
     try:
         found = _locate(target)
-    except ImportError as error:
-        if not isinstance(error.__cause__, ImportError | AttributeError):  # a bug in the file
-            raise
+    except (ImportError, ValueError) as error:  # the second for a name with a dot too many
+        if isinstance(error, ImportError) and not isinstance(error.__cause__, ImportError | AttributeError | None):
+            raise  # a bug in the file
         raise UserError(f"{option}={target}: {' '.join(str(error).split())}") from error
     if not callable(found):
         raise UserError(f"{option}={target}: {target} is a {type(found).__name__}; give a class or a function")

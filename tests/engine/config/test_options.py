@@ -40,6 +40,7 @@ def write(folder: Path, recipe: str) -> str:
     ("recipe", "hint"),
     [
         ("traner: {max_epochs: 5}", "traner is no option here; did you mean trainer"),
+        ("limit_train_batches: 5", "limit_train_batches is no option here; did you mean trainer.limit_train_batches"),
         ("max_epochs: 5", "max_epochs is no option here; did you mean trainer.max_epochs?"),
         ("launch: {max_restart: 1}", "launch.max_restart is no option here; did you mean launch.max_restarts"),
         ("trainer.max_epochs: 5", "trainer.max_epochs is no option here; nest the keys"),
@@ -108,6 +109,8 @@ def test_accepts_options_that_the_module_uses_in_part() -> None:
         (["module.channels_last=yes"], "module.channels_last=yes: give true or false"),
         (["model=mlp", "model.hidden=[a]"], "model.hidden=a: give an integer"),
         (["data.mean=0.5"], "data.mean=0.5: give a list"),
+        (["strategy=ddp", "strategy.shares=3"], "strategy.shares=3: give a list"),
+        (["model._target_=src.models."], "model._target_=src.models."),
         (["data.std=[0.5,0.5]"], r"data.std=\[0.5, 0.5\]: give one value for each of the 3 channels"),
         (["+optimizer.lrr=0.1"], "optimizer.lrr=0.1: torch.optim.SGD has no option `lrr`; .* did you mean lr"),
         (["+trainer.max_epoch=1"], "lightning.Trainer has no option `max_epoch`; .* did you mean max_epochs"),

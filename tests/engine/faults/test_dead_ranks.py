@@ -1,4 +1,4 @@
-"""A rank that dies or hangs is named, the others end in bounded time, and a restart resumes."""
+"""A rank that dies is named, the stacks of a hang are shown, all end in bounded time, and a restart resumes."""
 
 import os
 import signal
