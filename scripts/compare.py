@@ -41,6 +41,8 @@ def main() -> None:
     if missing := [run.path for run in runs if arguments.metric not in run.curves]:
         sys.exit(f"error: --metric={arguments.metric}: {missing[0]} has none logged")
     Console().print(table(runs, arguments.metric))
+    if len({run.experiment for run in runs}) > 1:
+        print("Runs of different experiments are not held to one curve.")
     found = verdicts(runs, [str(folder) for folder in arguments.runs])
     for verdict in found:
         print(verdict.sentence)

@@ -51,9 +51,9 @@ def _layer(module: str) -> int:
     return LAYERS.index(module.split(".")[2])
 
 
-def test_every_room_of_the_engine_has_a_layer() -> None:
-    rooms = {path.stem for path in ENGINE.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"}
-    assert rooms - {"__init__"} == set(LAYERS)
+def test_every_folder_of_the_engine_has_a_layer() -> None:
+    folders = {path.stem for path in ENGINE.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"}
+    assert folders - {"__init__"} == set(LAYERS)
 
 
 @pytest.mark.parametrize("file", sorted(ENGINE.rglob("*.py")), ids=_module)
@@ -66,7 +66,7 @@ def test_the_engine_imports_only_from_layers_below(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", [file for file in SOURCES if _module(file).startswith(YOURS)], ids=_module)
-def test_your_rooms_import_the_face_of_the_engine(file: Path) -> None:
+def test_your_files_import_the_face_of_the_engine(file: Path) -> None:
     assert {name for name in _imports(file) if not name.startswith(YOURS)} <= {FACE}
 
 

@@ -59,13 +59,12 @@ def _load_set(
     source: ImageSource, root: Path, split: str, num_classes: int, image_shape: tuple[int, int, int]
 ) -> ImageSet:
     images, labels = source.load(root, split)
+    where = f"data.source ({source.description})"
     if not len(images) or len(images) != len(labels):
-        raise UserError(f"data.root={root}: `{split}` has {len(images)} images and {len(labels)} labels")
+        raise UserError(f"{where}: `{split}` has {len(images)} images and {len(labels)} labels")
     first = images[torch.tensor([0])][0]
     if first.dtype != torch.uint8:
-        raise UserError(
-            f"data.root={root}: the images of `{split}` are {first.dtype}: store pixels from 0 to 255 as uint8"
-        )
+        raise UserError(f"{where}: the images of `{split}` are {first.dtype}: store pixels from 0 to 255 as uint8")
     if first.shape != image_shape:
         raise UserError(
             f"data.image_shape={list(image_shape)}, but the images of `{split}` are {list(first.shape)}: "
@@ -73,7 +72,7 @@ def _load_set(
         )
     if labels.ndim != 1 or labels.dtype not in _INTEGERS:
         raise UserError(
-            f"data.root={root}: the labels of `{split}` are {labels.dtype} of shape {list(labels.shape)}: "
+            f"{where}: the labels of `{split}` are {labels.dtype} of shape {list(labels.shape)}: "
             "this DataModule is for images of one class each, so give one integer per image"
         )
     lowest, highest = int(labels.min()), int(labels.max())

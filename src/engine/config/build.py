@@ -13,9 +13,10 @@ from torch import Tensor
 
 from src.engine.utils.errors import UserError, similar_names
 from src.engine.utils.overrides import as_typed
-from src.engine.utils.targets import accepted_options, locate, target_nodes
+from src.engine.utils.targets import accepted_options, locate, required_options, target_nodes
 
 _NUMBERS = {bool: "true or false", int: "an integer", float: "a number"}
+_OBJECTS = ("data", "model", "module", "optimizer", "scheduler", "strategy", "trainer")
 NOT_PASSED = "single_process"  # only the launcher reads this option of a strategy
 
 
@@ -43,7 +44,10 @@ def build(node: DictConfig, **changes: Any) -> Any:
 
 
 def check_options(cfg: DictConfig) -> None:
-    """Check that each class of a resolved configuration exists, and that its options have its names and types."""
+    """Check that each class of a resolved configuration exists, and that the options are those that it takes."""
+    for name in _OBJECTS:
+        if "_target_" not in cfg[name]:
+            raise UserError(f"{name} has no `_target_`: let its file in conf/{name} name a class or function")
     nodes = target_nodes(OmegaConf.to_container(cfg, resolve=True))
     # `module.net` is a copy of `model`, whose options the user has set: short names come first.
     for name, node in sorted(nodes, key=lambda item: item[0].count(".")):
@@ -56,6 +60,8 @@ def check_options(cfg: DictConfig) -> None:
                 option = f"{name}.{key}={as_typed(node[key])}"
                 raise UserError(f"{option}: {node['_target_']} has no option `{key}`; leave it out, or {hint}")
             check_numbers(f"{name}.{key}", node[key], hints.get(key))
+        if missing := [] if "_partial_" in node else required_options(target) - node.keys():
+            raise UserError(f"{name}: {node['_target_']} needs `{min(missing)}`: set {name}.{min(missing)}")
 
 
 def _options(node: Any) -> list[str]:

@@ -112,7 +112,9 @@ def refuse_unused_groups(cfg: DictConfig, overrides: Iterable[str]) -> None:
     for override in overrides:
         group = re.split(r"[.=]", override.lstrip("+~"))[0]
         if group in _PARTS and not re.search(rf"\${{{group}\b", module):
-            raise UserError(f"{override}: {cfg.module._target_} does not use `{group}`; leave the option out")
+            raise UserError(
+                f"{override}: {cfg.module._target_} does not use `{group}`; leave it out, or choose a module that does"
+            )
 
 
 def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:

@@ -54,7 +54,10 @@ def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Ve
     at = beyond[0]
     where = _ranks_that_part(run, first, int(gap.steps[at]), float(allowed[at]))
     measured = f"{_METRIC} differs by {gap.values[at]:.1e}, relative{where}; rounding explains {allowed[at]:.1e}"
-    return Verdict(f"{experiment} {name} parts from {first_name} at step {gap.steps[at]:.0f}: {measured}.", True)
+    sentence = f"{experiment} {name} parts from {first_name} at step {gap.steps[at]:.0f}: {measured}."
+    if run.world_size != first.world_size:
+        sentence += f" A module of your own logs {_METRIC} with sync_dist=True: without it, the value is rank zero's."
+    return Verdict(sentence, True)
 
 
 def _ranks_that_part(run: RunFolder, first: RunFolder, step: int, allowed: float) -> str:

@@ -75,6 +75,16 @@ def accepted_options(target: Callable[..., Any]) -> set[str] | None:
     return {parameter.name for parameter in parameters if parameter.kind in by_name}
 
 
+def required_options(target: Callable[..., Any]) -> set[str]:
+    """Return the names of the options without which a class or function cannot be called."""
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except ValueError:  # some classes written in C have no signature
+        return set()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {one.name for one in parameters if one.default is one.empty and one.kind not in variable}
+
+
 @cache
 def default_options(target: str) -> dict[str, Any]:
     """Return the options of a class or function, with their defaults; None stands for an option without a default.
