@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from src.engine.config.folder import saved_config
 from src.engine.utils import signals
 from src.engine.utils.events import read_events
 from tests.support.commands import (
@@ -115,7 +116,7 @@ def test_requeued_job_resumes(small: list[str], uninterrupted: Path, folder: Pat
     run(*command, WANDB_MODE="offline")
     check_last_checkpoints(folder, uninterrupted)
     runs = {file.name.partition("run-")[2] for file in (folder / "wandb").glob("offline-run-*/*.wandb")}
-    assert runs == {f"{folder.name}.wandb"}
+    assert runs == {f"{saved_config(folder).runtime.run_id}.wandb"}
 
 
 @pytest.mark.slow
