@@ -103,9 +103,12 @@ def test_user_errors_found_by_a_single_rank(
 @pytest.mark.parametrize(
     ("arguments", "hints"),
     [
-        (["trainer.devices=2", "strategy=ddp", "data.batch_size=33"], ["data.batch_size=32 or 34", "trainer.devices"]),
+        (["data.batch_size=30", "trainer.accumulate_grad_batches=4", *TWO], ["data.batch_size=28 or 32"]),
         (["optimizer.lr=1e30", *TWO], ["train/loss is nan", "optimizer.lr", "checkpoint: none yet"]),
-        (["strategy=ddp_spawn", "trainer.devices=3"], ["data.batch_size=30 or 33"]),
+        (
+            ["data.batch_size=30", "trainer.accumulate_grad_batches=4", "strategy=ddp_spawn", "trainer.devices=3"],
+            ["data.batch_size=28 or 32"],
+        ),
     ],
 )
 def test_user_errors_found_by_several_ranks(
@@ -292,7 +295,17 @@ def test_terminal_shows_only_lines_of_the_project(strategy: str, small: list[str
     task = [*small, *TINY, f"strategy={strategy}", f"trainer.devices={1 if strategy == 'auto' else 2}"]
     code, printed = run_in_terminal(*task, f"run_dir={tmp_path}/run", columns=80)
     assert code == 0, printed
-    banner = ["strategy", "precision", "data", "batch", "batch norm", "learning rate", "parameters", "run folder"]
+    banner = [
+        "experiment",
+        "strategy",
+        "precision",
+        "data",
+        "batch",
+        "batch norm",
+        "learning rate",
+        "parameters",
+        "run folder",
+    ]
     results = [
         "Epoch",
         "Validation",
@@ -301,7 +314,15 @@ def test_terminal_shows_only_lines_of_the_project(strategy: str, small: list[str
         *(f"{part}/" for part in ("train", "val", "test")),
         "done: ",
     ]
-    measured = ["peak_memory_mib", "samples_per_sec", "step_ms", "data_fraction", "gflop_per_step"]
+    measured = [
+        "rank",
+        "if it were as fast as the median",
+        "peak_memory_mib",
+        "samples_per_sec",
+        "step_ms",
+        "data_fraction",
+        "gflop_per_step",
+    ]
     known = (*banner, *results, *measured, "wandb is offline", "wandb leet", "wandb sync", str(tmp_path))
     lines = [line for line in printed.splitlines() if line.strip()]
     assert [line for line in lines if not line.strip().startswith(known)] == []
