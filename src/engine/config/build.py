@@ -43,11 +43,15 @@ def build(node: DictConfig, **changes: Any) -> Any:
         raise
 
 
+def check_targets(cfg: DictConfig) -> None:
+    """Check that each group from which an object is built names a class or function; a recipe may set it to null."""
+    for name in _OBJECTS:
+        if not OmegaConf.select(cfg, f"{name}._target_"):
+            raise UserError(f"{name} has no `_target_`: let its file in conf/{name} name a class or function")
+
+
 def check_options(cfg: DictConfig) -> None:
     """Check that each class of a resolved configuration exists, and that the options are those that it takes."""
-    for name in _OBJECTS:
-        if "_target_" not in cfg[name]:
-            raise UserError(f"{name} has no `_target_`: let its file in conf/{name} name a class or function")
     nodes = target_nodes(OmegaConf.to_container(cfg, resolve=True))
     # `module.net` is a copy of `model`, whose options the user has set: short names come first.
     for name, node in sorted(nodes, key=lambda item: item[0].count(".")):
@@ -60,7 +64,8 @@ def check_options(cfg: DictConfig) -> None:
                 option = f"{name}.{key}={as_typed(node[key])}"
                 raise UserError(f"{option}: {node['_target_']} has no option `{key}`; leave it out, or {hint}")
             check_numbers(f"{name}.{key}", node[key], hints.get(key))
-        if missing := [] if "_partial_" in node else required_options(target) - node.keys():
+        is_incomplete = "_args_" in node or node.get("_partial_")  # more arguments come by position, or with the call
+        if missing := set() if is_incomplete else required_options(target) - node.keys():
             raise UserError(f"{name}: {node['_target_']} needs `{min(missing)}`: set {name}.{min(missing)}")
 
 
@@ -80,21 +85,24 @@ def check_numbers(option: str, value: Any, hint: Any) -> None:
     """Check the value of an option whose type is a number, a flag or a list of them; others have any value."""
     if value is None or isinstance(value, dict):
         return
-    if typing.get_origin(hint) in (typing.Union, UnionType):
-        kinds = [kind for kind in typing.get_args(hint) if kind is not NoneType]
-        hint = kinds[0] if len(kinds) == 1 else hint
-    if typing.get_origin(hint) in (list, tuple, Sequence):
-        if not isinstance(value, list):
-            raise UserError(f"{option}={as_typed(value)}: give a list")
-        for element in value:
-            check_numbers(option, element, typing.get_args(hint)[0])
+    is_union = typing.get_origin(hint) in (typing.Union, UnionType)
+    kinds = {kind for kind in (typing.get_args(hint) if is_union else [hint]) if kind is not NoneType}
+    if len(kinds) == 1 and typing.get_origin(*kinds) in (list, tuple, Sequence):
+        _check_elements(option, value, {kind for kind in typing.get_args(*kinds) if kind is not ...})
         return
-    members = set(typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else [hint])
-    numbers = [kind for kind in _NUMBERS if kind in members]
-    if not numbers or not members <= {*_NUMBERS, NoneType, Tensor}:  # a text fits as well
+    numbers = [kind for kind in _NUMBERS if kind in kinds]
+    if not numbers or not kinds <= {*_NUMBERS, Tensor}:  # a text fits as well
         return
     if not isinstance(value, int | float if float in numbers else int):
         raise UserError(f"{option}={as_typed(value)}: give {' or '.join(_NUMBERS[kind] for kind in numbers)}")
+
+
+def _check_elements(option: str, value: Any, kinds: set[Any]) -> None:
+    if not isinstance(value, list):
+        raise UserError(f"{option}={as_typed(value)}: give a list")
+    if len(kinds) == 1:  # the elements of a tuple may have types of their own
+        for element in value:
+            check_numbers(option, element, *kinds)
 
 
 def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.config.build import check_numbers, drop_replaced_options
+from src.engine.config.build import check_numbers, check_targets, drop_replaced_options
 from src.engine.config.devices import device_count, resolve_devices
 from src.engine.config.folder import (
     COMMAND,
@@ -55,6 +55,7 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     """
     hydra_cfg = HydraConfig.get()
     overrides, folder = hydra_cfg.overrides.task, Path(hydra_cfg.runtime.output_dir)
+    check_targets(cfg)
     for name, kind in _TYPES.items():
         check_numbers(name, OmegaConf.select(cfg, name), kind)
     for message in drop_replaced_options(cfg, overrides):

@@ -63,12 +63,17 @@ def locate(option: str, target: str) -> Callable[..., Any]:
     return found
 
 
+def _parameters(target: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a class or function; a class written in C without a signature counts as taking any."""
+    try:
+        return list(inspect.signature(target).parameters.values())
+    except ValueError:
+        return [inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)]
+
+
 def accepted_options(target: Callable[..., Any]) -> set[str] | None:
     """Return the names of the options that a class or function accepts, or None if it accepts any."""
-    try:
-        parameters = inspect.signature(target).parameters.values()
-    except ValueError:  # some classes written in C have no signature
-        return None
+    parameters = _parameters(target)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -77,12 +82,8 @@ def accepted_options(target: Callable[..., Any]) -> set[str] | None:
 
 def required_options(target: Callable[..., Any]) -> set[str]:
     """Return the names of the options without which a class or function cannot be called."""
-    try:
-        parameters = inspect.signature(target).parameters.values()
-    except ValueError:  # some classes written in C have no signature
-        return set()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {one.name for one in parameters if one.default is one.empty and one.kind not in variable}
+    return {one.name for one in _parameters(target) if one.default is one.empty and one.kind not in variable}
 
 
 @cache
@@ -96,11 +97,7 @@ def default_options(target: str) -> dict[str, Any]:
     parts = [part for part in getattr(found, "__mro__", ())[1:] if part.__module__.startswith("src.")]
     options: dict[str, Any] = {}
     for part in [*reversed(parts), found]:
-        try:
-            parameters = inspect.signature(part).parameters.values()
-        except ValueError:  # some classes written in C have no signature
-            continue
-        for parameter in parameters:
+        for parameter in _parameters(part):
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 default = None if parameter.default is parameter.empty else parameter.default
                 options[parameter.name] = list(default) if isinstance(default, tuple) else default

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
-from src.engine.config.build import check_numbers
+from src.engine.config.build import check_numbers, check_options
 from src.engine.config.resolve import refuse_unknown_options, refuse_unused_groups
 from src.engine.run.experiment import assemble, run
 from src.engine.sweeps.resolvers import register_resolvers
@@ -56,6 +56,13 @@ def test_refuses_a_recipe_without_package(tmp_path: Path) -> None:
     search = write(tmp_path, "trainer: {max_epochs: 5}")
     _, err = run_here(search, "experiment=[quickstart,mine]", f"run_dir={tmp_path / 'run'}", code=1)
     assert "begin each file of conf/experiment with the line `# @package _global_`" in error_line(err)
+
+
+@pytest.mark.parametrize("group", ["data", "model", "module", "optimizer", "scheduler", "strategy", "trainer"])
+def test_refuses_a_group_that_names_no_class(group: str, tmp_path: Path) -> None:
+    search = write(tmp_path, f"# @package _global_\n{group}: null")
+    _, err = run_here(search, "experiment=mine", f"run_dir={tmp_path / 'run'}", code=1)
+    assert f"{group} has no `_target_`: let its file in conf/{group} name a class or function" in error_line(err)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +127,8 @@ def test_accepts_options_that_the_module_uses_in_part() -> None:
         (["model._target_=src.models"], "model._target_=src.models: .* is a module; give a class or a function"),
         (["model._target_=tests.engine.launch.lenient.net"], r"unexpected keyword argument '(\w+)'.*leave `\1` out"),
         (["+callbacks.mine={_target_: tests.engine.launch.broken.Mine}"], "No module named 'not_installed'"),
+        (["model=mlp", "~model.num_classes"], "model: src.models.mlp.mlp needs `num_classes`: set model.num_classes"),
+        (["+callbacks.mine={_target_: operator.add, _partial_: false}"], "callbacks.mine: .*operator.add needs `a`"),
     ],
 )
 def test_refuses_options_that_cannot_be_meant(
@@ -131,6 +140,11 @@ def test_refuses_options_that_cannot_be_meant(
     with pytest.raises(UserError, match=message) as caught:
         assemble(compose(folder, *small, *words))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", ["_args_: [1, 2]", "_partial_: true"])
+def test_accepts_arguments_by_position_and_with_the_call(options: str, small: list[str], folder: Path) -> None:
+    check_options(compose(folder, *small, f"+callbacks.mine={{_target_: src.engine.uniform, {options}}}"))
 
 
 @pytest.mark.parametrize("word", ["strategy=ddp", "callbacks=[]", "logger=false", "default_root_dir=x", "plugins=[]"])
@@ -161,6 +175,10 @@ def test_an_error_of_lightning_does_not_blame_an_option(
         ([1, "a"], list[int | str], True),
         ([0.9, "a"], list[float], False),
         (0.9, list[float], False),
+        ([0.9, "a"], tuple[float, ...] | None, False),
+        ([0.9, "a"], tuple[float, str], True),
+        ([0.9, "a"], list[float] | str, True),
+        ([0.9], list, True),
         ("a", int | str | dict[str, int], True),
         ({"a": 1}, int | dict[str, int], True),
         ("a", int | Path, True),
