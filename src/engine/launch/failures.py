@@ -4,7 +4,6 @@ A rank that loses another one fails as well. It therefore waits for some seconds
 sees the exit of a rank that died without a report, and ends the others.
 """
 
-import json
 import logging
 import os
 import time
@@ -14,6 +13,7 @@ from typing import Any, NoReturn, TextIO
 
 from src.engine.config.folder import remove_if_unused
 from src.engine.utils.errors import UserError
+from src.engine.utils.files import read_json_lines
 from src.engine.utils.rank_log import log_file
 
 REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of a rank's report
@@ -96,7 +96,8 @@ def first_failure(failed: Any, run_dir: str) -> Exception:
         return RankFailedError(f"no step within launch.timeout; see {run_dir}/logs/rank*.stack\n{stacks}")
     files = Path(failure.error_file).parent.parent.glob("*/error.json")
     earliest_first = sorted(files, key=lambda file: file.stat().st_mtime_ns)
-    reports = {int(file.parent.name): json.loads(file.read_text())["message"] for file in earliest_first}
+    # A rank that was killed while it wrote its report leaves a part of it, which is no JSON.
+    reports = {int(file.parent.name): line["message"] for file in earliest_first for line in read_json_lines(file)}
     for error in reports.values():
         if _PREFIX in error["message"]:  # Lightning's spawn launcher puts a worker's traceback before it
             return UserError(error["message"].rpartition(_PREFIX)[2].strip())

@@ -47,6 +47,16 @@ def test_earliest_report_counts(tmp_path: Path) -> None:
     assert str(error) == f"rank 1 failed (ValueError: no such layer); its log is {log_file(tmp_path, 1)}\nTraceback"
 
 
+def test_report_that_a_kill_has_cut_does_not_count(tmp_path: Path) -> None:
+    report(tmp_path, 0, LOST, seconds=20)
+    report(tmp_path, 1, "ValueError: no such layer", seconds=10)
+    cut = tmp_path / "errors" / "1" / "error.json"
+    cut.write_text(cut.read_text()[:-5])
+    assert str(first_failure(tmp_path)).startswith(f"rank 0 failed ({LOST})")
+    (tmp_path / "errors" / "0" / "error.json").write_text("")
+    assert isinstance(first_failure(tmp_path), failures.RankDiedError)
+
+
 def test_user_error_in_the_traceback_of_a_spawned_process(tmp_path: Path) -> None:
     """It counts before the error of a rank that lost the first one, whose report may have the same time."""
     report(tmp_path, 0, LOST, seconds=10)
