@@ -84,7 +84,10 @@ def _check_can_start(cfg: DictConfig, devices: int) -> None:
     """Check that all ranks are on this host, and that this build of torch can connect them."""
     nodes = cfg.trainer.num_nodes
     if nodes > 1 and (runs_in_single_process(cfg) or HydraConfig.get().mode == RunMode.MULTIRUN):
-        raise UserError(f"trainer.num_nodes={nodes}: this strategy, and each job of a sweep, runs on one host")
+        raise UserError(
+            f"trainer.num_nodes={nodes}: a run of strategy=dp or ddp_spawn, and a job of a sweep, is on one host: "
+            "set it to 1"
+        )
     if nodes > 1:
         command = shlex.join(["train.py", *HydraConfig.get().overrides.task])
         raise UserError(

@@ -205,6 +205,13 @@ def test_several_hosts_need_a_launcher_on_each(small: list[str], folder: Path) -
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "dp"])
+def test_one_process_per_host_is_on_one_host(strategy: str, small: list[str], folder: Path) -> None:
+    words = [f"strategy={strategy}", "trainer.num_nodes=2", "trainer.accelerator=cpu"]
+    _, err = run_here(*words, *small, f"run_dir={folder}", code=1)
+    assert "trainer.num_nodes=2: a run of strategy=dp or ddp_spawn, and a job" in error_line(err)
+
+
 def test_continued_run_leaves_out_options_of_earlier_versions(tmp_path: Path) -> None:
     saved = ["seed=1", "launch.endpoint=HOST:29500", "launch.rendezvous_timeout=9", "launch.timeout=9"]
     OmegaConf.save({"runtime": {"overrides": saved}}, tmp_path / CONFIG)
