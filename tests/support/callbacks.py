@@ -21,6 +21,14 @@ class Slow(L.Callback):
         time.sleep(60 if trainer.global_step == self.at else self.seconds)
 
 
+class Breakpoint(L.Callback):
+    """Enter the debugger in the third step, on each rank."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            breakpoint()
+
+
 class HangOnRankOne(L.Callback):
     """Hang in the third step, on rank one only."""
 

@@ -64,13 +64,20 @@ def run(*arguments: str, code: int = 0, program: Sequence[str] = TRAIN, **variab
     return out, err
 
 
-def run_in_terminal(*arguments: str, columns: int) -> tuple[int, str]:
-    """Run train.py on a terminal of its own; return the exit code and what it printed, without colors and cursor."""
+def run_in_terminal(*arguments: str, columns: int, typed: str = "") -> tuple[int, str]:
+    """Run train.py on a terminal of its own; return the exit code and what it printed, without colors and cursor.
+
+    Args:
+        arguments: the overrides.
+        columns: the width of the terminal.
+        typed: what a user types, which waits until a process reads it.
+    """
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(ROOT)
         os.execv(sys.executable, [sys.executable, *TRAIN, *arguments])
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    os.write(terminal, typed.encode())
     printed = b""
     with contextlib.suppress(OSError):  # the other end has closed
         while part := os.read(terminal, 65536):

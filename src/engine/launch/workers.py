@@ -15,6 +15,7 @@ from src.engine.launch.outcome import record_restart
 from src.engine.launch.rank import run_rank
 from src.engine.state.run_files import stop_message
 from src.engine.utils import signals
+from src.engine.utils.rank_log import connect_debugger
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 
@@ -107,6 +108,7 @@ def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
     signals.prepare_started_process(launcher)
     _silence_launchers()
     rank = int(os.environ["RANK"])
+    connect_debugger(rank)
     if runs_in_single_process(cfg):
         _remove_launcher_variables()
     try:

@@ -13,7 +13,7 @@ from src.engine.parallel.ddp import DDP
 from src.engine.utils import signals
 from src.engine.utils.memory import tune_malloc
 from src.engine.utils.process_group import close_process_group
-from src.engine.utils.rank_log import log_to_folder
+from src.engine.utils.rank_log import connect_debugger, log_to_folder
 
 
 class DDPSpawn(DDP):
@@ -52,6 +52,7 @@ class _Launcher(_MultiProcessingLauncher):
     def _wrapping_function(self, process_idx: int, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         parent: Any = multiprocessing.parent_process()
         signals.prepare_started_process(parent.pid)
+        connect_debugger(process_idx)
         # All ranks are on this host. Lightning logs before it sets the strategy up.
         log_to_folder(trainer.default_root_dir, rank=process_idx)
         try:

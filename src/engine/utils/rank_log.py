@@ -57,6 +57,16 @@ def log_to_folder(run_dir: str | Path, rank: int) -> None:
         logging.getLogger(name).propagate = True
 
 
+def connect_debugger(rank: int) -> None:
+    """Let `breakpoint()` in rank zero read the terminal, which multiprocessing closes; the other ranks pass over it."""
+    if not os.isatty(0):
+        return
+    if rank == 0:
+        sys.stdin = os.fdopen(0, closefd=False)
+    else:
+        os.environ.setdefault("PYTHONBREAKPOINT", "0")
+
+
 def _file_handler(file: Path) -> logging.Handler:
     handler = logging.FileHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

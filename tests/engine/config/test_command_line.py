@@ -290,6 +290,20 @@ def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "ddp_spawn"])
+def test_breakpoint_stops_rank_zero_in_the_terminal(strategy: str, small: list[str], tmp_path: Path) -> None:
+    """The other ranks wait for it in their next collective."""
+    devices = 1 if strategy == "auto" else 2
+    task = [*small, *TINY, "logger=none", "test=false", f"strategy={strategy}", f"trainer.devices={devices}"]
+    typed = "print('rank', trainer.global_rank, trainer.global_step + 40)\ncontinue\n"
+    folder = f"run_dir={tmp_path}/run"
+    code, printed = run_in_terminal(*task, callback("Breakpoint"), folder, columns=80, typed=typed)
+    assert code == 0, printed
+    assert printed.count("rank 0 42") == 1, printed
+    assert steps(tmp_path / "run") == list(range(22))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "ddp_spawn"])
 def test_terminal_shows_only_lines_of_the_project(strategy: str, small: list[str], tmp_path: Path) -> None:
     """The terminal has 80 columns; nothing else fits all of them than these starts of lines."""
     task = [*small, *TINY, f"strategy={strategy}", f"trainer.devices={1 if strategy == 'auto' else 2}"]
