@@ -1,7 +1,8 @@
 """Print the curves of several runs side by side, and say whether runs of one experiment have one curve.
 
-Each argument is a run folder. A row is an epoch. The last rows are the differences from the first run. The
-exit status is 1 if two runs of one experiment part by more than rounding in their precision explains.
+Each argument is a run folder; files are left out, so that runs/* may hold pages as well. A row is an epoch. The last
+rows are the differences from the first run. The exit status is 1 if two runs of one experiment part by more than
+rounding in their precision explains.
 """
 
 import argparse
@@ -16,9 +17,9 @@ from src.engine.report.run_folder import RunFolder
 
 
 def table(runs: list[RunFolder], metric: str) -> Table:
-    """Return a table with a column per run, cut to the shortest run."""
+    """Return a table with a numbered column per run, cut to the shortest run."""
     curves = [run.curves[metric].finite().tolist() for run in runs]
-    result = Table("", *(run.name for run in runs), title=metric)
+    result = Table("", *map(str, range(1, len(runs) + 1)), title=metric)
     for number, values in enumerate(zip(*curves, strict=False)):
         result.add_row(str(number), *(f"{value:.4f}" for value in values))
     result.add_section()
@@ -34,16 +35,19 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--metric", default="val/acc", help="a column of metrics.csv (default: %(default)s)")
     arguments = parser.parse_args()
-    for folder in arguments.runs:
+    folders = [folder for folder in arguments.runs if not folder.is_file()] or arguments.runs
+    for folder in folders:
         if not (folder / "metrics.csv").is_file():
             sys.exit(f"error: {folder} is no run folder: it has no metrics.csv")
-    runs = [RunFolder(folder) for folder in arguments.runs]
+    runs = [RunFolder(folder) for folder in folders]
     if missing := [run.path for run in runs if arguments.metric not in run.curves]:
         sys.exit(f"error: --metric={arguments.metric}: {missing[0]} has none logged")
+    for number, folder in enumerate(folders, 1):
+        print(f"{number}: {folder}")
     Console().print(table(runs, arguments.metric))
     if len({run.experiment for run in runs}) > 1:
         print("Runs of different experiments are not held to one curve.")
-    found = verdicts(runs, [str(folder) for folder in arguments.runs])
+    found = verdicts(runs, [str(folder) for folder in folders])
     for verdict in found:
         print(verdict.sentence)
     sys.exit(int(any(verdict.parts for verdict in found)))

@@ -55,6 +55,14 @@ def test_runs_part_beyond_rounding(precision: str, device: str, gaps: tuple[floa
     assert step is None or f"b parts from a at step {step}: train/loss differs by" in verdict.sentence
 
 
+def test_names_a_cause_where_the_numbers_of_ranks_differ() -> None:
+    pair = [run(Path("a"), "64-true", "cpu", 0, 0, 0, 0), run(Path("b"), "64-true", "cpu", 1, 1, 1, 1)]
+    cause = "A module of your own logs train/loss with sync_dist=True"
+    assert cause not in verdicts(pair, ["a", "b"])[0].sentence
+    pair[1].events[0]["world_size"] = 2
+    assert cause in verdicts(pair, ["a", "b"])[0].sentence
+
+
 def test_page_and_command_say_where_runs_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,12 +75,17 @@ def test_page_and_command_say_where_runs_part(
     assert "apart parts from first at step 0: train/loss differs by" in page
     assert "other" not in page.partition("Experiment ")[2].partition("<section")[0], "it is another experiment"
     assert "000000" in page
-    for folders, code in (((first, same, other), 0), ((first, apart), 1)):
-        monkeypatch.setattr("sys.argv", ["compare", *map(str, folders)])
+    file = tmp_path / "plotly.min.js"
+    file.touch()
+    for arguments, code in (((first, same, other), 0), ((first, apart, file), 1)):
+        monkeypatch.setattr("sys.argv", ["compare", *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
             compare()
         assert end.value.code == code
     out = capsys.readouterr().out
+    assert f"1: {first}\n2: {same}\n3: {other}\n" in out
+    assert max(len(line) for line in out.splitlines() if line.startswith(("┃", "│"))) <= 80
+    assert "Runs of different experiments are not held to one curve." in out
     assert "have one curve, up to rounding (60 log points)" in out
     assert "000000" in out
     assert f"{apart} parts from {first} at step 0: train/loss differs by" in out
