@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import src.engine
+
 ROOT = Path(__file__).parents[1]
 ENGINE = ROOT / "src" / "engine"
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -68,6 +70,12 @@ def test_the_engine_imports_only_from_layers_below(file: Path) -> None:
 @pytest.mark.parametrize("file", [file for file in SOURCES if _module(file).startswith(YOURS)], ids=_module)
 def test_your_files_import_the_face_of_the_engine(file: Path) -> None:
     assert {name for name in _imports(file) if not name.startswith(YOURS)} <= {FACE}
+
+
+def test_every_name_of_the_face_exists() -> None:
+    """A type checker reads the list; Python looks a name up when it is first used."""
+    assert src.engine.__all__
+    assert [name for name in src.engine.__all__ if not hasattr(src.engine, name)] == []
 
 
 def test_plugins_import_only_sweeps_and_below() -> None:

@@ -12,6 +12,7 @@ import yaml
 from src.engine.config.build import build
 from src.engine.determinism.fingerprint import Experiment, continue_experiment, describe_experiment
 from src.engine.utils import code_version as module
+from src.engine.utils import targets
 from src.engine.utils.code_version import code_version
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import read_events
@@ -119,6 +120,19 @@ def test_only_edited_code_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert version(helper="def width():\n    return 1\n") == before
 
 
+def test_code_of_the_engine_counts_where_it_computes_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def code(name: str) -> str:
+        names.append(name)
+        return ""
+
+    monkeypatch.setattr(module, "_code", code)
+    code_version(["src.models.classifier.ImageClassifier", "src.data.datamodule.ImageDataModule"])
+    assert {"src.engine.run.module", "src.engine.determinism.sampler", "src.models.classifier"} <= {*names}
+    assert all(name.startswith(("src.models.", "src.data.", *module._ENGINE)) for name in names)
+
+
 def test_it_is_recorded(pool: Pool, small: list[str], folder: Path) -> None:
     """In every place, and equal on one process and under FSDP on two."""
     found = set()
@@ -169,6 +183,20 @@ def test_a_changed_run_is_not_the_experiment_of_a_new_one(small: list[str], fold
     assert extended.options["continued from"] == f"{shorter.fingerprint}, step 3"
     assert extended.fingerprint not in (shorter.fingerprint, new.fingerprint)
     assert continue_experiment(saved(extended), new, cfg) == extended, "it stays the same when it is resumed"
+
+
+def test_a_continued_run_names_the_fingerprint_that_was_recorded(
+    small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class that has moved since has another fingerprint today."""
+    monkeypatch.setattr(targets, "MOVED", {"src.nets": "src.models"})
+    cfg = compose(folder, *small, *TASK)
+    now = experiment(small, folder)
+    old_path = str(now.options["model._target_"]).replace("src.models", "src.nets")
+    recorded = replace(now, options=now.options | {"model._target_": old_path, "trainer.max_steps": 4})
+    continued = continue_experiment(saved(recorded), now, cfg)
+    assert continued.options["continued from"] == f"{recorded.fingerprint}, step 3"
+    assert continued.options["model._target_"] == now.options["model._target_"]
 
 
 def test_initial_weights_stay_those_of_the_run(small: list[str], folder: Path) -> None:

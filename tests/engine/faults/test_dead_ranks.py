@@ -99,3 +99,16 @@ def test_user_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError):
         workers.launch_workers(OmegaConf.create({"launch": {"max_restarts": 5}}), processes=2)
     assert starts == [2]
+
+
+def test_a_negative_number_of_restarts_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[int] = []
+
+    def fail(cfg: DictConfig, processes: int) -> None:
+        starts.append(processes)
+        raise workers.RankFailedError("rank 0 failed")
+
+    monkeypatch.setattr(workers, "_run_group", fail)
+    with pytest.raises(workers.RankFailedError):
+        workers.launch_workers(OmegaConf.create({"launch": {"max_restarts": -1}}), processes=2)
+    assert starts == [2]

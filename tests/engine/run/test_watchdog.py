@@ -42,3 +42,12 @@ def test_only_a_hang_leaves_a_file(watchdog: Watchdog, tmp_path: Path) -> None:
     assert stack_file(tmp_path, 3).read_text() == ""
     watchdog.on_exception(None, None, RuntimeError())  # type: ignore[arg-type]
     assert not stack_file(tmp_path, 3).exists()
+
+
+def test_a_restart_keeps_the_stacks_of_a_hang(watchdog: Watchdog, tmp_path: Path) -> None:
+    """Under torchrun and SLURM nothing else shows them."""
+    stack_file(tmp_path, 0).parent.mkdir()
+    stack_file(tmp_path, 0).write_text("Timeout (0:00:08)!\n")
+    start(watchdog)
+    watchdog.teardown(None, None, "fit")  # type: ignore[arg-type]
+    assert stack_file(tmp_path, 0).read_text() == "Timeout (0:00:08)!\n"

@@ -1,11 +1,13 @@
 """Runs that were saved when a class had another path are continued and loaded."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from src.engine import load_run
+from src.engine.report.jobs import Job
 from src.engine.report.run_folder import RunFolder
 from src.engine.utils import targets
 from src.engine.utils.targets import with_moved_targets
@@ -22,6 +24,14 @@ def test_replaces_complete_names() -> None:
     saved = {"model": [{"_target_": "src.nets.mlp.mlp"}], "width": 3, "text": "my.src.nets.mlp src.nets2 src/nets"}
     assert with_moved_targets(saved) == saved | {"model": [{"_target_": "src.models.mlp.mlp"}]}
     assert with_moved_targets("+a={_target_: src.nets.big.Net}") == "+a={_target_: src.models.vit.ViT}"
+
+
+@pytest.mark.usefixtures("_moved")
+def test_reads_a_job_of_earlier_paths(tmp_path: Path) -> None:
+    """The names in the mapping of its record stay as they are."""
+    job = Job(["model._target_=src.nets.mlp.mlp"], "finished", "val/acc", 0.5, {"val/acc": 0.5})
+    job.write(tmp_path)
+    assert Job.read(tmp_path) == replace(job, overrides=["model._target_=src.models.mlp.mlp"])
 
 
 @pytest.mark.usefixtures("_moved")
