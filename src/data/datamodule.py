@@ -3,18 +3,22 @@
 from pathlib import Path
 from typing import Any, cast
 
+import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from src.data.augment.augmentation import Augmentation, Preprocessing
+from src.data.images import ImageFolder, ImageSplit, TransformedSplit, as_is, join, should_keep_on_device
 from src.data.sources.source import ImageSource
-from src.data.splits import check_properties, divide, load_sets
-from src.engine import Batch, DataModule, ImageFiles, UserError
+from src.data.splits import check_properties, check_sizes, divide, load_sets
+from src.engine import Batch, BatchLayout, UserError
 
 
-class ImageDataModule(DataModule):
+class ImageDataModule(L.LightningDataModule):
     """Images of any source, with augmentation that depends only on seed, epoch, step and sample.
+
+    A plain DataModule: the engine orders the samples, and gives each process its share (`src.engine.OrderedData`).
 
     Args:
         source: finds or creates the files of the dataset, and reads them.
@@ -22,12 +26,21 @@ class ImageDataModule(DataModule):
             and std are per channel, in [0, 1].
         augment: the augmentation of training images.
         root: folder of the source's files.
+        batch_size: samples per optimizer step, over all processes and accumulated micro-batches.
+        batch_size_per_device: samples per process and micro-batch, as an alternative to `batch_size`.
+        norm_groups: groups of the global batch over which batch normalization takes its statistics
+            (`src/engine/parallel/batch_norm.py`). Each micro-batch must hold whole groups.
         val_fraction: fraction of each class of the training set for validation; None for the dataset's own validation
             images or, without these, a tenth.
         train_samples: train on this many images only, the same fraction of each class; None for all.
         predict_dir: folder of image files to classify in prediction.
-        batch_size, batch_size_per_device, norm_groups, num_workers, device_resident, limits: as in `DataModule`.
-        seed: determines the validation split, the order of the samples and their augmentation.
+        num_workers: processes that fetch batches; 0 is usually fastest for images in memory.
+        device_resident: keep the images on the device and transfer only indices; `auto`: if its memory is large enough.
+        seed: determines the validation split and the augmentation.
+
+    Attributes:
+        has_pairs: whether samples are mixed with a partner, which then is in the same micro-batch and process.
+        splits: the splits `train`, `val` and `test`; empty before `setup`.
     """
 
     def __init__(
@@ -48,20 +61,27 @@ class ImageDataModule(DataModule):
         num_workers: int = 0,
         device_resident: str | bool = "auto",
         seed: int = 0,
-        limits: dict[str, int | float] | None = None,
     ) -> None:
+        super().__init__()
+        check_sizes(batch_size, batch_size_per_device, norm_groups)
+        check_properties(image_shape, mean, std, augment.crop_padding, val_fraction, train_samples)
+        if device_resident not in ("auto", True, False) or (device_resident is True and num_workers):
+            raise UserError(
+                f"data.device_resident={device_resident}: give auto, false, or true with data.num_workers=0"
+            )
         if augment.transforms:
             # They run on the host, and so does the fetching of all splits, which share their images.
             if device_resident is True:
                 raise UserError("data.device_resident=true, but data.augment.transforms run on the host: set auto")
             device_resident = False
-        super().__init__(batch_size, batch_size_per_device, norm_groups, num_workers, device_resident, seed, limits)
-        check_properties(image_shape, mean, std, augment.crop_padding, val_fraction, train_samples)
         self.source, self.root, self.num_classes = source, Path(root), num_classes
         self.image_shape, self.mean, self.std = cast(tuple[int, int, int], tuple(image_shape)), mean, std
+        self.batch_size, self.batch_size_per_device, self.norm_groups = batch_size, batch_size_per_device, norm_groups
         self.val_fraction, self.train_samples, self.predict_dir = val_fraction, train_samples, predict_dir
+        self.num_workers, self.device_resident, self.seed = num_workers, device_resident, seed
         self.augment, self.has_pairs = augment, bool(augment.mixers)
         self.preprocessing = Preprocessing(augment, mean, std, num_classes, seed)
+        self.splits: dict[str, ImageSplit] = {}
         self._saved_classes: list[str] = []
 
     def prepare_data(self) -> None:
@@ -75,33 +95,33 @@ class ImageDataModule(DataModule):
             sets = load_sets(self.source, self.root, self.num_classes, self.image_shape)
             self.splits = divide(sets, self.val_fraction, self.train_samples, self.seed)
         self.augment.samples = len(self.splits["train"].dataset.labels)
-        self.check_batches(stage)
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        return self.training_loader(self.augment.transforms)
+        split, transforms = self.splits["train"], self.augment.transforms
+        return self._loader(TransformedSplit(split, transforms) if transforms else split, shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[Batch] | list[Any]:
-        return self.evaluation_loader("val")
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return self._loader(self.splits["val"])
 
-    def test_dataloader(self) -> DataLoader[Batch] | list[Any]:
-        return self.evaluation_loader("test")
+    def test_dataloader(self) -> DataLoader[Batch]:
+        return self._loader(self.splits["test"])
 
     def predict_dataloader(self) -> DataLoader[Batch]:
-        return self.prediction_loader(ImageFolder(Path(str(self.predict_dir)), self.image_shape))
+        return self._loader(ImageFolder(Path(str(self.predict_dir)), self.image_shape))
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch | tuple[Tensor, Tensor]:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalize the images on the device and, in training, augment them."""
         trainer: Any = self.trainer
         dtype = trainer.lightning_module.dtype
         if trainer.training:
-            batch = self.augment_batch(batch, trainer.current_epoch, trainer.global_step, dtype)
-        else:
-            batch = self.preprocessing.normalize(batch, dtype)
-        return self.to_step_input(batch)
+            return self.augment_batch(batch, trainer.current_epoch, trainer.global_step, dtype)
+        return self.preprocessing.normalize(batch, dtype)
 
     def augment_batch(self, batch: Batch, epoch: int = 0, step: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
         """Augment and normalize a batch of the training loader as the given step does; `to_pixels` shows the images."""
-        return self.preprocessing.augment(batch, self.layout, epoch, step, dtype)
+        trainer: Any = self.trainer
+        layout = trainer.datamodule.layout if trainer else BatchLayout(len(batch.image), has_pairs=self.has_pairs)
+        return self.preprocessing.augment(batch, layout, epoch, step, dtype)
 
     def to_pixels(self, image: Tensor) -> Tensor:
         """Undo the normalization, and return (n, channels, height, width) images in [0, 1]."""
@@ -112,6 +132,11 @@ class ImageDataModule(DataModule):
         """Names of the classes in the order of the labels; their numbers if the dataset has no names."""
         return list(self.source.classes) or self._saved_classes or [str(label) for label in range(self.num_classes)]
 
+    @property
+    def description(self) -> str:
+        """Some words about the images."""
+        return self.source.description
+
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the classes, by which a checkpoint predicts without the dataset."""
         return {"classes": self.classes}
@@ -119,21 +144,15 @@ class ImageDataModule(DataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved_classes = state_dict["classes"]
 
-
-class ImageFolder(Dataset[Batch]):
-    """The images of a folder and its subfolders, for prediction; an item is a batch.
-
-    Raises:
-        UserError: if the folder contains no image, or an image cannot be read.
-    """
-
-    def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
-        self.images = ImageFiles.in_folder(folder, image_shape, f"predict={folder}")
-        self.files = self.images.files
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, positions: Tensor) -> Batch:
-        images = self.images[positions.clamp_min(0)]  # padding fetches image 0, with weight 0
-        return Batch(images, torch.zeros_like(positions), positions, weight=positions >= 0)
+    def _loader(self, data: ImageSplit | TransformedSplit | ImageFolder, shuffle: bool = False) -> DataLoader[Batch]:
+        device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
+        if isinstance(data, ImageSplit) and should_keep_on_device(data, device, self.device_resident, self.num_workers):
+            data.move(device)
+        return DataLoader(
+            data,
+            self.batch_size or self.batch_size_per_device,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            pin_memory=device.type == "cuda" and data.device.type == "cpu",
+            collate_fn=join if isinstance(data, TransformedSplit) else as_is,
+        )

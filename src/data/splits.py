@@ -7,12 +7,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from src.data.images import ImageSet, ImageSplit
 from src.data.sources.source import ImageSource, has_val_split
-from src.engine import ImageSet, ImageSplit, UserError, permutation
+from src.engine import UserError, permutation
 
 _log = logging.getLogger(__name__)
 _VAL_FRACTION = 0.1
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def check_sizes(batch_size: int | None, batch_size_per_device: int | None, norm_groups: int) -> None:
+    """Check the sizes of batches, as configured."""
+    if (batch_size is None) == (batch_size_per_device is None):
+        raise UserError("give data.batch_size or data.batch_size_per_device, and set the other to null")
+    sizes = {"batch_size": batch_size, "batch_size_per_device": batch_size_per_device, "norm_groups": norm_groups}
+    for name, size in sizes.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise UserError(f"data.{name}={size}: give an integer of at least one")
 
 
 def check_properties(

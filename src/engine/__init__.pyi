@@ -7,10 +7,6 @@ from .run.trained import load_run as load_run
 
 # Data: batches that no hardware changes
 from .determinism.batch import Batch as Batch
-from .determinism.data_module import DataModule as DataModule
-from .determinism.dataset import Images as Images
-from .determinism.dataset import ImageSet as ImageSet
-from .determinism.dataset import ImageSplit as ImageSplit
 from .determinism.layout import BatchLayout as BatchLayout
 from .determinism.layout import partners as partners
 from .utils.image_files import ImageFiles as ImageFiles

@@ -32,7 +32,7 @@ class Augmentation:
         mixup, cutmix: alpha of the Beta distribution; 0 for none. If both are set, each step uses one of them.
         mix_probability: probability that a step mixes its images.
         transforms: functions of single images, (channels, height, width) uint8, which return the same shape and type;
-            they run first, on the host (src/engine/determinism/dataset.py).
+            they run first, on the host (src/data/images.py).
         compile: whether a GPU runs augmentation and normalization compiled; a mode of torch.compile counts as true.
 
     Attributes:
@@ -121,33 +121,23 @@ class Preprocessing:
         self.num_classes, self.seed = num_classes, seed
 
     def augment(self, batch: Batch, layout: BatchLayout, epoch: int, step: int, dtype: torch.dtype) -> Batch:
-        """Augment and normalize a training batch; the mean of its loss over ranks is the mean over the samples."""
+        """Augment and normalize a training batch."""
         keys, mirrored = self.augmentation.keys(self.seed, epoch, batch.sample_index)
         transform: Any = Preprocessing._transform
         if should_compile(self.augmentation.compile, batch.image):
             transform = compiled(transform)
-        image, weight = transform(self, batch.image, keys, mirrored, batch.weight, layout.mean_samples_per_batch, dtype)
+        image = transform(self, batch.image, keys, mirrored, dtype)
         image, target = self.augmentation.mix(image, batch.target, layout, self.seed, step, self.num_classes)
-        return Batch(image, target, batch.sample_index, weight)
+        return batch._replace(image=image, target=target)
 
-    def _transform(
-        self,
-        image: Tensor,
-        keys: Tensor,
-        mirrored: Tensor | None,
-        weight: Tensor,
-        mean_samples: float,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the images and the weights; no number in here changes with the step, which would compile it again."""
+    def _transform(self, image: Tensor, keys: Tensor, mirrored: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the images; no number in here changes with the step, which would compile it again."""
         image = self.augmentation.augment_pixels(image, keys, mirrored)
-        image = self.augmentation.apply_cutout(normalize(image, self.mean, self.std, dtype), keys)
-        return image, weight.to(dtype) / mean_samples
+        return self.augmentation.apply_cutout(normalize(image, self.mean, self.std, dtype), keys)
 
     def normalize(self, batch: Batch, dtype: torch.dtype) -> Batch:
-        """Normalize an evaluation batch; its weights become floats."""
-        image = normalize(batch.image, self.mean, self.std, dtype)
-        return batch._replace(image=image, weight=batch.weight.to(dtype))
+        """Normalize an evaluation batch."""
+        return batch._replace(image=normalize(batch.image, self.mean, self.std, dtype))
 
     def to_pixels(self, image: Tensor) -> Tensor:
         """Undo the normalization, and return (n, channels, height, width) images in [0, 1]."""

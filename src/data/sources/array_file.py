@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.engine import Images, UserError
+from src.data.sources.source import Images
+from src.engine import UserError
 
 _REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from src.data.sources.source import read_all
-from src.engine import ImageFiles, Images, UserError, find_images
+from src.data.sources.source import Images, read_all
+from src.engine import ImageFiles, UserError, find_images
 
 
 class ClassFolders:

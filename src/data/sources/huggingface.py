@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.data.sources.source import read_all
-from src.engine import Images, UserError, to_tensor
+from src.data.sources.source import Images, read_all
+from src.engine import UserError, to_tensor
 
 
 class HuggingFaceDataset:

@@ -7,7 +7,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from src.engine import Images
+
+class Images(Protocol):
+    """The images of a split: a tensor, or an object that reads the images of a batch when they are fetched."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Tensor, /) -> Tensor:
+        """Return the images of (n,) indices, (n, channels, height, width) uint8."""
 
 
 class ImageSource(Protocol):

@@ -24,7 +24,7 @@ class Experiment:
 
     Attributes:
         options: the options of the experiment by name; `data.batch_size` is the global batch, and `training data` has
-            the number of images and a hash of their indices and labels. `continued from` names the experiment that the
+            the number of samples and a hash of their indices and labels. `continued from` names the experiment that the
             run was before its options or its code changed: no other run has its curve.
         code: a hash of the source code of the classes that the options name.
     """
@@ -39,14 +39,12 @@ class Experiment:
 
 
 def describe_experiment(config: DictConfig, data: Any) -> Experiment:
-    """Return the experiment of a resolved configuration and a data module that is set up; equal on all ranks."""
-    split, options = data.splits["train"], experiment_options(config)
+    """Return the experiment of a resolved configuration and its data, set up for training; equal on all ranks."""
+    options = experiment_options(config)
     targets = [value for name, value in options.items() if name.endswith("_target_")]
     targets += [node["_target_"] for _, node in target_nodes(list(options.values()))]
     code = code_version(targets)
-    content = b"".join(tensor.cpu().numpy().tobytes() for tensor in (split.indices, split.dataset.labels))
-    facts = f"{len(split)} images, SHA-256 {hashlib.sha256(content).hexdigest()[:12]}"
-    options |= {"data.batch_size": data.global_batch_size, _DATA: facts}
+    options |= {"data.batch_size": data.global_batch_size, _DATA: data.training_facts()}
     # Each rank computes something of its own with these: statistics, weights between two averages, a part of the batch.
     is_local = options.get("strategy.comm_hook") == "post_local_sgd" or "strategy._target_" in options
     if is_local or not config.trainer.sync_batchnorm:
@@ -72,6 +70,7 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
         return current
     saved = Experiment(**checkpoint["experiment"])
     before = Experiment(**with_moved_targets(checkpoint["experiment"]))
+    before.options[_DATA] = before.options[_DATA].replace(" images", " samples")  # as earlier versions wrote
     # The weights come from the checkpoint, and so the initial weights stay those of the earlier run.
     kept = {name: value for name, value in current.options.items() if name != "init_from"}
     inherited = {name: before.options[name] for name in ("init_from", _CONTINUED) if name in before.options}

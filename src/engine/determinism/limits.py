@@ -1,19 +1,9 @@
-"""Limits and sizes that do not depend on the hardware: training steps, evaluated samples, the global batch.
+"""Limits that do not depend on the hardware: training steps and evaluated samples.
 
 Lightning counts its limits in micro-batches, whose size depends on the number of ranks and on accumulation.
 """
 
 from src.engine.utils.errors import UserError
-
-
-def check_sizes(batch_size: int | None, batch_size_per_device: int | None, norm_groups: int) -> None:
-    """Check the sizes of batches, as configured."""
-    if (batch_size is None) == (batch_size_per_device is None):
-        raise UserError("give data.batch_size or data.batch_size_per_device, and set the other to null")
-    sizes = {"batch_size": batch_size, "batch_size_per_device": batch_size_per_device, "norm_groups": norm_groups}
-    for name, size in sizes.items():
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise UserError(f"data.{name}={size}: give an integer of at least one")
 
 
 def apply_limit(option: str, limit: int | float | None, available: int, unit: int = 1) -> int:

@@ -1,93 +1,160 @@
-"""The DataLoader of a rank: batches of images that stay on its device, or that are fetched on the host."""
+"""The loader of a rank: its part of each batch of a torch DataLoader, which is taken apart."""
 
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
-from src.engine.determinism.batch import Batch
-from src.engine.determinism.dataset import ImageSplit
-from src.engine.determinism.sampler import Batches
+from src.engine.determinism.hashing import hash_ints, permutation
+from src.engine.determinism.sampler import Batches, TrainingBatches
+from src.engine.determinism.samples import SeededSamples, seed_generators
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
 
-_MAX_FRACTION = 0.1  # of a GPU's free memory, for the images under `auto`
+EVALUATION = -1  # in place of an epoch
+# What the loader of a rank takes over from the user's; `dataset`, `batch_size`, `sampler` and `collate_fn` aside.
+_OPTIONS = ("num_workers", "pin_memory", "timeout", "in_order", "prefetch_factor", "persistent_workers")
 
 
-def check_residency(choice: str | bool, num_workers: int) -> None:
-    """Check `data.device_resident`: workers use images on the host."""
-    if choice not in ("auto", True, False) or (choice is True and num_workers):
-        raise UserError(f"data.device_resident={choice}: give auto, false, or true with data.num_workers=0")
+class RankLoader:
+    """Yields the batches of a rank.
 
+    It is no DataLoader, so that Lightning neither builds it again, as it does for predictions, nor gives it a sampler.
 
-def build_loader(
-    data: Dataset[Batch], batches: Batches, device: torch.device, choice: str | bool, num_workers: int
-) -> DataLoader[Batch]:
-    """Return a DataLoader of this rank's batches; `choice` decides whether the images are on the device or the host."""
-    if isinstance(data, ImageSplit) and should_keep_on_device(data, device, choice, num_workers):
-        return ResidentBatches(data, batches, device)
-    pin = device.type == "cuda"
-    return HostBatches(
-        data,
-        sampler=batches,
-        batch_size=None,
-        num_workers=num_workers,
-        pin_memory=pin,
-        worker_init_fn=_outlive_stop_requests,
-    )
+    A dataset may have a method `fetch` that maps (n,) positions, of which -1 is padding, to a batch, and an attribute
+    `device`, where these batches are. If that is the rank's own device, a batch takes one call, and the positions of an
+    epoch are sent there at once, without a host-device synchronization.
 
-
-def should_keep_on_device(split: ImageSplit, device: torch.device, choice: str | bool, num_workers: int) -> bool:
-    """Return whether to keep the images of the split on the device.
-
-    Under `auto` they stay there if they are there already, or need a small fraction of a GPU's free memory. Workers
-    cannot use images on a device.
-
-    Raises:
-        UserError: if the choice is true, but the images are not in memory.
-    """
-    images = split.dataset.images
-    if not isinstance(images, Tensor):
-        if choice is True:
-            raise UserError(
-                "data.device_resident=true, but the images are not in memory: set data.device_resident=auto"
-            )
-        return False
-    if choice != "auto" or num_workers:
-        return choice is True
-    if images.device == device:
-        return True
-    return device.type == "cuda" and images.nbytes <= _MAX_FRACTION * torch.cuda.mem_get_info(device)[0]
-
-
-class ResidentBatches(DataLoader[Batch]):
-    """A DataLoader that gathers batches from images on the device, without workers and per-batch overhead.
-
-    All indices of an epoch are sent at once from pinned memory, without a host-device synchronization.
+    Args:
+        loader: the user's loader.
+        batches: the positions of the rank's batches.
+        seed: the seed of the run.
+        device: the device of the rank.
+        tell: gets the (n,) positions of each batch before it is yielded, unless the dataset has `fetch`.
     """
 
-    def __init__(self, split: ImageSplit, sampler: Batches, device: torch.device) -> None:
-        super().__init__(split, sampler=sampler, batch_size=None)
-        split.dataset.move(device)
-        self.split, self.batches, self.device = split, sampler, device
+    def __init__(
+        self, loader: DataLoader[Any], batches: Batches, seed: int, device: torch.device, tell: Callable[[Tensor], None]
+    ) -> None:
+        self.dataset: Any = loader.dataset
+        self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
+        self.tell = tell
+        fetches = hasattr(self.dataset, "fetch")
+        is_there = fetches and self.dataset.device == device and not loader.num_workers
+        self._device = device if is_there else None
+        options = {name: getattr(loader, name) for name in _OPTIONS}
+        if loader.num_workers and sys.platform == "linux":
+            # A rank is spawned, and so would be its workers: each would import torch again, and pickle the dataset.
+            options["multiprocessing_context"] = loader.multiprocessing_context or "fork"
+        self._loader = DataLoader(
+            SeededSamples(self.dataset, loader.collate_fn),
+            batch_sampler=_KeyedBatches(batches, seed, keep_padding=fetches),  # type: ignore[arg-type]
+            collate_fn=_as_is,
+            worker_init_fn=_WorkerInit(loader.worker_init_fn),
+            **options,
+        )
 
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        index = self.split.sample_indices(self.batches.table())
-        if self.device.type == "cuda":
-            index = index.pin_memory().to(self.device, non_blocking=True)
-        dataset = self.split.dataset
-        rows = index.clamp_min(0)  # padding fetches sample 0, with weight 0
-        batches = zip(rows, dataset.labels[rows], index, index >= 0, strict=True)
-        for batch_rows, target, sample_index, weight in batches:
-            yield Batch(dataset.gather(batch_rows), target, sample_index, weight)
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._device is not None:
+            table = self.sampler.table()
+            table = table.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else table
+            yield from map(self.dataset.fetch, table)
+            return
+        try:
+            for positions, batch in self._loader:
+                self.tell(positions)
+                yield batch
+        except UserError as error:
+            error.__traceback__ = None  # it refers to the iterator, which without it ends its workers at once
+            # From a worker, torch raises the error with the text of its traceback, whose last line is the message.
+            raise UserError(str(error).rpartition(f"{UserError.__qualname__}: ")[2].strip()) from None
 
 
-def _outlive_stop_requests(worker: int) -> None:
+class _KeyedBatches(Sampler[Tensor]):
+    """Batches of (2, n): positions, and the keys of the samples' random numbers."""
+
+    def __init__(self, batches: Batches, seed: int, keep_padding: bool) -> None:
+        self.batches, self.seed, self.keep_padding = batches, seed, keep_padding
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        table = self.batches.table()
+        epoch = self.batches.epoch if isinstance(self.batches, TrainingBatches) else EVALUATION
+        for batch in torch.stack([table, hash_ints(self.seed, epoch, table)], dim=1):
+            yield batch if self.keep_padding else batch[:, batch[0] >= 0]
+
+
+def _as_is(batch: Any) -> Any:
+    """Collate nothing: SeededSamples has done it."""
+    return batch
+
+
+def check_loader(loader: Any, method: str) -> None:
+    """Check that the dataset of a loader, and not the loader, decides which samples there are.
+
+    Args:
+        loader: what the DataModule returned.
+        method: the method that returned it, for error messages.
+    """
+    if not isinstance(loader, DataLoader):
+        raise UserError(f"{method} returns {type(loader).__name__}: return a torch DataLoader")
+    if isinstance(loader.dataset, IterableDataset):
+        raise UserError(
+            f"{method}: {type(loader.dataset).__name__} is an IterableDataset, whose samples cannot be divided among "
+            "processes nor found again after a restart: give a dataset with __getitem__ and __len__"
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise UserError(f"{method}: {type(loader).__name__} has an __iter__ of its own: return a torch DataLoader")
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise UserError(
+            f"{method} has a batch_sampler of its own, or batch_size=None: give batch_size, the samples of an "
+            "optimizer step over all processes, and perhaps a sampler"
+        )
+    if hasattr(loader.sampler, "num_replicas"):
+        raise UserError(f"{method} has a {type(loader.sampler).__name__}: leave it out, ranks share the data anyway")
+
+
+def epoch_order(sampler: Any, seed: int, epoch: int) -> Tensor:
+    """Return the (n,) positions of an epoch in the order of a user's sampler.
+
+    Shuffling is the project's own. Other samplers draw from torch's global generator, or one of their own, seeded with
+    a hash of (seed, epoch); so a weighted sampler, too, has the same order on any hardware and after a restart.
+    """
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        return permutation(len(sampler.data_source), seed, epoch)[: len(sampler)]
+    key = int(hash_ints(seed, epoch))
+    with isolate_rng(include_cuda=False):
+        seed_generators(key)
+        if isinstance(getattr(sampler, "generator", None), torch.Generator):
+            sampler.generator.manual_seed(key)
+        return torch.tensor(list(sampler), dtype=torch.int64)
+
+
+class _WorkerInit:
+    """Lets a worker outlive stop requests, then calls the user's function."""
+
+    def __init__(self, function: Callable[[int], Any] | None) -> None:
+        self.function = function
+
+    def __call__(self, worker: int) -> None:
+        outlive_stop_requests()
+        if self.function:
+            self.function(worker)
+
+
+def outlive_stop_requests() -> None:
     """Let a worker process outlive signals to all processes: the rank still fetches a batch, saves and stops.
 
     Of SIGTERM, only the rank's own counts, by which DataLoader ends a worker that hangs.
@@ -103,16 +170,3 @@ def _exit_when_terminated_by(rank: int) -> None:
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
         pass
     os._exit(0)  # with another code, DataLoader would report a failed worker
-
-
-class HostBatches(DataLoader[Batch]):
-    """A DataLoader that reports a UserError of a worker in one line, without the worker's traceback."""
-
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        try:
-            yield from super().__iter__()
-        except UserError as error:
-            error.__traceback__ = None  # it refers to the iterator, which without it ends its workers at once
-            # From a worker, torch raises the error with the text of its traceback, whose last line is the message.
-            message = str(error).rpartition(f"{UserError.__qualname__}: ")[2].strip()
-            raise UserError(message) from None

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from src.engine.determinism.dropout import SampleDropout, dropouts, set_keys
 from src.engine.determinism.hashing import hash_ints
+from src.engine.determinism.samples import seed_generators
 from src.engine.state.optimizer_state import name_parameters, shard
 from src.engine.utils.errors import UserError
 
@@ -21,9 +21,9 @@ class ExactResumption(L.Callback):
       counters have while a hook runs; they count micro-batches, whose number depends on the accumulation. All counters
       are therefore derived from the samples: at whatever moment the checkpoint was written, the loops are restored to
       the start of the first step that is not complete.
-    - Before each batch, torch is seeded with a hash of (seed, epoch, batch, rank), and dropout layers get the keys of
-      the samples. The stages of a pipeline thus draw different numbers. The numbers of torch's generators depend on the
-      world size; dropout does not use them.
+    - Before each batch, torch, NumPy and Python are seeded with a hash of (seed, epoch, batch, rank), and dropout
+      layers get the keys of the samples. The stages of a pipeline thus draw different numbers. The numbers of the
+      generators depend on the world size; dropout does not use them.
     - Optimizers of any module restore their state by the names of the parameters.
     - Checkpoint callbacks keep their scores, also in a folder that was moved. Lightning's ModelCheckpoint discards them
       if its absolute path has changed, and then replaces the best checkpoint by a worse one; it saves `current_score`
@@ -50,7 +50,7 @@ class ExactResumption(L.Callback):
             data: Any = trainer.datamodule
             set_keys(self._dropouts, hash_ints(self.seed, trainer.current_epoch, data.sample_index))
         step_seed = hash((self.seed, trainer.current_epoch, batch_idx, trainer.global_rank))
-        _seed_torch(step_seed, pl_module.device.type)
+        seed_generators(step_seed, pl_module.device.type)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""
@@ -71,19 +71,6 @@ class ExactResumption(L.Callback):
         if trainer.training:
             _restore_position(trainer, checkpoint)
             _restore_history(trainer, checkpoint["callbacks"])
-
-
-def _seed_torch(seed: int, device_type: str) -> None:
-    """Seed the CPU and this process's devices.
-
-    torch.manual_seed would record a stack trace for each unused device type, which takes half a millisecond.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device_type == "cuda":
-        for generator in torch.cuda.default_generators:  # one process may drive several devices
-            generator.manual_seed(seed)
-    elif device_type == "mps":
-        torch.mps.manual_seed(seed)
 
 
 def _restore_position(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Samplers of each process for training and evaluation: the global batches are the same for any number of processes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -14,15 +14,29 @@ from src.engine.utils.errors import UserError
 class TrainingBatches(Sampler[Tensor]):
     """Batches of one data-parallel rank in an epoch, as a pure function of (seed, epoch, start).
 
-    The order of the epoch is a permutation fixed by (seed, epoch), and global batch k is its k-th slice, of which the
-    layout gives this rank its positions. Each epoch drops the samples at its end that do not fill a global batch; they
-    differ from epoch to epoch.
+    Global batch k is the k-th slice of the epoch's order, of which the layout gives this rank its positions. Each epoch
+    drops the samples at its end that do not fill a global batch; if it is shuffled, they differ from epoch to epoch.
 
     `epoch` and `start` (the samples of that epoch already trained) are read when the first batch is requested.
+
+    Args:
+        num_samples: number of samples of an epoch.
+        layout: the positions of this rank in a global batch.
+        seed: determines the order, together with the epoch.
+        steps: optimizer steps per epoch; None for all.
+        order: maps an epoch to its order, (num_samples,) positions in the dataset; None for a random permutation.
     """
 
-    def __init__(self, num_samples: int, layout: BatchLayout, seed: int = 0, steps: int | None = None) -> None:
-        self.num_samples, self.layout, self.seed = num_samples, layout, seed
+    def __init__(
+        self,
+        num_samples: int,
+        layout: BatchLayout,
+        seed: int = 0,
+        steps: int | None = None,
+        order: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self.num_samples, self.layout = num_samples, layout
+        self.order = order or (lambda epoch: permutation(num_samples, seed, epoch))
         self.steps = num_samples // layout.batch_size if steps is None else steps  # per epoch
         self.epoch, self.start = 0, 0
 
@@ -38,8 +52,8 @@ class TrainingBatches(Sampler[Tensor]):
         yield from self.table()
 
     def table(self) -> Tensor:
-        """Return the rest of the epoch as positions in the split, (batches, n): one batch of this rank per row."""
-        order = permutation(self.num_samples, self.seed, self.epoch)[self.start : self.steps * self.layout.batch_size]
+        """Return the rest of the epoch as positions in the dataset, (batches, n): one batch of this rank per row."""
+        order = self.order(self.epoch)[self.start : self.steps * self.layout.batch_size]
         return order.view(-1, self.layout.batch_size)[:, self.layout.positions].flatten(0, 1)
 
 
@@ -51,7 +65,14 @@ class EvaluationBatches(Sampler[Tensor]):
     one round of padding, and a batch of two rounds or more has a sample.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, parallel: DataParallelInfo = SINGLE_PROCESS) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        parallel: DataParallelInfo = SINGLE_PROCESS,
+        order: Tensor | None = None,
+    ) -> None:
+        self.order = torch.arange(num_samples) if order is None else order
         shares = parallel.shares or [1] * parallel.dp_size
         self.num_samples, self.samples_per_round, self.share = num_samples, sum(shares), shares[parallel.dp_rank]
         self.first = sum(shares[: parallel.dp_rank])  # of this rank in a round
@@ -65,18 +86,19 @@ class EvaluationBatches(Sampler[Tensor]):
         yield from self.table()
 
     def table(self) -> Tensor:
-        """Return positions in the split, (batches, n): one batch of this rank per row."""
+        """Return positions in the dataset, (batches, n): one batch of this rank per row."""
         rounds = torch.arange(self.batches)[:, None] + torch.arange(self.rounds) * self.batches
         own = self.first + torch.arange(self.share)
         positions = (rounds[:, :, None] * self.samples_per_round + own).flatten(1)
-        return torch.where(positions < self.num_samples, positions, -1)
+        order = torch.cat([self.order[: self.num_samples], torch.tensor([-1])])
+        return order[positions.clamp_max(self.num_samples)]
 
     def check_no_rank_is_empty(self, split: str) -> None:
         """Check that each batch of each rank has a sample."""
         if self.rounds == 1 and self.num_samples < self.batches * self.samples_per_round:
             raise UserError(
-                f"the {self.num_samples} images of `{split}` leave a batch of one of the processes empty: "
-                f"evaluate more images, set trainer.limit_{split}_batches=0, or use fewer trainer.devices"
+                f"the {self.num_samples} samples of `{split}` leave a batch of one of the processes empty: "
+                f"evaluate more of them, set trainer.limit_{split}_batches=0, or use fewer trainer.devices"
             )
 
 

@@ -103,6 +103,11 @@ class Evaluation(L.Callback):
         self._loaded_step: int | None = None  # the step of the checkpoint that is tested, if one is loaded
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not hasattr(trainer.datamodule, "classes"):
+            raise UserError(
+                f"callbacks.evaluation: {type(_data(trainer).plain).__name__} has no `classes`, the names in "
+                "the order of the labels: add them, or set callbacks.evaluation=null"
+            )
         # A batch before training shows whether the module returns its logits.
         trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
 
@@ -225,6 +230,8 @@ def _describe(mistakes: Mistakes, data: Any, stage: str) -> list[dict[str, Any]]
         if probability >= 0:
             rows[sample_index] = {"label": label, "predicted": predicted, "probability": probability}
     first = sorted(rows, key=lambda sample_index: (-rows[sample_index]["probability"], sample_index))[:MAX_MISTAKES]
+    if not hasattr(data, "splits"):  # no images
+        return []
     dataset = data.splits[stage].dataset
     images = dataset.gather(torch.tensor(first, dtype=torch.long, device=dataset.labels.device)).cpu()
     return [

@@ -53,7 +53,7 @@ class Throughput(L.Callback):
         if stage == "fit" and trainer.is_global_zero:
             self._peak_flops = self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(trainer, pl_module)
             if getattr(pl_module, "takes_batch", False) and hasattr(pl_module, "loss"):
-                sample_flops = flops_per_sample(pl_module, data.image_shape)
+                sample_flops = flops_per_sample(pl_module, data.input_shape)
                 self._step_flops = sample_flops * data.global_batch_size if sample_flops else None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -44,7 +44,7 @@ class RunDescription(L.Callback):
             self._num_parameters = sum(weight.numel() for weight in pl_module.parameters())
             self._num_batch_norms = sum(isinstance(part, _BatchNorm) for part in pl_module.modules())
         data: Any = trainer.datamodule
-        if not self._experiment and data.splits:
+        if not self._experiment and data.trains:
             self._experiment = describe_experiment(self.config, data)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ class RunDescription(L.Callback):
         """Start the loggers in this process, and log the configuration."""
         data: Any = trainer.datamodule
         settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
-        settings |= {"data_source": data.source.description, "global_batch_size": data.global_batch_size}
+        settings |= {"data_source": data.description, "global_batch_size": data.global_batch_size}
         if not trainer.fast_dev_run:  # Lightning replaces all loggers
             trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
         self._loggers = ()
@@ -123,7 +123,7 @@ class RunDescription(L.Callback):
             "experiment": self._fingerprint,
             "strategy": f"{self._strategy_name}, {trainer.world_size} process(es) on {module.device.type}",
             "precision": trainer.precision,
-            "data": f"{data.source.description}, {len(data.splits['train'])} images",
+            "data": data.description,
             "batch": f"{batch} = {dp_size} x {layout.micro_batches} micro-batches x {mean_size:g} per device",
             "batch norm sees": self._batch_norm_samples(layout),
             "learning rate": f"{group.get('initial_lr', group['lr']):g} after scaling, {data.total_steps} steps",

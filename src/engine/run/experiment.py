@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from src.engine.config.build import build, check_options
 from src.engine.determinism.dropout import use_sample_dropout
+from src.engine.determinism.ordered_data import OrderedData
 from src.engine.observe.wandb import finish_run, mark_preempted
 from src.engine.parallel.compatibility import check_can_train
 from src.engine.run.trainer import build_trainer
@@ -116,7 +117,7 @@ def _log_end(metrics: dict[str, float], run_dir: str) -> None:
     _log.info("%s", run_dir)
 
 
-def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDataModule]:
+def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, OrderedData]:
     """Build the trainer, the module with its initial weights, and the data: the same objects on every rank.
 
     Raises:
@@ -131,7 +132,10 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.Lightning
     if isinstance(trainer.accelerator, CPUAccelerator):
         tune_malloc()
     module = _build_module(cfg, trainer)
-    return trainer, module, build(cfg.data)
+    if cfg.predict and "predict_dir" not in cfg.data:
+        raise UserError(f"predict={cfg.predict}: {cfg.data._target_} has no option predict_dir; choose another `data`")
+    limits = {name: cfg.trainer.get(f"limit_{name}_batches") for name in ("train", "val", "test")}
+    return trainer, module, OrderedData(build(cfg.data), cfg.seed, limits)
 
 
 def _build_module(cfg: DictConfig, trainer: L.Trainer) -> L.LightningModule:

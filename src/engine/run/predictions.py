@@ -43,6 +43,7 @@ class PredictionWriter(BasePredictionWriter):
         if not trainer.is_global_zero:
             return
         data: Any = trainer.datamodule
+        loaders: Any = trainer.predict_dataloaders
         highest, classes = (values.tolist() for values in probabilities.max(1))
         rows = zip(index.tolist(), classes, highest, strict=True)
         predicted = {number: (label, probability) for number, label, probability in rows if number >= 0}
@@ -51,6 +52,6 @@ class PredictionWriter(BasePredictionWriter):
             writer = csv.writer(stream)
             writer.writerow(["file", "class", "probability"])
             for number, (label, probability) in sorted(predicted.items()):
-                file = trainer.predict_dataloaders.dataset.files[number].relative_to(data.predict_dir)
+                file = loaders[0].dataset.files[number].relative_to(data.predict_dir)
                 writer.writerow([file, data.classes[label], f"{probability:.4f}"])
         _log.info("the classes of %d images are in %s", len(predicted), self.file)

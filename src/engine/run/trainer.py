@@ -31,7 +31,7 @@ _OWN_ARGUMENTS = {  # arguments of Lightning's Trainer that `build_trainer` give
     "logger": "use logger=NAME instead, or logger=none",
     "default_root_dir": "use run_dir=FOLDER instead",
     "plugins": "leave it out, because trainer.precision and `strategy` choose the plugins",
-    "use_distributed_sampler": "leave it out, because the data module divides the data among the processes",
+    "use_distributed_sampler": "leave it out, because the project divides the data among the processes",
 }
 
 
@@ -59,7 +59,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in configured.values()),
             # The option is true or false, or a number of steps; Lightning counts micro-batches.
             fast_dev_run=int(cfg.trainer.fast_dev_run) * cfg.trainer.accumulate_grad_batches,
-            # The data module applies these limits (`data.limits`), because Lightning would count micro-batches.
+            # OrderedData applies these limits, because Lightning would count micro-batches.
             limit_train_batches=1.0,
             limit_val_batches=1.0,
             limit_test_batches=1.0,

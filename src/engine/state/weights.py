@@ -22,7 +22,7 @@ from src.engine.utils.targets import target_nodes, with_moved_targets
 from src.engine.utils.tensors import with_versions
 
 _log = logging.getLogger(__name__)
-_DATA_MODULE = "ImageDataModule"  # the key of its state, with the names of the classes
+_DATA_STATES = ("OrderedData", "ImageDataModule")  # keys of the state with the names of the classes; the last of old
 
 
 def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.Module, DictConfig, list[str]]:
@@ -49,7 +49,8 @@ def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.
     except (HydraException, OmegaConfBaseException, ImportError, RuntimeError) as error:
         cause = str(error).splitlines()[0]
         raise UserError(f"{option}={path} is not a checkpoint of a classifier: {cause}") from error
-    return net, config, checkpoint.get(_DATA_MODULE, {}).get("classes", [])
+    states = [checkpoint[key] for key in _DATA_STATES if key in checkpoint]
+    return net, config, states[0].get("classes", []) if states else []
 
 
 def _build_trusted(node: DictConfig, packages: Sequence[str], origin: str) -> Any:

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from src.data.images import ImageSet, ImageSplit, as_is, should_keep_on_device
 from src.engine.determinism.batch import Batch
-from src.engine.determinism.dataset import ImageSet, ImageSplit
 from src.engine.determinism.layout import BatchLayout, DataParallelInfo
-from src.engine.determinism.loader import ResidentBatches, should_keep_on_device
+from src.engine.determinism.loader import RankLoader
 from src.engine.determinism.sampler import EvaluationBatches, TrainingBatches
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
@@ -24,6 +25,11 @@ def split() -> ImageSplit:
     return ImageSplit(ImageSet(images, torch.arange(100) % 10), indices=torch.randperm(100, generator=rng)[:70])
 
 
+def rank_loader(data: ImageSplit, sampler: Any, workers: int = 0) -> RankLoader:
+    loader: Any = DataLoader(data, 16, num_workers=workers, collate_fn=as_is)
+    return RankLoader(loader, sampler, 0, CPU, tell=lambda positions: None)
+
+
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -34,18 +40,17 @@ def split() -> ImageSplit:
     ],
     ids=["train", "train on a rank", "evaluate", "evaluate on a rank"],
 )
-def test_batches_equal_those_of_a_data_loader(sampler: Any) -> None:
-    loader = torch.utils.data.DataLoader(split(), sampler=sampler, batch_size=None)
-    batches = list(ResidentBatches(split(), sampler, CPU))
-    assert len(batches) == len(loader) == len(ResidentBatches(split(), sampler, CPU)) > 0
-    for ours, theirs in zip(batches, loader, strict=True):
+def test_batches_equal_those_of_a_worker(sampler: Any) -> None:
+    batches, fetched = list(rank_loader(split(), sampler)), list(rank_loader(split(), sampler, workers=1))
+    assert len(batches) == len(rank_loader(split(), sampler)) > 0
+    for ours, theirs in zip(batches, fetched, strict=True):
         for name in Batch._fields:
             assert torch.equal(getattr(ours, name), getattr(theirs, name))
 
 
 def test_epoch_and_start_are_read_with_the_first_batch() -> None:
     sampler = TrainingBatches(70, BatchLayout(16))
-    iterator = iter(ResidentBatches(split(), sampler, CPU))
+    iterator = iter(rank_loader(split(), sampler))
     sampler.set_epoch(3)
     sampler.start = 32
     later = TrainingBatches(70, BatchLayout(16))
@@ -53,19 +58,18 @@ def test_epoch_and_start_are_read_with_the_first_batch() -> None:
     expected = [split().indices[positions] for positions in later][2:]
     assert [batch.sample_index.tolist() for batch in iterator] == [index.tolist() for index in expected]
     sampler.start = 64
-    assert list(ResidentBatches(split(), sampler, CPU)) == []
+    assert list(rank_loader(split(), sampler)) == []
 
 
 def test_splits_use_the_same_storage_on_any_device() -> None:
-    """The meta device stands for a GPU: only indices come from the host."""
+    """The meta device stands for a GPU: only positions come from the host."""
     train = split()
     val = ImageSplit(train.dataset, torch.arange(5))
-    ResidentBatches(train, TrainingBatches(70, BatchLayout(16)), META)
+    train.move(META)
     assert val.dataset.images.device == val.dataset.labels.device == META
-    index = torch.empty(5, 16, dtype=torch.int64, device=META)
-    images = train.dataset.gather(index[0])
-    assert images.device == META
-    assert images.shape == (16, 3, 8, 8)
+    batch = train.fetch(torch.empty(16, dtype=torch.int64, device=META))
+    assert {field.device for field in batch} == {META}
+    assert batch.image.shape == (16, 3, 8, 8)
 
 
 def test_auto_allows_a_tenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

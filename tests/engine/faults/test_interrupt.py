@@ -97,7 +97,7 @@ def test_data_workers_outlive_stop_requests(small: list[str], folder: Path, monk
 
 
 def _hang(is_ready: Any) -> None:
-    loader._outlive_stop_requests(0)
+    loader.outlive_stop_requests()
     is_ready.set()
     time.sleep(60)
 

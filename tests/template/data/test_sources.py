@@ -115,7 +115,9 @@ def test_own_validation_images_are_used(copy: Path, folder: Path) -> None:
     task = [*TASK, f"data.root={copy}"]
     data = load(folder, *task)
     assert {name: len(split) for name, split in data.splits.items()} == {"train": 100, "val": 50, "test": 50}
-    assert torch.equal(data.splits["val"][torch.arange(50)].image, data.splits["test"][torch.arange(50)].image)
+    assert torch.equal(
+        data.splits["val"].fetch(torch.arange(50)).image, data.splits["test"].fetch(torch.arange(50)).image
+    )
     data = load(folder, *task, "data.train_samples=40", "data.val_fraction=0.0")
     assert {name: len(split) for name, split in data.splits.items()} == {"train": 40, "val": 50, "test": 50}
     with pytest.raises(UserError, match=r"data.val_fraction=0.2, but the dataset has its own validation images"):

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from src.engine.determinism.dataset import ImageSet, ImageSplit, TransformedSplit
+from src.data.images import ImageSet, ImageSplit, TransformedSplit, join
 from src.engine.determinism.layout import BatchLayout, DataParallelInfo
+from src.engine.determinism.loader import RankLoader
 from src.engine.determinism.sampler import TrainingBatches
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
@@ -47,9 +49,9 @@ def images_by_sample(
     for rank in range(dp_size):
         batches = TrainingBatches(48, BatchLayout(16, DataParallelInfo(dp_size, rank), accumulate), seed)
         batches.set_epoch(epoch)
-        data = TransformedSplit(split, [transform or Noise()], seed, batches)
-        for positions in batches:
-            batch = data[positions]
+        data = TransformedSplit(split, [transform or Noise()])
+        loader: Any = DataLoader(data, 16, shuffle=True, collate_fn=join)
+        for batch in RankLoader(loader, batches, seed, torch.device("cpu"), tell=lambda positions: None):
             found |= dict(zip(batch.sample_index.tolist(), batch.image[:, :, 0, 0].tolist(), strict=True))
     return found
 

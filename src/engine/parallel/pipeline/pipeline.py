@@ -133,7 +133,7 @@ class Pipeline(ShardedStateStrategy):
         if self._is_sharded or self.spec.needs_channels_first(net, self.root_device):  # FSDP supports no other format
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         data = self.lightning_module.trainer.datamodule
-        stages = self._cut(net, shape=(data.samples_per_micro_batch, *data.image_shape))
+        stages = self._cut(net, shape=(data.samples_per_micro_batch, *data.input_shape))
         shapes = stage_shapes(stages)
         self._own_stages = keep_own_stages(net, stages, self._stage_to_rank, self._pipeline_rank)
         if self._is_sharded:

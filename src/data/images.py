@@ -1,0 +1,155 @@
+"""Datasets of images that are fetched in batches, from the memory of the device or of the host."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from src.data.sources.source import Images
+from src.engine import Batch, ImageFiles, UserError
+
+Transform = Callable[[Tensor], Tensor]
+
+_MAX_FRACTION = 0.1  # of a GPU's free memory, for the images under `auto`
+
+
+class ImageSet:
+    """All (n, channels, height, width) uint8 images of a dataset and their (n,) labels, which its splits share."""
+
+    def __init__(self, images: Images, labels: Tensor) -> None:
+        self.images, self.labels = images, labels
+
+    def move(self, device: torch.device) -> None:
+        """Move the images, a tensor, and the labels to the device, where they stay."""
+        assert isinstance(self.images, Tensor)
+        self.images, self.labels = self.images.to(device), self.labels.to(device)
+
+    def gather(self, index: Tensor) -> Tensor:
+        """Return the images of (n,) indices, which are on the device of a tensor of images."""
+        if isinstance(self.images, Tensor):
+            return self.images.index_select(0, index)  # `images[index]` would be much slower
+        return self.images[index]
+
+
+class ImageSplit(Dataset[Batch]):
+    """A split of a dataset, whose batches are fetched by (n,) positions in the split, of which -1 is padding."""
+
+    def __init__(self, dataset: ImageSet, indices: Tensor) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the batches."""
+        return self.dataset.labels.device
+
+    def move(self, device: torch.device) -> None:
+        """Move the images to the device, where they stay, with those of other splits of the dataset."""
+        self.dataset.move(device)
+        self.indices = self.indices.to(device)
+
+    def fetch(self, positions: Tensor) -> Batch:
+        """Return the batch of (n,) positions; padding has image 0, and weight 0."""
+        index = self.indices.index_select(0, positions.clamp_min(0))
+        is_sample = positions >= 0
+        labels = self.dataset.labels.index_select(0, index)
+        return Batch(self.dataset.gather(index), labels, index.where(is_sample, -1), is_sample)
+
+    def __getitems__(self, positions: list[int]) -> Batch:
+        """Let a plain DataLoader fetch a batch."""
+        return self.fetch(torch.tensor(positions))
+
+
+class TransformedSplit(Dataset[Batch]):
+    """A split for training whose images go through the user's transforms when they are fetched; an item is a sample.
+
+    Args:
+        split: the training samples.
+        transforms: map a (channels, height, width) uint8 image to another of the same shape, in this order. They draw
+            from the global generators of torch, NumPy and Python, which a run seeds for each sample.
+    """
+
+    def __init__(self, split: ImageSplit, transforms: Sequence[Transform]) -> None:
+        self.split, self.transforms = split, transforms
+        self.dataset, self.indices, self.device = split.dataset, split.indices, split.device
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, position: int) -> Batch:
+        """Return a batch of one sample."""
+        batch = self.split.fetch(torch.tensor([position]))
+        image = batch.image[0]
+        for transform in self.transforms:
+            image = transform(image)
+            if image.dtype != torch.uint8 or image.shape != batch.image.shape[1:]:
+                raise UserError(
+                    f"data.augment.transforms: {_name(transform)} returns {image.dtype} {tuple(image.shape)}, "
+                    f"but must return torch.uint8 {tuple(batch.image.shape[1:])}"
+                )
+        return batch._replace(image=image[None])
+
+
+class ImageFolder(Dataset[Batch]):
+    """The images of a folder and its subfolders, for prediction.
+
+    Raises:
+        UserError: if the folder contains no image, or an image cannot be read.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
+        self.images = ImageFiles.in_folder(folder, image_shape, f"predict={folder}")
+        self.files = self.images.files
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def fetch(self, positions: Tensor) -> Batch:
+        """Return the batch of (n,) positions; padding has image 0, and weight 0."""
+        images = self.images[positions.clamp_min(0)]
+        return Batch(images, torch.zeros_like(positions), positions, weight=positions >= 0)
+
+
+def join(batches: list[Batch]) -> Batch:
+    """Return one batch of several."""
+    return Batch(*map(torch.cat, zip(*batches, strict=True)))
+
+
+def as_is(batch: Any) -> Any:
+    """Collate nothing: the dataset has fetched a batch."""
+    return batch
+
+
+def should_keep_on_device(split: ImageSplit, device: torch.device, choice: str | bool, num_workers: int) -> bool:
+    """Return whether to keep the images of the split on the device.
+
+    Under `auto` they stay there if they are there already, or need a small fraction of a GPU's free memory. Workers
+    cannot use images on a device.
+
+    Raises:
+        UserError: if the choice is true, but the images are not in memory.
+    """
+    images = split.dataset.images
+    if not isinstance(images, Tensor):
+        if choice is True:
+            raise UserError(
+                "data.device_resident=true, but the images are not in memory: set data.device_resident=auto"
+            )
+        return False
+    if choice != "auto" or num_workers:
+        return choice is True
+    if images.device == device:
+        return True
+    return device.type == "cuda" and images.nbytes <= _MAX_FRACTION * torch.cuda.mem_get_info(device)[0]
+
+
+def _name(transform: Transform) -> str:
+    function = getattr(transform, "func", transform)  # of a partial function
+    return getattr(function, "__name__", type(function).__name__)
