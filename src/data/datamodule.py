@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from src.data.augment.augmentation import Augmentation, Preprocessing
-from src.data.images import ImageFolder, ImageSplit, TransformedSplit, as_is, join, should_keep_on_device
+from src.data.images import ImageFolder, ImageSplit, TransformedSplit, as_is, join
 from src.data.sources.source import ImageSource
 from src.data.splits import check_properties, check_sizes, divide, load_sets
 from src.engine import Batch, BatchLayout, UserError
@@ -69,16 +69,15 @@ class ImageDataModule(L.LightningDataModule):
             raise UserError(
                 f"data.device_resident={device_resident}: give auto, false, or true with data.num_workers=0"
             )
-        if augment.transforms:
-            # They run on the host, and so does the fetching of all splits, which share their images.
-            if device_resident is True:
-                raise UserError("data.device_resident=true, but data.augment.transforms run on the host: set auto")
-            device_resident = False
+        if augment.transforms and device_resident is True:
+            raise UserError("data.device_resident=true, but data.augment.transforms run on the host: set auto")
         self.source, self.root, self.num_classes = source, Path(root), num_classes
         self.image_shape, self.mean, self.std = cast(tuple[int, int, int], tuple(image_shape)), mean, std
         self.batch_size, self.batch_size_per_device, self.norm_groups = batch_size, batch_size_per_device, norm_groups
         self.val_fraction, self.train_samples, self.predict_dir = val_fraction, train_samples, predict_dir
-        self.num_workers, self.device_resident, self.seed = num_workers, device_resident, seed
+        # Workers and transforms are on the host, and so is the fetching of all splits, which share their images.
+        self.device_resident = False if num_workers or augment.transforms else device_resident
+        self.num_workers, self.seed = num_workers, seed
         self.augment, self.has_pairs = augment, bool(augment.mixers)
         self.preprocessing = Preprocessing(augment, mean, std, num_classes, seed)
         self.splits: dict[str, ImageSplit] = {}
@@ -94,6 +93,8 @@ class ImageDataModule(L.LightningDataModule):
         if not self.splits:
             sets = load_sets(self.source, self.root, self.num_classes, self.image_shape)
             self.splits = divide(sets, self.val_fraction, self.train_samples, self.seed)
+            for split in self.splits.values():
+                split.device_resident = self.device_resident
         self.augment.samples = len(self.splits["train"].dataset.labels)
 
     def train_dataloader(self) -> DataLoader[Batch]:
@@ -145,14 +146,10 @@ class ImageDataModule(L.LightningDataModule):
         self._saved_classes = state_dict["classes"]
 
     def _loader(self, data: ImageSplit | TransformedSplit | ImageFolder, shuffle: bool = False) -> DataLoader[Batch]:
-        device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
-        if isinstance(data, ImageSplit) and should_keep_on_device(data, device, self.device_resident, self.num_workers):
-            data.move(device)
         return DataLoader(
             data,
             self.batch_size or self.batch_size_per_device,
             shuffle=shuffle,
             num_workers=self.num_workers,
-            pin_memory=device.type == "cuda" and data.device.type == "cpu",
             collate_fn=join if isinstance(data, TransformedSplit) else as_is,
         )

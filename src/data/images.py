@@ -1,6 +1,6 @@
 """Datasets of images that are fetched in batches, from the memory of the device or of the host."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,16 @@ class ImageSet:
 
 
 class ImageSplit(Dataset[Batch]):
-    """A split of a dataset, whose batches are fetched by (n,) positions in the split, of which -1 is padding."""
+    """A split of a dataset, fetched in batches by positions in the split, of which -1 is padding.
 
-    def __init__(self, dataset: ImageSet, indices: Tensor) -> None:
-        self.dataset, self.indices = dataset, indices
+    Args:
+        dataset: the images of all splits.
+        indices: (n,) indices of this split's images.
+        device_resident: keep the images on the device; `auto`: if its memory is large enough.
+    """
+
+    def __init__(self, dataset: ImageSet, indices: Tensor, device_resident: str | bool = "auto") -> None:
+        self.dataset, self.indices, self.device_resident = dataset, indices, device_resident
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -48,17 +54,27 @@ class ImageSplit(Dataset[Batch]):
         """The device of the batches."""
         return self.dataset.labels.device
 
-    def move(self, device: torch.device) -> None:
-        """Move the images to the device, where they stay, with those of other splits of the dataset."""
-        self.dataset.move(device)
-        self.indices = self.indices.to(device)
+    def move_to(self, device: torch.device) -> bool:
+        """Move the images, with those of other splits of the dataset, if they should stay on the device.
+
+        Returns:
+            Whether the batches are on the device.
+        """
+        if should_keep_on_device(self.dataset.images, device, self.device_resident):
+            self.dataset.move(device)
+        self.indices = self.indices.to(self.device)
+        return self.device == device
+
+    def batches(self, positions: Tensor) -> Iterator[Batch]:
+        """Yield the batch of each row of (batches, n) positions; padding has the image at position 0, and weight 0."""
+        index, is_sample = self.indices[positions.clamp_min(0)], positions >= 0
+        rows = zip(index, self.dataset.labels[index], index.where(is_sample, -1), is_sample, strict=True)
+        for index_row, labels, sample_index, weight in rows:
+            yield Batch(self.dataset.gather(index_row), labels, sample_index, weight)
 
     def fetch(self, positions: Tensor) -> Batch:
-        """Return the batch of (n,) positions; padding has image 0, and weight 0."""
-        index = self.indices.index_select(0, positions.clamp_min(0))
-        is_sample = positions >= 0
-        labels = self.dataset.labels.index_select(0, index)
-        return Batch(self.dataset.gather(index), labels, index.where(is_sample, -1), is_sample)
+        """Return the batch of (n,) positions."""
+        return next(self.batches(positions[None]))
 
     def __getitems__(self, positions: list[int]) -> Batch:
         """Let a plain DataLoader fetch a batch."""
@@ -76,7 +92,7 @@ class TransformedSplit(Dataset[Batch]):
 
     def __init__(self, split: ImageSplit, transforms: Sequence[Transform]) -> None:
         self.split, self.transforms = split, transforms
-        self.dataset, self.indices, self.device = split.dataset, split.indices, split.device
+        self.dataset, self.indices = split.dataset, split.indices
 
     def __len__(self) -> int:
         return len(self.split)
@@ -102,8 +118,6 @@ class ImageFolder(Dataset[Batch]):
         UserError: if the folder contains no image, or an image cannot be read.
     """
 
-    device = torch.device("cpu")
-
     def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
         self.images = ImageFiles.in_folder(folder, image_shape, f"predict={folder}")
         self.files = self.images.files
@@ -111,10 +125,14 @@ class ImageFolder(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.images)
 
-    def fetch(self, positions: Tensor) -> Batch:
-        """Return the batch of (n,) positions; padding has image 0, and weight 0."""
-        images = self.images[positions.clamp_min(0)]
-        return Batch(images, torch.zeros_like(positions), positions, weight=positions >= 0)
+    def move_to(self, device: torch.device) -> bool:
+        """Return whether the batches are on the device."""
+        return device.type == "cpu"
+
+    def batches(self, positions: Tensor) -> Iterator[Batch]:
+        """Yield the batch of each row of (batches, n) positions; padding has image 0, and weight 0."""
+        for row in positions:
+            yield Batch(self.images[row.clamp_min(0)], torch.zeros_like(row), row, weight=row >= 0)
 
 
 def join(batches: list[Batch]) -> Batch:
@@ -127,23 +145,21 @@ def as_is(batch: Any) -> Any:
     return batch
 
 
-def should_keep_on_device(split: ImageSplit, device: torch.device, choice: str | bool, num_workers: int) -> bool:
-    """Return whether to keep the images of the split on the device.
+def should_keep_on_device(images: Images, device: torch.device, choice: str | bool) -> bool:
+    """Return whether to keep images on the device.
 
-    Under `auto` they stay there if they are there already, or need a small fraction of a GPU's free memory. Workers
-    cannot use images on a device.
+    Under `auto` they stay there if they are there already, or need a small fraction of a GPU's free memory.
 
     Raises:
         UserError: if the choice is true, but the images are not in memory.
     """
-    images = split.dataset.images
     if not isinstance(images, Tensor):
         if choice is True:
             raise UserError(
                 "data.device_resident=true, but the images are not in memory: set data.device_resident=auto"
             )
         return False
-    if choice != "auto" or num_workers:
+    if choice != "auto":
         return choice is True
     if images.device == device:
         return True

@@ -219,12 +219,12 @@ def test_loaded_network_classifies_as_predict_does(result: Result, images: torch
 def test_class_names_are_those_of_the_checkpoint(result: Result, tmp_path: Path) -> None:
     """The source of the data is not built: it may not know the names before it reads the data, or be any code."""
     checkpoint = torch.load(result.folder / "checkpoints" / "last.ckpt")
-    assert load_run(result.folder).classes == checkpoint["ImageDataModule"]["classes"]
+    assert load_run(result.folder).classes == checkpoint["OrderedData"]["classes"]
     checkpoint["config"] = checkpoint["config"].replace("src.data.sources", "os.system")
-    checkpoint["ImageDataModule"]["classes"] = list("abcdefghij")
+    checkpoint["OrderedData"]["classes"] = list("abcdefghij")
     torch.save(checkpoint, tmp_path / "other.ckpt")
     assert load_run(tmp_path / "other.ckpt").classes == list("abcdefghij")
-    del checkpoint["ImageDataModule"]
+    del checkpoint["OrderedData"]
     torch.save(checkpoint, tmp_path / "other.ckpt")
     assert load_run(tmp_path / "other.ckpt").classes == list("0123456789")
 

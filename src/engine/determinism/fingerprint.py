@@ -41,7 +41,8 @@ class Experiment:
 def describe_experiment(config: DictConfig, data: Any) -> Experiment:
     """Return the experiment of a resolved configuration and its data, set up for training; equal on all ranks."""
     options = experiment_options(config)
-    targets = [value for name, value in options.items() if name.endswith("_target_")]
+    targets = [f"{type(data).__module__}.{type(data).__name__}"]
+    targets += [value for name, value in options.items() if name.endswith("_target_")]
     targets += [node["_target_"] for _, node in target_nodes(list(options.values()))]
     code = code_version(targets)
     options |= {"data.batch_size": data.global_batch_size, _DATA: data.training_facts()}

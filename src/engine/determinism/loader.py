@@ -20,7 +20,7 @@ from src.engine.utils.errors import UserError
 
 EVALUATION = -1  # in place of an epoch
 # What the loader of a rank takes over from the user's; `dataset`, `batch_size`, `sampler` and `collate_fn` aside.
-_OPTIONS = ("num_workers", "pin_memory", "timeout", "in_order", "prefetch_factor", "persistent_workers")
+_OPTIONS = ("num_workers", "timeout", "in_order", "prefetch_factor", "persistent_workers")
 
 
 class RankLoader:
@@ -28,16 +28,16 @@ class RankLoader:
 
     It is no DataLoader, so that Lightning neither builds it again, as it does for predictions, nor gives it a sampler.
 
-    A dataset may have a method `fetch` that maps (n,) positions, of which -1 is padding, to a batch, and an attribute
-    `device`, where these batches are. If that is the rank's own device, a batch takes one call, and the positions of an
-    epoch are sent there at once, without a host-device synchronization.
+    A dataset may have two methods: `batches` maps (batches, n) positions, of which -1 is padding, to an iterator over
+    `Batch`; and `move_to(device)`, which may move the samples, returns whether these batches are then on the device. If
+    so, the positions of an epoch are sent at once, without a host-device synchronization.
 
     Args:
         loader: the user's loader.
         batches: the positions of the rank's batches.
         seed: the seed of the run.
         device: the device of the rank.
-        tell: gets the (n,) positions of each batch before it is yielded, unless the dataset has `fetch`.
+        tell: gets the (n,) positions of each batch before it is yielded, unless the dataset has `batches`.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class RankLoader:
         self.dataset: Any = loader.dataset
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
         self.tell = tell
-        fetches = hasattr(self.dataset, "fetch")
-        is_there = fetches and self.dataset.device == device and not loader.num_workers
+        makes_batches = hasattr(self.dataset, "batches")
+        is_there = makes_batches and self.dataset.move_to(device) and not loader.num_workers
         self._device = device if is_there else None
         options = {name: getattr(loader, name) for name in _OPTIONS}
         if loader.num_workers and sys.platform == "linux":
@@ -55,8 +55,10 @@ class RankLoader:
             options["multiprocessing_context"] = loader.multiprocessing_context or "fork"
         self._loader = DataLoader(
             SeededSamples(self.dataset, loader.collate_fn),
-            batch_sampler=_KeyedBatches(batches, seed, keep_padding=fetches),  # type: ignore[arg-type]
+            batch_sampler=_KeyedBatches(batches, seed, keep_padding=makes_batches),  # type: ignore[arg-type]
             collate_fn=_as_is,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # a number for workers, which would come from the global generator
             worker_init_fn=_WorkerInit(loader.worker_init_fn),
             **options,
         )
@@ -68,7 +70,7 @@ class RankLoader:
         if self._device is not None:
             table = self.sampler.table()
             table = table.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else table
-            yield from map(self.dataset.fetch, table)
+            yield from self.dataset.batches(table)
             return
         try:
             for positions, batch in self._loader:

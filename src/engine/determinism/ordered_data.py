@@ -93,7 +93,7 @@ class OrderedData(L.LightningDataModule):
             self._check_training()
         for name in {"val", "test"}.intersection(_LOADERS[stage]):
             for loader in self._loaders[name]:
-                if not (self._takes_batch and hasattr(loader.dataset, "fetch")):  # these two know padding
+                if not (self._takes_batch and hasattr(loader.dataset, "batches")):  # these two know padding
                     self._evaluation_batches(name, loader).check_no_rank_is_empty(name)
 
     def teardown(self, stage: str) -> None:
@@ -274,7 +274,7 @@ class OrderedData(L.LightningDataModule):
             )
         if not self.steps_per_epoch:
             raise UserError("trainer.limit_train_batches=0 trains nothing: set fit=false instead")
-        if not hasattr(loader.dataset, "fetch"):
+        if not hasattr(loader.dataset, "batches"):
             with isolate_rng(include_cuda=False):
                 samples = SeededSamples(loader.dataset, loader.collate_fn)
                 warn_unless_repeatable(samples, f"{type(self.plain).__name__}.train_dataloader")

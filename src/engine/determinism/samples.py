@@ -30,10 +30,10 @@ class SeededSamples(Dataset[Any]):
         return len(self.dataset)
 
     def __getitems__(self, samples: Tensor) -> tuple[Tensor, Any]:
-        """Fetch the samples of (2, n) positions and keys; a dataset that has `fetch` does so for the batch."""
+        """Fetch the samples of (2, n) positions and keys; a dataset that has `batches` does so itself."""
         positions, keys = samples
-        if hasattr(self.dataset, "fetch"):
-            return positions, self.dataset.fetch(positions)
+        if hasattr(self.dataset, "batches"):
+            return positions, next(iter(self.dataset.batches(positions[None])))
         with isolate_rng(include_cuda=False) if get_worker_info() is None else nullcontext():
             items = []
             for position, key in samples.T.tolist():

@@ -5,12 +5,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import yaml
+from omegaconf import DictConfig
 
 from src.engine.config.build import build
 from src.engine.determinism.fingerprint import Experiment, continue_experiment, describe_experiment
+from src.engine.determinism.ordered_data import OrderedData
 from src.engine.utils import code_version as module
 from src.engine.utils import targets
 from src.engine.utils.code_version import code_version
@@ -50,13 +53,19 @@ EXPERIMENTS: dict[str, list[str]] = {
 }
 
 
+def set_up(cfg: DictConfig) -> OrderedData:
+    """Return the data of one process, set up for training."""
+    data = OrderedData(build(cfg.data), cfg.seed, {"train": None, "val": None, "test": None})
+    data.trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
 def experiment(small: list[str], folder: Path, *overrides: str) -> Experiment:
     """Return the experiment of a configuration, with the data of one process."""
     cfg = compose(folder, *small, *TASK, *overrides)
-    data = build(cfg.data)
-    data.prepare_data()
-    data.setup("fit")
-    return describe_experiment(cfg, data)
+    return describe_experiment(cfg, set_up(cfg))
 
 
 def saved(kept: Experiment) -> dict[str, Any]:
@@ -87,13 +96,11 @@ def test_every_experiment_has_its_own(small: list[str], folder: Path) -> None:
 
 def test_labels_change_it(small: list[str], folder: Path) -> None:
     cfg = compose(folder, *small, *TASK)
-    data: Any = build(cfg.data)
-    data.prepare_data()
-    data.setup("fit")
+    data = set_up(cfg)
     before = describe_experiment(cfg, data)
     data.splits["train"].dataset.labels = data.splits["train"].dataset.labels.flip(0)
     after = describe_experiment(cfg, data)
-    with pytest.raises(UserError, match=r"had training data=90 images, SHA-256 .* that is another experiment"):
+    with pytest.raises(UserError, match=r"had training data=90 samples, SHA-256 .* that is another experiment"):
         continue_experiment(saved(before), after, cfg)
 
 
@@ -128,7 +135,7 @@ def test_code_of_the_engine_counts_where_it_computes_the_experiment(monkeypatch:
         return ""
 
     monkeypatch.setattr(module, "_code", code)
-    code_version(["src.models.classifier.ImageClassifier", "src.data.datamodule.ImageDataModule"])
+    code_version(["src.models.classifier.ImageClassifier", "src.engine.determinism.ordered_data.OrderedData"])
     assert {"src.engine.run.module", "src.engine.determinism.sampler", "src.models.classifier"} <= {*names}
     assert all(name.startswith(("src.models.", "src.data.", *module._ENGINE)) for name in names)
 
@@ -164,6 +171,7 @@ def test_edited_code_and_an_earlier_version_are_warnings(
     small: list[str], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     now, cfg = experiment(small, folder), compose(folder, *small, *TASK)
+    caplog.clear()
     assert continue_experiment(saved(now), now, cfg) == now
     assert not caplog.messages
     continue_experiment(saved(replace(now, code="other")), now, cfg)

@@ -65,7 +65,9 @@ def test_splits_use_the_same_storage_on_any_device() -> None:
     """The meta device stands for a GPU: only positions come from the host."""
     train = split()
     val = ImageSplit(train.dataset, torch.arange(5))
-    train.move(META)
+    train.device_resident = True
+    assert train.move_to(META)
+    assert not val.move_to(CPU)
     assert val.dataset.images.device == val.dataset.labels.device == META
     batch = train.fetch(torch.empty(16, dtype=torch.int64, device=META))
     assert {field.device for field in batch} == {META}
@@ -73,15 +75,14 @@ def test_splits_use_the_same_storage_on_any_device() -> None:
 
 
 def test_auto_allows_a_tenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, bytes_ = torch.device("cuda", 0), split().dataset.images.nbytes
-    for free, room in ((10 * bytes_, True), (10 * bytes_ - 1, False)):
+    cuda, images = torch.device("cuda", 0), split().dataset.images
+    for free, room in ((10 * images.nbytes, True), (10 * images.nbytes - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
-        assert should_keep_on_device(split(), cuda, "auto", num_workers=0) == room
-        assert should_keep_on_device(split(), cuda, True, num_workers=0)
-        assert not should_keep_on_device(split(), cuda, False, num_workers=0)
-        assert not should_keep_on_device(split(), cuda, "auto", num_workers=1)
-    assert should_keep_on_device(split(), CPU, "auto", num_workers=0)
-    assert not should_keep_on_device(split(), torch.device("mps"), "auto", num_workers=0)
+        assert should_keep_on_device(images, cuda, "auto") == room
+        assert should_keep_on_device(images, cuda, True)
+        assert not should_keep_on_device(images, cuda, False)
+    assert should_keep_on_device(images, CPU, "auto")
+    assert not should_keep_on_device(images, torch.device("mps"), "auto")
 
 
 @pytest.mark.parametrize("options", [["data.device_resident=true", "data.num_workers=2"], ["data.device_resident=gpu"]])

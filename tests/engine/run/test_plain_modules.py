@@ -91,8 +91,8 @@ def test_predicts(task: list[str], images: Path, pool: Pool, folder: Path) -> No
     ("options", "message"),
     [
         (
-            ["strategy=ddp", TWO, "data.source.test_size=1"],
-            "the 1 images of `test` leave a batch of one of the processes empty",
+            ["strategy=ddp", TWO, "data.source.test_size=1", "fit=false"],
+            "the 1 samples of `test` leave a batch of one of the processes empty",
         ),
         (UNEVEN, "Plain averages over the batch of its own process"),  # and the strategy over the ranks
     ],
@@ -100,7 +100,7 @@ def test_predicts(task: list[str], images: Path, pool: Pool, folder: Path) -> No
 )
 def test_ranks_refuse(options: list[str], message: str, task: list[str], pool: Pool, folder: Path) -> None:
     with pytest.raises(RankFailed, match=message):
-        pool.run(2, fit, compose(folder, *task, "module=plain", *options))
+        pool.run(2, run, compose(folder, *task, "module=plain", *options))
 
 
 def test_evaluates_on_ranks_with_different_numbers_of_samples(task: list[str], pool: Pool, folder: Path) -> None:

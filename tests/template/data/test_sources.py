@@ -234,7 +234,7 @@ def test_a_worker_reports_a_corrupt_file_in_one_line(copy: Path, folder: Path) -
     for file in copy.glob("train/class 4/*"):
         file.write_text("text")
     with pytest.raises(UserError, match=r"^data.root=.*png cannot be read \(.*\): repair it or move it away$"):
-        list(load(folder, *TASK, *FROM_FILES, f"data.root={copy}", "data.num_workers=1").train_dataloader())
+        fit(compose(folder, *TASK, *FROM_FILES, f"data.root={copy}", "data.num_workers=1"))
 
 
 def test_images_from_files_do_not_stay_on_a_device(images: Path, folder: Path) -> None:
