@@ -218,13 +218,13 @@ class OrderedData(L.LightningDataModule):
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one sample's first tensor."""
-        return tuple(tree_leaves(self.example)[0].shape[1:])
+        return tuple(tree_leaves(self.example(1))[0].shape[1:])
 
-    @property
-    def example(self) -> Any:
-        """A batch of one sample, as the loader makes it."""
-        loader = self._any_loader
-        return SeededSamples(loader.dataset, loader.collate_fn).__getitems__(torch.zeros(2, 1, dtype=torch.int64))[1]
+    def example(self, count: int) -> Any:
+        """Return a batch of the first samples, as the loader makes it."""
+        loader, samples = self._any_loader, torch.stack([torch.arange(count), torch.zeros(count, dtype=torch.int64)])
+        self._sample_index, batch = SeededSamples(loader.dataset, loader.collate_fn).__getitems__(samples)
+        return batch
 
     def training_facts(self) -> str:
         """Return what identifies the training samples: their number, and a hash of their indices and labels."""

@@ -130,9 +130,8 @@ def test_weights_only_checkpoint_can_be_read(task: list[str], folder: Path) -> N
         ),
         (["module=template", "strategy=pipeline"], "strategy=pipeline needs TemplateStyle.loss"),
         (["module=template", "test=true"], "test=True: TemplateStyle has no test_step; add one, or set test=false"),
-        (["module=loss", "strategy=pipeline"], "strategy=pipeline needs WithLoss.takes_batch"),
     ],
-    ids=["no network", "no metric", "no loss", "no test", "no Batch"],
+    ids=["no network", "no metric", "no loss", "no test"],
 )
 def test_refused_before_training(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=message):

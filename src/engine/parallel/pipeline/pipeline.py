@@ -1,8 +1,9 @@
 """Pipeline parallelism: each rank holds some blocks of the network, and micro-batches pass through all ranks.
 
 The strategy runs `torch.distributed.pipelining` inside Lightning, without changes to network or LightningModule. A
-schedule interleaves forward and backward passes, so it runs in `training_step`. The strategy keeps its gradients until
-Lightning calls `backward`. The logits go to every rank, where the module's `training_step` computes the loss and logs.
+schedule interleaves forward and backward passes, so all of it runs when `training_step` calls the network, with what it
+gives the network. The strategy keeps its gradients until Lightning calls `backward`. The outputs go to every rank,
+where `training_step` goes on, computes the loss and logs.
 
 Huang et al., "GPipe" (2018); Narayanan et al., "Efficient large-scale language model training on GPU clusters" (2021);
 Qi et al., "Zero bubble pipeline parallelism" (2023).
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from src.engine.determinism.batch import Batch
 from src.engine.observe.recording import communication, computation
@@ -34,13 +36,21 @@ from src.engine.parallel.pipeline.stage import (
     join_samples,
     keep_own_stages,
     shard_stage,
-    split_batch,
+    split_samples,
     stage_shapes,
 )
 from src.engine.parallel.sharded_state import ShardedStateStrategy
 from src.engine.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
+
+
+class _Input(Exception):
+    """Carries what a module gives its network."""
+
+
+def _raise_input(inputs: Tensor) -> Tensor:
+    raise _Input(inputs)
 
 
 class Pipeline(ShardedStateStrategy):
@@ -61,8 +71,7 @@ class Pipeline(ShardedStateStrategy):
 
     module_needs: ClassVar = {
         "net": "the network to split",
-        "loss": "which maps logits and a Batch to a weighted sum",
-        "takes_batch": "which is True if its steps take a Batch",
+        "loss": "which maps outputs and a batch to the mean loss",
     }
 
     def __init__(
@@ -84,8 +93,7 @@ class Pipeline(ShardedStateStrategy):
         self._torch_schedule: Any = None  # set when the network is split
         self._own_stages: dict[int, Stage] = {}  # the stages of this rank by their number
         self._parameters: list[nn.Parameter] = []  # the parameters of these stages
-        self._batch: Batch | None = None  # the current training batch, with (microbatches, n, ...) fields
-        self._logits: Tensor | None = None  # the logits of that batch
+        self._batch: Any = None  # the current training batch, whose tensors are (microbatches, n, ...)
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
 
     @property
@@ -132,8 +140,7 @@ class Pipeline(ShardedStateStrategy):
         self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
         if self._is_sharded or self.spec.needs_channels_first(net, self.root_device):  # FSDP supports no other format
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        data = self.lightning_module.trainer.datamodule
-        stages = self._cut(net, shape=(data.samples_per_micro_batch, *data.input_shape))
+        stages = self._cut(net, self._example_input(module))
         shapes = stage_shapes(stages)
         self._own_stages = keep_own_stages(net, stages, self._stage_to_rank, self._pipeline_rank)
         if self._is_sharded:
@@ -150,11 +157,33 @@ class Pipeline(ShardedStateStrategy):
         if self.is_global_zero:
             self._log_stages(stages)
 
-    def _cut(self, net: nn.Module, shape: tuple[int, ...]) -> list[list[Block]]:
-        """Return the blocks of each stage, for images of that shape, and assign the stages to ranks."""
-        images = torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(next(net.parameters()))
+    def _example_input(self, module: L.LightningModule) -> Tensor:
+        """Return a micro-batch like those that `training_step` gives the network, with random numbers if it has floats.
+
+        Raises:
+            UserError: if `training_step` does not call the network.
+        """
+        data, net = cast(Any, module.trainer).datamodule, cast(nn.Module, module.net)
+        batch = data.transfer_batch_to_device(data.example(data.layout.samples_per_batch), self.root_device, 0)
+        batch = self.precision_plugin.convert_input(data.on_after_batch_transfer(batch, 0))
+        net.forward, own_forward = _raise_input, net.forward
+        try:
+            module.training_step(batch, 0)
+        except _Input as found:
+            (inputs,) = found.args
+        else:
+            raise UserError(f"strategy=pipeline: {type(module).__name__}.training_step does not call its `net`")
+        finally:
+            net.forward = own_forward
+        inputs = split_samples(inputs, self.microbatches)[0]
+        if not inputs.is_floating_point():
+            return inputs
+        return torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0)).to(next(net.parameters()))
+
+    def _cut(self, net: nn.Module, inputs: Tensor) -> list[list[Block]]:
+        """Return the blocks of each stage, for a micro-batch of inputs, and assign the stages to ranks."""
         with self.precision_plugin.forward_context():
-            blocks = ordered_blocks(net, images)
+            blocks = ordered_blocks(net, inputs)
         self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
         return cut(blocks, len(self._stage_to_rank), self.split)
 
@@ -165,42 +194,57 @@ class Pipeline(ShardedStateStrategy):
 
     def _loss(self, outputs: Tensor, number: Tensor) -> Tensor:
         """Return the loss of micro-batch `number`, a CPU tensor because the schedule splits a tensor of targets."""
-        assert self._batch is not None
-        micro_batch = Batch(*(field[int(number)] for field in self._batch))
+        micro_batch = tree_map_only(Tensor, lambda values: values[int(number)], self._batch)
+        module = cast(Any, self.lightning_module)
         with computation():
-            return cast(Any, self.lightning_module).loss(outputs, micro_batch)
+            loss = module.loss(outputs, micro_batch)
+        # A Batch has weights, whose sum over the micro-batches is 1.
+        return loss if isinstance(self._batch, Batch) else loss / self.microbatches
 
-    def training_step(self, batch: Batch, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context(), communication():  # between the passes a rank waits
-            self._logits = self._run_schedule(batch)
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._batch = tree_map_only(Tensor, lambda values: split_samples(values, self.microbatches), batch)
+        self._has_run = False
         try:
             return super().training_step(batch, *args, **kwargs)
         finally:
-            self._logits = self._batch = None
+            self._batch = None
 
-    def _run_schedule(self, batch: Batch) -> Tensor:
-        """Run the schedule on a batch; return its (samples, classes) logits on every rank.
+    def _run_schedule(self, inputs: Tensor) -> Tensor:
+        """Run the schedule on the inputs of the network; return its (samples, ...) outputs on every rank.
 
         `_gradients` gets the new gradients; those of the parameters stay as they were.
+
+        Raises:
+            UserError: if this is the second run in a training step.
         """
-        self._batch = split_batch(batch, self.microbatches)
+        if self._has_run:
+            raise UserError(
+                f"strategy=pipeline: {type(self.lightning_module).__name__}.training_step calls its `net` twice: call "
+                "it once, or use strategy=ddp or fsdp"
+            )
+        self._has_run = True
         accumulated = take_gradients(self._parameters, keep=self._accumulate > 1)
         for stage in self._own_stages.values():
             stage.begin(self.microbatches)
-        outputs = self._run_passes(self._batch)
+        with torch.enable_grad():
+            outputs = self._run_passes(split_samples(inputs, self.microbatches).flatten(0, 1))
         self._gradients = [(weight, weight.grad) for weight in self._parameters if weight.grad is not None]
         for weight, gradient in zip(self._parameters, accumulated, strict=True):
             weight.grad = gradient
-        return self._stage_forward.to_all(outputs, len(batch.image))
+        return self._stage_forward.to_all(outputs, len(inputs))
 
-    def _run_passes(self, batch: Batch) -> Tensor | None:
-        """Run the forward and backward passes; return the (samples, classes) logits on the rank of the last stage."""
-        images = (batch.image.flatten(0, 1),) if self._stage_to_rank[0] == self._pipeline_rank else ()
+    def _run_passes(self, inputs: Tensor) -> Tensor | None:
+        """Run the forward and backward passes on the inputs of one micro-batch after the other.
+
+        Returns:
+            The (samples, ...) outputs in the order of the batch, on the rank of the last stage.
+        """
+        first = (inputs,) if self._stage_to_rank[0] == self._pipeline_rank else ()
         if self._stage_to_rank[-1] != self._pipeline_rank:
-            self._torch_schedule.step(*images)
+            self._torch_schedule.step(*first)
             return None
-        logits = self._torch_schedule.step(*images, target=torch.arange(self.microbatches), losses=[])
-        return join_samples(logits.detach().unflatten(0, (self.microbatches, -1)))
+        outputs = self._torch_schedule.step(*first, target=torch.arange(self.microbatches), losses=[])
+        return join_samples(outputs.detach().unflatten(0, (self.microbatches, -1)))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Add the gradients of the schedule to the parameters, averaged over the replicas."""
@@ -215,9 +259,12 @@ class Pipeline(ShardedStateStrategy):
         self._gradients = []
         return self.precision_plugin.post_backward(closure_loss, module)
 
-    def _forward(self, image: Tensor) -> Tensor:
-        """Return the logits of the network: those of the schedule in training, otherwise those of `StageForward`."""
-        return self._stage_forward(image) if self._logits is None else self._logits
+    def _forward(self, inputs: Tensor) -> Tensor:
+        """Return the outputs of the network: those of the schedule in training, otherwise those of `StageForward`."""
+        if self._batch is None:
+            return self._stage_forward(inputs)
+        with communication():  # between the passes a rank waits
+            return self._run_schedule(inputs)
 
     @property
     def owns_state(self) -> bool:

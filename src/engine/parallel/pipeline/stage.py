@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
-from src.engine.determinism.batch import Batch
 from src.engine.determinism.dropout import dropouts, set_keys
 from src.engine.observe.recording import pipeline_pass
 from src.engine.parallel.pipeline.blocks import Block
@@ -23,11 +22,6 @@ from src.engine.parallel.pipeline.graph import extract
 def split_samples(values: Tensor, microbatches: int) -> Tensor:
     """Return the (samples, ...) values of a batch as a (microbatches, n, ...) view."""
     return values.unflatten(0, (-1, microbatches)).transpose(0, 1)
-
-
-def split_batch(batch: Batch, microbatches: int) -> Batch:
-    """Return the batch with (microbatches, n, ...) fields."""
-    return Batch(*(split_samples(field, microbatches) for field in batch))
 
 
 def join_samples(values: Tensor) -> Tensor:
@@ -218,14 +212,14 @@ class StageForward:
         self.stages, self.stage_to_rank, self.shapes = stages, stage_to_rank, shapes
         self.group, self.device = group, device
 
-    def __call__(self, image: Tensor) -> Tensor:
-        """Map (n, channels, height, width) images to (n, classes) logits, on every rank."""
-        values: tuple[Tensor, ...] = (image,)
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Map the inputs of n samples to the (n, ...) outputs of the network, on every rank."""
+        values: tuple[Tensor, ...] = (inputs,)
         last = len(self.stage_to_rank) - 1
         for number, stage in self.stages.items():
             own_rank = self.stage_to_rank[number]
             if number > 0 and self.stage_to_rank[number - 1] != own_rank:
-                values = self._empty(number, len(image))
+                values = self._empty(number, len(inputs))
                 for value in values:
                     dist.recv(value, group=self.group, group_src=self.stage_to_rank[number - 1])
             result = stage(*values)
@@ -235,16 +229,16 @@ class StageForward:
             if number < last and self.stage_to_rank[number + 1] != own_rank:
                 for value in values:
                     dist.send(value, group=self.group, group_dst=self.stage_to_rank[number + 1])
-        return self.to_all(values[0] if last in self.stages else None, len(image))
+        return self.to_all(values[0] if last in self.stages else None, len(inputs))
 
-    def to_all(self, logits: Tensor | None, count: int) -> Tensor:
-        """Broadcast the (count, classes) logits of the last stage; other ranks pass None."""
-        logits = self._empty(-1, count)[0] if logits is None else logits.contiguous()
-        dist.broadcast(logits, group=self.group, group_src=self.stage_to_rank[-1])
-        return logits
+    def to_all(self, outputs: Tensor | None, count: int) -> Tensor:
+        """Broadcast the (count, ...) outputs of the last stage; other ranks pass None."""
+        outputs = self._empty(-1, count)[0] if outputs is None else outputs.contiguous()
+        dist.broadcast(outputs, group=self.group, group_src=self.stage_to_rank[-1])
+        return outputs
 
     def _empty(self, number: int, count: int) -> tuple[Tensor, ...]:
-        """Return empty tensors for the inputs of stage `number`, with `count` samples; -1 means the logits."""
+        """Return empty tensors for the inputs of stage `number`, with `count` samples; -1 means the outputs."""
         return tuple(
             torch.empty(count, *like.shape[1:], dtype=like.dtype, device=self.device) for like in self.shapes[number]
         )
