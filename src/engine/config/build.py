@@ -16,7 +16,8 @@ from src.engine.utils.overrides import as_typed
 from src.engine.utils.targets import accepted_options, locate, required_options, target_nodes
 
 _NUMBERS = {bool: "true or false", int: "an integer", float: "a number"}
-_OBJECTS = ("data", "model", "module", "optimizer", "scheduler", "strategy", "trainer")
+_PARTS = {"model": "net", "optimizer": "optimizer", "scheduler": "schedule"}  # groups, and options of the module
+_OBJECTS = (*_PARTS, "data", "module", "strategy", "trainer")
 NOT_PASSED = "single_process"  # only the launcher reads this option of a strategy
 
 
@@ -44,9 +45,13 @@ def build(node: DictConfig, **changes: Any) -> Any:
 
 
 def check_targets(cfg: DictConfig) -> None:
-    """Check that each group from which an object is built names a class or function; a recipe may set it to null."""
+    """Check that each group from which an object is built names a class or function.
+
+    A recipe sets `model`, `optimizer` or `scheduler` to null if its module has such a part of its own.
+    """
     for name in _OBJECTS:
-        if not OmegaConf.select(cfg, f"{name}._target_"):
+        is_left_out = name in _PARTS and cfg.get(name) is None and _PARTS[name] not in (cfg.module or {})
+        if not is_left_out and not OmegaConf.select(cfg, f"{name}._target_"):
             raise UserError(f"{name} has no `_target_`: let its file in conf/{name} name a class or function")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from src.engine.determinism.hashing import hash_ints, permutation
 from src.engine.determinism.sampler import Batches, TrainingBatches
@@ -119,7 +119,7 @@ def check_loader(loader: Any, method: str) -> None:
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise UserError(f"{method}: {type(loader).__name__} has an __iter__ of its own: return a torch DataLoader")
-    if type(loader.batch_sampler) is not BatchSampler:
+    if loader.batch_size is None:
         raise UserError(
             f"{method} has a batch_sampler of its own, or batch_size=None: give batch_size, the samples of an "
             "optimizer step over all processes, and perhaps a sampler"
