@@ -1,6 +1,7 @@
 """Any plain LightningDataModule trains the same on any hardware, or is refused in one line."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,9 @@ def test_resumes_within_an_epoch_elsewhere(
 ) -> None:
     words = [*short, *PROJECTS["regression"]]
     pool.run(2, die, compose(folder, *words, "strategy=ddp", "trainer.devices=2"), "on_train_batch_end", 7)
+    rest = replace(references["regression"], losses=references["regression"].losses[7:])
     for record in fit_ranks(compose(folder, *words, *PIPELINE, f"ckpt_path={folder}/died.ckpt"), pool):
-        assert record.losses == pytest.approx(references["regression"].losses[7:], rel=TOLERANCE)
-        assert distances(record, Record(folder, final=references["regression"].final))[1] < TOLERANCE
+        assert max(distances(record, rest)) < TOLERANCE
     alone = fit_ranks(compose(folder, *words, "+data.num_workers=1", f"ckpt_path={folder}/died.ckpt"), pool)
     check_resumed(alone, references["regression"], 7)
 
