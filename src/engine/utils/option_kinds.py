@@ -20,7 +20,8 @@ EXPERIMENT = """
     module._target_ module.net.* module.optimizer.* module.schedule.* module.generator.* module.discriminator.*
     module.latent module.reference_batch_size module.lr_scaling module.label_smoothing
     data._target_ data.source.* data.num_classes data.image_shape data.mean data.std data.augment.* data.seed
-    data.batch_size data.norm_groups data.val_fraction data.train_samples
+    data.batch_size data.norm_groups data.val_fraction data.train_samples data.length data.train_size
+    module.length module.width module.depth module.dropout module.lr
     trainer.precision trainer.sync_batchnorm trainer.gradient_clip_val trainer.gradient_clip_algorithm
     trainer.max_epochs trainer.min_epochs trainer.max_steps trainer.min_steps trainer.fast_dev_run
     trainer.overfit_batches trainer.limit_train_batches trainer.limit_val_batches trainer.limit_test_batches

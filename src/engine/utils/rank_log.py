@@ -23,6 +23,7 @@ _IGNORED_WARNINGS = [
     "torch.distributed is disabled, unavailable or uninitialized",
     "Couldn't infer the batch indices",  # a batch has the indices of its samples
     "torch.distributed.nn.functional.all_gather is deprecated",  # Lightning calls it
+    "You have overridden `.*` in both `LightningModule` and",  # OrderedData calls the user's, wherever it is
     "Total length of `list` across ranks is zero",  # a loader that is an empty list: validation is off on purpose
 ]
 
