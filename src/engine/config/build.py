@@ -3,6 +3,7 @@
 import re
 import typing
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
 
@@ -138,3 +139,21 @@ def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> list[str
             names = ", ".join(dropped)
             messages.append(f"{node_name}: {node._target_} has no {names}, which conf/{node_name} sets: left out")
     return messages
+
+
+def drop_unused_options(cfg: DictConfig, overrides: Iterable[str], conf: Path) -> None:
+    """Remove the options of loggers and default callbacks that the run leaves out; a recipe may have set them.
+
+    Args:
+        cfg: the composed configuration; it is changed.
+        overrides: the command line, whose options stay, and are refused later.
+        conf: the folder of the configuration.
+    """
+    names = {
+        "logger": [file.stem for file in (conf / "logger").glob("*.yaml")],
+        "callbacks": list(OmegaConf.load(conf / "callbacks" / "none.yaml")),
+    }
+    for name in (f"{group}.{part}" for group in names for part in names[group]):
+        node = OmegaConf.select(cfg, name)
+        if node and "_target_" not in node and not any(word.lstrip("+~").startswith(name) for word in overrides):
+            OmegaConf.update(cfg, name, None)

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.config.build import check_numbers, check_targets, drop_replaced_options
+from src.engine.config.build import check_numbers, check_targets, drop_replaced_options, drop_unused_options
 from src.engine.config.devices import device_count, resolve_devices
 from src.engine.config.folder import (
     COMMAND,
@@ -60,6 +60,7 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
         check_numbers(name, OmegaConf.select(cfg, name), kind)
     for message in drop_replaced_options(cfg, overrides):
         print(message, file=sys.stderr)
+    drop_unused_options(cfg, overrides, _CONF)
     refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
     refuse_unused_groups(cfg, overrides)
     _check_writable(folder)

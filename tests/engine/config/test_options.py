@@ -205,3 +205,15 @@ def test_another_class_leaves_out_the_options_of_the_previous_one(small: list[st
     assert notice in err
     _, err = run_here(*task, f"{folder}2", "optimizer.nesterov=true", code=1)
     assert "optimizer.nesterov=true: torch.optim.RMSprop has no option `nesterov`" in error_line(err)
+
+
+@pytest.mark.parametrize(("word", "status"), [("logger=none", 0), ("logger=none +logger.wandb.notes=b", 1)])
+def test_a_recipe_may_set_options_of_parts_that_the_run_leaves_out(
+    word: str, status: int, small: list[str], tmp_path: Path
+) -> None:
+    """Options on the command line are refused."""
+    search = write(tmp_path, "# @package _global_\nlogger: {wandb: {tags: [a]}}\ncallbacks: {best: {mode: min}}")
+    run_dir = f"run_dir={tmp_path / 'run'}"
+    words = [*small, *TINY, "trainer.fast_dev_run=true", "callbacks=none", search, "experiment=mine", run_dir]
+    _, err = run_here(*words, *word.split(), code=status)
+    assert status == 0 or "logger.wandb has options (tags, notes) but no _target_" in error_line(err)
