@@ -15,11 +15,12 @@ from PIL import Image
 
 from src.data.sources.cifar import CIFAR10, CIFAR100
 from src.data.sources.shapes import Shapes
+from tests.support.choices import IMAGES
 from tests.support.experiments import SHORT_RUN, SIZES
 from tests.support.huggingface import save_to_disk, use_stand_in
 from tests.support.memory import disable_malloc_tuning, release_memory
 from tests.support.pool import Pool
-from tests.support.runs import CONF, Record, compose, fit_and_test, fit_ranks
+from tests.support.runs import Record, compose, fit_and_test, fit_ranks
 
 pytest_plugins = ["tests.support.report"]
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -121,10 +122,10 @@ def hub(images: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def local_data(small: list[str], cifar: Path, images: Path, hub: str) -> dict[str, list[str]]:
-    """Return the overrides that read each dataset of conf/data from this machine."""
-    names = [file.stem for file in (CONF / "data").glob("[!_]*.yaml")]
-    return {name: [f"data={name}", f"data.root={cifar if 'cifar' in name else images}"] for name in names} | {
+    """Return the overrides that read each dataset of `choices.LOCAL_DATA` from this machine."""
+    return {name: [f"data={name}", f"data.root={cifar if 'cifar' in name else images}"] for name in IMAGES} | {
         "shapes": small,
+        "brackets": ["data=brackets", "data.train_size=90"],
         "huggingface": ["data=huggingface", f"data.source.name={hub}"],
     }
 

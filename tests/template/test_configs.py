@@ -1,5 +1,6 @@
 """Every YAML in conf/ is composed and built, and every choice of every group is trained; all are found by globbing.
 
+The user's own choices are not trained: they are built, or only checked if they may need the user's data.
 Each experiment is one run. The choices that no experiment makes are combined into runs of the smallest network. `make
 test-all` trains each choice separately.
 """
@@ -10,23 +11,26 @@ from pathlib import Path
 
 import hydra
 import pytest
+from omegaconf import OmegaConf
 
+from src.engine.config.build import build, check_options
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
+from tests.support.choices import Choice, is_own
 from tests.support.pool import Pool
 from tests.support.runs import CONF, NEED_GPUS, compose, fit_ranks
 
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
-Choice = tuple[str, str]  # group and name
 # These need GPUs, or a package that is not installed (`tests/engine/observe/test_guard.py` checks the options).
 NOT_BUILT: set[Choice] = {("logger", "mlflow"), *(("strategy", name) for name in NEED_GPUS)}
-ALL: list[Choice] = [
+FOUND: list[Choice] = [
     (group, file.stem)
     for group in GROUPS
     for file in sorted((CONF / group).glob("[!_]*.yaml"))
     if (group, file.stem) not in NOT_BUILT
 ]
-EXPERIMENTS = [name for group, name in ALL if group == "experiment"]
+FILES = {("data", "folder"), ("data", "huggingface"), ("data", "npz")}  # they read the user's own files
+EXAMPLE = {("data", "brackets"), ("module", "brackets")}  # the parts of an own project, which need each other
 # As small as a run can be, on local data.
 TINY = [
     "data.batch_size=8",
@@ -48,6 +52,16 @@ def chosen_by(experiment: str) -> set[Choice]:
     return choices - {("logger", cfg.hydra.runtime.choices.logger)}  # each run chooses its own
 
 
+def is_own_recipe(choice: Choice) -> bool:
+    """Return whether a choice is an experiment that makes one of the user's own choices, or reads the user's files."""
+    group, name = choice
+    return group == "experiment" and not chosen_by(name).isdisjoint({*OWN, *FILES})
+
+
+OWN = [choice for choice in FOUND if is_own(choice)]
+OWN += [choice for choice in FOUND if choice not in OWN and is_own_recipe(choice)]
+ALL = [choice for choice in FOUND if choice not in OWN]
+EXPERIMENTS = [name for group, name in ALL if group == "experiment"]
 CHOSEN_BY = {name: chosen_by(name) for name in EXPERIMENTS}
 REST = [choice for choice in ALL if choice not in set().union(*CHOSEN_BY.values())]
 
@@ -77,18 +91,20 @@ def words(*choices: Choice) -> list[str]:
     return [*model, *logger, *overrides, *shrunk, "trainer.accelerator=cpu", f"trainer.devices={devices}", *TINY]
 
 
-def data_words(choices: set[Choice], local_data: dict[str, list[str]]) -> list[str]:
-    """Return the overrides for local data: small shapes, unless the row chooses a dataset."""
-    return local_data[next((name for group, name in choices if group == "data"), "shapes")]
+def data_words(choices: tuple[Choice, ...], local_data: dict[str, list[str]]) -> list[str]:
+    """Return the overrides for local data: small shapes, unless the row or its experiment chooses a dataset."""
+    by_experiment = set().union(*(CHOSEN_BY[name] for group, name in choices if group == "experiment"))
+    chosen = [*choices, *(by_experiment - {("data", "cifar10")})]
+    return local_data[next((name for group, name in chosen if group == "data"), "shapes")]
 
 
-def words_for_choice(group: str, name: str) -> list[str]:
-    """Return the overrides of a run with one choice, and with its experiment if one makes that choice."""
-    if group in ("module", "callbacks") and name != "default":
+def row_for_choice(choice: Choice) -> tuple[Choice, ...]:
+    """Return the row of a run with one choice: its experiment, if the choice needs one that makes it."""
+    if choice in EXAMPLE or (choice[0] in ("module", "callbacks") and choice not in CHOSEN_BY["quickstart"]):
         for experiment, choices in CHOSEN_BY.items():
-            if (group, name) in choices and (group, name) not in CHOSEN_BY["quickstart"]:
-                return words(("experiment", experiment))
-    return words((group, name))
+            if choice in choices:
+                return (("experiment", experiment),)
+    return (choice,)
 
 
 def check_trains(overrides: list[str], pool: Pool, folder: Path) -> None:
@@ -101,34 +117,51 @@ def check_trains(overrides: list[str], pool: Pool, folder: Path) -> None:
     assert all(monitored in record.metrics for record in records)
 
 
+def check_without_data(choice: Choice, folder: Path) -> None:
+    """Check the options of an own dataset or experiment, and build the module of an experiment."""
+    group, name = choice
+    if group == "experiment":
+        cfg = compose(folder, f"experiment={name}", quiet=False)
+        check_options(cfg)
+        build(cfg.module)
+        return
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        node = hydra.compose("train", [f"data={name}"]).data  # it need not suit the default network
+    check_options(OmegaConf.create({"data": OmegaConf.to_container(node, resolve=True)}))
+
+
 def row_id(choices: tuple[Choice, ...]) -> str:
     return " ".join(f"{group}={name}" for group, name in choices)
 
 
-@pytest.mark.parametrize(
-    "choice", [choice for choice in ALL if choice[0] != "experiment"], ids=lambda choice: "=".join(choice)
-)
+BUILT = [choice for choice in ALL if choice[0] != "experiment"]  # experiments are trained instead
+
+
+@pytest.mark.parametrize("choice", [*BUILT, *OWN], ids=lambda choice: "=".join(choice))
 def test_builds(choice: Choice, local_data: dict[str, list[str]], folder: Path) -> None:
-    """Misspelled options, wrong types and unused options fail here. Experiments are trained instead."""
-    trainer, module, data = assemble(
-        compose(folder, *data_words({choice}, local_data), *words_for_choice(*choice), quiet=False)
-    )
+    """Misspelled options, wrong types and unused options fail here."""
+    if choice in OWN and choice[0] in ("data", "experiment"):
+        check_without_data(choice, folder)
+        return
+    row = row_for_choice(choice)
+    test = ["test=false"] if choice in OWN else []  # a module need not have a test_step
+    trainer, module, data = assemble(compose(folder, *data_words(row, local_data), *words(*row), *test, quiet=False))
     assert trainer.callbacks
     assert list(module.parameters())
-    assert data.source
+    assert data.description
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_experiments_train(experiment: str, local_data: dict[str, list[str]], pool: Pool, folder: Path) -> None:
-    data = local_data["cifar100" if experiment == "cifar100" else "shapes"]
-    check_trains([*data, *words(("experiment", experiment))], pool, folder)
+    row = (("experiment", experiment),)
+    check_trains([*data_words(row, local_data), *words(*row)], pool, folder)
 
 
 @pytest.mark.parametrize("choices", shared_rows(), ids=row_id)
 def test_other_choices_train(
     choices: tuple[Choice, ...], local_data: dict[str, list[str]], pool: Pool, folder: Path
 ) -> None:
-    check_trains([*data_words(set(choices), local_data), *words(*choices)], pool, folder)
+    check_trains([*data_words(choices, local_data), *words(*choices)], pool, folder)
 
 
 def test_every_choice_is_trained() -> None:
@@ -138,14 +171,15 @@ def test_every_choice_is_trained() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", ALL, ids=lambda choice: "=".join(choice))
 def test_each_choice_trains(choice: Choice, local_data: dict[str, list[str]], pool: Pool, folder: Path) -> None:
-    check_trains([*data_words({choice}, local_data), *words_for_choice(*choice)], pool, folder)
+    row = row_for_choice(choice)
+    check_trains([*data_words(row, local_data), *words(*row)], pool, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_two_choices_fit_together_or_are_refused(group: str, folder: Path) -> None:
     """No pair of choices ends in a traceback."""
-    for first, second in combinations(ALL, 2):
+    for first, second in combinations([choice for choice in ALL if choice not in EXAMPLE], 2):
         if first[0] == group != second[0]:
             overrides = [f"{choice[0]}={choice[1]}" for choice in (first, second)]
             cfg = compose(folder, *overrides, "trainer.accelerator=cpu", "trainer.devices=1", quiet=False)

@@ -7,6 +7,8 @@ the folder of a run.
 
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -40,14 +42,19 @@ def run_script(line: str, project: Path) -> None:
     run_here(*words, program=program)
 
 
+def write_files(text: str, project: Path) -> None:
+    """Write the files of recipes."""
+    for name, code in re.findall(r"^`([\w./]+)`:\n\n```(?:python|yaml)\n(.*?)```", text, re.M | re.S):
+        file = project / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
+
+
 @pytest.fixture
 def project(section: str, images: Path, hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Write the files of a recipe, and return their folder, which Python can import from; its `images` has data."""
     (tmp_path / "images").symlink_to(images)
-    for name, code in re.findall(r"^`([\w./]+)`:\n\n```(?:python|yaml)\n(.*?)```", SECTIONS[section], re.M | re.S):
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(code)
+    write_files(SECTIONS[section], tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
@@ -82,3 +89,18 @@ def test_recipe(section: str, project: Path, small: list[str], pool: Pool, monke
             assert metrics
     for code in re.findall(r"(?<!`:\n\n)```python\n(.*?)```", SECTIONS[section], re.S):
         exec(compile(code, f"{section} in docs/extending.md", "exec"), {"__name__": "__main__"})
+
+
+def test_own_files_are_checked_but_not_trained(tmp_path: Path) -> None:
+    """Write the files of all recipes, and an experiment without its data, into a copy of the project."""
+    for folder in ("src", "conf", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    write_files(PAGE, tmp_path)
+    recipe = "# @package _global_\ndefaults: [override /data: npz]\ndata: {source: {file: nowhere.npz}}\n"
+    (tmp_path / "conf" / "experiment" / "own.yaml").write_text(recipe)
+    command = [sys.executable, "-m", "pytest", "tests/template/test_configs.py", "-v", "--rootdir", ".", "-m", ""]
+    names = "own or pets or hub or mine or inverse_sqrt or weight_norm or jsonl"
+    result = subprocess.run([*command, "-k", names], cwd=tmp_path, capture_output=True, text=True)
+    assert "7 passed, " in result.stdout, result.stdout[-2000:]
+    assert "train" not in re.findall(r"::test_(\w+)", result.stdout)

@@ -11,6 +11,7 @@ from src.engine.utils import option_kinds
 from src.engine.utils.option_kinds import EXPERIMENT, HARDWARE, kinds, matches
 from src.engine.utils.overrides import flatten_config
 from src.engine.utils.targets import default_options
+from tests.support.choices import names_own_code
 from tests.support.runs import CONF
 
 OPTIONAL = ("lightning.pytorch.loggers.MLFlowLogger", "optuna.")  # packages that may be missing; wholesale patterns
@@ -25,11 +26,14 @@ def _package(file: Path, conf: Path) -> str:
 
 
 def options(conf: Path = CONF) -> set[str]:
-    """Return the names of all options: those that a YAML has, and those in the signatures of the classes it names."""
+    """Return the names of all options: those that a YAML has, and those in the signatures of the classes it names.
+
+    Options of the user's own code need no declaration.
+    """
     names: set[str] = set()
     for file in conf.rglob("*.yaml"):
         content = yaml.safe_load(file.read_text())
-        if "hydra" in file.relative_to(conf).parts or not isinstance(content, dict):
+        if "hydra" in file.relative_to(conf).parts or not isinstance(content, dict) or names_own_code(file):
             continue
         content = {key: value for key, value in content.items() if key not in ("defaults", "hydra")}
         found = flatten_config(content, _package(file, conf))

@@ -32,7 +32,7 @@ def check(*overrides: str) -> None:
 def write(folder: Path, recipe: str) -> str:
     """Write a file of conf/experiment, and return the override that adds its folder to the search path."""
     (folder / "experiment").mkdir()
-    (folder / "experiment" / "mine.yaml").write_text(f"{recipe}\n")
+    (folder / "experiment" / "of_test.yaml").write_text(f"{recipe}\n")
     return f"hydra.searchpath=[file://{folder}]"
 
 
@@ -49,19 +49,19 @@ def write(folder: Path, recipe: str) -> str:
 )
 def test_refuses_unknown_keys_of_a_recipe(recipe: str, hint: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=hint):
-        check(write(tmp_path, f"# @package _global_\n{recipe}"), "experiment=mine")
+        check(write(tmp_path, f"# @package _global_\n{recipe}"), "experiment=of_test")
 
 
 def test_refuses_a_recipe_without_package(tmp_path: Path) -> None:
     search = write(tmp_path, "trainer: {max_epochs: 5}")
-    _, err = run_here(search, "experiment=[quickstart,mine]", f"run_dir={tmp_path / 'run'}", code=1)
+    _, err = run_here(search, "experiment=[quickstart,of_test]", f"run_dir={tmp_path / 'run'}", code=1)
     assert "begin each file of conf/experiment with the line `# @package _global_`" in error_line(err)
 
 
 @pytest.mark.parametrize("group", ["data", "model", "module", "optimizer", "scheduler", "strategy", "trainer"])
 def test_refuses_a_group_that_names_no_class(group: str, tmp_path: Path) -> None:
     search = write(tmp_path, f"# @package _global_\n{group}: null")
-    _, err = run_here(search, "experiment=mine", f"run_dir={tmp_path / 'run'}", code=1)
+    _, err = run_here(search, "experiment=of_test", f"run_dir={tmp_path / 'run'}", code=1)
     assert f"{group} has no `_target_`: let its file in conf/{group} name a class or function" in error_line(err)
 
 
@@ -78,7 +78,7 @@ def test_refuses_a_group_that_names_no_class(group: str, tmp_path: Path) -> None
     ],
 )
 def test_accepts_options_and_variables_of_a_recipe(recipe: str, tmp_path: Path) -> None:
-    check(write(tmp_path, f"# @package _global_\n{recipe}"), "experiment=mine")
+    check(write(tmp_path, f"# @package _global_\n{recipe}"), "experiment=of_test")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -214,6 +214,6 @@ def test_a_recipe_may_set_options_of_parts_that_the_run_leaves_out(
     """Options on the command line are refused."""
     search = write(tmp_path, "# @package _global_\nlogger: {wandb: {tags: [a]}}\ncallbacks: {best: {mode: min}}")
     run_dir = f"run_dir={tmp_path / 'run'}"
-    words = [*small, *TINY, "trainer.fast_dev_run=true", "callbacks=none", search, "experiment=mine", run_dir]
+    words = [*small, *TINY, "trainer.fast_dev_run=true", "callbacks=none", search, "experiment=of_test", run_dir]
     _, err = run_here(*words, *word.split(), code=status)
     assert status == 0 or "logger.wandb has options (tags, notes) but no _target_" in error_line(err)

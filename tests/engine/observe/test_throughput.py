@@ -15,11 +15,11 @@ from src.data.augment.augmentation import Augmentation
 from src.engine.observe.flops import flops_per_sample, peak_flops
 from src.engine.parallel.dp import DP
 from src.engine.run.experiment import assemble
+from tests.support.choices import MODELS
 from tests.support.pool import Pool
-from tests.support.runs import CONF, compose, fit
+from tests.support.runs import compose, fit
 
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=4"]
-MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
 NAMES = {f"throughput/{name}" for name in ("samples_per_sec", "step_ms", "data_fraction", "peak_memory_mib")}
 
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from src.engine.config.devices import runs_in_single_process
 from src.engine.parallel.batch_norm import average_statistics
 from src.engine.run.experiment import assemble
+from tests.support.choices import MODELS
 from tests.support.comparison import TOLERANCE
 from tests.support.pool import Pool
-from tests.support.runs import CONF, STRATEGIES, compose, to_full_tensors
+from tests.support.runs import STRATEGIES, compose, to_full_tensors
 
 TASK = [
     "data.batch_size=4",
@@ -40,7 +41,6 @@ SMALL = {
     "vit": ["model.width=16", "model.depth=2", "model.heads=2", "model.patch=8"],
     "mlp": ["model.hidden=[16,8]"],
 }
-MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
 LARGE = {"wide_resnet": ["model.width=4"]}  # its 36 million weights in float64 take 2.7 GiB of a rank
 ROWS = [
     *[pytest.param(name, SMALL[name], id=f"small {name}") for name in SMALL],

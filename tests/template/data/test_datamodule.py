@@ -13,11 +13,12 @@ from src.data.augment.pixels import normalize
 from src.engine.config.build import build
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
+from tests.support.choices import IMAGES
 from tests.support.commands import ROOT
 from tests.support.comparison import check_same_rows, read_rows
 from tests.support.experiments import SHORT_RUN
 from tests.support.pool import Pool
-from tests.support.runs import CONF, Record, compose, fit, fit_ranks
+from tests.support.runs import Record, compose, fit, fit_ranks
 
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32"]
 
@@ -119,7 +120,7 @@ def test_evaluation_equals_a_reference_loop(small: list[str], folder: Path) -> N
     assert record.metrics["test/loss"] == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in (CONF / "data").glob("[!_]*.yaml")))
+@pytest.mark.parametrize("name", IMAGES)
 def test_every_class_has_a_name(name: str, folder: Path) -> None:
     data = build(compose(folder, f"data={name}").data)
     assert len(set(data.classes)) == data.num_classes

@@ -8,9 +8,9 @@ from torch import nn
 
 from src.engine.config.build import build
 from src.engine.utils.errors import UserError
+from tests.support.choices import MODELS
 from tests.support.runs import CONF, compose
 
-MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
 AIRBENCH_FILTERS = [(24, 64), (64, 64), (64, 256), (256, 256), (256, 256), (256, 256)]  # 3 x 3, inputs and outputs
 SIZES = {  # parameters for ten classes, as published, or computed from the published layers
     "resnet9": 6_573_120 + 10,  # the widest, with a bias
