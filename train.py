@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from src.engine.config.folder import remove_if_unused
 from src.engine.config.main import TRACEBACK_WANTED, run_application
-from src.engine.sweeps.resolvers import register_resolvers
+from src.engine.config.resolvers import register_resolvers
 from src.engine.utils.errors import UserError
 
 

@@ -17,7 +17,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.report.jobs import Job
+from src.engine.state.jobs import Job
 from src.engine.utils.errors import UserError
 from src.engine.utils.overrides import quote
 

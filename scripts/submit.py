@@ -19,8 +19,8 @@ from omegaconf import DictConfig
 
 from src.engine.config.devices import runs_in_single_process
 from src.engine.config.folder import unique_name
+from src.engine.config.resolvers import register_resolvers
 from src.engine.config.shorthands import without_null_choices
-from src.engine.sweeps.resolvers import register_resolvers
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import atomic_write
 

@@ -3,17 +3,36 @@
 import ast
 import re
 from graphlib import CycleError, TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import src.engine
+from tests.support.commands import TINY
+from tests.support.commands import run as run_command
 
 ROOT = Path(__file__).parents[1]
 ENGINE = ROOT / "src" / "engine"
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 YOURS = ("src.models", "src.data")  # what a user of the template edits
 FACE = "src.engine"  # what those files import of the engine
+# Parts that a user may delete, each with the files of conf/ that name it; CONTRIBUTING.md says so.
+OPTIONAL = """
+    scripts src.engine.doctor src.engine.notebook src.engine.report src.engine.optim.muon
+    src.engine.observe.evaluation src.engine.observe.evaluation_media src.engine.observe.gradients
+    src.engine.observe.tensorboard src.engine.run.early_stopping src.engine.run.ema src.engine.run.pruning
+    src.engine.parallel.ddp_spawn src.engine.parallel.dp src.engine.parallel.fsdp src.engine.parallel.pipeline
+    src.models.airbench src.models.dcgan src.models.gan src.models.gan_frechet src.models.gan_samples
+    src.models.preact_resnet src.models.resnet src.models.resnet9 src.models.vgg src.models.vit src.models.whitening
+    src.models.wide_resnet src.data.sources.array_file src.data.sources.cifar src.data.sources.class_folders
+    src.data.sources.download src.data.sources.huggingface
+""".split()
+_TRAIN_WITHOUT = """
+import runpy, sys
+sys.modules.update(dict.fromkeys({}))  # Python finds none of them
+runpy.run_path("train.py", run_name="__main__")
+"""
 
 LAYERS = [  # of src/engine, from the top down: each imports from those below it, and from itself
     "notebook",  # training from Python
@@ -81,6 +100,21 @@ def test_every_name_of_the_face_exists() -> None:
 def test_plugins_import_only_sweeps_and_below() -> None:
     for file in (ROOT / "hydra_plugins").glob("*.py"):
         assert min(map(_layer, _imports(file))) >= LAYERS.index("sweeps")
+
+
+@pytest.mark.parametrize(
+    ("parts", "options"),
+    [(OPTIONAL, ["report=true"]), (["src.engine.sweeps"], ["report=false", "~hydra.callbacks.sweep"])],
+    ids=["parts", "sweeps"],
+)
+def test_a_run_needs_only_the_parts_that_it_chooses(
+    parts: list[str], options: list[str], small: list[str], tmp_path: Path
+) -> None:
+    assert [part for part in parts if not find_spec(part)] == []
+    run = [*small, *TINY, "trainer.max_steps=2", "logger=none", f"run_dir={tmp_path}/run", *options]
+    _, err = run_command(*run, program=("-c", _TRAIN_WITHOUT.format(parts)))
+    assert ("no report.html" in err) == ("report=true" in options)
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
 
 
 def test_scripts_are_modules() -> None:

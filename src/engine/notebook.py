@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from src.engine.config.folder import PROJECT, remove_if_unused
 from src.engine.config.messages import errors_explained
+from src.engine.config.resolvers import register_resolvers
 from src.engine.config.shorthands import complete_overrides
-from src.engine.sweeps.resolvers import register_resolvers
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
 

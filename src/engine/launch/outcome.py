@@ -7,7 +7,7 @@ from signal import SIGINT, Signals
 from omegaconf import DictConfig
 
 from src.engine.launch.failures import RankDiedError, RankFailedError
-from src.engine.report.write import run_report
+from src.engine.launch.report import run_report
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_end, append_event, append_kill, last_logged_step
 from src.engine.utils.signals import Stopped

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
-from src.engine.observe.evaluation_media import wandb_media
 from src.engine.utils.errors import UserError, suggest
 
 _log = logging.getLogger(__name__)
@@ -106,6 +105,8 @@ class WandbLogger(loggers.WandbLogger):
     @rank_zero_only
     def log_evaluation(self, stage: str, evaluation: dict[str, Any]) -> None:
         """Log what `callbacks.evaluation` records of a stage, val or test, as charts, a table and images."""
+        from src.engine.observe.evaluation_media import wandb_media  # late: callbacks=evaluation can be deleted
+
         self.log_metrics(wandb_media(stage, evaluation), evaluation["step"])
 
     def _scan_and_log_checkpoints(self, checkpoint_callback: ModelCheckpoint) -> None:

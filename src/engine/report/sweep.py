@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup
 
-from src.engine.report.jobs import Job, differing_overrides, read_jobs, seed_rows
 from src.engine.report.metric_charts import downsample, is_wide, style_value_axis, title
 from src.engine.report.page import chart, new_figure, number, parts
 from src.engine.report.run_folder import Floats, read_mapping, read_metrics
+from src.engine.state.jobs import Job, differing_overrides, read_jobs, seed_rows
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

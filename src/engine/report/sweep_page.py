@@ -8,10 +8,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from src.engine.report.jobs import last_line
 from src.engine.report.page import Section, chart, duration_text, macros, number, parts, series_color, write_page
 from src.engine.report.run_page import REPORT
 from src.engine.report.sweep import Sweep, curves, parallel_coordinates, seeds
+from src.engine.state.jobs import last_line
 
 _SCALE = [[0, "var(--heat1)"], [1, "var(--heat4)"]]  # of Optuna's plots
 _COLORS = {"finished": "good", "failed": "bad", "killed": "bad", "stopped": "warn"}

@@ -8,7 +8,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from src.engine.sweeps.resolvers import register_resolvers
+from src.engine.config.resolvers import register_resolvers
 
 register_resolvers()  # joblib and submitit import this file in their processes, where Hydra composes the config again
 
@@ -41,7 +41,7 @@ class SweepReport(Callback):
             die_with_parent(self._sweep_pid)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        from src.engine.report.write import write_if_possible
+        from src.engine.launch.report import write_if_possible
         from src.engine.sweeps.table import report
 
         folder = Path(config.hydra.sweep.dir)

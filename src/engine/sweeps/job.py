@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from src.engine.config.folder import is_rank_zero, newest_checkpoint
 from src.engine.launch.start import launch
-from src.engine.report.jobs import DONE, Job
+from src.engine.state.jobs import DONE, Job
 from src.engine.sweeps.devices import reserve_devices
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from src.engine.report.jobs import DONE, Job, differing_overrides, last_line, read_jobs, seed_rows
+from src.engine.state.jobs import DONE, Job, differing_overrides, last_line, read_jobs, seed_rows
 from src.engine.utils.files import atomic_write
 
 _MAX_ERROR_LENGTH = 80  # characters of a job's error that the table shows

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from src.engine.config.build import check_numbers, check_options
 from src.engine.config.resolve import refuse_unknown_options, refuse_unused_groups
+from src.engine.config.resolvers import register_resolvers
 from src.engine.run.experiment import assemble, run
-from src.engine.sweeps.resolvers import register_resolvers
 from src.engine.utils.errors import UserError
 from tests.support.commands import TINY, error_line, run_here
 from tests.support.runs import CONF, compose

@@ -6,8 +6,8 @@ import optuna
 import pytest
 import yaml
 
-from src.engine.report.jobs import Job
 from src.engine.report.write import write_page_of
+from src.engine.state.jobs import Job
 
 
 @pytest.fixture

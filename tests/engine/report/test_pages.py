@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from scripts.report import write
-from src.engine.report.jobs import Job
 from src.engine.report.write import write_page_of
+from src.engine.state.jobs import Job
 from tests.support.browser import CHROMIUM, Session, open_pages
 from tests.support.run_folders import write_run
 

@@ -11,7 +11,6 @@ from src.engine.parallel.pipeline.simulation import Pass, bubble
 from src.engine.report import run_folder
 from src.engine.report.agreement import difference
 from src.engine.report.comparison import labels
-from src.engine.report.jobs import Job, seed_rows
 from src.engine.report.metric_charts import (
     BUCKETS,
     downsample,
@@ -26,6 +25,7 @@ from src.engine.report.rank_charts import passes_chart, recorded_passes, slowest
 from src.engine.report.run_folder import Curve, RunFolder, read_mapping, read_metrics, total_seconds
 from src.engine.report.run_page import duration
 from src.engine.report.sweep import LEVELS, Sweep
+from src.engine.state.jobs import Job, seed_rows
 from src.engine.utils.files import read_json_lines
 from tests.support.run_folders import write_run
 

@@ -12,9 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from scripts.report import main
 from src.engine.launch.outcome import run_recorded
-from src.engine.report import write as module
-from src.engine.report.jobs import Job
-from src.engine.report.write import run_report, write_page_of
+from src.engine.launch.report import run_report
+from src.engine.report.write import write_page_of
+from src.engine.state.jobs import Job
 from src.engine.utils.events import append_event
 from tests.support.commands import ROOT
 from tests.support.run_folders import write_run
@@ -53,14 +53,14 @@ def test_not_written(tmp_path: Path, options: dict[str, bool]) -> None:
     assert not list(tmp_path.rglob("report.html"))
 
 
-@pytest.mark.parametrize("part", ["write_page_of", "is_sweep"])
+@pytest.mark.parametrize("part", ["src.engine.report.write.write_page_of", "src.engine.launch.report.is_sweep"])
 def test_an_error_of_the_report_is_one_line(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(folder: Path) -> None:
         raise ValueError("two\nlines")
 
-    monkeypatch.setattr(module, part, fail)
+    monkeypatch.setattr(part, fail)
     with pytest.raises(KeyError, match="of the run"), run_report(config(write_run(tmp_path / "run"))):
         raise KeyError("of the run")
     lines = capsys.readouterr().err.splitlines()
@@ -68,7 +68,7 @@ def test_an_error_of_the_report_is_one_line(
 
 
 def test_without_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr("src.engine.launch.report.find_spec", lambda name: None)
     with run_report(config(write_run(tmp_path / "run"))):
         pass
     assert capsys.readouterr().err.splitlines() == [

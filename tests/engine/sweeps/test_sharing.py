@@ -13,10 +13,10 @@ from filelock import Timeout
 from omegaconf import DictConfig, OmegaConf
 
 from src.engine.config.devices import resolve_devices
+from src.engine.config.resolvers import job_folder
 from src.engine.launch import rank
-from src.engine.report.jobs import Job
+from src.engine.state.jobs import Job
 from src.engine.sweeps.devices import _reserve_gpus
-from src.engine.sweeps.resolvers import job_folder
 from src.engine.sweeps.table import report
 from src.engine.utils.errors import UserError
 from src.engine.utils.locks import named_lock

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from src.engine import load_run
-from src.engine.report.jobs import Job
 from src.engine.report.run_folder import RunFolder
+from src.engine.state.jobs import Job
 from src.engine.utils import targets
 from src.engine.utils.targets import with_moved_targets
 from tests.support.commands import TINY, run_here, steps

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from src.engine.config.folder import is_rank_zero, project_path, run_folder, sweep_folder, unique_name
-from src.engine.report.jobs import JOB_FILE, Job, read_jobs
+from src.engine.state.jobs import JOB_FILE, Job, read_jobs
 
 
 def register_resolvers() -> None:
