@@ -31,16 +31,22 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
         from src.engine.sweeps.job import run_job
 
         return run_job(cfg)
+    from src.engine.launch.failures import short_traceback
     from src.engine.launch.start import launch
 
     try:
         return launch(cfg)
-    except UserError as error:
-        remove_if_unused(Path(HydraConfig.get().runtime.output_dir))
+    except Exception as error:
+        folder = HydraConfig.get().runtime.output_dir
+        if isinstance(error, UserError):
+            remove_if_unused(Path(folder))
         if TRACEBACK_WANTED:
             raise
+        message = f"error: {error}" if isinstance(error, UserError) else short_traceback(error, folder)
+        if not message:
+            raise
         # Hydra would print all overrides above any other exception.
-        raise SystemExit(f"error: {error}") from None
+        raise SystemExit(message) from None
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from src.engine.config.folder import remove_if_unused
+from src.engine.launch.tracebacks import append_traceback, fold_frames
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import read_json_lines
 from src.engine.utils.rank_log import log_file
@@ -63,14 +64,27 @@ def exit_started_rank(error: Exception, run_dir: str, rank: int, terminal: TextI
         logging.shutdown()
         remove_if_unused(Path(run_dir))
     else:
-        log = log_file(run_dir, rank)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as file:
-            traceback.print_exception(error, file=file)
+        append_traceback(error, run_dir, rank)
         time.sleep(_EXIT_DELAY)  # torchrun ends this rank meanwhile if another one has died
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"error: rank {rank} failed ({reason}); its log is {log}", file=terminal, flush=True)
+        print(f"error: rank {rank} failed ({reason}); its log is {log_file(run_dir, rank)}", file=terminal, flush=True)
     os._exit(1)
+
+
+def short_traceback(error: Exception, run_dir: str) -> str:
+    """Return what the terminal shows of an error in the user's code, or nothing for a bug of the template.
+
+    The log of the rank that failed has the whole traceback.
+    """
+    is_of_ranks = isinstance(error, RankFailedError)  # the message has the rank's traceback and log
+    trace = f"error: {error}" if is_of_ranks else "".join(traceback.format_exception(error))
+    short = fold_frames(trace)
+    if short == trace:
+        return ""
+    if not is_of_ranks:
+        append_traceback(error, run_dir, rank=0)
+        short += f"full traceback: {log_file(run_dir, 0)}"
+    return short.rstrip()
 
 
 def _report(error: Exception) -> None:

@@ -13,8 +13,10 @@ from src.engine.config.folder import with_newest_checkpoint
 from src.engine.launch.failures import REPORT_FILE, RankFailedError, exit_worker, first_failure, remove_stacks
 from src.engine.launch.outcome import record_restart
 from src.engine.launch.rank import run_rank
+from src.engine.launch.tracebacks import append_traceback, fold_frames
 from src.engine.state.run_files import stop_message
 from src.engine.utils import signals
+from src.engine.utils.errors import UserError
 from src.engine.utils.rank_log import connect_debugger
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
@@ -41,7 +43,10 @@ def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
                 if restarts_left <= 0:
                     raise
                 restarts_left -= 1
-                print(f"{failed}\nrestarting; {restarts_left} restarts left after this one", file=sys.stderr)
+                print(
+                    f"{fold_frames(str(failed))}\nrestarting; {restarts_left} restarts left after this one",
+                    file=sys.stderr,
+                )
                 record_restart(cfg.run_dir, failed)
             cfg = with_newest_checkpoint(cfg)
 
@@ -116,6 +121,8 @@ def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
     except signals.Stopped as stopped:
         return stopped.number
     except Exception as error:
+        if not isinstance(error, UserError):
+            append_traceback(error, cfg.run_dir, rank)
         if dist.is_initialized():
             exit_worker(error)
         raise  # the elastic launcher's wrapper reports it

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from src.engine.config.folder import is_rank_zero, newest_checkpoint
 from src.engine.launch.start import launch
+from src.engine.launch.tracebacks import fold_frames
 from src.engine.state.jobs import DONE, Job
 from src.engine.sweeps.devices import reserve_devices
 from src.engine.utils import signals
@@ -65,7 +66,7 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
     except Exception as error:
         job.status = "failed"
         job.error = str(error) if isinstance(error, UserError) else traceback.format_exc()
-        print(f"job {folder.name} failed: {error}", file=sys.stderr)
+        print(f"job {folder.name} failed: {fold_frames(str(error))}", file=sys.stderr)
     except BaseException:  # a signal
         job.status = "stopped"
         print(f"sweep={folder.parent} goes on with the sweep", file=sys.stderr)

@@ -178,8 +178,36 @@ def test_full_disk_is_a_one_line_error(small: list[str], tmp_path: Path) -> None
     assert "cannot write the checkpoint" in last["reason"]
 
 
+def test_an_error_in_the_users_code_has_a_short_traceback(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from src.models.classifier import ImageClassifier\n"
+        "class Mine(ImageClassifier):\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        raise ValueError('here')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = [*small, *TINY, "logger=none", "module._target_=mine.Mine", "trainer.enable_progress_bar=false"]
+    _, err = run_here(*arguments, f"run_dir={tmp_path}/run", code=1)
+    log = tmp_path / "run" / "logs" / "rank0.log"
+    header, folded, *last = err.splitlines()[-6:]
+    assert header == "Traceback (most recent call last):"
+    assert re.fullmatch(r"  \.\.\. \d\d frames of .*lightning, src/engine, torch \.\.\.", folded)
+    assert last == [
+        f'  File "{tmp_path}/mine.py", line 4, in training_step',
+        "    raise ValueError('here')",
+        "ValueError: here",
+        f"full traceback: {log}",
+    ]
+    assert "training_epoch_loop.py" in log.read_text()
+    monkeypatch.setattr("src.engine.config.main.TRACEBACK_WANTED", True)
+    with pytest.raises(ValueError, match="here"):
+        run_here(*arguments, f"run_dir={tmp_path}/full")
+
+
 @pytest.mark.slow
-def test_bug_keeps_its_traceback(small: list[str], tmp_path: Path) -> None:
+def test_an_error_in_a_model_shows_its_line(small: list[str], tmp_path: Path) -> None:
     arguments = [*small, *TINY, "logger=none", "model.hidden=[-1]", *TWO]
     _, err = run(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
     assert "Traceback" in err
@@ -188,7 +216,7 @@ def test_bug_keeps_its_traceback(small: list[str], tmp_path: Path) -> None:
 
 
 def test_shows_the_error_of_the_rank_that_failed_first(small: list[str], tmp_path: Path) -> None:
-    """Rank one raises, and its traceback is shown; the lost connection of rank zero is not."""
+    """Rank one raises, and the line that does is shown; the lost connection of rank zero is not."""
     arguments = [*small, *TINY, "logger=none", *TWO, callback("RaiseOnRankOne")]
     _, err = run(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
     assert "rank 1 failed" in err
@@ -196,6 +224,8 @@ def test_shows_the_error_of_the_rank_that_failed_first(small: list[str], tmp_pat
     assert "Traceback" in err
     assert "support/callbacks.py" in err
     assert "rank1.log" in err
+    assert len(err[err.index("error: rank 1") :].splitlines()) < 8
+    assert "training_epoch_loop.py" in (tmp_path / "run" / "logs" / "rank1.log").read_text()
     assert read_events(tmp_path / "run")[-1]["reason"].startswith("rank 1 failed (RuntimeError: only here)")
 
 
