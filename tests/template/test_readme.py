@@ -80,7 +80,8 @@ def fill_placeholders(words: list[str], finished_run: Path, folder: Path) -> lis
 @pytest.fixture
 def overrides(words: tuple[str, ...], finished_run: Path, local_data: dict[str, list[str]], folder: Path) -> list[str]:
     """Return the documented overrides, changed to little data."""
-    dataset = next((word.removeprefix("data=") for word in words if word.startswith("data=")), "shapes")
+    default = "brackets" if "experiment=brackets" in words else "shapes"
+    dataset = next((word.removeprefix("data=") for word in words if word.startswith("data=")), default)
     data = local_data[dataset.partition(",")[0]]
     batch = [] if any(word.startswith("data.batch_size") for word in words) else ["data.batch_size=16"]
     kept = [word for word in first_job(words) if "trainer.max_epochs" not in word and "num_nodes" not in word]
@@ -101,7 +102,7 @@ def test_trains(overrides: list[str], pool: Pool, folder: Path) -> None:
     logger = ["logger=wandb"] if any(word.startswith("logger.wandb.") for word in overrides) else []
     cfg = compose(folder, *logger, *overrides)
     if cfg.fit:
-        assert all(set(record.metrics) >= {"train/loss", "lr"} for record in fit_ranks(cfg, pool))
+        assert all("train/loss" in record.metrics for record in fit_ranks(cfg, pool))
     else:
         metrics = run(cfg)
         assert "test/acc" in metrics or (folder / "predictions.csv").read_text().count("\n") == 3
