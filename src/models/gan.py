@@ -107,5 +107,5 @@ class GAN(Module):
 
     def _noise(self, index: Tensor, epoch: int) -> Tensor:
         """Return (n, latent) standard normal noise, a hash of the seed, the epoch and the (n,) sample indices."""
-        keys = hash_ints(self.trainer.datamodule.seed, epoch, _NOISE, index, device=self.device)
+        keys = hash_ints(self.trainer.datamodule.run_seed, epoch, _NOISE, index, device=self.device)
         return normal(keys, self.latent).to(cast(torch.dtype, self.dtype))

@@ -1,5 +1,6 @@
 """The loader of a rank: its part of each batch of a torch DataLoader, which is taken apart."""
 
+import logging
 import os
 import signal
 import sys
@@ -10,15 +11,23 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, get_worker_info
 
 from src.engine.determinism.hashing import hash_ints, permutation
 from src.engine.determinism.sampler import Batches, TrainingBatches
-from src.engine.determinism.samples import SeededSamples, seed_generators
+from src.engine.determinism.samples import (
+    CollateProbe,
+    SeededSamples,
+    are_equal,
+    makes_batches,
+    seed_generators,
+)
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
 
+_log = logging.getLogger(__name__)
 EVALUATION = -1  # in place of an epoch
+_PROBED = 8  # samples
 # What the loader of a rank takes over from the user's; `dataset`, `batch_size`, `sampler` and `collate_fn` aside.
 _OPTIONS = ("num_workers", "timeout", "in_order", "prefetch_factor", "persistent_workers")
 
@@ -37,29 +46,32 @@ class RankLoader:
         batches: the positions of the rank's batches.
         seed: the seed of the run.
         device: the device of the rank.
-        tell: gets the (n,) positions of each batch before it is yielded, unless the dataset has `batches`.
+        on_batch: gets the (n,) positions of each batch before it is yielded, unless the dataset has `batches`.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], batches: Batches, seed: int, device: torch.device, tell: Callable[[Tensor], None]
+        self,
+        loader: DataLoader[Any],
+        batches: Batches,
+        seed: int,
+        device: torch.device,
+        on_batch: Callable[[Tensor], None],
     ) -> None:
         self.dataset: Any = loader.dataset
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
-        self.tell = tell
-        makes_batches = hasattr(self.dataset, "batches")
-        is_there = makes_batches and self.dataset.move_to(device) and not loader.num_workers
+        self.on_batch = on_batch
+        is_batched = makes_batches(self.dataset)
+        is_there = is_batched and self.dataset.move_to(device) and not loader.num_workers
         self._device = device if is_there else None
         options = {name: getattr(loader, name) for name in _OPTIONS}
-        if loader.num_workers and sys.platform == "linux":
-            # A rank is spawned, and so would be its workers: each would import torch again, and pickle the dataset.
-            options["multiprocessing_context"] = loader.multiprocessing_context or "fork"
         self._loader = DataLoader(
             SeededSamples(self.dataset, loader.collate_fn),
-            batch_sampler=_KeyedBatches(batches, seed, keep_padding=makes_batches),  # type: ignore[arg-type]
+            batch_sampler=_KeyedBatches(batches, seed, keep_padding=is_batched),  # type: ignore[arg-type]
             collate_fn=_as_is,
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # a number for workers, which would come from the global generator
             worker_init_fn=_WorkerInit(loader.worker_init_fn),
+            multiprocessing_context=_worker_context(loader),
             **options,
         )
 
@@ -74,7 +86,7 @@ class RankLoader:
             return
         try:
             for positions, batch in self._loader:
-                self.tell(positions)
+                self.on_batch(positions)
                 yield batch
         except UserError as error:
             error.__traceback__ = None  # it refers to the iterator, which without it ends its workers at once
@@ -83,7 +95,10 @@ class RankLoader:
 
 
 class _KeyedBatches(Sampler[Tensor]):
-    """Batches of (2, n): positions, and the keys of the samples' random numbers."""
+    """Batches of (2, n): positions, and the keys of the samples' random numbers.
+
+    A key depends on the place in the epoch, so that a sample that occurs twice gets other random numbers.
+    """
 
     def __init__(self, batches: Batches, seed: int, keep_padding: bool) -> None:
         self.batches, self.seed, self.keep_padding = batches, seed, keep_padding
@@ -94,13 +109,67 @@ class _KeyedBatches(Sampler[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         table = self.batches.table()
         epoch = self.batches.epoch if isinstance(self.batches, TrainingBatches) else EVALUATION
-        for batch in torch.stack([table, hash_ints(self.seed, epoch, table)], dim=1):
+        for batch in torch.stack([table, hash_ints(self.seed, epoch, self.batches.places())], dim=1):
             yield batch if self.keep_padding else batch[:, batch[0] >= 0]
 
 
 def _as_is(batch: Any) -> Any:
     """Collate nothing: SeededSamples has done it."""
     return batch
+
+
+def fetch_apart(loader: DataLoader[Any], samples: SeededSamples, batches: list[Tensor]) -> Iterator[Any]:
+    """Yield batches of (2, n) positions and keys as a worker fetches them, if the user's loader has workers.
+
+    Without one, this process would open files that workers then share with each other.
+    """
+    yield from DataLoader(
+        samples,
+        batch_sampler=batches,  # type: ignore[arg-type]
+        collate_fn=_as_is,
+        num_workers=min(1, loader.num_workers),
+        worker_init_fn=_WorkerInit(loader.worker_init_fn),
+        multiprocessing_context=_worker_context(loader),
+        generator=torch.Generator(),
+    )
+
+
+def _worker_context(loader: DataLoader[Any]) -> Any:
+    """Return how workers start. A rank is spawned, and so would be they: each would import torch again."""
+    is_forked = loader.num_workers and sys.platform == "linux"
+    return loader.multiprocessing_context or ("fork" if is_forked else None)
+
+
+def warn_unless_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
+    """Warn of random numbers that the keys do not determine: of a generator that the dataset owns, or of a batch.
+
+    Raises:
+        UserError: if the order of the sampler is another one each time.
+    """
+    if not torch.equal(epoch_order(loader.sampler, seed, 0), epoch_order(loader.sampler, seed, 0)):
+        raise UserError(
+            f"{method}: {type(loader.sampler).__name__} has a random generator of its own, so each process would have "
+            "another order: let it draw from the global generator of torch, NumPy or Python"
+        )
+    if makes_batches(loader.dataset):
+        return
+    positions = torch.arange(min(_PROBED, len(loader.dataset)))  # type: ignore[arg-type]
+    keys = [hash_ints(seed, number, positions) for number in (0, 1, 0)]
+    samples, batches = CollateProbe(loader.dataset, loader.collate_fn), [torch.stack([positions, key]) for key in keys]
+    (_, (draws, first)), _, (_, (_, again)) = fetch_apart(loader, samples, batches)
+    if not are_equal(first, again):
+        _log.warning(
+            "%s: a sample fetched twice differs, although torch, NumPy and Python are seeded alike. %s has a random "
+            "generator or a state of its own, so the curve depends on the number of processes and on restarts: draw "
+            "from the global generators instead",
+            *(method, type(loader.dataset).__name__),
+        )
+    if draws:
+        _log.warning(
+            "%s: collate_fn draws random numbers for the samples of one process, so the curve depends on the number of "
+            "processes: draw them in the dataset, for each sample",
+            method,
+        )
 
 
 def check_loader(loader: Any, method: str) -> None:
@@ -134,8 +203,10 @@ def epoch_order(sampler: Any, seed: int, epoch: int) -> Tensor:
     Shuffling is the project's own. Other samplers draw from torch's global generator, or one of their own, seeded with
     a hash of (seed, epoch); so a weighted sampler, too, has the same order on any hardware and after a restart.
     """
-    if type(sampler) is RandomSampler and not sampler.replacement:
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) <= len(sampler.data_source):
         return permutation(len(sampler.data_source), seed, epoch)[: len(sampler)]
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(max(epoch, 0))
     key = int(hash_ints(seed, epoch))
     with isolate_rng(include_cuda=False):
         seed_generators(key)
@@ -152,6 +223,8 @@ class _WorkerInit:
 
     def __call__(self, worker: int) -> None:
         outlive_stop_requests()
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's, which the function may change
         if self.function:
             self.function(worker)
 

@@ -1,6 +1,8 @@
 """The data of a run: the engine owns the order of the samples, and a plain LightningDataModule owns the samples."""
 
 import hashlib
+import logging
+from functools import partial
 from typing import Any, cast
 
 import lightning as L
@@ -16,11 +18,19 @@ from src.engine.determinism.batch import Batch, as_pair, constant_weights
 from src.engine.determinism.hashing import hash_ints
 from src.engine.determinism.layout import BatchLayout, DataParallelInfo, data_parallel_info
 from src.engine.determinism.limits import apply_limit, total_steps
-from src.engine.determinism.loader import EVALUATION, RankLoader, check_loader, epoch_order
+from src.engine.determinism.loader import (
+    EVALUATION,
+    RankLoader,
+    check_loader,
+    epoch_order,
+    fetch_apart,
+    warn_unless_repeatable,
+)
 from src.engine.determinism.sampler import EvaluationBatches, TrainingBatches
-from src.engine.determinism.samples import SeededSamples, seed_generators, warn_unless_repeatable
+from src.engine.determinism.samples import SeededSamples, generator_states, makes_batches, seed_generators
 from src.engine.utils.errors import UserError
 
+_log = logging.getLogger(__name__)
 _LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 _SETUP = -2  # in place of an epoch
 
@@ -48,17 +58,18 @@ class OrderedData(L.LightningDataModule):
         limits: limits of `train`, `val` and `test` per epoch: a number of global batches, or a fraction; None for all.
 
     Attributes:
-        resume_at: the epoch in which training starts, and the number of its samples already trained.
-        layout: the positions of each global batch that this rank trains; set by `setup`.
+        layout: the positions of each global batch that this rank trains; set by `setup` for training.
     """
 
     layout: BatchLayout
 
     def __init__(self, plain: L.LightningDataModule, seed: int, limits: dict[str, int | float | None]) -> None:
         super().__init__()
-        self.plain, self.seed, self.limits = plain, seed, limits
+        self.plain, self.run_seed, self.limits = plain, seed, limits
         self.prepare_data_per_node = plain.prepare_data_per_node
-        self.resume_at = (0, 0)
+        self._start = (0, 0)  # the epoch in which training starts, and the number of its samples already trained
+        self._training: TrainingBatches | None = None
+        self._has_checked_hooks = False
         self._loaders: dict[str, list[DataLoader[Any]]] = {}  # of each stage, as the DataModule made them
         self._sample_index = torch.empty(0, dtype=torch.int64)
 
@@ -70,7 +81,7 @@ class OrderedData(L.LightningDataModule):
         return getattr(self.plain, name)
 
     def prepare_data(self) -> None:
-        self._show_one_process()
+        self.plain.trainer = cast(L.Trainer, OneProcess(cast(L.Trainer, self.trainer)))
         self.plain.prepare_data()
 
     def setup(self, stage: str) -> None:
@@ -80,21 +91,21 @@ class OrderedData(L.LightningDataModule):
             UserError: if the order of a loader cannot be the engine's, there are too few samples, or the ranks' shares
                 do not suit the module.
         """
-        self._show_one_process()
+        self.plain.trainer = cast(L.Trainer, OneProcess(cast(L.Trainer, self.trainer)))
         self._set_batch_size()
         with isolate_rng(include_cuda=False):
-            seed_generators(int(hash_ints(self.seed, _SETUP)))
+            seed_generators(int(hash_ints(self.run_seed, _SETUP)))
             self.plain.setup(stage)
-            for name in _LOADERS[stage]:
-                self._loaders[name] = self._own_loaders(name)
-        groups, has_pairs = getattr(self.plain, "norm_groups", 4), getattr(self.plain, "has_pairs", False)
-        self.layout = BatchLayout(self.global_batch_size, self.parallel, self.accumulate, groups, has_pairs)
+        for name in _LOADERS[stage]:
+            self._loaders[name] = self._own_loaders(name)
+        if not self._loaders[_LOADERS[stage][0]]:
+            raise UserError(
+                f"{type(self.plain).__name__} has no {_LOADERS[stage][0]}_dataloader: add it, or leave this stage out "
+                "(fit=false, test=false)"
+            )
         if stage == "fit":
             self._check_training()
-        for name in {"val", "test"}.intersection(_LOADERS[stage]):
-            for loader in self._loaders[name]:
-                if not (self._takes_batch and hasattr(loader.dataset, "batches")):  # these two know padding
-                    self._evaluation_batches(name, loader).check_no_rank_is_empty(name)
+        self._check_evaluation(stage)
 
     def teardown(self, stage: str) -> None:
         self.plain.teardown(stage)
@@ -110,30 +121,38 @@ class OrderedData(L.LightningDataModule):
 
     def train_dataloader(self) -> RankLoader:
         """Return the loader of this rank's share of each global batch."""
+        if self.trainer and self.trainer.reload_dataloaders_every_n_epochs:
+            self._loaders["train"] = self._own_loaders("train")
         (loader,) = self._loaders["train"]
-        order = lambda epoch: epoch_order(loader.sampler, self.seed, epoch)  # noqa: E731
-        batches = TrainingBatches(self._count(loader), self.layout, self.seed, self.steps_per_epoch, order)
-        batches.epoch, batches.start = self.resume_at
-        return self._rank_loader(loader, batches)
+        order = partial(epoch_order, loader.sampler, self.run_seed)
+        self._training = TrainingBatches(self._count(loader), self.layout, 0, self.steps_per_epoch, order)
+        self._training.epoch, self._training.start = self._start
+        return self._rank_loader(loader, self._training)
 
-    def val_dataloader(self) -> list[RankLoader]:
-        """Return the loaders of this rank's share of the validation samples."""
+    def resume(self, epoch: int, samples: int) -> None:
+        """Let training start in an epoch of which so many samples are trained already."""
+        self._start = (epoch, samples)
+        if self._training:  # a module that counts its steps in `setup` has asked for the loader already
+            self._training.epoch, self._training.start = self._start
+
+    def val_dataloader(self) -> Any:
+        """Return this rank's loader of validation samples, a list of several, or an empty list."""
         return self._evaluation_loaders("val")
 
-    def test_dataloader(self) -> list[RankLoader]:
-        """Return the loaders of this rank's share of the test samples."""
+    def test_dataloader(self) -> Any:
+        """Return this rank's loader of test samples, a list of several, or an empty list."""
         return self._evaluation_loaders("test")
 
-    def predict_dataloader(self) -> list[RankLoader]:
-        """Return the loaders of this rank's share of the samples to predict."""
+    def predict_dataloader(self) -> Any:
+        """Return this rank's loader of samples to predict, or a list of several."""
         return self._evaluation_loaders("predict")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Call the hook of the DataModule, or that of the module, with the generators seeded for this batch."""
         if not isinstance(batch, Batch):
             epoch = self.trainer.current_epoch if self.trainer.training else EVALUATION
-            key = int(hash_ints(self.seed, epoch, int(self._sample_index[0])))
-            seed_generators(key, self.trainer.lightning_module.device.type)
+            key = int(hash_ints(self.run_seed, epoch, int(self._sample_index[0])))
+            seed_generators(key, self._module.device.type)
         return self._hook("on_before_batch_transfer")(batch, dataloader_idx)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -150,16 +169,18 @@ class OrderedData(L.LightningDataModule):
         """
         if isinstance(batch, Batch):
             self._sample_index = batch.sample_index
-        batch = self._hook("on_after_batch_transfer")(batch, dataloader_idx)
+            batch = self._hook("on_after_batch_transfer")(batch, dataloader_idx)
+        else:
+            batch = self._checked_hook(batch, dataloader_idx)
         if not self._takes_batch:
             # A prediction keeps its padding, because all ranks gather as many predictions.
             return as_pair(batch, drop_padding=self.trainer.evaluating) if isinstance(batch, Batch) else batch
         if isinstance(batch, Batch):
             return batch._replace(weight=self._weights(batch.weight))
-        if not isinstance(batch, list | tuple) or len(batch) != 2:
+        if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
             raise UserError(
-                f"{type(self._module).__name__} takes pairs of inputs and targets (takes_batch), but the loader yields "
-                f"{type(batch).__name__}: leave takes_batch out, and compute the loss of the batch in training_step"
+                f"{type(self._module).__name__} takes pairs of a tensor and targets (takes_batch), but the loader "
+                f"yields {type(batch).__name__}: leave takes_batch out, and let training_step compute the loss"
             )
         inputs, target = batch
         return Batch(inputs, target, self.sample_index, self._weights(torch.ones(len(inputs), device=inputs.device)))
@@ -205,41 +226,37 @@ class OrderedData(L.LightningDataModule):
         return sum(self._evaluated(name, loader) for loader in self._loaders.get(name, []))
 
     @property
-    def trains(self) -> bool:
-        """Whether there are training samples: not in an evaluation."""
+    def has_training_data(self) -> bool:
+        """Whether the training samples are set up: not in an evaluation."""
         return "train" in self._loaders
 
     @property
     def description(self) -> str:
         """Some words about the data, for the banner and the loggers."""
         name = getattr(self.plain, "description", None) or type(self.plain).__name__
-        return f"{name}, {self._count(self._loaders['train'][0]):,} samples" if self.trains else name
+        return f"{name}, {self._count(self._loaders['train'][0]):,} samples" if self.has_training_data else name
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one sample's first tensor."""
-        return tuple(tree_leaves(self.example(1))[0].shape[1:])
+        return tuple(tree_leaves(self.example_batch(1))[0].shape[1:])
 
-    def example(self, count: int) -> Any:
-        """Return a batch of the first samples, as the loader makes it."""
-        loader, samples = self._any_loader, torch.stack([torch.arange(count), torch.zeros(count, dtype=torch.int64)])
-        self._sample_index, batch = SeededSamples(loader.dataset, loader.collate_fn).__getitems__(samples)
+    def example_batch(self, count: int) -> Any:
+        """Return a batch of `count` samples, as the loader makes it; they repeat if there are fewer."""
+        loader, positions = self._any_loader, torch.arange(count) % len(self._any_loader.dataset)  # type: ignore[arg-type]
+        samples = SeededSamples(loader.dataset, loader.collate_fn)
+        ((self._sample_index, batch),) = fetch_apart(loader, samples, [torch.stack([positions, positions])])
         return batch
 
     def training_facts(self) -> str:
         """Return what identifies the training samples: their number, and a hash of their indices and labels."""
         dataset, content = cast(Any, self._loaders["train"][0].dataset), hashlib.sha256()
         count = self._count(self._loaders["train"][0])
-        while hasattr(dataset, "indices"):  # a Subset, perhaps of another one
-            content.update(torch.as_tensor(dataset.indices).cpu().numpy().tobytes())
+        while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # a Subset, perhaps of another one
+            content.update(_bytes_of(dataset.indices))
             dataset = dataset.dataset
-        labels = getattr(dataset, "labels", getattr(dataset, "targets", None))
-        if isinstance(labels, Tensor | np.ndarray) or (isinstance(labels, list) and isinstance(labels[0], int | float)):
-            content.update(torch.as_tensor(labels).cpu().numpy().tobytes())
+        content.update(_bytes_of(getattr(dataset, "labels", getattr(dataset, "targets", []))))
         return f"{count} samples, SHA-256 {content.hexdigest()[:12]}"
-
-    def _show_one_process(self) -> None:
-        self.plain.trainer = cast(L.Trainer, OneProcess(cast(L.Trainer, self.trainer)))
 
     def _set_batch_size(self) -> None:
         plain: Any = self.plain
@@ -252,21 +269,29 @@ class OrderedData(L.LightningDataModule):
         method = f"{name}_dataloader"
         if not is_overridden(method, self.plain, L.LightningDataModule):
             return []
-        made, where = getattr(self.plain, method)(), f"{type(self.plain).__name__}.{method}"
-        loaders = list(made.values()) if isinstance(made, dict) else made if isinstance(made, list | tuple) else [made]
+        with isolate_rng(include_cuda=False):
+            seed_generators(int(hash_ints(self.run_seed, _SETUP, self.trainer.current_epoch)))
+            returned = getattr(self.plain, method)()
+        loaders = list(returned.values()) if isinstance(returned, dict) else returned
+        loaders = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
         for loader in loaders:
-            check_loader(loader, where)
+            check_loader(loader, f"{type(self.plain).__name__}.{method}")
         if name == "train" and len(loaders) != 1:
-            raise UserError(f"{where} returns {len(loaders)} loaders: return one, of a dataset that combines theirs")
-        return list(loaders)
+            raise UserError(
+                f"{type(self.plain).__name__}.{method} returns {len(loaders)} loaders: return one, of a dataset that "
+                "combines theirs"
+            )
+        return loaders
 
     def _check_training(self) -> None:
-        loader, layout = self._loaders["train"][0], self.layout
+        loader = self._loaders["train"][0]
+        groups, has_pairs = getattr(self.plain, "norm_groups", 4), getattr(self.plain, "has_pairs", False)
+        self.layout = BatchLayout(self.global_batch_size, self.parallel, self.accumulate, groups, has_pairs)
         if self.global_batch_size > self._count(loader):
             raise UserError(
                 f"data.batch_size={self.global_batch_size} exceeds the {self._count(loader)} samples to train on"
             )
-        if layout.is_uneven and not self._takes_batch:
+        if self.layout.is_uneven and not self._takes_batch:
             raise UserError(
                 f"{type(self._module).__name__} averages over the batch of its own process, but the "
                 f"{self.parallel.dp_size} processes have different numbers of samples: set a data.batch_size that "
@@ -274,23 +299,34 @@ class OrderedData(L.LightningDataModule):
             )
         if not self.steps_per_epoch:
             raise UserError("trainer.limit_train_batches=0 trains nothing: set fit=false instead")
-        if not hasattr(loader.dataset, "batches"):
-            with isolate_rng(include_cuda=False):
-                samples = SeededSamples(loader.dataset, loader.collate_fn)
-                warn_unless_repeatable(samples, f"{type(self.plain).__name__}.train_dataloader")
+        warn_unless_repeatable(loader, self.run_seed, f"{type(self.plain).__name__}.train_dataloader")
+
+    def _check_evaluation(self, stage: str) -> None:
+        """Check that each rank has a sample in each batch, unless padding has a weight of zero; and can be gathered."""
+        for name in _LOADERS[stage]:
+            for loader in self._loaders[name]:
+                is_batched = makes_batches(loader.dataset)
+                if name in ("val", "test") and not (self._takes_batch and is_batched):
+                    self._evaluation_batches(name, loader).check_no_rank_is_empty(name)
+                if name == "predict" and not is_batched:
+                    raise UserError(
+                        f"predict: {type(self.plain).__name__}.predict_dataloader is not one of image files, the only "
+                        "samples of which predictions.csv is written: leave `predict` out, and load the checkpoint"
+                    )
 
     def _rank_loader(self, loader: DataLoader[Any], batches: TrainingBatches | EvaluationBatches) -> RankLoader:
-        return RankLoader(loader, batches, self.seed, self._module.device, self._set_sample_index)
+        return RankLoader(loader, batches, self.run_seed, self._module.device, self._set_sample_index)
 
     def _set_sample_index(self, positions: Tensor) -> None:
         self._sample_index = positions
 
-    def _evaluation_loaders(self, name: str) -> list[RankLoader]:
+    def _evaluation_loaders(self, name: str) -> Any:
         batches = [(loader, self._evaluation_batches(name, loader)) for loader in self._loaders[name]]
-        return [self._rank_loader(loader, share) for loader, share in batches if share.num_samples]
+        loaders = [self._rank_loader(loader, share) for loader, share in batches if share.num_samples]
+        return loaders[0] if len(loaders) == 1 else loaders
 
     def _evaluation_batches(self, name: str, loader: DataLoader[Any]) -> EvaluationBatches:
-        order, size = epoch_order(loader.sampler, self.seed, EVALUATION), cast(int, loader.batch_size)
+        order, size = epoch_order(loader.sampler, self.run_seed, EVALUATION), cast(int, loader.batch_size)
         parallel = self.parallel
         if name == "predict":  # all ranks gather as many predictions
             parallel = DataParallelInfo(parallel.dp_size, parallel.dp_rank)
@@ -310,6 +346,21 @@ class OrderedData(L.LightningDataModule):
             return weight.to(self._module.dtype)
         return constant_weights(len(weight), 1 / self.layout.mean_samples_per_batch, self._module.dtype, weight.device)
 
+    def _checked_hook(self, batch: Any, dataloader_idx: int) -> Any:
+        """Call the user's hook; warn once if it draws random numbers."""
+        hook, device_type = self._hook("on_after_batch_transfer"), self._module.device.type
+        if self._has_checked_hooks or not self.trainer.training:
+            return hook(batch, dataloader_idx)
+        self._has_checked_hooks = True
+        before = generator_states(device_type)
+        batch = hook(batch, dataloader_idx)
+        if generator_states(device_type) != before:
+            _log.warning(
+                "on_after_batch_transfer draws random numbers for the samples of one process, so the curve depends on "
+                "the number of processes: draw them in the dataset, for each sample"
+            )
+        return batch
+
     def _hook(self, name: str) -> Any:
         """Return the DataModule's own hook, or else the module's, as Lightning would choose."""
         is_own = is_overridden(name, self.plain, L.LightningDataModule)
@@ -326,6 +377,15 @@ class OrderedData(L.LightningDataModule):
     @property
     def _takes_batch(self) -> bool:
         return self._module is None or getattr(self._module, "takes_batch", False)
+
+
+def _bytes_of(values: Any) -> bytes:
+    """Return bytes that identify indices or labels: numbers in an array, a tensor or a list, or anything else."""
+    try:
+        array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    except ValueError:  # lists of different lengths
+        array = np.asarray(0)
+    return repr(values).encode() if array.dtype == object else array.tobytes()
 
 
 class OneProcess:

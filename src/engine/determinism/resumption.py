@@ -81,7 +81,7 @@ def _restore_position(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
             f"trainer.max_epochs={trainer.max_epochs}: the run in ckpt_path has already trained {epoch} epochs; "
             "set it higher, or evaluate the run with fit=false"
         )
-    data.resume_at = (epoch, samples)
+    data.resume(epoch, samples)
     steps = samples // data.global_batch_size
     total_steps = epoch * data.steps_per_epoch + steps
     loops = checkpoint["loops"]["fit_loop"]

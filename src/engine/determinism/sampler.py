@@ -51,10 +51,14 @@ class TrainingBatches(Sampler[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         yield from self.table()
 
+    def places(self) -> Tensor:
+        """Return the rest of the epoch as places in its order, (batches, n): one batch of this rank per row."""
+        places = torch.arange(self.start, self.steps * self.layout.batch_size)
+        return places.view(-1, self.layout.batch_size)[:, self.layout.positions].flatten(0, 1)
+
     def table(self) -> Tensor:
-        """Return the rest of the epoch as positions in the dataset, (batches, n): one batch of this rank per row."""
-        order = self.order(self.epoch)[self.start : self.steps * self.layout.batch_size]
-        return order.view(-1, self.layout.batch_size)[:, self.layout.positions].flatten(0, 1)
+        """Return the positions in the dataset at these places."""
+        return self.order(self.epoch)[self.places()]
 
 
 class EvaluationBatches(Sampler[Tensor]):
@@ -85,13 +89,16 @@ class EvaluationBatches(Sampler[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         yield from self.table()
 
-    def table(self) -> Tensor:
-        """Return positions in the dataset, (batches, n): one batch of this rank per row."""
+    def places(self) -> Tensor:
+        """Return places in the order, (batches, n), and -1 for padding: one batch of this rank per row."""
         rounds = torch.arange(self.batches)[:, None] + torch.arange(self.rounds) * self.batches
         own = self.first + torch.arange(self.share)
         positions = (rounds[:, :, None] * self.samples_per_round + own).flatten(1)
-        order = torch.cat([self.order[: self.num_samples], torch.tensor([-1])])
-        return order[positions.clamp_max(self.num_samples)]
+        return torch.where(positions < self.num_samples, positions, -1)
+
+    def table(self) -> Tensor:
+        """Return the positions in the dataset at these places."""
+        return torch.cat([self.order[: self.num_samples], torch.tensor([-1])])[self.places()]
 
     def check_no_rank_is_empty(self, split: str) -> None:
         """Check that each batch of each rank has a sample."""

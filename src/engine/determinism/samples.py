@@ -1,6 +1,5 @@
 """A map-style dataset of anybody's, whose random transforms are the same on any hardware and after a restart."""
 
-import logging
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,8 +11,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, get_worker_info
-
-_log = logging.getLogger(__name__)
 
 
 class SeededSamples(Dataset[Any]):
@@ -32,7 +29,7 @@ class SeededSamples(Dataset[Any]):
     def __getitems__(self, samples: Tensor) -> tuple[Tensor, Any]:
         """Fetch the samples of (2, n) positions and keys; a dataset that has `batches` does so itself."""
         positions, keys = samples
-        if hasattr(self.dataset, "batches"):
+        if makes_batches(self.dataset):
             return positions, next(iter(self.dataset.batches(positions[None])))
         with isolate_rng(include_cuda=False) if get_worker_info() is None else nullcontext():
             items = []
@@ -40,13 +37,10 @@ class SeededSamples(Dataset[Any]):
                 seed_generators(key)
                 items.append(self.dataset[position])
             seed_generators(int(keys[0]))
-            return positions, self.collate(items)
+            return positions, self._collate(items)
 
-    def __getattr__(self, name: str) -> Any:
-        """Give a `worker_init_fn` the attributes of the dataset."""
-        if name == "dataset":  # not yet unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
+    def _collate(self, items: list[Any]) -> Any:
+        return self.collate(items)
 
 
 def seed_generators(key: int, device_type: str = "cpu") -> None:
@@ -65,32 +59,36 @@ def seed_generators(key: int, device_type: str = "cpu") -> None:
         torch.mps.manual_seed(key)
 
 
-def warn_unless_repeatable(samples: SeededSamples, owner: str) -> None:
-    """Warn of random numbers that the keys do not determine: of a generator that the dataset owns, or of a batch."""
-    first, _, again = (samples.__getitems__(torch.tensor([[0, 0], [key, key]]))[1] for key in (1, 2, 1))
-    if not _equal(first, again):
-        _log.warning(
-            "%s: a sample fetched twice differs, although torch, NumPy and Python are seeded alike. %s has a random "
-            "generator or a state of its own, so the curve depends on the number of processes and on restarts: draw "
-            "from the global generators instead",
-            *(owner, type(samples.dataset).__name__),
-        )
-    with isolate_rng(include_cuda=False):
-        items = [samples.dataset[0], samples.dataset[0]]
-        before = _states()
-        samples.collate(items)
-        if _states() != before:
-            _log.warning(
-                "%s: collate_fn draws random numbers for the samples of one process, so the curve depends on the "
-                "number of processes: draw them in the dataset, for each sample",
-                owner,
-            )
+def makes_batches(dataset: Any) -> bool:
+    """Return whether a dataset makes batches of positions itself (`RankLoader`)."""
+    return hasattr(dataset, "batches") and hasattr(dataset, "move_to")
 
 
-def _equal(a: Any, b: Any) -> bool:
-    pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
-    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
+class CollateProbe(SeededSamples):
+    """Fetches batches whose first part tells whether `collate` has drawn random numbers."""
+
+    def _collate(self, items: list[Any]) -> Any:
+        before = generator_states()
+        batch = self.collate(items)
+        return generator_states() != before, batch
 
 
-def _states() -> list[Any]:
-    return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]  # type: ignore[index]
+def are_equal(a: Any, b: Any) -> bool:
+    """Return whether two batches have the same arrays and tensors; parts of other types are not compared."""
+    ours, theirs = tree_leaves(a), tree_leaves(b)
+    return len(ours) == len(theirs) and all(_are_equal_leaves(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def _are_equal_leaves(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())  # NaN is equal to NaN
+    if isinstance(x, str | int | np.ndarray):
+        return np.array_equal(x, y)
+    return True
+
+
+def generator_states(device_type: str = "cpu") -> list[Any]:
+    """Return the states of the global generators of torch, NumPy and Python."""
+    numpy_state: Any = np.random.get_state()
+    states = [torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist(), numpy_state[2]]
+    return [*states, torch.cuda.get_rng_state().tolist()] if device_type == "cuda" else states

@@ -116,7 +116,7 @@ class Evaluation(L.Callback):
             self._loaded_step = checkpoint["global_step"]
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._sums = EvaluationSums(_data(trainer).num_classes, pl_module.device)
+        self._sums = EvaluationSums(len(_data(trainer).classes), pl_module.device)
 
     def on_test_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.on_validation_epoch_start(trainer, pl_module)
@@ -142,7 +142,7 @@ class Evaluation(L.Callback):
         if self._sums is None:  # an earlier batch of the test had no logits
             return
         data = _data(trainer)
-        expected = (len(batch[0]), data.num_classes)
+        expected = (len(batch[0]), len(data.classes))
         if not isinstance(logits, Tensor) or logits.shape != expected:
             message = (
                 f"callbacks.evaluation needs the logits of each batch: let {step_name} return them, an "

@@ -50,7 +50,7 @@ class RunChecks(L.Callback):
             return
         for name, monitor in self._monitors(trainer).items():
             problem = f"{name} monitors {monitor}, but the run has no validation"
-            remedy = f"set data.val_fraction and trainer.limit_val_batches above 0, or {_without(name)}"
+            remedy = f"give it validation samples and trainer.limit_val_batches above 0, or {_without(name)}"
             if not isinstance(self.callbacks.get(name), Checkpoint):
                 raise UserError(f"{problem}: {remedy}")
             _log.warning("%s, so it saves nothing: %s", problem, remedy)

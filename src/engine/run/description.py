@@ -44,7 +44,7 @@ class RunDescription(L.Callback):
             self._num_parameters = sum(weight.numel() for weight in pl_module.parameters())
             self._num_batch_norms = sum(isinstance(part, _BatchNorm) for part in pl_module.modules())
         data: Any = trainer.datamodule
-        if not self._experiment and data.trains:
+        if not self._experiment and data.has_training_data:
             self._experiment = describe_experiment(self.config, data)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -52,6 +52,6 @@ class PredictionWriter(BasePredictionWriter):
             writer = csv.writer(stream)
             writer.writerow(["file", "class", "probability"])
             for number, (label, probability) in sorted(predicted.items()):
-                file = loaders[0].dataset.files[number].relative_to(data.predict_dir)
+                file = loaders.dataset.files[number].relative_to(data.predict_dir)
                 writer.writerow([file, data.classes[label], f"{probability:.4f}"])
         _log.info("the classes of %d images are in %s", len(predicted), self.file)

@@ -38,6 +38,7 @@ HARDWARE = """
     module.compile module.channels_last module.recompute module.tta
     data.root data.source.urls data.source.file data.source.in_memory data.predict_dir
     data.batch_size_per_device data.num_workers data.device_resident
+    data.data_dir data.pin_memory data.persistent_workers data.prefetch_factor
     trainer._target_ trainer.accelerator trainer.devices trainer.num_nodes trainer.accumulate_grad_batches
     trainer.max_time trainer.log_every_n_steps trainer.num_sanity_val_steps trainer.limit_predict_batches
     trainer.enable_progress_bar trainer.enable_model_summary trainer.enable_checkpointing

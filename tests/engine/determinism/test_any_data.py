@@ -1,23 +1,41 @@
 """Any plain LightningDataModule trains the same on any hardware, or is refused in one line."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
-from src.engine.determinism.ordered_data import OrderedData
+from src.engine.determinism.layout import BatchLayout
+from src.engine.determinism.loader import RankLoader, epoch_order
+from src.engine.determinism.ordered_data import OrderedData, _bytes_of
+from src.engine.determinism.sampler import TrainingBatches
+from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.interruption import die
 from tests.support.pool import Pool
-from tests.support.projects import NoisyPoints, RegressionData
-from tests.support.runs import Record, compose, fit_and_test, fit_ranks
+from tests.support.projects import NoisyPoints, Regression, RegressionData
+from tests.support.runs import Record, compose, fit, fit_and_test, fit_ranks
 
+CPU = torch.device("cpu")
 FILES = {
     "data/regression": "_target_: tests.support.projects.RegressionData",
     "data/segmentation": "_target_: tests.support.projects.segmentation_data",
@@ -200,3 +218,143 @@ def test_shows_the_error_of_a_property(folder: Path) -> None:
     data.trainer = None
     with pytest.raises(AttributeError, match="accumulate_grad_batches"):
         _ = data.accumulate
+
+
+class OwnOrder(Sampler[int]):
+    """Shuffles with a generator that nobody seeds."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 110
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.permutation(110).tolist())
+
+
+class Curriculum(Sampler[int]):
+    """Begins each epoch with another sample."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 64
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.epoch, self.epoch + 64))
+
+
+def test_order_of_samplers(folder: Path) -> None:
+    with pytest.raises(UserError, match="OwnOrder has a random generator of its own"):
+        set_up(DataLoader(POINTS, 16, sampler=OwnOrder()), folder)
+    assert epoch_order(Curriculum(), 0, 3).tolist() == list(range(3, 67))
+    longer = RandomSampler(POINTS, num_samples=250)  # type: ignore[arg-type]
+    assert set(torch.bincount(epoch_order(longer, 0, 0)).tolist()) == {2, 3}
+    weighted = WeightedRandomSampler([1.0] + 109 * [0.0], 32)
+    batches = TrainingBatches(32, BatchLayout(16), order=partial(epoch_order, weighted, 0))
+    assert set(batches.table().flatten().tolist()) == {0}
+    fetched = RankLoader(DataLoader(POINTS, 16), batches, 0, CPU, lambda positions: None)
+    assert len({tuple(point.tolist()) for points, _ in fetched for point in points}) == 32, "one sample, 32 noises"
+
+
+class Shared(NoisyPoints):
+    """Opens its file in the process that fetches the first sample."""
+
+    opened_in: int | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        self.opened_in = self.opened_in or os.getpid()
+        assert self.opened_in == os.getpid(), "a worker has the file of another process"
+        return super().__getitem__(index)
+
+
+def open_file(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.opened_in = os.getpid()
+
+
+@pytest.mark.parametrize("function", [None, open_file])
+def test_workers_open_their_own_files(function: Any, folder: Path) -> None:
+    data = set_up(DataLoader(Shared(), 16, num_workers=2, worker_init_fn=function), folder)
+    assert data.example_batch(2)[0].shape == (2, 6)
+    data.trainer.strategy._lightning_module = Regression()
+    assert len(list(data.train_dataloader())) == 6
+
+
+class CountsSteps(Regression):
+    """Asks for the number of steps before the checkpoint is restored, as examples of Hugging Face do."""
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self.steps = self.trainer.estimated_stepping_batches
+
+
+def test_a_module_that_counts_its_steps_resumes_exactly(
+    short: list[str], references: dict[str, Record], folder: Path
+) -> None:
+    words = [*short, *PROJECTS["regression"], f"module._target_={__name__}.CountsSteps"]
+    die(compose(folder, *words), "on_train_batch_end", 7)
+    check_resumed([fit(compose(folder, *words, f"ckpt_path={folder}/died.ckpt"))], references["regression"], 7)
+
+
+class NoTest(RegressionData):
+    test_dataloader = L.LightningDataModule.test_dataloader
+
+
+class AugmentsOnDevice(RegressionData):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] + torch.randn_like(batch[0]), batch[1]
+
+
+def test_a_stage_without_a_loader_is_refused(short: list[str], folder: Path) -> None:
+    words = [*short, *PROJECTS["regression"], f"data._target_={__name__}.NoTest", "fit=false"]
+    with pytest.raises(UserError, match=r"NoTest has no test_dataloader: add it, or leave this stage out"):
+        run(compose(folder, *words))
+
+
+def test_warns_of_random_numbers_for_a_batch(short: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(compose(folder, *short, *PROJECTS["regression"], f"data._target_={__name__}.AugmentsOnDevice"))
+    assert [message for message in caplog.messages if "on_after_batch_transfer draws random numbers" in message]
+
+
+class Penalized(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1
+
+
+class Temperature(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = torch.nn.Parameter(torch.ones(()))
+
+
+class TwoInputs(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.net(batch[0], batch[1]), batch)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("Penalized", r"trains the mean of Penalized.loss\(outputs, batch\), .* but training_step returns"),
+        ("Temperature", "trains the parameters of `net`, and temperature is not one of them"),
+        ("TwoInputs", "TwoInputs.training_step must call its `net` with one tensor"),
+    ],
+)
+def test_pipelines_refuse_what_they_would_train_otherwise(
+    module: str, message: str, short: list[str], folder: Path
+) -> None:
+    alone = ["strategy=pipeline", "trainer.devices=1", "strategy.microbatches=2"]
+    with pytest.raises(UserError, match=message):
+        fit(compose(folder, *short, *PROJECTS["regression"], *alone, f"module._target_={__name__}.{module}"))
+
+
+@pytest.mark.parametrize("labels", [[1, None], ["a", "b"], [[1], [2, 3]], np.array(["a", "b"]), torch.arange(2)])
+def test_any_labels_identify_the_samples(labels: Any) -> None:
+    assert _bytes_of(labels) == _bytes_of(labels)
+    assert _bytes_of(labels) != _bytes_of(labels[:1])

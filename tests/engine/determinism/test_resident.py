@@ -27,7 +27,7 @@ def split() -> ImageSplit:
 
 def rank_loader(data: ImageSplit, sampler: Any, workers: int = 0) -> RankLoader:
     loader: Any = DataLoader(data, 16, num_workers=workers, collate_fn=as_is)
-    return RankLoader(loader, sampler, 0, CPU, tell=lambda positions: None)
+    return RankLoader(loader, sampler, 0, CPU, on_batch=lambda positions: None)
 
 
 @pytest.mark.parametrize(

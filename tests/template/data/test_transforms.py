@@ -51,7 +51,7 @@ def images_by_sample(
         batches.set_epoch(epoch)
         data = TransformedSplit(split, [transform or Noise()])
         loader: Any = DataLoader(data, 16, shuffle=True, collate_fn=join)
-        for batch in RankLoader(loader, batches, seed, torch.device("cpu"), tell=lambda positions: None):
+        for batch in RankLoader(loader, batches, seed, torch.device("cpu"), on_batch=lambda positions: None):
             found |= dict(zip(batch.sample_index.tolist(), batch.image[:, :, 0, 0].tolist(), strict=True))
     return found
 

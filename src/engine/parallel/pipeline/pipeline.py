@@ -45,12 +45,16 @@ from src.engine.utils.errors import UserError
 _log = logging.getLogger(__name__)
 
 
-class _Input(Exception):
-    """Carries what a module gives its network."""
+class _Input(BaseException):
+    """Carries what a module gives its network; no `except Exception` of a user stops it."""
 
 
-def _raise_input(inputs: Tensor) -> Tensor:
-    raise _Input(inputs)
+def _raise_input(*args: Any, **kwargs: Any) -> Tensor:
+    raise _Input(*args, *kwargs.values())
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Take the place of `log` where there is no trainer's loop."""
 
 
 class Pipeline(ShardedStateStrategy):
@@ -94,6 +98,9 @@ class Pipeline(ShardedStateStrategy):
         self._own_stages: dict[int, Stage] = {}  # the stages of this rank by their number
         self._parameters: list[nn.Parameter] = []  # the parameters of these stages
         self._batch: Any = None  # the current training batch, whose tensors are (microbatches, n, ...)
+        self._input_shape = torch.Size()  # of a sample, as the network gets it
+        self._losses: list[Tensor] = []  # of the micro-batches of the current step, on the rank of the last stage
+        self._has_compared = False  # the sum of these losses with that of `training_step`
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
 
     @property
@@ -137,6 +144,13 @@ class Pipeline(ShardedStateStrategy):
                 "compute twice: take strategy.schedule=interleaved_1f1b"
             )
         net = cast(nn.Module, module.net)
+        inside = {id(weight) for weight in net.parameters()}
+        for name, weight in module.named_parameters():
+            if weight.requires_grad and id(weight) not in inside:
+                raise UserError(
+                    f"strategy=pipeline trains the parameters of `net`, and {name} is not one of them: move it into "
+                    "the network, or use strategy=ddp"
+                )
         self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
         if self._is_sharded or self.spec.needs_channels_first(net, self.root_device):  # FSDP supports no other format
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
@@ -161,21 +175,29 @@ class Pipeline(ShardedStateStrategy):
         """Return a micro-batch like those that `training_step` gives the network, with random numbers if it has floats.
 
         Raises:
-            UserError: if `training_step` does not call the network.
+            UserError: if `training_step` does not call the network with one tensor.
         """
-        data, net = cast(Any, module.trainer).datamodule, cast(nn.Module, module.net)
-        batch = data.transfer_batch_to_device(data.example(data.layout.samples_per_batch), self.root_device, 0)
-        batch = self.precision_plugin.convert_input(data.on_after_batch_transfer(batch, 0))
+        data, net, found = cast(Any, module.trainer).datamodule, cast(nn.Module, module.net), ()
+        count = data.layout.samples_per_batch if data.has_training_data else 2 * self.microbatches
+        batch = self.precision_plugin.convert_input(data.example_batch(count))
+        batch = data.transfer_batch_to_device(data.on_before_batch_transfer(batch, 0), self.root_device, 0)
+        batch = data.on_after_batch_transfer(batch, 0)
         net.forward, own_forward = _raise_input, net.forward
+        module.log = module.log_dict = _log_nothing  # type: ignore[method-assign]
         try:
             module.training_step(batch, 0)
-        except _Input as found:
-            (inputs,) = found.args
-        else:
-            raise UserError(f"strategy=pipeline: {type(module).__name__}.training_step does not call its `net`")
+        except _Input as called:
+            found = called.args
         finally:
             net.forward = own_forward
-        inputs = split_samples(inputs, self.microbatches)[0]
+            del module.log, module.log_dict
+        if len(found) != 1 or not isinstance(found[0], Tensor):
+            raise UserError(
+                f"strategy=pipeline: {type(module).__name__}.training_step must call its `net` with one tensor; use "
+                "strategy=ddp or fsdp for other networks"
+            )
+        self._input_shape = found[0].shape[1:]
+        inputs = split_samples(found[0], self.microbatches)[0]
         if not inputs.is_floating_point():
             return inputs
         return torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0)).to(next(net.parameters()))
@@ -205,9 +227,24 @@ class Pipeline(ShardedStateStrategy):
         self._batch = tree_map_only(Tensor, lambda values: split_samples(values, self.microbatches), batch)
         self._has_run = False
         try:
-            return super().training_step(batch, *args, **kwargs)
+            result = super().training_step(batch, *args, **kwargs)
         finally:
             self._batch = None
+        returned = result["loss"] if isinstance(result, dict) else result
+        if self._losses and not self._has_compared and isinstance(returned, Tensor):
+            self._has_compared = True
+            self._check_loss(returned)
+        return result
+
+    def _check_loss(self, returned: Tensor) -> None:
+        """Check that `training_step` returns what `loss` computes, from which the gradients come."""
+        trained = torch.stack(self._losses).detach().sum().float()
+        if not torch.isclose(returned.detach().float(), trained, rtol=0.02, atol=1e-6):
+            name = type(self.lightning_module).__name__
+            raise UserError(
+                f"strategy=pipeline trains the mean of {name}.loss(outputs, batch), {float(trained):.6g} here, but "
+                f"training_step returns {float(returned):.6g}: let it return that loss, or use strategy=ddp or fsdp"
+            )
 
     def _run_schedule(self, inputs: Tensor) -> Tensor:
         """Run the schedule on the inputs of the network; return its (samples, ...) outputs on every rank.
@@ -243,7 +280,8 @@ class Pipeline(ShardedStateStrategy):
         if self._stage_to_rank[-1] != self._pipeline_rank:
             self._torch_schedule.step(*first)
             return None
-        outputs = self._torch_schedule.step(*first, target=torch.arange(self.microbatches), losses=[])
+        self._losses = []
+        outputs = self._torch_schedule.step(*first, target=torch.arange(self.microbatches), losses=self._losses)
         return join_samples(outputs.detach().unflatten(0, (self.microbatches, -1)))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -260,7 +298,16 @@ class Pipeline(ShardedStateStrategy):
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def _forward(self, inputs: Tensor) -> Tensor:
-        """Return the outputs of the network: those of the schedule in training, otherwise those of `StageForward`."""
+        """Return the outputs of the network: those of the schedule in training, otherwise those of `StageForward`.
+
+        Raises:
+            UserError: if the inputs of a sample have another shape than those by which the network was cut.
+        """
+        if inputs.shape[1:] != self._input_shape:
+            raise UserError(
+                f"strategy=pipeline: the network was cut for samples of shape {list(self._input_shape)}, and gets "
+                f"{list(inputs.shape[1:])}: pad all samples to one shape, or use strategy=ddp or fsdp"
+            )
         if self._batch is None:
             return self._stage_forward(inputs)
         with communication():  # between the passes a rank waits
