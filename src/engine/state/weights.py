@@ -22,7 +22,7 @@ from src.engine.utils.targets import target_nodes, with_moved_targets
 from src.engine.utils.tensors import with_versions
 
 _log = logging.getLogger(__name__)
-_DATA_STATES = ("OrderedData", "ImageDataModule")  # keys of the state with the names of the classes; the last of old
+_DATA_STATES = ("OrderedData", "ImageDataModule")  # keys of the names of the classes; earlier versions wrote the second
 
 
 def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.Module, DictConfig, list[str]]:

@@ -38,7 +38,6 @@ HARDWARE = """
     module.compile module.channels_last module.recompute module.tta
     data.root data.source.urls data.source.file data.source.in_memory data.predict_dir
     data.batch_size_per_device data.num_workers data.device_resident
-    data.data_dir data.pin_memory data.persistent_workers data.prefetch_factor
     trainer._target_ trainer.accelerator trainer.devices trainer.num_nodes trainer.accumulate_grad_batches
     trainer.max_time trainer.log_every_n_steps trainer.num_sanity_val_steps trainer.limit_predict_batches
     trainer.enable_progress_bar trainer.enable_model_summary trainer.enable_checkpointing
@@ -54,6 +53,9 @@ HARDWARE = """
     callbacks.best.* callbacks.checkpoint.* callbacks.progress_bar.* callbacks.timeline.* callbacks.throughput.*
     callbacks.gradients.* callbacks.evaluation.* callbacks.frechet.* callbacks.samples.* callbacks.pruning.trial
 """.split()
+
+# The same of many a user's own DataModule.
+OWN_HARDWARE = ["data.data_dir", "data.pin_memory", "data.persistent_workers", "data.prefetch_factor"]
 
 # A continued run may change these: longer training, hyper-parameters, callbacks, and what it evaluates.
 CONTINUABLE = """
@@ -78,7 +80,7 @@ def matches(name: str, patterns: list[str]) -> bool:
 
 def kinds(name: str) -> list[str]:
     """Return the kinds of an option, `experiment` or `hardware`: one, or none if it has no declaration."""
-    declared = {"experiment": EXPERIMENT, "hardware": HARDWARE}
+    declared = {"experiment": EXPERIMENT, "hardware": HARDWARE + OWN_HARDWARE}
     exact = [kind for kind, patterns in declared.items() if name in patterns]
     return exact or [kind for kind, patterns in declared.items() if matches(name, patterns)]
 

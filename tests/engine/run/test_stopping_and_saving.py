@@ -74,7 +74,7 @@ def test_stop_deferred_by_min_epochs_survives_a_restart(small: list[str], folder
 
 @pytest.mark.parametrize("without", ["trainer.limit_val_batches=0", "data.val_fraction=0"])
 def test_early_stopping_needs_validation(without: str, small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=r"callbacks.early_stopping monitors val/acc, but .* no validation: set data"):
+    with pytest.raises(UserError, match=r"callbacks.early_stopping monitors val/acc, but .* no validation: give it"):
         fit(compose(folder, *small, *STOPPING, without))
 
 
