@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,11 +76,19 @@ def _load_set(
         raise UserError(f"{where}: `{split}` has {len(images)} images and {len(labels)} labels")
     first = images[torch.tensor([0])][0]
     if first.dtype != torch.uint8:
-        raise UserError(f"{where}: the images of `{split}` are {first.dtype}: store pixels from 0 to 255 as uint8")
+        raise UserError(
+            f"{where}: the images of `{split}` are {first.dtype}: store pixels from 0 to 255 as uint8, with "
+            "x.astype('uint8'), or (255 * x).round().astype('uint8') for pixels in [0, 1]"
+        )
+    if first.ndim not in (2, 3):
+        raise UserError(
+            f"{where}: the images of `{split}` are {list(first.shape)} each: reshape them to (n, channels, height, "
+            "width), or (n, height, width[, channels])"
+        )
     if first.shape != image_shape:
         raise UserError(
             f"data.image_shape={list(image_shape)}, but the images of `{split}` are {list(first.shape)}: "
-            f"set data.image_shape={_channels_first(first.shape)}"
+            f"set {_options_of(first.shape, image_shape[0])}"
         )
     if labels.ndim != 1 or labels.dtype not in _INTEGERS:
         raise UserError(
@@ -95,11 +104,18 @@ def _load_set(
     return ImageSet(images, labels.long())
 
 
-def _channels_first(shape: torch.Size) -> list[int]:
-    """Return the shape of an image as [channels, height, width], whatever the order in which it is stored."""
+def _options_of(shape: torch.Size, channels: int) -> str:
+    """Return the options of images of this shape; those per channel only if the configured number is another."""
     if len(shape) == 2:
-        return [1, *shape]
-    return [shape[2], *shape[:2]] if shape[2] in (1, 3) and shape[0] not in (1, 3) else list(shape)
+        image_shape = [1, *shape]
+    elif shape[2] < min(shape[:2]):  # the channels are the last: images have fewer of them than rows and columns
+        image_shape = [shape[2], *shape[:2]]
+    else:
+        image_shape = list(shape)
+    options: dict[str, list[Any]] = {"image_shape": image_shape}
+    if image_shape[0] != channels:
+        options |= {"mean": [0.5] * image_shape[0], "std": [0.25] * image_shape[0]}
+    return " ".join(f"data.{name}={values}".replace(", ", ",") for name, values in options.items())
 
 
 def divide(

@@ -1,5 +1,6 @@
 """Images in folders, in a NumPy file and of Hugging Face: the same images, the same run, and errors in one line."""
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -159,7 +160,9 @@ GOOD = {
     [
         ({"x_test": None}, "has no array x_test"),
         ({"x_train": np.zeros((20, 8, 8, 3))}, "the images of `train` are torch.float64"),
-        ({"x_train": np.zeros((20, 8, 9, 3), np.uint8)}, r"are \[8, 9, 3\]: set data.image_shape=\[3, 8, 9\]"),
+        ({"x_train": np.zeros((20, 8, 9, 3), np.uint8)}, r"are \[8, 9, 3\]: set data.image_shape=\[3,8,9\]$"),
+        ({"x_train": np.zeros((20, 192), np.uint8)}, r"are \[192\] each: reshape them to \(n, channels, height"),
+        ({"x_train": np.zeros((20, 3, 8, 8, 1), np.uint8)}, r"are \[3, 8, 8, 1\] each: reshape them"),
         ({"x_train": np.zeros((19, 8, 8, 3), np.uint8)}, "`train` has 19 images and 20 labels"),
         ({"y_train": np.zeros(20)}, r"the labels of `train` are torch.float64 of shape \[20\]"),
         ({"y_train": np.zeros((20, 8, 8), int)}, r"the labels of `train` are torch.int64 of shape \[20, 8, 8\]"),
@@ -174,6 +177,31 @@ def test_wrong_arrays_are_refused(changes: dict[str, Any] | None, message: str, 
     task = ["data=npz", f"data.root={tmp_path}", "data.image_shape=[3,8,8]", "data.batch_size=4"]
     with pytest.raises(UserError, match=message):
         load(folder, *task)
+
+
+@pytest.mark.parametrize("shape", [(8, 9), (8, 9, 1), (1, 8, 9), (8, 9, 3), (8, 9, 4), (4, 8, 9)])
+def test_advice_about_the_shape_can_be_followed(shape: tuple[int, ...], tmp_path: Path, folder: Path) -> None:
+    arrays: dict[str, Any] = GOOD | {f"x_{split}": np.zeros((20, *shape), np.uint8) for split in ("train", "test")}
+    np.savez(tmp_path / "arrays.npz", **arrays)
+    task = ["data=npz", f"data.root={tmp_path}", "data.batch_size=4"]
+    with pytest.raises(UserError, match=r"set data.image_shape=") as refused:
+        load(folder, *task)
+    load(folder, *task, *str(refused.value).partition(": set ")[2].split())
+
+
+@pytest.mark.parametrize(("images", "command"), [(np.float64(0.5), "(255 * x)"), (np.int64(128), "x.astype")])
+def test_advice_about_the_type_can_be_followed(images: Any, command: str, tmp_path: Path, folder: Path) -> None:
+    x = np.full((20, 8, 8, 3), images)
+    arrays: dict[str, Any] = GOOD | {"x_train": x, "x_test": x}
+    np.savez(tmp_path / "arrays.npz", **arrays)
+    task = ["data=npz", f"data.root={tmp_path}", "data.image_shape=[3,8,8]", "data.batch_size=4"]
+    with pytest.raises(UserError, match=r"as uint8") as refused:
+        load(folder, *task)
+    expression = re.search(rf"{re.escape(command)}\S*", str(refused.value))
+    assert expression
+    x = eval(expression[0].rstrip(","), {"x": x})
+    np.savez(tmp_path / "arrays.npz", **(arrays | {"x_train": x, "x_test": x}))
+    assert load(folder, *task).splits["train"].dataset.images.float().mean() == 128
 
 
 @pytest.mark.parametrize("labels", [7, 10])
