@@ -27,6 +27,8 @@ _IGNORED_WARNINGS = [
     "Total length of `list` across ranks is zero",  # a loader that is an empty list: validation is off on purpose
 ]
 
+# The terminal shows the messages of these loggers; of others, only warnings. ModelSummary logs its table.
+_SHOWN = ("src.", "lightning.pytorch.callbacks.model_summary")
 _ABSOLUTE_PATH = re.compile(r"(^|[\s=])/")
 
 
@@ -105,7 +107,7 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
 def _terminal_handler() -> logging.Handler:
     handler = _TerminalHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(lambda record: record.name.startswith("src.") or record.levelno >= logging.WARNING)
+    handler.addFilter(lambda record: record.name.startswith(_SHOWN) or record.levelno >= logging.WARNING)
     return handler
 
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import rich
+from lightning.pytorch.callbacks import model_summary
 from rich.file_proxy import FileProxy
 
 from src.engine.config import main
@@ -47,6 +48,17 @@ def test_a_progress_bar_does_not_change_lines(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "stdout", FileProxy(console, Terminal()))
     _terminal_handler().handle(logging.makeLogRecord({"name": "src.test", "msg": COMMAND}))
     assert console.file.getvalue() == f"{COMMAND}\n"
+
+
+def test_shows_the_table_of_a_model_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning logs it, and the other messages of Lightning are in the file only."""
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    for logger in (model_summary.log, logging.getLogger("lightning.pytorch.trainer")):
+        monkeypatch.setattr(logger, "handlers", [_terminal_handler()])
+    logging.getLogger("lightning.pytorch.trainer").info("another message")
+    model_summary.ModelSummary.summarize([("Name", ["net"])], 7, 7, 1.0, {"train": 1, "eval": 0}, 0)
+    assert "Total params" in sys.stdout.getvalue()
+    assert "another message" not in sys.stdout.getvalue()
 
 
 def test_torch_does_not_warn_of_redirects() -> None:
