@@ -109,6 +109,21 @@ class UnsyncedPlateau(Plain):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/acc"}}
 
 
+class PredictsLabels(Plain):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).argmax(1)
+
+
+class PredictsPairs(Plain):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]), batch[1]
+
+
+class PredictsNothing(Plain):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self(batch[0])
+
+
 class Scaled(nn.Module):
     """A convolution and a list of parameters."""
 

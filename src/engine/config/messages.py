@@ -16,6 +16,8 @@ from src.engine.utils.errors import UserError, nearest_options, suggest
 from src.engine.utils.overrides import flatten_config
 
 CONF = PROJECT / "conf"
+_ACCELERATORS = ("cpu", "gpu", "mps")
+_OTHER_NAMES = {"train": "fit"}  # options of lightning-hydra-template
 _EXTRA = [f"hydra/launcher={name}" for name in ("joblib", "submitit_local", "submitit_slurm")]  # of the extra `sweeps`
 
 
@@ -82,10 +84,18 @@ def _explain_choice(path: str, options: Sequence[str] | None) -> str:
     choices = [choice for choice in options if not choice.startswith("_")]
     if not name:
         return f"{group}=: give one of {', '.join(choices)}"
-    return f"{group}={name}: there is no {name} in conf/{group}; {suggest(name, choices)}"
+    hint = suggest(name, choices)
+    if group == "trainer" and name in _ACCELERATORS:
+        hint = f"set trainer.accelerator={name}"
+    elif others := sorted(file.parent.name for file in CONF.glob(f"*/{name}.yaml")):
+        hint = f"did you mean {' or '.join(f'{other}={name}' for other in others)}?"
+    return f"{group}={name}: there is no {name} in conf/{group}; {hint}"
 
 
 def _explain_option(option: str, words: Sequence[str]) -> str:
+    if known := _OTHER_NAMES.get(option):
+        value = next((word.partition("=")[2] for word in words if word.startswith(f"{option}=")), "false")
+        return f"{option} is no option here; its name is {known}: set {known}={value}"
     names = _names_of_options(words)
     node = option.rpartition(".")[0]
     hint = f"{option} is no option here; {nearest_options(option, names)}"

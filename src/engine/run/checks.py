@@ -48,9 +48,12 @@ class RunChecks(L.Callback):
         data: Any = trainer.datamodule
         if data.evaluated_samples("val"):
             return
+        cause, change = "", "give it validation samples (data.val_fraction, for images)"
+        if data.limits["val"] == 0:
+            cause, change = " (trainer.limit_val_batches=0)", "set trainer.limit_val_batches=1.0"
         for name, monitor in self._monitors(trainer).items():
-            problem = f"{name} monitors {monitor}, but the run has no validation"
-            remedy = f"give it validation samples and trainer.limit_val_batches above 0, or {_without(name)}"
+            problem = f"{name} monitors {monitor}, but the run has no validation{cause}"
+            remedy = f"{change}, or {_without(name)}"
             if not isinstance(self.callbacks.get(name), Checkpoint):
                 raise UserError(f"{problem}: {remedy}")
             _log.warning("%s, so it saves nothing: %s", problem, remedy)

@@ -150,7 +150,8 @@ def _build_module(cfg: DictConfig, trainer: L.Trainer) -> L.LightningModule:
         raise UserError(f"test={cfg.test}: {type(module).__name__} has no test_step; add one, or set test=false")
     if cfg.predict and not is_overridden("predict_step", module):
         raise UserError(
-            f"predict={cfg.predict}: {type(module).__name__} does not classify images; choose another `module`"
+            f"predict={cfg.predict}: {type(module).__name__} has no predict_step, which returns class probabilities; "
+            "add one, or choose another `module`"
         )
     if cfg.init_from and not cfg.ckpt_path:
         load_initial_weights(module, cfg.init_from)

@@ -98,9 +98,12 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
 def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:
     """Return the configured callbacks by name; the last of them saves the state of all others."""
     callbacks = _build_each(cfg, "callbacks")
+    bars = [name for name, callback in callbacks.items() if isinstance(callback, ProgressBar)]
     if not cfg.trainer.enable_progress_bar:
         # Lightning raises an error if it gets a progress bar although the bar is disabled.
-        callbacks = {name: callback for name, callback in callbacks.items() if not isinstance(callback, ProgressBar)}
+        callbacks = {name: callback for name, callback in callbacks.items() if name not in bars}
+    elif len(bars) > 1:
+        raise UserError(f"{' and '.join(bars)}: Lightning shows one progress bar: set {bars[0]}=null")
     return dict(sorted(callbacks.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
 
 

@@ -88,6 +88,18 @@ def test_predicts(task: list[str], images: Path, pool: Pool, folder: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("name", "found"),
+    [("PredictsLabels", r"a tensor of shape \[5\]"), ("PredictsPairs", "tuple"), ("PredictsNothing", "NoneType")],
+)
+def test_refuses_predictions_that_are_no_probabilities(
+    name: str, found: str, task: list[str], images: Path, folder: Path
+) -> None:
+    options = [*task, *of_class(name), "fit=false", "test=false", f"predict={images}/test/class 0"]
+    with pytest.raises(UserError, match=rf"{name}.predict_step returns {found}: return .* \[5, 10\]"):
+        run(compose(folder, *options))
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (

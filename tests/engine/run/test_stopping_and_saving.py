@@ -72,9 +72,15 @@ def test_stop_deferred_by_min_epochs_survives_a_restart(small: list[str], folder
     assert torch.load(last)["global_step"] == 4 * SHORT_EPOCH
 
 
-@pytest.mark.parametrize("without", ["trainer.limit_val_batches=0", "data.val_fraction=0"])
-def test_early_stopping_needs_validation(without: str, small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=r"callbacks.early_stopping monitors val/acc, but .* no validation: give it"):
+@pytest.mark.parametrize(
+    ("without", "remedy"),
+    [
+        ("trainer.limit_val_batches=0", r" \(trainer.limit_val_batches=0\): set trainer.limit_val_batches=1.0, or"),
+        ("data.val_fraction=0", r": give it validation samples \(data.val_fraction, for images\), or"),
+    ],
+)
+def test_early_stopping_needs_validation(without: str, remedy: str, small: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=rf"callbacks.early_stopping monitors val/acc, but .* no validation{remedy}"):
         fit(compose(folder, *small, *STOPPING, without))
 
 
@@ -101,6 +107,13 @@ def test_warns_of_a_best_checkpoint_without_validation(
 def test_choices_add_to_the_default_callbacks(words: list[str], names: list[str], folder: Path) -> None:
     cfg = compose(folder, *words, "trainer.enable_progress_bar=true")
     assert list(_configured_callbacks(cfg)) == [f"callbacks.{name}" for name in names]
+
+
+def test_a_second_progress_bar_needs_the_first_one_left_out(folder: Path) -> None:
+    words = ["+callbacks.bar._target_=lightning.pytorch.callbacks.RichProgressBar", "trainer.enable_progress_bar=true"]
+    with pytest.raises(UserError, match=r"one progress bar: set callbacks.progress_bar=null$"):
+        _configured_callbacks(compose(folder, *words))
+    assert "callbacks.bar" in _configured_callbacks(compose(folder, *words, "callbacks.progress_bar=null"))
 
 
 class ScriptedAccuracy(L.Callback):

@@ -46,7 +46,7 @@ def trace(net: nn.Module, blocks: Sequence[str], images: Tensor) -> fx.Graph:
             random numbers or creates tensors outside of the blocks, or the graph computes something else.
     """
     if len(inspect.signature(net.forward).parameters) != 1:
-        raise UserError(f"a pipeline passes the images alone to the forward pass of `model`: {_ADVICE}")
+        raise UserError(f"a pipeline passes one tensor to the forward pass of `model`: {_ADVICE}")
     with _mode(net, training=True):
         in_training = str(_record(net, blocks))
     with _mode(net, training=False):
