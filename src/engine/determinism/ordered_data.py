@@ -206,11 +206,6 @@ class OrderedData(L.LightningDataModule):
         return cast(int, self._any_loader.batch_size)
 
     @property
-    def samples_per_micro_batch(self) -> int:
-        """Number of samples that this process passes through the network at once."""
-        return self.layout.samples_per_batch // self.parallel.num_microbatches
-
-    @property
     def steps_per_epoch(self) -> int:
         """Number of optimizer steps per epoch."""
         steps = self._count(self._loaders["train"][0]) // self.global_batch_size
