@@ -64,6 +64,13 @@ class RunChecks(L.Callback):
             if not math.isfinite(loss):
                 _stop(trainer, f"train/loss is {loss}")
 
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let all ranks compute the metrics of the epoch, which communicate, before rank zero's progress bar does."""
+        _ = trainer.callback_metrics
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        _ = trainer.callback_metrics
+
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         for name, tensor in checkpoint["state_dict"].items():
             local = to_local(tensor)

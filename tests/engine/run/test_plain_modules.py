@@ -67,6 +67,13 @@ def test_module_of_the_common_template(task: list[str], pool: Pool, folder: Path
     check_agree(fit_ranks(compose(folder, *template, "strategy=fsdp", TWO), pool), reference)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_compute_metrics_together(strategy: str, task: list[str], pool: Pool, folder: Path) -> None:
+    """Rank zero's progress bar reads torchmetrics of the epoch, while the others save, which communicates as well."""
+    words = [*task, "module=template", "test=false", "trainer.enable_progress_bar=true", f"strategy={strategy}", TWO]
+    assert all("train/loss" in record.metrics for record in fit_ranks(compose(folder, *words), pool))
+
+
 def test_resumes_under_another_strategy(task: list[str], reference: Record, pool: Pool, folder: Path) -> None:
     plain = [*task, "module=plain"]
     pool.run(2, fit, compose(folder / "a", *plain, "strategy=fsdp", TWO, "trainer.max_steps=5"))
