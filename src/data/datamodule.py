@@ -18,7 +18,8 @@ from src.engine import Batch, BatchLayout, UserError
 class ImageDataModule(L.LightningDataModule):
     """Images of any source, with augmentation that depends only on seed, epoch, step and sample.
 
-    A plain DataModule: the engine orders the samples, and gives each process its share (`src.engine.OrderedData`).
+    A plain DataModule: the engine orders the samples, and gives each process its share
+    (`src/engine/determinism/ordered_data.py`).
 
     Args:
         source: finds or creates the files of the dataset, and reads them.

@@ -67,6 +67,7 @@ class ImageSplit(Dataset[Batch]):
 
     def batches(self, positions: Tensor) -> Iterator[Batch]:
         """Yield the batch of each row of (batches, n) positions; padding has the image at position 0, and weight 0."""
+        positions = positions.to(self.indices.device)
         index, is_sample = self.indices[positions.clamp_min(0)], positions >= 0
         rows = zip(index, self.dataset.labels[index], index.where(is_sample, -1), is_sample, strict=True)
         for index_row, labels, sample_index, weight in rows:

@@ -93,6 +93,6 @@ class InitWhitening(L.Callback):
         """Return normalized images on the rank's device if it is CUDA: other devices may lack float64."""
         data: Any = trainer.datamodule
         split, device = data.splits["train"], trainer.strategy.root_device
-        images = split.fetch(torch.arange(min(self.images, len(split)), device=split.device)).image
+        images = split.fetch(torch.arange(min(self.images, len(split)))).image
         images = images.to(device if device.type == "cuda" else "cpu")
         return normalize(images, data.mean, data.std, torch.float32)

@@ -310,7 +310,8 @@ class OrderedData(L.LightningDataModule):
                     )
 
     def _rank_loader(self, loader: DataLoader[Any], batches: TrainingBatches | EvaluationBatches) -> RankLoader:
-        return RankLoader(loader, batches, self.run_seed, self._module.device, self._set_sample_index)
+        device = self.trainer.strategy.root_device  # the module may not be there yet, if it counts its steps in `setup`
+        return RankLoader(loader, batches, self.run_seed, device, self._set_sample_index)
 
     def _set_sample_index(self, positions: Tensor) -> None:
         self._sample_index = positions

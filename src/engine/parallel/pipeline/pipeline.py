@@ -100,6 +100,7 @@ class Pipeline(ShardedStateStrategy):
         self._batch: Any = None  # the current training batch, whose tensors are (microbatches, n, ...)
         self._input_shape = torch.Size()  # of a sample, as the network gets it
         self._losses: list[Tensor] = []  # of the micro-batches of the current step, on the rank of the last stage
+        self._has_run = False  # whether the schedule has run in the current step
         self._has_compared = False  # the sum of these losses with that of `training_step`
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
 
@@ -231,14 +232,14 @@ class Pipeline(ShardedStateStrategy):
         finally:
             self._batch = None
         returned = result["loss"] if isinstance(result, dict) else result
-        if self._losses and not self._has_compared and isinstance(returned, Tensor):
+        losses, self._losses = self._losses, []
+        if losses and not self._has_compared and isinstance(returned, Tensor):
             self._has_compared = True
-            self._check_loss(returned)
+            self._check_loss(torch.stack(losses).detach().sum().float(), returned)
         return result
 
-    def _check_loss(self, returned: Tensor) -> None:
+    def _check_loss(self, trained: Tensor, returned: Tensor) -> None:
         """Check that `training_step` returns what `loss` computes, from which the gradients come."""
-        trained = torch.stack(self._losses).detach().sum().float()
         if not torch.isclose(returned.detach().float(), trained, rtol=0.02, atol=1e-6):
             name = type(self.lightning_module).__name__
             raise UserError(
@@ -280,7 +281,6 @@ class Pipeline(ShardedStateStrategy):
         if self._stage_to_rank[-1] != self._pipeline_rank:
             self._torch_schedule.step(*first)
             return None
-        self._losses = []
         outputs = self._torch_schedule.step(*first, target=torch.arange(self.microbatches), losses=self._losses)
         return join_samples(outputs.detach().unflatten(0, (self.microbatches, -1)))
 
