@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -55,8 +56,11 @@ def our_batches(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
     from src.engine.run.experiment import assemble
 
     settings = [f"data.root={folder}", f"data.batch_size={batch}", f"run_dir={scratch}", "logger=none", "model=mlp"]
-    trainer, module, data = assemble(compose(*settings, "trainer.devices=1", "trainer.enable_progress_bar=false"))
-    data.trainer, trainer.training = trainer, True
+    cfg = compose(*settings, "trainer.devices=1", "trainer.enable_progress_bar=false").copy()
+    OmegaConf.set_readonly(cfg, False)
+    OmegaConf.resolve(cfg)
+    trainer, module, data = assemble(cfg)
+    data.trainer, trainer.datamodule, trainer.training = trainer, data, True
     trainer.strategy._lightning_module = module
     module.to(trainer.strategy.root_device)
     data.setup("fit")
