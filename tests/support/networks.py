@@ -7,12 +7,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class BatchNormAct(nn.BatchNorm2d):
+    """An activation after torch's forward pass."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(super().forward(input), inplace=True)
+
+
+class TimmBatchNormAct(nn.BatchNorm2d):
+    """A forward pass as that of timm's BatchNormAct2d, which counts the batches itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        momentum = self.momentum or 0.0
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            momentum = self.momentum or 1.0 / float(self.num_batches_tracked)
+        training = self.training or self.running_mean is None
+        args = self.running_mean, self.running_var, self.weight, self.bias, training, momentum, self.eps
+        return self.act(F.batch_norm(x, *args))
+
+
 class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv, self.norm, self.dropout = (
             nn.Conv2d(width, width, 3, padding=1),
-            nn.BatchNorm2d(width),
+            BatchNormAct(width),
             nn.Dropout(0.1),
         )
 
@@ -25,7 +49,7 @@ class OwnForward(nn.Module):
 
     def __init__(self, num_classes: int = 10, width: int = 4) -> None:
         super().__init__()
-        self.conv, self.norm, self.relu = nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
+        self.conv, self.norm, self.relu = nn.Conv2d(3, width, 3, padding=1), TimmBatchNormAct(width), nn.ReLU()
         self.layer1 = nn.Sequential(Residual(width), Residual(width))
         self.layer2 = nn.Sequential(Residual(width))
         self.fc = nn.Linear(width, num_classes)

@@ -12,6 +12,7 @@ from typing import Any, Optional, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from src.engine.utils.errors import UserError
@@ -35,7 +36,8 @@ def block_names(net: nn.Module, prefix: str = "", is_sequence: bool = False) -> 
 
 
 def _is_composite(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None
+    # A normalization layer with its activation inside, as in timm, is still one layer.
+    return next(module.children(), None) is not None and not isinstance(module, _BatchNorm)
 
 
 def recompute_blocks(net: nn.Module) -> None:

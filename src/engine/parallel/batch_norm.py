@@ -9,85 +9,28 @@ groups that it holds. This update is linear, so the weighted mean of the copies 
 `average_statistics` computes it before evaluation and saving.
 """
 
+import functools
+import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
-from src.engine.determinism.layout import BatchLayout
 from src.engine.determinism.recomputation import remember
 from src.engine.observe.recording import communication
+from src.engine.parallel.rank_groups import RankGroups
 from src.engine.utils.compilation import device_constant
 from src.engine.utils.errors import UserError
 from src.engine.utils.tensors import upcast_half
 
+_PARAMETERS = tuple(inspect.signature(F.batch_norm).parameters)
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name is deprecated
-
-
-@dataclass(frozen=True)
-class RankGroups:
-    """The normalization groups of a micro-batch that this rank, or a rank with which it shares a group, holds.
-
-    Attributes:
-        counts: number of samples of each group on each of these ranks, as (ranks, groups).
-        own: this rank's row of `counts`.
-        sharing: process group of these ranks; None if this rank holds its groups alone.
-        data_parallel: process group of all data-parallel ranks; None if there is one.
-        weight: weight of this rank's running statistics in their mean over the data-parallel ranks.
-        micro_batches: number of micro-batches per optimizer step.
-    """
-
-    counts: tuple[tuple[int, ...], ...]
-    own: int
-    sharing: Any
-    data_parallel: Any
-    weight: float
-    micro_batches: int
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of samples of each group on this rank."""
-        return self.counts[self.own]
-
-    @property
-    def totals(self) -> tuple[int, ...]:
-        """Number of samples of each group."""
-        return tuple(map(sum, zip(*self.counts, strict=True)))
-
-
-def rank_groups(layout: BatchLayout, data_parallel: Any) -> RankGroups:
-    """Return the groups of this rank. Every data-parallel rank must call it.
-
-    Args:
-        layout: the layout of the global batch.
-        data_parallel: process group of the data-parallel ranks; None if there is one.
-    """
-    holds, rank = layout.counts > 0, layout.parallel.dp_rank
-    ranks = _ranks_sharing(holds, rank)
-    counts = layout.counts[ranks][:, holds[ranks].any(0)]
-    sharing = data_parallel
-    if len(ranks) < len(holds):
-        members = [dist.get_process_group_ranks(data_parallel)[number] for number in ranks]
-        sharing = dist.new_group(members, use_local_synchronization=True) if len(ranks) > 1 else None
-    weight = counts.shape[1] / holds.shape[1] / len(ranks)
-    rows = tuple(map(tuple, counts.tolist()))
-    return RankGroups(rows, ranks.index(rank), sharing, data_parallel, weight, layout.micro_batches)
-
-
-def _ranks_sharing(holds: NDArray[np.bool_], rank: int) -> list[int]:
-    """Return the ranks that share a group with a rank, or with a rank that does, from (ranks, groups) bools."""
-    found, more = np.zeros(len(holds), dtype=bool), np.arange(len(holds)) == rank
-    while not np.array_equal(more, found):
-        found, more = more, holds[:, holds[more].any(0)].any(1)
-    return list(np.flatnonzero(found).tolist())
 
 
 def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
@@ -96,20 +39,19 @@ def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
     DistributedDataParallel, if it wraps `net`, does not broadcast their running statistics: each rank has its own.
 
     Raises:
-        UserError: if a layer has a forward pass of its own, which the change would lose.
+        UserError: if the `forward` of a layer is not that of its class.
     """
     buffers: list[str] = []
     for name, norm in net.named_modules():
         if not isinstance(norm, _BatchNorm) or isinstance(norm, GroupedBatchNorm):
             continue
-        if type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        if "forward" in vars(norm):
             raise UserError(
-                f"{name} is a {type(norm).__name__}, whose forward pass is not that of nn.BatchNorm2d: divide it into "
-                "nn.BatchNorm2d and other layers, or set trainer.sync_batchnorm=false, which is another experiment"
+                f"{name}.forward is replaced in the layer itself: give the layer a class of its own instead"
             )
         norm.class_before, norm.groups = type(norm), groups  # type: ignore[assignment]
         norm.is_first_pass, norm.passes = True, 0  # type: ignore[assignment]
-        norm.__class__ = GroupedBatchNorm
+        norm.__class__ = _grouped_class(norm.class_before)
         buffers += [f"{name}.{buffer}" for buffer in norm._buffers]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, buffers)
 
@@ -118,8 +60,9 @@ def revert_norm_groups(net: nn.Module) -> None:
     """Undo `apply_norm_groups`."""
     for norm in list(grouped_norms(net)):
         norm.__class__ = norm.class_before  # type: ignore[assignment]
-        for name in ("class_before", "groups", "is_first_pass", "passes"):
-            delattr(norm, name)
+        # `forward` is there if the layer itself was compiled, with the methods of the other class.
+        for name in ("class_before", "groups", "is_first_pass", "passes", "count_before", "is_normalized", "forward"):
+            vars(norm).pop(name, None)
 
 
 def grouped_norms(net: nn.Module) -> Iterator["GroupedBatchNorm"]:
@@ -160,16 +103,24 @@ class GroupedBatchNorm(_BatchNorm):
         self.class_before._check_input_dim(self, input)
 
     def forward(self, input: Tensor) -> Tensor:
-        # One group that a process holds in one piece is what torch's layer normalizes, with fewer kernels.
-        if not self.training or (self.groups.counts == ((len(input),),) and self.groups.micro_batches == 1):
+        if not self._needs_groups(input):
             return super().forward(input)
         self._check_input_dim(input)
-        sizes = self._rows_per_group(input)
-        if self.groups.sharing is None:
-            output, moments = self._normalize_alone(input, sizes)
-        else:
-            output, moments = self._normalize_shared(input, sizes)
-        remember(lambda: self._update_running(moments))
+        if self.is_first_pass and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return self.normalize(input, self.weight, self.bias, self.momentum, self.eps)
+
+    def _needs_groups(self, input: Tensor) -> bool:
+        # One group that a process holds in one piece is what torch's layer normalizes, with fewer kernels.
+        return self.training and not (self.groups.counts == ((len(input),),) and self.groups.micro_batches == 1)
+
+    def normalize(
+        self, input: Tensor, weight: Any = None, bias: Any = None, momentum: Any = 0.1, eps: float = 1e-5, **_: Any
+    ) -> Tensor:
+        """Return the output, and move the running statistics. The arguments are those of `F.batch_norm`."""
+        normalize = self._normalize_alone if self.groups.sharing is None else self._normalize_shared
+        output, moments = normalize(input, self._rows_per_group(input), weight, bias, eps)
+        remember(lambda: self._update_running(moments, momentum))
         return output
 
     def _rows_per_group(self, input: Tensor) -> list[int]:
@@ -192,34 +143,35 @@ class GroupedBatchNorm(_BatchNorm):
             )
         return [size * rows for size in sizes]
 
-    def _normalize_alone(self, input: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    def _normalize_alone(
+        self, input: Tensor, sizes: list[int], weight: Any, bias: Any, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """Return the output, and the (groups, 2, channels) moments: means and unbiased variances."""
         like = input if self.running_mean is None else self.running_mean
         moments = like.new_zeros(len(sizes), 2, input.shape[1])
         outputs = [
-            F.batch_norm(part, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+            F.batch_norm(part, mean, var, weight, bias, True, 1.0, eps)
             for part, (mean, var) in zip(input.split(sizes), moments, strict=True)
         ]
         return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]), moments
 
-    def _normalize_shared(self, input: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    def _normalize_shared(
+        self, input: Tensor, sizes: list[int], weight: Any, bias: Any, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """Return the same as `_normalize_alone`, for groups that several ranks share."""
         values_per_row = input[0, 0].numel() * sum(sizes) // sum(self.groups.sizes)
         mean, var = remember(lambda: _moments_over_ranks(input.detach(), sizes, self.groups))
         values = _constant(self.groups.totals, mean.dtype, mean.device) * values_per_row
-        weight = None if self.weight is None else self.weight.to(mean.dtype)
-        bias = None if self.bias is None else self.bias.to(mean.dtype)
-        output = _Normalize.apply(input, weight, bias, mean, var, values, self.eps, sizes, self.groups.sharing)
+        weight = None if weight is None else weight.to(mean.dtype)
+        bias = None if bias is None else bias.to(mean.dtype)
+        output = _Normalize.apply(input, weight, bias, mean, var, values, eps, sizes, self.groups.sharing)
         return output, torch.stack([mean, var * values / (values - 1)], 1)
 
     @torch.no_grad()
-    def _update_running(self, moments: Tensor) -> None:
+    def _update_running(self, moments: Tensor, momentum: Any) -> None:
         """Add the mean of the groups' moments, in the first pass after the old values have decayed."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
-        if self.is_first_pass:
-            self.num_batches_tracked.add_(1)
-        momentum: Any = self.momentum
         if momentum is None:  # the mean over all steps; a tensor, because a number would have to wait for the GPU
             momentum = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
         micro_batches, moments = self.groups.micro_batches, moments.mean(0).to(self.running_mean.dtype)
@@ -234,6 +186,58 @@ class GroupedBatchNorm(_BatchNorm):
             self.is_first_pass = False
             if not torch.compiler.is_compiling():  # it would compile the layer for each number
                 self.passes += 1
+
+
+class _GroupedOwnForward(GroupedBatchNorm):
+    """A layer that keeps its own forward pass, such as timm's BatchNormAct2d: `F.batch_norm` in it normalizes by group.
+
+    Attributes:
+        count_before: `num_batches_tracked` before the step; every pass of the step counts from there.
+        is_normalized: whether the forward pass called `F.batch_norm` with the running statistics of the layer.
+    """
+
+    count_before: Tensor
+    is_normalized: bool
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self._needs_groups(input):
+            return self.class_before.forward(self, input, *args, **kwargs)
+        if self.is_first_pass and self.num_batches_tracked is not None:
+            self.count_before = self.num_batches_tracked.clone()
+        elif self.num_batches_tracked is not None:
+            self.num_batches_tracked.copy_(self.count_before)
+        self.is_normalized = False
+        with _BatchNormCalls(self):
+            output: Any = self.class_before.forward(self, input, *args, **kwargs)
+        if not self.is_normalized:
+            raise UserError(
+                f"{type(self).__name__}.forward does not call F.batch_norm with its own running_mean: divide it into "
+                "nn.BatchNorm2d and other layers, or set trainer.sync_batchnorm=false, which is another experiment"
+            )
+        return output
+
+
+class _BatchNormCalls(TorchFunctionMode):
+    """Context in which `F.batch_norm`, with the running statistics of a layer, normalizes by group."""
+
+    def __init__(self, norm: _GroupedOwnForward) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = dict(zip(_PARAMETERS, args, strict=False)) | (kwargs or {})
+        if func is not F.batch_norm or call["running_mean"] is not self.norm.running_mean:
+            return func(*args, **(kwargs or {}))
+        self.norm.is_normalized = True
+        return self.norm.normalize(**call) if call.get("training") else func(**call)
+
+
+@functools.cache
+def _grouped_class(before: Any) -> type[GroupedBatchNorm]:
+    """Return the class of a layer of class `before` that normalizes over groups."""
+    if before.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        return GroupedBatchNorm
+    return type(before.__name__, (_GroupedOwnForward, before), {})
 
 
 @device_constant

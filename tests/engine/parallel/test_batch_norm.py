@@ -1,5 +1,6 @@
 """Batch normalization over groups is the same for any ranks and micro-batches, with gradients and buffers."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -14,12 +16,14 @@ from src.engine.determinism.layout import BatchLayout, DataParallelInfo
 from src.engine.parallel.batch_norm import (
     apply_norm_groups,
     average_statistics,
-    rank_groups,
+    revert_norm_groups,
 )
+from src.engine.parallel.rank_groups import rank_groups
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, relative
 from tests.support.experiments import SHORT_RUN
+from tests.support.networks import BatchNormAct, TimmBatchNormAct
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
@@ -45,7 +49,7 @@ WORLDS: dict[str, tuple[int, Layout]] = {  # ranks, and what else is laid out
 
 def layer(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     torch.manual_seed(0)
-    norm = KINDS[len(shape) - 2](5, dtype=dtype, **options)
+    norm = options.pop("kind", KINDS[len(shape) - 2])(5, dtype=dtype, **options)
     if norm.affine:
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
@@ -140,7 +144,18 @@ def test_any_ranks_and_micro_batches_agree(world: str, pool: Pool) -> None:
     check(pool.run(ranks, step_on_rank, SHAPES["2d"], {}, layout), expected, 1e-11)
 
 
-@pytest.mark.parametrize(("groups", "options"), [(1, {"momentum": None}), (4, {})], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", [BatchNormAct, TimmBatchNormAct])
+@pytest.mark.parametrize("world", ["one process", "pairs of ranks share", "micro-batches on ranks"])
+def test_an_own_forward_pass_is_kept(world: str, kind: Any, options: dict[str, Any], pool: Pool) -> None:
+    (ranks, layout), options = WORLDS[world], options | {"kind": kind}
+    expected = reference(layer(SHAPES["2d"], **options), *inputs(SHAPES["2d"]), layout["norm_groups"])
+    check(pool.run(ranks, step_on_rank, SHAPES["2d"], options, layout), expected, 1e-11)
+
+
+@pytest.mark.parametrize(
+    ("groups", "options"), [(1, {"momentum": None}), (4, {}), (4, {"kind": TimmBatchNormAct})], ids=str
+)
 def test_compiles_as_one_graph(groups: int, options: dict[str, Any], pool: Pool) -> None:
     expected = reference(layer(SHAPES["2d"], **options), *inputs(SHAPES["2d"]), groups)
     check(pool.run(2, step_on_rank, SHAPES["2d"], options, {"norm_groups": groups}, True), expected, 1e-11)
@@ -165,14 +180,39 @@ def test_only_ranks_that_share_a_group_communicate() -> None:
         assert (holds.sum(0) == sharing).all()
 
 
-class _BatchNormAct(nn.BatchNorm2d):
+class _BatchMoments(nn.BatchNorm1d):
+    """A layer that computes the moments of the batch itself."""
+
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).relu()
+        return F.batch_norm(input, input.mean(0), input.var(0), self.weight, self.bias)
 
 
-def test_refuses_a_layer_with_a_forward_pass_of_its_own() -> None:
-    with pytest.raises(UserError, match=r"0 is a _BatchNormAct.*trainer.sync_batchnorm=false"):
-        apply_norm_groups(nn.Sequential(_BatchNormAct(5)), rank_groups(BatchLayout(8), None))
+class _Frozen(nn.BatchNorm1d):
+    """A layer that normalizes by its running statistics."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias)
+
+
+def test_refuses_a_forward_pass_that_normalizes_otherwise() -> None:
+    groups = rank_groups(BatchLayout(8, norm_groups=2), None)
+    apply_norm_groups(net := nn.Sequential(_BatchMoments(5), _Frozen(5)), groups)
+    x = torch.randn(8, 5)
+    assert torch.equal(copy.deepcopy(net)[1](x), _Frozen(5)(x))
+    with pytest.raises(UserError, match=r"^_BatchMoments.forward does not call.*trainer.sync_batchnorm=false"):
+        net(x)
+
+
+def test_reverts_compiled_layers_and_refuses_a_replaced_forward() -> None:
+    groups = rank_groups(BatchLayout(8, norm_groups=2), None)
+    apply_norm_groups(net := nn.Sequential(_Frozen(5), nn.BatchNorm1d(5)), groups)
+    net[1].forward = net[1].forward  # as torch.compile does
+    revert_norm_groups(net)
+    assert [type(norm) for norm in net] == [_Frozen, nn.BatchNorm1d]
+    net(torch.randn(8, 5))
+    net[1].forward = net[0].forward
+    with pytest.raises(UserError, match=r"1\.forward is replaced"):
+        apply_norm_groups(net, groups)
 
 
 def test_refuses_rows_that_belong_to_no_group() -> None:
