@@ -105,8 +105,6 @@ class ShardedStateStrategy(ModelParallelStrategy):
                 raise write_error(Path(filepath), error) from error
             checkpoint = self._without_tensors(checkpoint) | {sharded.SHARDS: folder.name}
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.is_global_zero:
-            sharded.remove_unused_folders(Path(filepath))
 
     def _without_tensors(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint of the full network with meta tensors, on rank zero. Every rank must call it."""

@@ -40,6 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                     torch.save(_to_cpu(_without_objects(checkpoint)), stream)
                 if file.name == LAST and file.exists():
                     _link_or_copy(file, file.with_name(PREVIOUS))
+            sharded.remove_unused_folders(file)  # also those of an earlier start under another strategy
         except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError for some OSErrors
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):

@@ -54,6 +54,17 @@ def test_starts_from_a_file_of_weights(trained: Path, small: list[str], folder: 
     assert all(torch.equal(module.state_dict()[f"net.{name}"], tensor) for name, tensor in saved.items())
 
 
+def test_a_replaced_sharded_checkpoint_leaves_no_folder(tmp_path: Path) -> None:
+    """A run may continue under a strategy that writes no shards."""
+    checkpoints = AtomicCheckpointIO()
+    for number in (1, 2):
+        (tmp_path / f"best.0000000{number}.shards").mkdir()
+        checkpoints.save_checkpoint({"shards": f"best.0000000{number}.shards"}, tmp_path / "best.ckpt")
+    assert [folder.name for folder in tmp_path.glob("*.shards")] == ["best.00000002.shards"]
+    checkpoints.save_checkpoint({}, tmp_path / "best.ckpt")
+    assert not list(tmp_path.glob("*.shards"))
+
+
 @pytest.mark.parametrize("content", [{"epoch": 3}, [torch.zeros(2)], {}], ids=["no weights", "a list", "nothing"])
 def test_refuses_a_file_without_weights(content: object, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "weights.pt")
