@@ -1,6 +1,7 @@
 """The CSV logger of every run: `metrics.csv` has one row per logged step, and a resumed run continues it."""
 
 import csv
+import logging
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -11,6 +12,8 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from src.engine.utils.files import atomic_write
+
+_log = logging.getLogger(__name__)
 
 
 class CSVLogger(Logger):
@@ -25,6 +28,7 @@ class CSVLogger(Logger):
         self.folder, self.file = folder, folder / "metrics.csv"
         self._rows: list[dict[str, Any]] | None = None
         self._columns = ["step", "epoch"]
+        self._lacks_rows = False  # whether the last write failed
 
     @property
     def name(self) -> str:
@@ -48,18 +52,24 @@ class CSVLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         rows, row = self._read(), {"step": step} | metrics
-        can_append = set(row) <= set(self._columns) and self.file.exists()
+        is_new = not rows or rows[-1]["step"] != step
+        can_append = is_new and set(row) <= set(self._columns) and self.file.exists() and not self._lacks_rows
         self._columns += [name for name in row if name not in self._columns]
-        if rows and rows[-1]["step"] == step:
-            rows[-1].update(row)
-            self._rewrite()
-        elif can_append:
+        if is_new:
             rows.append(row)
-            with self.file.open("a", newline="") as stream:
-                self._writer(stream).writerow(row)
         else:
-            rows.append(row)
-            self._rewrite()
+            rows[-1].update(row)
+        try:
+            if can_append:
+                with self.file.open("a", newline="") as stream:
+                    self._writer(stream).writerow(row)
+            else:
+                self._rewrite()
+            self._lacks_rows = False
+        except OSError as error:  # such as a full disk
+            if not self._lacks_rows:
+                _log.warning("%s lacks rows until it can be written; training continues: %s", self.file.name, error)
+            self._lacks_rows = True
 
     @rank_zero_only
     def cut(self, step: int) -> None:

@@ -1,7 +1,9 @@
 """metrics.csv has one row per step, is complete at every moment, and is cut and continued on resumption."""
 
 import csv
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,23 @@ def test_writes_one_row_per_step_immediately(tmp_path: Path) -> None:
     logger.log_metrics({"acc": 0.5}, step=2)
     assert rows(tmp_path)[1] == {"step": "2", "epoch": "0", "loss": "0.2", "acc": "0.5"}
     assert (tmp_path / "config.yaml").read_text() == "seed: 1\n"
+
+
+def test_continues_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"loss": 0.1}, step=1)
+    with monkeypatch.context() as full:
+        full.setattr(Path, "open", fail)
+        for step in (2, 3):
+            logger.log_metrics({"loss": 0.1}, step=step)
+    assert caplog.text.count("metrics.csv lacks rows") == 1
+    logger.log_metrics({"loss": 0.1}, step=4)
+    assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3", "4"]
 
 
 def test_resumes_after_a_kill(tmp_path: Path) -> None:
