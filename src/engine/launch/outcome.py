@@ -2,15 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from signal import SIGINT, Signals
 
+from filelock import Timeout
 from omegaconf import DictConfig
 
 from src.engine.launch.failures import RankDiedError, RankFailedError
 from src.engine.launch.report import run_report
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_end, append_event, append_kill, last_logged_step
+from src.engine.utils.locks import named_lock
 from src.engine.utils.signals import Stopped
+
+_WAIT = 5.0  # seconds in which the processes of a killed start end
 
 
 @contextmanager
@@ -20,17 +25,37 @@ def run_recorded(cfg: DictConfig, is_recorder: bool = True) -> Iterator[None]:
     Args:
         cfg: the resolved configuration.
         is_recorder: whether this process records the run; one of each run does.
+
+    Raises:
+        UserError: if another process of this machine records the same run.
     """
     if not is_recorder:
         yield
         return
-    append_kill(cfg.run_dir)
-    with run_report(cfg):
-        try:
-            yield
-        except BaseException as error:
-            append_end(cfg.run_dir, *_event_and_reason(error))
-            raise
+    with _only_start(cfg.run_dir):
+        append_kill(cfg.run_dir)
+        with run_report(cfg):
+            try:
+                yield
+            except BaseException as error:
+                append_end(cfg.run_dir, *_event_and_reason(error))
+                raise
+
+
+@contextmanager
+def _only_start(run_dir: str) -> Iterator[None]:
+    lock = named_lock(f"run {Path(run_dir).resolve()}")
+    try:
+        lock.acquire(timeout=_WAIT)
+    except Timeout:
+        raise UserError(
+            f"run_dir={run_dir}: another start of this run is in progress on this machine: stop it, or choose another "
+            "folder"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def record_restart(run_dir: str, failed: RankFailedError) -> None:

@@ -1,5 +1,6 @@
 """The starts and ends of a run; tests/engine/faults and tests/engine/launch check them in runs that end in each way."""
 
+import multiprocessing as mp
 import os
 import time
 from pathlib import Path
@@ -42,6 +43,25 @@ def test_an_error_before_the_start_is_not_the_end_of_an_earlier_process(tmp_path
         ("start", None),
         ("killed", "no end was recorded"),
     ]
+
+
+def _start(folder: Path, seconds: float) -> None:
+    with run_recorded(config(folder)):
+        (folder / "began").touch()
+        time.sleep(seconds)
+
+
+def test_refuses_a_second_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.engine.launch.outcome._WAIT", 0.2)
+    first = mp.get_context("spawn").Process(target=_start, args=(tmp_path, 100))
+    first.start()
+    while not (tmp_path / "began").exists():
+        time.sleep(0.05)
+    with pytest.raises(UserError, match="another start of this run is in progress"):
+        _start(tmp_path, 0)
+    first.kill()
+    first.join()
+    _start(tmp_path, 0)
 
 
 @pytest.mark.parametrize("seconds", [-3600, 3600])
