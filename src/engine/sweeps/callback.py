@@ -1,5 +1,6 @@
 """Hydra callback for sweeps. Every start imports this file, so heavy imports are inside the functions."""
 
+import atexit
 import os
 import sys
 from pathlib import Path
@@ -32,6 +33,8 @@ class SweepReport(Callback):
                     file=sys.stderr,
                 )
             raise SystemExit(1)
+        # Hydra calls no hook at the end of a sweep that a signal stops.
+        atexit.register(self._report, config)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Make joblib's processes end with the sweep. By default they continue their jobs, as submitit's should."""
@@ -41,12 +44,20 @@ class SweepReport(Callback):
             die_with_parent(self._sweep_pid)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        atexit.unregister(self._report)
+        if not self._report(config):
+            raise SystemExit(1)
+
+    def _report(self, config: DictConfig) -> bool:
+        """Print the tables and write the page; return whether every job has finished."""
         from src.engine.launch.report import write_if_possible
+        from src.engine.state.jobs import read_jobs
         from src.engine.sweeps.table import report
 
         folder = Path(config.hydra.sweep.dir)
+        if not list(read_jobs(folder)):  # an error has ended the sweep before its first job
+            return False
         is_complete = report(folder)
         if config.report:
             write_if_possible(folder)
-        if not is_complete:
-            raise SystemExit(1)
+        return is_complete

@@ -90,6 +90,7 @@ def test_stopped_sweep_resumes(small: list[str], tmp_path: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT, err
     assert "goes on with the sweep" in err
+    assert [row["status"] for row in rows(folder / "sweep.csv")] == ["finished", "stopped"]
     assert json.loads((folder / "1" / "job.json").read_text())["status"] == "stopped"
     before, first = rows(metrics)[:6], (folder / "0" / "job.json").stat().st_mtime_ns
 
@@ -117,6 +118,8 @@ def test_interrupt_after_the_last_step_of_a_job_stops_the_sweep(
             os.kill(os.getpid(), signal.SIGINT)
         return {"val/acc": 0.5}
 
+    at_exit: list[Any] = []
+    monkeypatch.setattr("atexit.register", lambda *call: at_exit.append(call))
     monkeypatch.setattr(signals, "_received", [])
     monkeypatch.setattr("src.engine.sweeps.job.launch", launch)
     handlers = {number: signal.getsignal(number) for number in signals.SIGNALS}
@@ -128,6 +131,10 @@ def test_interrupt_after_the_last_step_of_a_job_stops_the_sweep(
     assert f"sweep={tmp_path}/sweep goes on with the sweep" in err
     assert json.loads((tmp_path / "sweep" / "0" / "job.json").read_text())["status"] == "finished"
     assert not (tmp_path / "sweep" / "1").exists()
+    for function, config in at_exit:
+        function(config)
+    assert [row["status"] for row in rows(tmp_path / "sweep" / "sweep.csv")] == ["finished"]
+    assert (tmp_path / "sweep" / "report.html").exists()
 
 
 @pytest.mark.slow
