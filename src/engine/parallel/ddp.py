@@ -124,10 +124,34 @@ class DDP(DDPStrategy):
             )
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        self._averaged = [(name, weight, weight.requires_grad) for name, weight in model.named_parameters()]
         # Lightning builds DDP on a side stream, for capture in a CUDA graph (strategies/ddp.py:194 in 2.6.6).
         # Gradients would then accumulate on that stream, and each backward pass would wait for the other one:
         # https://github.com/Lightning-AI/pytorch-lightning/issues/21567
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        model = cast(DistributedDataParallel, self.model)
+        may_skip = (
+            model.find_unused_parameters or model.static_graph or not self.lightning_module.automatic_optimization
+        )
+        if not may_skip and model.require_backward_grad_sync:
+            self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        """Check that DDP has averaged the gradients: it cannot without all that it waits for, nor those of others."""
+        for name, weight, is_averaged in self._averaged:
+            if is_averaged and weight.grad is None:
+                raise UserError(
+                    f"DDP waits for the gradient of {name}, which the loss does not use: remove or freeze the "
+                    "parameter, or set +strategy.find_unused_parameters=true"
+                )
+            if weight.grad is not None and not is_averaged:
+                raise UserError(
+                    f"DDP does not average the gradient of {name}, which was frozen when it began: let the parameter "
+                    "be trainable from the start"
+                )
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)

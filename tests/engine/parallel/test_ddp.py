@@ -174,6 +174,10 @@ def test_refuses_invalid_options(options: list[str], message: str, small: list[s
         (["strategy.shard_optimizer=true", "+optimizer.fused=true"], "no fused optimizer"),
         (["strategy.comm_hook=post_local_sgd", "callbacks=[default,ema]"], "callbacks.ema"),
         (["strategy.comm_hook=post_local_sgd", "experiment=gan", "data=shapes"], "post_local_sgd"),
+        (
+            ["model._target_=tests.support.networks.Unused"],
+            r"gradient of net.unused, .* \+strategy.find_unused_parameters=true",
+        ),
     ],
 )
 def test_ranks_refuse_invalid_options(
