@@ -76,6 +76,33 @@ class Skips(nn.Module):
         return self.head(torch.cat([x, image], 1).mean((2, 3)))
 
 
+class Tied(nn.Module):
+    """Weights of two blocks, and of a block and the network itself, are the same; one block has two names."""
+
+    def __init__(self, num_classes: int = 10, width: int = 4) -> None:
+        super().__init__()
+        self.stem, self.mix, self.again = nn.Conv2d(3, width, 3), nn.Conv2d(width, width, 1), nn.Conv2d(width, width, 1)
+        self.norm, self.head = nn.Sequential(nn.BatchNorm2d(width), nn.ReLU()), nn.Linear(width, num_classes)
+        self.again.weight, self.scale, self.alias = self.mix.weight, self.head.bias, self.stem
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(self.norm(self.mix(F.avg_pool2d(self.alias(x), 4))))
+        return self.head(x.mean((2, 3)) * self.scale.exp().mean())
+
+
+class Unused(OwnForward):
+    """A parameter without a gradient; another one has a hook."""
+
+    def __init__(self, num_classes: int = 10, width: int = 4) -> None:
+        super().__init__(num_classes, width)
+        self.unused = nn.Parameter(torch.zeros(3))
+        self.fc.weight.register_hook(_half)
+
+
+def _half(gradient: Tensor) -> Tensor:
+    return gradient / 2
+
+
 class Wrapper(nn.Module):
     """A network in a network."""
 

@@ -25,7 +25,13 @@ def flops_per_sample(module: Any, image_shape: tuple[int, int, int]) -> float | 
         module: LightningModule with a method `loss(outputs, batch)`.
         image_shape: (channels, height, width).
     """
-    tensors = [*module.named_parameters(), *module.named_buffers()]
+    # Each tensor of each module once: functional_call cannot tie the weights of a module that has two names.
+    tensors = [
+        pair
+        for prefix, part in module.named_modules()
+        for named in (part.named_parameters, part.named_buffers)
+        for pair in named(prefix, recurse=False, remove_duplicate=False)
+    ]
     state = {
         name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad) for name, tensor in tensors
     }
@@ -37,7 +43,9 @@ def flops_per_sample(module: Any, image_shape: tuple[int, int, int]) -> float | 
     with torch.random.fork_rng(devices=[]), eager:
         try:
             total = measure_flops(
-                module, lambda: functional_call(module, state, image), lambda y: module.loss(y, batch)
+                module,
+                lambda: functional_call(module, state, image, tie_weights=False),
+                lambda y: module.loss(y, batch),
             )
         except (RuntimeError, NotImplementedError):  # meta tensors have no values
             return None

@@ -4,7 +4,8 @@ The strategy applies `torch.distributed.fsdp.fully_shard` to the network. Lightn
 to the module. Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel" (2023).
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.engine.parallel.sharded_state import ShardedStateStrategy
@@ -66,16 +68,39 @@ class FSDP(ShardedStateStrategy):
         """Shard each network of the module; each of its blocks is gathered on its own.
 
         Raises:
-            UserError: if a parameter belongs to the module itself, outside of its networks.
+            UserError: if a parameter belongs to the module itself, outside of its networks, or to two of them.
         """
-        in_networks = {weight for net in _networks(module) for weight in net.parameters()}
-        if own := [name for name, weight in module.named_parameters() if weight not in in_networks]:
-            raise UserError(
-                f"strategy=fsdp gathers the weights of a network when it is called, but {own[0]} belongs to "
-                f"{type(module).__name__} itself: move it into a network, or use strategy=ddp"
-            )
-        for net in _networks(module):
+        networks = list(_networks(module))
+        uses = Counter(weight for net in networks for weight in net.parameters())
+        for name, weight in module.named_parameters():
+            if uses[weight] != 1:
+                owner = "two networks" if uses[weight] else f"{type(module).__name__} itself"
+                raise UserError(
+                    f"strategy=fsdp gathers the weights of a network when it is called, but {name} belongs to {owner}: "
+                    "move it into one network, or use strategy=ddp"
+                )
+        for net in networks:
             self._shard(net)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step of the module.
+
+        Raises:
+            UserError: if it reads shards, as a penalty on the weights does: its gradient would be that of a shard.
+        """
+        try:
+            output = super().training_step(*args, **kwargs)
+            loss, cause = output["loss"] if isinstance(output, Mapping) else output, None
+        except RuntimeError as error:  # torch defines few operations for shards
+            if "DTensor" not in str(error) and "sharding" not in str(error):
+                raise
+            loss, cause = None, error
+        if cause or isinstance(loss, DTensor):
+            raise UserError(
+                "strategy=fsdp: training_step reads weights outside of the forward pass of their network, where each "
+                "rank has only a shard: let that forward pass return the term, or use strategy=ddp"
+            ) from cause
+        return output
 
     def _shard(self, net: nn.Module) -> None:
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP supports no other format
@@ -84,7 +109,10 @@ class FSDP(ShardedStateStrategy):
             for norm in [module for module in net.modules() if isinstance(module, _BatchNorm)]:
                 fully_shard(norm, mesh=self.device_mesh)
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.policy}
-        for module in [*_networks(net), net]:
+        # A block with tied weights, such as an embedding and the head, is gathered with the network.
+        uses = _uses(net)
+        blocks = [block for block in _networks(net) if all(uses[weight] == n for weight, n in _uses(block).items())]
+        for module in [*blocks, net]:
             fully_shard(module, mesh=self.device_mesh, **options)
 
 
@@ -95,6 +123,11 @@ def _networks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _networks(child)
         elif not isinstance(child, nn.ParameterList | nn.ParameterDict) and next(child.parameters(), None) is not None:
             yield child
+
+
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """Return the number of names of each parameter; a tied one has several."""
+    return Counter(weight for _, weight in module.named_parameters(remove_duplicate=False))
 
 
 def _dtype(option: str, name: str | None) -> torch.dtype | None:

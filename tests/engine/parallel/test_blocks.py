@@ -44,13 +44,15 @@ def test_finds_the_blocks(net: nn.Module, names: list[str]) -> None:
         ("OwnForward", ["strategy=pipeline", "trainer.devices=2", "strategy.schedule=zbv_zero_bubble"]),
         ("Skips", ["strategy=pipeline", "trainer.devices=2", "strategy.schedule=interleaved_1f1b"]),
         ("OwnForward", ["strategy=fsdp", "trainer.devices=2", "module.recompute=blocks"]),
+        ("Tied", ["strategy=fsdp", "trainer.devices=2"]),
+        ("Unused", ["strategy=ddp", "trainer.devices=2", "+strategy.find_unused_parameters=true"]),
         pytest.param(
             "Skips",
             ["strategy=hybrid", "trainer.devices=4", "strategy.data_parallel=fsdp"],
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["own forward", "skips", "own forward fsdp", "skips hybrid"],
+    ids=["own forward", "skips", "own forward fsdp", "tied", "unused", "skips hybrid"],
 )
 def test_agrees_with_single_process(
     network: str, options: list[str], alone: Callable[..., Record], short_run: Callable[..., list[Record]]
