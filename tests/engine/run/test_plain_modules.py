@@ -68,6 +68,14 @@ def test_module_of_the_common_template(task: list[str], pool: Pool, folder: Path
     check_agree(fit_ranks(compose(folder, *template, "strategy=fsdp", TWO), pool), reference)
 
 
+def test_banner_has_the_learning_rate_of_the_module(
+    task: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "src")
+    fit(compose(folder, *task, "module=plain", "trainer.fast_dev_run=true"))
+    assert "  0.02, 1 steps\n" in caplog.text
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_compute_metrics_together(strategy: str, task: list[str], pool: Pool, folder: Path) -> None:
     """Rank zero's progress bar reads torchmetrics of the epoch, while the others save, which communicates as well."""
