@@ -33,18 +33,19 @@ def table(runs: list[RunFolder], metric: str) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument("--metric", default="val/acc", help="a column of metrics.csv (default: %(default)s)")
+    parser.add_argument("--metric", help="a column of metrics.csv (default: optimized_metric of the first run)")
     arguments = parser.parse_args()
     folders = [folder for folder in arguments.runs if not folder.is_file()] or arguments.runs
     for folder in folders:
         if not (folder / "metrics.csv").is_file():
             sys.exit(f"error: {folder} is no run folder: it has no metrics.csv")
     runs = [RunFolder(folder) for folder in folders]
-    if missing := [run.path for run in runs if arguments.metric not in run.curves]:
-        sys.exit(f"error: --metric={arguments.metric}: {missing[0]} has none logged")
+    metric = arguments.metric or runs[0].config.get("optimized_metric") or "val/acc"
+    if missing := [run.path for run in runs if metric not in run.curves]:
+        sys.exit(f"error: --metric={metric}: {missing[0]} has none logged")
     for number, folder in enumerate(folders, 1):
         print(f"{number}: {folder}")
-    Console().print(table(runs, arguments.metric))
+    Console().print(table(runs, metric))
     if len({run.experiment for run in runs}) > 1:
         print("Runs of different experiments are not held to one curve.")
     found = verdicts(runs, [str(folder) for folder in folders])

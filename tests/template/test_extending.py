@@ -1,4 +1,4 @@
-"""Each recipe of docs/extending.md works: its files are written, and its commands and its code run.
+"""Each recipe of docs/extending.md and migration.md works: its files are written, and its commands and its code run.
 
 A recipe is a section of the page. A block of code after a line with a file name belongs to that file; another block of
 Python runs as it is. Commands run on little data, inside this process or on the ranks of the pool. RUN_DIR stands for
@@ -25,8 +25,8 @@ from tests.support.pool import Pool
 from tests.support.runs import QUIET, compose
 
 TINY = ["data.batch_size=16", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.log_every_n_steps=1"]
-PAGE = (ROOT / "docs" / "extending.md").read_text()
-SECTIONS = {text.splitlines()[0]: text for text in PAGE.split("\n## ")[1:] if "```" in text}
+PAGES = "\n".join((ROOT / "docs" / name).read_text() for name in ("extending.md", "migration.md"))
+SECTIONS = {text.splitlines()[0]: text for text in PAGES.split("\n## ")[1:] if "```" in text}
 
 
 def train(cfg: DictConfig, project: Path) -> dict[str, float]:
@@ -88,7 +88,7 @@ def test_recipe(section: str, project: Path, small: list[str], pool: Pool, monke
                 metrics = pool.run(cfg.trainer.devices, train, cfg, project)[0]
             assert metrics
     for code in re.findall(r"(?<!`:\n\n)```python\n(.*?)```", SECTIONS[section], re.S):
-        exec(compile(code, f"{section} in docs/extending.md", "exec"), {"__name__": "__main__"})
+        exec(compile(code, section, "exec"), {"__name__": "__main__"})
 
 
 def test_own_files_are_checked_but_not_trained(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_own_files_are_checked_but_not_trained(tmp_path: Path) -> None:
     for folder in ("src", "conf", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    write_files(PAGE, tmp_path)
+    write_files(PAGES, tmp_path)
     recipe = "# @package _global_\ndefaults: [override /data: npz]\ndata: {source: {file: nowhere.npz}}\n"
     (tmp_path / "conf" / "experiment" / "own.yaml").write_text(recipe)
     command = [sys.executable, "-m", "pytest", "tests/template/test_configs.py", "-v", "--rootdir", ".", "-m", ""]

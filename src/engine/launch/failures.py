@@ -20,7 +20,6 @@ from src.engine.utils.rank_log import log_file
 REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of a rank's report
 _PREFIX = f"{UserError.__name__}: "
 _EXIT_DELAY = 3.0  # seconds; torchrun and this launcher look at the ranks ten times a second
-_NO_STACK = "no stack was written: the process was stopped, or is stuck in the kernel\n"
 _log = logging.getLogger(__name__)
 
 
@@ -72,14 +71,14 @@ def exit_started_rank(error: Exception, run_dir: str, rank: int, terminal: TextI
 
 
 def short_traceback(error: Exception, run_dir: str) -> str:
-    """Return what the terminal shows of an error in the user's code, or nothing for a bug of the template.
+    """Return what the terminal shows of a lost rank or an error in the user's code; nothing for a bug of the template.
 
     The log of the rank that failed has the whole traceback.
     """
     is_of_ranks = isinstance(error, RankFailedError)  # the message has the rank's traceback and log
     trace = f"error: {error}" if is_of_ranks else "".join(traceback.format_exception(error))
     short = fold_frames(trace)
-    if short == trace:
+    if short == trace and '  File "' in trace:
         return ""
     if not is_of_ranks:
         append_traceback(error, run_dir, rank=0)
@@ -106,8 +105,8 @@ def first_failure(failed: Any, run_dir: str) -> Exception:
     died = RankDiedError(f"rank {rank} died ({failure.message}); its log is {log_file(run_dir, rank)}")
     if failure.exitcode < 0:  # killed by a signal
         return died
-    if stacks := _stacks(run_dir):
-        return RankFailedError(f"no step within launch.timeout; see {run_dir}/logs/rank*.stack\n{stacks}")
+    if hang := _describe_hang(run_dir):
+        return RankFailedError(hang)
     files = Path(failure.error_file).parent.parent.glob("*/error.json")
     earliest_first = sorted(files, key=lambda file: file.stat().st_mtime_ns)
     # A rank that was killed while it wrote its report leaves a part of it, which is no JSON.
@@ -123,17 +122,22 @@ def first_failure(failed: Any, run_dir: str) -> Exception:
 
 
 def remove_stacks(run_dir: str) -> None:
-    """Remove the stacks that the ranks of an earlier start have left."""
-    for file in _stack_files(run_dir).values():
+    """Move the stacks that the ranks of an earlier start have left to the ends of their logs."""
+    for rank, file in _stack_files(run_dir).items():
+        with log_file(run_dir, rank).open("a") as log:
+            log.write(file.read_text())
         file.unlink()
 
 
-def _stacks(run_dir: str) -> str:
-    """Return the stacks of the ranks by rank, or nothing if no timer of `src/engine/run/watchdog.py` has run out."""
-    stacks = {rank: file.read_text() for rank, file in sorted(_stack_files(run_dir).items())}
-    if not any(stacks.values()):
+def _describe_hang(run_dir: str) -> str:
+    """Return a line with the files of the stacks, or nothing if the timer of no rank has run out."""
+    files = sorted(_stack_files(run_dir).items())
+    written = [file.name for _, file in files if file.stat().st_size]
+    if not written:
         return ""
-    return "\n".join(f"rank {rank}:\n{text or _NO_STACK}" for rank, text in stacks.items())
+    silent = "".join(f"; rank {rank} wrote none" for rank, file in files if file.name not in written)
+    reason = " (the process was stopped, or is stuck in the kernel)" if silent else ""
+    return f"no step within launch.timeout; stacks are in {run_dir}/logs: {', '.join(written)}{silent}{reason}"
 
 
 def _stack_files(run_dir: str) -> dict[int, Path]:

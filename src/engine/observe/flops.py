@@ -15,6 +15,17 @@ _DTYPES = {"64": torch.float64, "bf": torch.bfloat16, "16": torch.float16}
 _NUM_SAMPLES = 2  # batch normalization needs more than one
 
 
+class _Step(nn.Module):
+    """The forward and the backward pass in one, because a network may recompute parts of itself in the second."""
+
+    def __init__(self, module: Any, batch: Batch) -> None:
+        super().__init__()
+        self.module, self.batch = module, batch
+
+    def forward(self) -> None:
+        self.module.loss(self.module(self.batch.image), self.batch).backward()
+
+
 def flops_per_sample(module: Any, image_shape: tuple[int, int, int]) -> float | None:
     """Return the FLOPs per training sample of a module that has `loss`, or None if its forward pass reads values.
 
@@ -25,28 +36,24 @@ def flops_per_sample(module: Any, image_shape: tuple[int, int, int]) -> float | 
         module: LightningModule with a method `loss(outputs, batch)`.
         image_shape: (channels, height, width).
     """
+    image = torch.empty(_NUM_SAMPLES, *image_shape, dtype=module.dtype, device="meta")
+    target = torch.empty(_NUM_SAMPLES, dtype=torch.int64, device="meta")
+    step = _Step(module, Batch(image, target, sample_index=target, weight=target.to(module.dtype)))
     # Each tensor of each module once: functional_call cannot tie the weights of a module that has two names.
     tensors = [
         pair
-        for prefix, part in module.named_modules()
+        for prefix, part in step.named_modules()
         for named in (part.named_parameters, part.named_buffers)
         for pair in named(prefix, recurse=False, remove_duplicate=False)
     ]
     state = {
         name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad) for name, tensor in tensors
     }
-    image = torch.empty(_NUM_SAMPLES, *image_shape, dtype=module.dtype, device="meta")
-    target = torch.empty(_NUM_SAMPLES, dtype=torch.int64, device="meta")
-    batch = Batch(image, target, sample_index=target, weight=target.to(module.dtype))
     # Without this, dynamo would skip the compilation of these functions for the rest of the process.
     eager = torch.compiler.set_stance("force_eager")
     with torch.random.fork_rng(devices=[]), eager:
         try:
-            total = measure_flops(
-                module,
-                lambda: functional_call(module, state, image, tie_weights=False),
-                lambda y: module.loss(y, batch),
-            )
+            total = measure_flops(step, lambda: functional_call(step, state, (), tie_weights=False))
         except (RuntimeError, NotImplementedError):  # meta tensors have no values
             return None
     return total / _NUM_SAMPLES

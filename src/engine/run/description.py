@@ -119,6 +119,7 @@ class RunDescription(L.Callback):
         batch, group = data.global_batch_size, trainer.optimizers[0].param_groups[0]
         layout, dp_size = data.layout, data.parallel.dp_size
         mean_size = batch / layout.micro_batches / dp_size  # uneven shares are larger and smaller
+        scaling = " after scaling" if getattr(module, "lr_scaling", "none") != "none" else ""
         banner = {
             "experiment": self._fingerprint,
             "strategy": f"{self._strategy_name}, {trainer.world_size} process(es) on {module.device.type}",
@@ -126,7 +127,7 @@ class RunDescription(L.Callback):
             "data": data.description,
             "batch": f"{batch} = {dp_size} x {layout.micro_batches} micro-batches x {mean_size:g} per device",
             "batch norm sees": self._batch_norm_samples(layout),
-            "learning rate": f"{group.get('initial_lr', group['lr']):g} after scaling, {data.total_steps} steps",
+            "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {data.total_steps} steps",
             "parameters": f"{self._num_parameters:,}",
             "run folder": self.config.run_dir,
         }

@@ -16,6 +16,7 @@ from src.engine.parallel.norm_groups import NormGroups
 from src.engine.run.checkpoint import LastCheckpoint
 from src.engine.run.checks import RunChecks
 from src.engine.run.description import RunDescription
+from src.engine.run.metric_states import MetricStates
 from src.engine.run.predictions import PredictionWriter
 from src.engine.run.preemption import PreemptionHandler
 from src.engine.run.steps import OptimizerSteps
@@ -84,6 +85,7 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
         PreemptionHandler(folder),
         RunDescription(cfg, list(_build_each(cfg, "logger").values())),
         ExactResumption(cfg.seed),
+        MetricStates(),  # after ExactResumption, which saves the position
         OptimizerSteps(),
         RunChecks(configured),
         *configured.values(),

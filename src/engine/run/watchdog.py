@@ -2,6 +2,7 @@
 
 import faulthandler
 import time
+import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,6 +48,9 @@ class Watchdog(L.Callback):
         self._stop_timer()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Write where this rank waited if it has lost another one, whose timer ran out first."""
+        if self._stacks and any(file.stat().st_size for file in Path(self._stacks.name).parent.glob("rank*.stack")):
+            traceback.print_exception(exception, file=self._stacks)
         self._stop_timer()
 
     def on_train_batch_start(self, *_: Any) -> None:

@@ -9,6 +9,8 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from src.data.augment.augmentation import Augmentation
@@ -138,6 +140,20 @@ def test_counting_changes_no_state(model: str, small: list[str], folder: Path) -
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert all(weight.grad is None for weight in module.parameters())
+
+
+class Recomputing(nn.Sequential):
+    """A network that recomputes all of it, by itself."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, images, use_reentrant=False)
+
+
+def test_counting_changes_no_state_of_a_network_that_recomputes(small: list[str], folder: Path) -> None:
+    _, module, data = assemble(compose(folder, *small, "model=mlp"))
+    module.net = Recomputing(nn.Flatten(), nn.Linear(3072, 10), nn.BatchNorm1d(10))
+    assert flops_per_sample(module, data.image_shape) == 3 * 2 * 3072 * 10  # forward twice, and the weights' gradient
+    assert module.net[2].num_batches_tracked == 0
 
 
 def test_network_compiles_after_counting(small: list[str], folder: Path) -> None:

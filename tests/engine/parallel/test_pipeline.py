@@ -178,12 +178,12 @@ def blocks(costs: list[int], sent: list[int]) -> list[Block]:
         ([1, 1, 1, 1], [0, 0, 0, 0], 2, [2, 2]),
         ([10, 1, 1, 1], [0, 0, 0, 0], 2, [1, 3]),
         ([1, 1, 1, 9, 1], [0, 0, 0, 0, 0], 3, [3, 1, 1]),
-        ([100, 100, 100, 100], [0, 400, 0, 0], 2, [1, 3]),  # the even split would send the most
+        ([100, 100, 100, 100], [0, 400, 0, 0], 2, [2, 2]),
+        ([1] * 200, [*[1] * 99, 400, *[1] * 100], 2, [99, 101]),  # 1 % more FLOPs in the largest stage
+        ([1] * 200, [400] * 200, 2, [100, 100]),
     ],
 )
-def test_split_minimizes_the_most_expensive_stage(
-    costs: list[int], sent: list[int], stages: int, sizes: list[int]
-) -> None:
+def test_split_minimizes_the_largest_stage(costs: list[int], sent: list[int], stages: int, sizes: list[int]) -> None:
     assert [len(stage) for stage in cut(blocks(costs, sent), stages, "auto")] == sizes
 
 

@@ -55,6 +55,14 @@ def test_runs_part_beyond_rounding(precision: str, device: str, gaps: tuple[floa
     assert step is None or f"b parts from a at step {step}: train/loss differs by" in verdict.sentence
 
 
+@pytest.mark.parametrize(("gap", "parts"), [(8e-8, False), (1e-4, True)])
+def test_losses_that_torchmetrics_round_to_float32(gap: float, parts: bool) -> None:
+    pair = [run(Path("a"), "64-true", "cpu", 0, 0, 0, 0), run(Path("b"), "64-true", "cpu", 0, 0, gap, gap)]
+    loss = pair[1].curves["train/loss"]
+    pair[1].curves["train/loss"] = loss._replace(values=loss.values.astype(np.float32).astype(float))
+    assert verdicts(pair, ["a", "b"])[0].parts is parts
+
+
 def test_names_a_cause_where_the_numbers_of_ranks_differ() -> None:
     pair = [run(Path("a"), "64-true", "cpu", 0, 0, 0, 0), run(Path("b"), "64-true", "cpu", 1, 1, 1, 1)]
     cause = "A module of your own logs train/loss with sync_dist=True"
@@ -69,6 +77,7 @@ def test_page_and_command_say_where_runs_part(
     first, same, other = (write_run(tmp_path / name) for name in ("first", "same", "other"))
     config = yaml.safe_load((other / "config.yaml").read_text())
     (other / "config.yaml").write_text(json.dumps(config | {"experiment": "000000"}))
+    (first / "config.yaml").write_text(json.dumps(config | {"optimized_metric": "val/loss"}))
     apart = write_run(tmp_path / "apart", gap=1e-6)
     page = write([first, same, other, apart], None, single_file=False).read_text()
     assert "same and first have one curve" in page
@@ -84,6 +93,7 @@ def test_page_and_command_say_where_runs_part(
         assert end.value.code == code
     out = capsys.readouterr().out
     assert f"1: {first}\n2: {same}\n3: {other}\n" in out
+    assert out.count("val/loss") == 2, "the metric of the first run's sweeps"
     assert max(len(line) for line in out.splitlines() if line.startswith(("┃", "│"))) <= 80
     assert "Runs of different experiments are not held to one curve." in out
     assert "have one curve, up to rounding (60 log points)" in out

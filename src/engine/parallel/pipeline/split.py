@@ -1,14 +1,14 @@
 """Split a network into pipeline stages: before named blocks, or such that the stages have similar cost."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from src.engine.parallel.pipeline.blocks import Block
 from src.engine.utils.errors import UserError, suggest
 
-_FLOPS_PER_BYTE = 100  # rough number of FLOPs that a device does while a link sends one byte
+_TOLERANCE = 1.02  # factor on the FLOPs of the largest stage that smaller messages may cost
 
 
 def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> list[list[Block]]:
@@ -17,8 +17,8 @@ def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> lis
     Args:
         blocks: all blocks of the network, in order.
         stages: number of stages.
-        split: `auto`, which minimizes the cost of the most expensive stage in FLOPs and bytes sent; or the names of the
-            blocks before which to cut.
+        split: `auto`, which minimizes the FLOPs of the largest stage, and within 2 % of that the largest message; or
+            the names of the blocks before which to cut.
 
     Raises:
         UserError: if there are more stages than blocks with parameters, a block does not exist, the number of cuts is
@@ -59,13 +59,13 @@ def _check_unshared(stages: Sequence[Sequence[Block]]) -> None:
 def format_table(stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int]) -> list[str]:
     """Return a table of the stages as lines: rank, parameters, fraction of the FLOPs, and MiB sent per micro-batch."""
     total = sum(block.flops for blocks in stages for block in blocks) or 1
-    lines = ["  stage  rank  parameters  cost   sends       blocks"]
+    lines = ["  stage  rank  parameters  FLOPs  sends       blocks"]
     for number, (blocks, rank) in enumerate(zip(stages, stage_to_rank, strict=True)):
         num_parameters = sum(block.num_parameters for block in blocks)
-        cost = sum(block.flops for block in blocks) / total
+        fraction = sum(block.flops for block in blocks) / total
         sent = blocks[-1].bytes_sent / 2**20 if number < len(stages) - 1 else 0.0
         names = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} ... {blocks[-1].name}"
-        lines.append(f"  {number:<5}  {rank:<4}  {num_parameters:<10,}  {cost:<5.0%}  {sent:6.2f} MiB  {names}")
+        lines.append(f"  {number:<5}  {rank:<4}  {num_parameters:<10,}  {fraction:<5.0%}  {sent:6.2f} MiB  {names}")
     return lines
 
 
@@ -96,28 +96,38 @@ class _Partition(NamedTuple):
 
 
 def _balanced_cuts(blocks: Sequence[Block], stages: int) -> list[int]:
-    """Return the cuts that minimize the cost of the most expensive stage.
+    """Return the cuts of `split=auto`.
 
-    The algorithm is dynamic programming (the linear partition problem). `best[end]` is the best partition of
-    `blocks[:end]` into `count` stages. The last of these stages is `blocks[start:end]` for some `start`, and the stages
-    before it form the best partition of `blocks[:start]` into `count - 1` stages.
+    Sending has no weight against computing, since devices and links differ, and messages overlap with passes.
     """
-    best = {end: _Partition(_stage_cost(blocks, 0, end), []) for end in range(1, len(blocks) + 1)}
+
+    def flops(start: int, end: int) -> float:
+        stage = blocks[start:end]
+        is_stage = any(block.num_parameters for block in stage) and math.isfinite(sent(start, end))
+        return sum(block.flops for block in stage) if is_stage else math.inf
+
+    def sent(start: int, end: int) -> float:
+        return blocks[end - 1].bytes_sent if end < len(blocks) else 0.0
+
+    limit = _TOLERANCE * _partition(len(blocks), stages, flops).cost
+    smallest = _partition(len(blocks), stages, lambda *part: sent(*part) if flops(*part) <= limit else math.inf).cost
+    return _partition(len(blocks), stages, lambda *part: flops(*part) if sent(*part) <= smallest else math.inf).cuts
+
+
+def _partition(length: int, stages: int, cost: Callable[[int, int], float]) -> _Partition:
+    """Return the partition of `length` blocks that minimizes the cost of the most expensive stage.
+
+    The algorithm is dynamic programming (the linear partition problem). `best[end]` is the best partition of the first
+    `end` blocks into `count` stages. The last of these has the blocks from `start` on for some `start`, and the stages
+    before it form the best partition of the first `start` blocks into `count - 1` stages.
+    """
+    best = {end: _Partition(cost(0, end), []) for end in range(1, length + 1)}
     for count in range(2, stages + 1):
         previous, best = best, {}
-        for end in range(count, len(blocks) + 1):
+        for end in range(count, length + 1):
             candidates = []
             for start in range(count - 1, end):
-                cost = max(previous[start].cost, _stage_cost(blocks, start, end))
-                candidates.append(_Partition(cost, [*previous[start].cuts, start]))
+                larger = max(previous[start].cost, cost(start, end))
+                candidates.append(_Partition(larger, [*previous[start].cuts, start]))
             best[end] = min(candidates)
-    return best[len(blocks)].cuts
-
-
-def _stage_cost(blocks: Sequence[Block], start: int, end: int) -> float:
-    """Return the cost of the stage `blocks[start:end]` in FLOPs; bytes sent count as FLOPs."""
-    stage = blocks[start:end]
-    if not any(block.num_parameters for block in stage):
-        return math.inf  # every stage must have parameters to train
-    sent = stage[-1].bytes_sent if end < len(blocks) else 0
-    return sum(block.flops for block in stage) + sent * _FLOPS_PER_BYTE
+    return best[length]
