@@ -1,8 +1,8 @@
 """Write the HTML page of a run or of a sweep, or the comparison of several runs.
 
 RUN_DIR is a run folder, or the folder of a sweep; the page is its report.html. Several run folders give a comparison
-with the first of them. A page loads nothing from outside: Plotly's JavaScript is written once beside the run folders,
-or with --single-file into the page.
+with the first of them; files among them, as in `runs/*`, are left out. A page loads nothing from outside: Plotly's
+JavaScript is written once beside the run folders, or with --single-file into the page.
 """
 
 import argparse
@@ -23,6 +23,7 @@ def write(folders: list[Path], output: Path | None, single_file: bool) -> Path:
     """
     if not find_spec("plotly"):
         raise UserError("the report needs plotly: pip install '.[report]'")
+    folders = [folder for folder in folders if not folder.is_file()] or folders
     for folder in folders:
         if is_sweep(folder) and len(folders) > 1:
             raise UserError(f"{folder} is a sweep: give it alone, or its run folders")

@@ -38,6 +38,9 @@ def check_properties(
     """Check the properties of a dataset and of its splits, as configured, before the images are read."""
     if len(image_shape) != 3 or min(image_shape) < 1:
         raise UserError(f"data.image_shape={list(image_shape)}: give [channels, height, width]")
+    if len(mean) == image_shape[2] != image_shape[0]:
+        first = [image_shape[2], *image_shape[:2]]
+        raise UserError(f"data.image_shape={list(image_shape)}: the channels come first: set data.image_shape={first}")
     for name, values in {"mean": mean, "std": std}.items():
         if len(values) != image_shape[0]:
             raise UserError(f"data.{name}={values}: give one value for each of the {image_shape[0]} channels")

@@ -31,7 +31,7 @@ class SampleGrid(L.Callback):
             raise UserError("callbacks.samples is for modules that generate images: omit it, or use experiment=gan")
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if not trainer.is_global_zero:
+        if trainer.sanity_checking or not trainer.is_global_zero:
             return
         grid = Image.fromarray(self._make_grid(trainer, pl_module.sample(self.side**2)).numpy())
         file = Path(trainer.default_root_dir) / "samples" / f"step{trainer.global_step:06d}.png"

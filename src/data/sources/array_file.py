@@ -48,13 +48,18 @@ class ArrayFile:
     def load(self, root: Path, split: str) -> tuple[Images, Tensor]:
         """Return the split's images, (n, channels, height, width), and its labels, (n,) integers."""
         images: Images
-        if self.file.is_dir():
-            images = _MappedImages(self.file / f"x_{split}.npy", self.image_shape)
-            labels = torch.from_numpy(np.load(self.file / f"y_{split}.npy"))
-        else:
-            with np.load(self.file) as arrays:
-                images = _channels_first(torch.from_numpy(arrays[f"x_{split}"]), self.image_shape)
-                labels = torch.from_numpy(arrays[f"y_{split}"])
+        try:
+            if self.file.is_dir():
+                images = _MappedImages(self.file / f"x_{split}.npy", self.image_shape)
+                labels = torch.from_numpy(np.load(self.file / f"y_{split}.npy"))
+            else:
+                with np.load(self.file) as arrays:
+                    images = _channels_first(torch.from_numpy(arrays[f"x_{split}"]), self.image_shape)
+                    labels = torch.from_numpy(arrays[f"y_{split}"])
+        except (TypeError, ValueError) as error:  # objects, or strings
+            raise UserError(
+                f"data.source.file={self.file}: an array of `{split}` has no numbers ({error}): store integers"
+            ) from error
         return images, labels.squeeze(1) if labels.shape[1:] == (1,) else labels
 
     def _names(self) -> set[str]:

@@ -55,7 +55,7 @@ def explain(error: Exception, words: Sequence[str]) -> str:
         return _explain_choice(str(error.missing_cfg_file), error.options)
     # Hydra gives the name of an unknown option in its message only (`_apply_overrides_to_config` in
     # https://github.com/facebookresearch/hydra/blob/v1.3.2/hydra/_internal/config_loader_impl.py).
-    if unknown := re.match(r"Could not override '([\w.]+)'", str(error)):
+    if unknown := re.match(r"Could not (?:override|delete from config\.) '([\w.]+)'", str(error)):
         return _explain_option(unknown[1], words)
     return " ".join(f"{error} {error.__cause__ or ''}".split()) or type(error).__name__
 

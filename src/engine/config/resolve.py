@@ -15,6 +15,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError
 
 from src.engine.config.build import check_numbers, check_targets, drop_replaced_options, drop_unused_options
 from src.engine.config.devices import device_count, resolve_devices
@@ -77,7 +78,12 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     cfg.run_dir = str(folder)
     cfg.tags = [str(tag) for tag in ([cfg.tags] if isinstance(cfg.tags, str | int) else cfg.tags or [])]
     _set_runtime(cfg, hydra_cfg)
-    OmegaConf.resolve(cfg)
+    try:
+        OmegaConf.resolve(cfg)
+    except InterpolationKeyError as error:  # such as model.num_classes, if a data set of one's own has no classes
+        unused = " ".join(f"~{name}" for name in _PARTS if cfg.get(name) and not _is_used(cfg, name))
+        hint = f", or leave out what {cfg.module._target_} does not use: {unused}" if unused else ""
+        raise UserError(f"{error}: set it{hint}") from error
     return cfg
 
 
@@ -109,14 +115,18 @@ def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
 
 
 def refuse_unused_groups(cfg: DictConfig, overrides: Iterable[str]) -> None:
-    """Check that the module refers to each group that an override chooses or changes."""
-    module = OmegaConf.to_yaml(cfg.module)  # with interpolations such as ${model} or ${model.width}
+    """Check that the module refers to each group that an override chooses or changes; it may leave others out."""
     for override in overrides:
-        group = re.split(r"[.=]", override.lstrip("+~"))[0]
-        if group in _PARTS and not re.search(rf"\${{{group}\b", module):
+        group = re.split(r"[.=]", override.lstrip("+"))[0]
+        if group in _PARTS and not _is_used(cfg, group):
             raise UserError(
                 f"{override}: {cfg.module._target_} does not use `{group}`; leave it out, or choose a module that does"
             )
+
+
+def _is_used(cfg: DictConfig, group: str) -> bool:
+    """Return whether the module has an interpolation such as ${model} or ${model.width}."""
+    return bool(re.search(rf"\${{{group}\b", OmegaConf.to_yaml(cfg.module)))
 
 
 def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:

@@ -186,6 +186,9 @@ def check_loader(loader: Any, method: str) -> None:
             f"{method}: {type(loader.dataset).__name__} is an IterableDataset, whose samples cannot be divided among "
             "processes nor found again after a restart: give a dataset with __getitem__ and __len__"
         )
+    for part in (loader.dataset, loader.sampler):
+        if not hasattr(part, "__len__"):
+            raise UserError(f"{method}: {type(part).__name__} has no __len__: add it, the number of its samples")
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise UserError(f"{method}: {type(loader).__name__} has an __iter__ of its own: return a torch DataLoader")
     if loader.batch_size is None:

@@ -10,7 +10,9 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, Subset, get_worker_info
+
+from src.engine.utils.errors import UserError
 
 
 class SeededSamples(Dataset[Any]):
@@ -35,9 +37,20 @@ class SeededSamples(Dataset[Any]):
             items = []
             for position, key in samples.T.tolist():
                 seed_generators(key)
-                items.append(self.dataset[position])
+                items.append(self._fetch(position))
             seed_generators(int(keys[0]))
             return positions, self._collate(items)
+
+    def _fetch(self, position: int) -> Any:
+        try:
+            return self.dataset[position]
+        except Exception as error:
+            if not isinstance(error, UserError) and hasattr(error, "add_note"):  # Python 3.10 has no notes
+                dataset = self.dataset
+                while isinstance(dataset, Subset):
+                    dataset, position = dataset.dataset, dataset.indices[position]
+                error.add_note(f"This is sample {position} of {type(dataset).__name__}.")
+            raise
 
     def _collate(self, items: list[Any]) -> Any:
         return self.collate(items)

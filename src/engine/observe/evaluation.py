@@ -105,8 +105,8 @@ class Evaluation(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not hasattr(trainer.datamodule, "classes"):
             raise UserError(
-                f"callbacks.evaluation: {type(_data(trainer).plain).__name__} has no `classes`, the names in "
-                "the order of the labels: add them, or set callbacks.evaluation=null"
+                f"callbacks.evaluation is for classification, but {type(_data(trainer).plain).__name__} has no "
+                "`classes`, the names in the order of the labels: add them, or set callbacks.evaluation=null"
             )
         # A batch before training shows whether the module returns its logits.
         trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
@@ -145,7 +145,7 @@ class Evaluation(L.Callback):
         expected = (len(batch[0]), len(data.classes))
         if not isinstance(logits, Tensor) or logits.shape != expected:
             message = (
-                f"callbacks.evaluation needs the logits of each batch: let {step_name} return them, an "
+                f"callbacks.evaluation is for classification and needs logits: let {step_name} return them, an "
                 f"(images, classes) tensor, here {expected}; or set callbacks.evaluation=null"
             )
             if not trainer.testing:

@@ -1,4 +1,4 @@
-"""Checks of every run: monitored metrics exist, and the loss and the weights are finite."""
+"""Checks of every run: monitored metrics exist, steps train, and the loss and the weights are finite."""
 
 import logging
 import math
@@ -8,12 +8,15 @@ from typing import Any, NoReturn
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 
 from src.engine.utils.errors import UserError
 from src.engine.utils.log_points import is_log_point
 from src.engine.utils.tensors import to_local
 
 _log = logging.getLogger(__name__)
+_USUAL = {"val/loss", "val/acc"}  # metrics of the template's modules
 
 
 class RunChecks(L.Callback):
@@ -29,9 +32,15 @@ class RunChecks(L.Callback):
 
     def __init__(self, callbacks: dict[str, Any]) -> None:
         self.callbacks = callbacks
+        self._has_trained: bool | None = None  # in this start; None before the first batch
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let a sanity check show whether an unusual metric exists, which otherwise takes an epoch."""
+        if {*self._monitors(trainer).values()} - _USUAL:
+            trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check the metrics of a module that was not written for this template; others have no sanity check.
+        """Check the metrics if the module is not of this template, or one is unusual; other runs have no such check.
 
         A module may log nothing in the sanity check, and Lightning checks other metrics when they are due.
         """
@@ -46,11 +55,16 @@ class RunChecks(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse a monitor in a run without validation; a checkpoint callback only saves nothing."""
         data: Any = trainer.datamodule
-        if data.evaluated_samples("val"):
+        has_step = is_overridden("validation_step", pl_module)
+        if data.evaluated_samples("val") and has_step:
             return
         cause, change = "", "give it validation samples (data.val_fraction, for images)"
         if data.limits["val"] == 0:
             cause, change = " (trainer.limit_val_batches=0)", "set trainer.limit_val_batches=1.0"
+        elif not has_step:
+            cause, change = f": {type(pl_module).__name__} has no validation_step", "add it"
+        elif not is_overridden("val_dataloader", data.plain, L.LightningDataModule):
+            cause, change = f": {type(data.plain).__name__} has no val_dataloader", "add it"
         for name, monitor in self._monitors(trainer).items():
             problem = f"{name} monitors {monitor}, but the run has no validation{cause}"
             remedy = f"{change}, or {_without(name)}"
@@ -58,7 +72,16 @@ class RunChecks(L.Callback):
                 raise UserError(f"{problem}: {remedy}")
             _log.warning("%s, so it saves nothing: %s", problem, remedy)
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        if loss.numel() != 1:
+            raise UserError(
+                f"{type(pl_module).__name__}.training_step has a loss of shape {list(loss.shape)}: "
+                "reduce it to one number, such as by loss.mean()"
+            )
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        steps = bool(outputs) if pl_module.automatic_optimization else trainer.global_step > 0
+        self._has_trained = self._has_trained or steps
         if is_log_point(trainer, trainer.global_step):
             loss = float(trainer.callback_metrics.get("train/loss", 0.0))
             if not math.isfinite(loss):
@@ -67,6 +90,11 @@ class RunChecks(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let all ranks compute the metrics of the epoch, which communicate, before rank zero's progress bar does."""
         _ = trainer.callback_metrics
+        if self._has_trained is False and not trainer.fast_dev_run:
+            problem, remedy = "steps no optimizer", "call step() of those that self.optimizers() returns"
+            if pl_module.automatic_optimization:
+                problem, remedy = "returns None at each step of an epoch", "return the loss"
+            raise UserError(f"{type(pl_module).__name__}.training_step {problem}, so nothing is trained: {remedy}")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         _ = trainer.callback_metrics

@@ -25,6 +25,9 @@ from src.engine.utils.memory import tune_malloc
 from src.engine.utils.signals import Stopped
 
 _log = logging.getLogger(__name__)
+# Errors of the user for which Lightning has no exception of its own (`EarlyStopping._validate_condition_metric` and
+# `_AutomaticOptimization._training_step`).
+_REFUSALS = ("Early stopping conditioned on metric", "Skipping the `training_step` by returning None")
 
 
 def run(cfg: DictConfig, keep_trainer: Callable[[L.Trainer], None] | None = None) -> dict[str, float]:
@@ -48,8 +51,7 @@ def run(cfg: DictConfig, keep_trainer: Callable[[L.Trainer], None] | None = None
             raise KeyboardInterrupt from None
         raise
     except (MisconfigurationException, RuntimeError) as error:
-        # EarlyStopping has no exception of its own for a missing metric (`_validate_condition_metric`).
-        if isinstance(error, RuntimeError) and not str(error).startswith("Early stopping conditioned on metric"):
+        if isinstance(error, RuntimeError) and not str(error).startswith(_REFUSALS):
             raise
         raise UserError(f"Lightning refuses this run: {' '.join(str(error).split())}") from error
     finally:

@@ -57,6 +57,8 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             plugins=[AtomicCheckpointIO(), *([DoublePrecision()] if is_double else [])],
             precision=None if is_double else cfg.trainer.precision,
             default_root_dir=folder,
+            # Without a bar among the callbacks, Lightning would add its own.
+            enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in configured.values()),
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in configured.values()),
             # The option is true or false, or a number of steps; Lightning counts micro-batches.
             fast_dev_run=int(cfg.trainer.fast_dev_run) * cfg.trainer.accumulate_grad_batches,

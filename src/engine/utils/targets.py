@@ -1,14 +1,16 @@
 """The class or function that a `_target_` names, and the options that it accepts."""
 
 import inspect
+import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 from hydra._internal.utils import _locate
 
-from src.engine.utils.errors import UserError
+from src.engine.utils.errors import UserError, similar_names
 
 # Classes, functions and modules of the project that had another path in earlier versions: {old path: new path}. Runs
 # that are continued, and checkpoints that are loaded, may still name the old one.
@@ -57,10 +59,23 @@ def locate(option: str, target: str) -> Callable[..., Any]:
     except (ImportError, ValueError) as error:  # the second for a name with a dot too many
         if isinstance(error, ImportError) and not isinstance(error.__cause__, ImportError | AttributeError | None):
             raise  # a bug in the file
-        raise UserError(f"{option}={target}: {' '.join(str(error).split())}") from error
+        raise UserError(f"{option}={target}: {' '.join(str(error).split())}{_nearest(target)}") from error
     if not callable(found):
         raise UserError(f"{option}={target}: {target} is a {type(found).__name__}; give a class or a function")
     return found
+
+
+def _nearest(target: str) -> str:
+    """Return the end of an error message: names like the first unknown one of a dotted path, if there are any."""
+    parent, _, name = target.rpartition(".")
+    while parent and parent not in sys.modules:
+        parent, _, name = parent.rpartition(".")
+    module = sys.modules.get(parent)
+    known = {*dir(module), *(file.name for file in pkgutil.iter_modules(getattr(module, "__path__", [])))}
+    if not module or not name or name in known:  # a part that exists has an error of its own
+        return ""
+    names = [f"{parent}.{similar}" for similar in similar_names(name, known)]
+    return f" Did you mean {' or '.join(names)}?" if names else ""
 
 
 def _parameters(target: Callable[..., Any]) -> list[inspect.Parameter]:

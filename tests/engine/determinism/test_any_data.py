@@ -1,10 +1,12 @@
 """Any plain LightningDataModule trains the same on any hardware, or is refused in one line."""
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 import lightning as L
@@ -135,6 +137,11 @@ def test_weighted_sampler_is_the_same(short: list[str], pool: Pool, folder: Path
     check_equal(fit_ranks(compose(folder, *words, "strategy=ddp", "trainer.devices=2"), pool, test=True), alone)
 
 
+class Unsized(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(6), torch.zeros(2)
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         yield from range(64)
@@ -178,6 +185,7 @@ POINTS: Dataset[Any] = NoisyPoints()
     ("made", "message"),
     [
         (DataLoader(Stream(), 16), "Stream is an IterableDataset"),
+        (DataLoader(Unsized(), 16), "Unsized has no __len__: add it"),
         (DataLoader(POINTS, batch_sampler=[[0, 1], [2, 3]]), "has a batch_sampler of its own"),
         (DataLoader(POINTS, batch_size=None), "or batch_size=None: give batch_size, the samples of an optimizer step"),
         (DataLoader(POINTS, 16, sampler=DistributedSampler(POINTS, 2, 0)), "has a DistributedSampler: leave it out"),
@@ -320,6 +328,21 @@ def test_a_stage_without_a_loader_is_refused(short: list[str], folder: Path) -> 
 def test_warns_of_random_numbers_for_a_batch(short: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(compose(folder, *short, *PROJECTS["regression"], f"data._target_={__name__}.AugmentsOnDevice"))
     assert [message for message in caplog.messages if "on_after_batch_transfer draws random numbers" in message]
+
+
+class Unreadable(RegressionData):
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.train.dataset.points = list(self.train.dataset.points)
+        self.train.dataset.points[self.train.indices[60]] = None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_names_the_sample_that_cannot_be_read(workers: int, short: list[str], folder: Path) -> None:
+    words = [*short, *PROJECTS["regression"], f"data._target_={__name__}.Unreadable", f"+data.num_workers={workers}"]
+    with pytest.raises(TypeError) as raised:
+        fit(compose(folder, *words))
+    assert re.search(r"This is sample \d+ of NoisyPoints\.", "".join(format_exception(raised.value)))
 
 
 class Penalized(Regression):

@@ -132,7 +132,7 @@ def test_module_of_the_user_that_returns_its_logits(small: list[str], pool: Pool
 
 def test_refuses_a_module_that_returns_no_logits(small: list[str], tmp_path: Path, folder: Path) -> None:
     task = [*small, *EVALUATION, *plain("tests.support.modules.Plain", tmp_path)]
-    message = r"callbacks.evaluation needs the logits .* let Plain.validation_step return them, .* \(10, 10\)"
+    message = r"callbacks.evaluation is for classification .* let Plain.validation_step return them, .* \(10, 10\)"
     with pytest.raises(UserError, match=message):
         run(compose(folder, *task))
     assert not (folder / "evaluation").exists()
@@ -154,7 +154,7 @@ def test_a_test_without_logits_does_not_fail_a_trained_run(
     assert "test/acc" in metrics
     assert "test/calibration_error" not in metrics
     assert [file.name for file in (folder / "evaluation").iterdir()] == ["val.json"]
-    assert caplog.text.count("no evaluation/test.json: callbacks.evaluation needs the logits") == 1
+    assert caplog.text.count("no evaluation/test.json: callbacks.evaluation is for classification") == 1
 
 
 def batches(samples: int = 600, classes: int = 5, size: int = 50) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from scripts.report import main
+from scripts.report import main, write
 from src.engine.launch.outcome import run_recorded
 from src.engine.launch.report import run_report
 from src.engine.report.write import write_page_of
@@ -157,6 +157,13 @@ def test_commands_of_the_docs(
         text = file.read_text()
         assert ("parts from first at step" in text) == (str(second) in words)
         assert (len(text) > 4_000_000) == ("--single-file" in words)
+
+
+def test_files_beside_run_folders_are_left_out(tmp_path: Path) -> None:
+    """Such as the comparison that the command wrote before: a shell expands runs/* to it."""
+    run, page = write_run(tmp_path / "run"), tmp_path / "comparison.html"
+    page.touch()
+    assert write([run, page], None, single_file=False) == run / "report.html"
 
 
 @pytest.mark.parametrize(

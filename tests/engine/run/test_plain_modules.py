@@ -1,15 +1,20 @@
 """LightningModules written for plain Lightning train the same on any hardware, or are refused before training."""
 
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 
+from src.data.datamodule import ImageDataModule
 from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.experiments import SHORT
 from tests.support.interruption import die, run_on_ranks
+from tests.support.modules import Plain, UnsyncedPlateau
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import Record, compose, fit, fit_and_test, fit_ranks
 
@@ -174,10 +179,11 @@ def test_weights_only_checkpoint_can_be_read(task: list[str], folder: Path) -> N
             ["callbacks.best.monitor=val_acc"],
             "callbacks.best monitors val_acc, which validation does not log .it logs val",
         ),
+        (["module=classifier", "callbacks.best.monitor=val/f1"], "callbacks.best monitors val/f1, .*it logs val/loss"),
         (["module=template", "strategy=pipeline"], "strategy=pipeline needs TemplateStyle.loss"),
         (["module=template", "test=true"], "test=True: TemplateStyle has no test_step; add one, or set test=false"),
     ],
-    ids=["no network", "no metric", "no loss", "no test"],
+    ids=["no network", "no metric", "unusual metric", "no loss", "no test"],
 )
 def test_refused_before_training(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=message):
@@ -187,6 +193,64 @@ def test_refused_before_training(overrides: list[str], message: str, task: list[
 
 def of_class(name: str) -> list[str]:
     return ["module=plain", f"module._target_=tests.support.modules.{name}"]
+
+
+class TrainsNothing(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class SkipsSteps(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx % 2 else None
+
+
+class NeverSteps(Plain):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.manual_backward(super().training_step(batch, batch_idx))
+
+
+class LossPerSample(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+
+
+class NoValidationStep(UnsyncedPlateau):
+    validation_step = L.LightningModule.validation_step  # type: ignore[assignment]
+
+
+class NoValidation(ImageDataModule):
+    val_dataloader = L.LightningDataModule.val_dataloader
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["module=plain", "module._target_={}.TrainsNothing"], "TrainsNothing.training_step returns None at each step"),
+        (["module=plain", "module._target_={}.NeverSteps"], "NeverSteps.training_step steps no optimizer, .*: call"),
+        (["module=plain", "module._target_={}.LossPerSample"], r"training_step has a loss of shape \[16\]: reduce it"),
+        (
+            ["module=plain", "module._target_={}.NoValidationStep"],
+            "scheduler monitors val/acc, but .* no validation: NoValidationStep has no validation_step: add it",
+        ),
+        (
+            [*of_class("UnsyncedPlateau"), "data._target_={}.NoValidation"],
+            "scheduler monitors val/acc, but .* no validation: NoValidation has no val_dataloader: add it",
+        ),
+    ],
+)
+def test_refuses_to_train_in_vain(words: list[str], message: str, task: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        run(compose(folder, *task, *(word.format(__name__) for word in words)))
+
+
+def test_only_a_single_process_may_skip_a_step(task: list[str], pool: Pool, folder: Path) -> None:
+    words = [*task, "module=plain", f"module._target_={__name__}.SkipsSteps"]
+    run(compose(folder / "one", *words))
+    with pytest.raises(RankFailed, match="Lightning refuses this run: Skipping the `training_step`"):
+        pool.run(2, run, compose(folder, *words, "strategy=ddp", TWO))
 
 
 def test_fsdp_refuses_a_parameter_of_the_module_itself(task: list[str], folder: Path) -> None:

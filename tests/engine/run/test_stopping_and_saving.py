@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from src.engine.run.experiment import run
-from src.engine.run.trainer import _configured_callbacks
+from src.engine.run.trainer import _configured_callbacks, build_trainer
 from src.engine.utils.errors import UserError
 from tests.support.commands import TWO
 from tests.support.experiments import SHORT, SHORT_EPOCH
@@ -114,6 +114,11 @@ def test_a_second_progress_bar_needs_the_first_one_left_out(folder: Path) -> Non
     with pytest.raises(UserError, match=r"one progress bar: set callbacks.progress_bar=null$"):
         _configured_callbacks(compose(folder, *words))
     assert "callbacks.bar" in _configured_callbacks(compose(folder, *words, "callbacks.progress_bar=null"))
+
+
+def test_no_progress_bar_among_the_callbacks_means_none(folder: Path) -> None:
+    trainer = build_trainer(compose(folder, "callbacks.progress_bar=null", "trainer.enable_progress_bar=true"))
+    assert trainer.progress_bar_callback is None
 
 
 class ScriptedAccuracy(L.Callback):

@@ -74,6 +74,7 @@ def test_train_samples_limits_the_training_set(small: list[str], folder: Path) -
         (["data.num_classes=12"], "data.num_classes=12, but .* has 10 classes"),
         (["data.image_shape=[3,64,64]"], r"data.image_shape=\[3, 64, 64\], but .* are \[3, 32, 32\]"),
         (["data.image_shape=[32,32]"], r"data.image_shape=\[32, 32\]"),
+        (["data.image_shape=[32,32,3]"], r"the channels come first: set data.image_shape=\[3, 32, 32\]"),
         (["data.mean=[0.5]"], r"data.mean=\[0.5\]: give one value for each of the 3 channels"),
         (["data.train_samples=361"], "data.train_samples=361 exceeds the 360 images to train on"),
         (["data.batch_size=12.5"], "data.batch_size=12.5"),

@@ -164,6 +164,8 @@ GOOD = {
         ({"x_train": np.zeros((20, 192), np.uint8)}, r"are \[192\] each: reshape them to \(n, channels, height"),
         ({"x_train": np.zeros((20, 3, 8, 8, 1), np.uint8)}, r"are \[3, 8, 8, 1\] each: reshape them"),
         ({"x_train": np.zeros((19, 8, 8, 3), np.uint8)}, "`train` has 19 images and 20 labels"),
+        ({"x_train": np.full((20, 8, 8, 3), None)}, "an array of `train` has no numbers .*: store integers"),
+        ({"y_train": np.full(20, "cat")}, "an array of `train` has no numbers .*: store integers"),
         ({"y_train": np.zeros(20)}, r"the labels of `train` are torch.float64 of shape \[20\]"),
         ({"y_train": np.zeros((20, 8, 8), int)}, r"the labels of `train` are torch.int64 of shape \[20, 8, 8\]"),
         ({"y_test": np.full(20, -1)}, "`test` has labels from -1 to -1"),
