@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts.dev.pictures.figures import curves_figure, fastest_step, schedules_figure
+from scripts.dev.pictures.figures import curves_figure, schedules_figure
+from scripts.dev.pictures.passes import fastest_step
 from scripts.dev.pictures.runs import CURVES, PIPELINES, Run
 from scripts.dev.pictures.svg import palettes, to_svg
 from src.engine.report.run_folder import RunFolder
@@ -67,7 +68,7 @@ def test_the_fastest_recorded_step_is_drawn(tmp_path: Path) -> None:
     run = RunFolder(write_run(tmp_path / "run", ranks=4))
     add_step(run, 20, delay=0.5)
     add_step(run, 30, delay=2)
-    assert max(one.end for passes in fastest_step(run.timelines).values() for one in passes) == pytest.approx(0.105)
+    assert max(one.end for passes in fastest_step(run.path).values() for one in passes) == pytest.approx(0.105)
 
 
 @pytest.mark.parametrize("run", [CURVES[-1], PIPELINES[-1]], ids=lambda run: run.folder)

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from src.engine.report.evaluation import evaluation_section
 from src.engine.report.metric_charts import group_names, median, metric_chart, sampling_note, title
 from src.engine.report.page import Section, duration_text, macros, number, parts, write_page
-from src.engine.report.rank_charts import pipeline_charts, slowest_rank, time_charts
+from src.engine.report.rank_charts import slowest_rank, time_charts
 from src.engine.report.run_folder import Curve, RunFolder
 
 REPORT = "report.html"
@@ -34,7 +34,6 @@ def write_run_page(folder: Path, scripts: Path | None) -> Path:
         _curve_section(run),
         _speed_section(run),
         _rank_section(run),
-        Section("Pipeline", parts.grid(pipeline_charts(run))),
         *(evaluation_section(split, evaluation) for split, evaluation in run.evaluations.items()),
         Section("Configuration", _settings(run)),
         Section("Events", macros("run").events(run.events)),
