@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from src.engine.report.page import Section, chart, duration_text, macros, number, parts, series_color, write_page
 from src.engine.report.run_page import REPORT
-from src.engine.report.sweep import Sweep, curves, parallel_coordinates, seeds
+from src.engine.report.sweep import Sweep, curves, seeds
 from src.engine.state.jobs import last_line
 
 _SCALE = [[0, "var(--heat1)"], [1, "var(--heat4)"]]  # of Optuna's plots
@@ -21,10 +21,10 @@ _SHOWN = ("val/acc", "test/acc", "train/loss")  # metrics that the table shows b
 def write_sweep_page(folder: Path, scripts: Path | None) -> Path:
     """Write the page of the sweep in `folder`; return its path. `scripts` is that of `write_page`."""
     sweep = Sweep(folder)
-    charts = [parallel_coordinates(sweep), curves(sweep), *_optuna_charts(sweep)]
+    charts = [curves(sweep), *_optuna_charts(sweep)]
     sections = [
         Section("Jobs", parts.grid([_job_table(sweep)]), "A click on a column sorts the table."),
-        Section("Options and results", parts.grid(charts)),
+        Section("Results", parts.grid(charts)),
         Section("Seeds", parts.grid([seeds(sweep)])),
         Section("Failures", parts.grid([macros("sweep").failures(sweep.jobs)])),
     ]

@@ -38,4 +38,4 @@ def test_a_study_that_cannot_be_read_is_said(sweep: Path) -> None:
     (sweep / "optuna.db").write_bytes(b"no database" * 100)
     page = write_page_of(sweep).read_text()
     assert "The study cannot be read" in page
-    assert "Parallel coordinates" in page
+    assert "The best is job 3" in page

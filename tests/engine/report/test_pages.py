@@ -27,7 +27,7 @@ def write_sweep(folder: Path) -> Path:
         job.metrics = {"val/acc": 0.5 + number / 20, "train/loss": 1.0}
         if number == 7:
             job.status, job.result, job.error = "failed", None, "Traceback (most recent call last):\nValueError: <b>"
-        job.write(write_run(folder / str(number), points=20))
+        job.write(write_run(folder / str(number), points=40))
     return folder
 
 
@@ -53,7 +53,7 @@ def opened(pages: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Sessi
 
 def test_every_chart_is_drawn(pages: list[Path], opened: Session) -> None:
     for page, state in zip(pages[:-1], opened.pages, strict=False):
-        assert state.charts == page.read_text().count('<figure class="chart') > 1
+        assert state.charts == page.read_text().count('<figure class="chart') > 0
 
 
 def test_only_the_broken_page_has_errors(opened: Session) -> None:

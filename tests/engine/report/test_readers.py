@@ -21,7 +21,7 @@ from src.engine.report.page import new_figure
 from src.engine.report.rank_charts import slowest_rank
 from src.engine.report.run_folder import Curve, RunFolder, read_mapping, read_metrics
 from src.engine.report.run_page import duration
-from src.engine.report.sweep import LEVELS, Sweep
+from src.engine.report.sweep import Sweep
 from src.engine.state.jobs import Job, seed_rows
 from src.engine.utils.files import read_json_lines
 from tests.support.run_folders import write_run
@@ -166,7 +166,6 @@ def test_sweep_ranks_its_jobs(tmp_path: Path) -> None:
     assert sweep.options == ["lr"]
     assert sweep.falls
     assert [job.name for job in sweep.ranked] == ["3", "0", "4", "1"]
-    assert [job.level for job in sweep.ranked] == list(range(LEVELS))
 
 
 def test_mean_over_seeds_of_which_one_diverged() -> None:
