@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.dev import parity
 from scripts.dev.benchmarks.cases import BENCHMARKS
 from scripts.dev.benchmarks.programs import Case, Program, run_in_turn
 from scripts.dev.benchmarks.report import achieved, ratios, table, write
@@ -140,6 +141,10 @@ def test_programs_run_in_turn_and_report_failures(tmp_path: Path) -> None:
     failing = Program("c", [sys.executable, "-c", "raise ValueError('this is why')"])
     with pytest.raises(SystemExit, match="this is why"):
         run_in_turn(Case("", "seconds", [failing]), 1, tmp_path / "scratch")
+
+
+def test_parity_table_has_its_tests() -> None:
+    assert parity.TEST.is_file()
 
 
 def test_refuses_unknown_measurements() -> None:
