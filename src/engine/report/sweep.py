@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -43,21 +42,15 @@ class Sweep:
         names = {_split(word)[0] for words in differing for word in words}
         self.jobs = [SweepJob(name, job, _options(job.overrides, names)) for name, job in named]
         self.metric = next((job.metric for _, job in named if job.metric), "result")
-        # What Hydra has saved of the sweeper, such as Optuna's direction and storage.
-        self.sweeper: dict[str, Any] = read_mapping(self.path / "multirun.yaml").get("hydra", {}).get("sweeper") or {}
+        saved = read_mapping(self.path / "multirun.yaml").get("hydra", {}).get("sweeper") or {}
+        direction = saved.get("direction") or ("minimize" if self.metric.endswith("loss") else "maximize")
+        self.falls = direction == "minimize"  # the lowest result is the best
 
     @property
     def options(self) -> list[str]:
         """The options in which the jobs differ, the seed last."""
         names = dict.fromkeys(name for job in self.jobs for name in job.options)
         return sorted(names, key=lambda name: name == "seed")
-
-    @property
-    def falls(self) -> bool:
-        """Whether the lowest result is the best."""
-        return self.sweeper.get("direction") == "minimize" or (
-            "direction" not in self.sweeper and self.metric.endswith("loss")
-        )
 
     @property
     def ranked(self) -> list[SweepJob]:

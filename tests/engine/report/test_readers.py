@@ -166,6 +166,8 @@ def test_sweep_ranks_its_jobs(tmp_path: Path) -> None:
     assert sweep.options == ["lr"]
     assert sweep.falls
     assert [job.name for job in sweep.ranked] == ["3", "0", "4", "1"]
+    (tmp_path / "multirun.yaml").write_text("hydra: {sweeper: {direction: maximize}}")
+    assert [job.name for job in Sweep(tmp_path).ranked] == ["1", "4", "0", "3"]
 
 
 def test_mean_over_seeds_of_which_one_diverged() -> None:
