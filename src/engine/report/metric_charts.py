@@ -137,18 +137,6 @@ def _note(curves: dict[str, Curve]) -> str:
     return "; ".join(parts)
 
 
-def sampling_note(curves: dict[str, Curve]) -> str:
-    """Return the sentences that say how long curves are drawn; nothing if all are short."""
-    longest = max((len(curve.values) for curve in curves.values()), default=0)
-    if longest <= _NOISY:
-        return ""
-    note = "A bold line is the mean of sections of a long curve."
-    if longest > 2 * BUCKETS:
-        size = -(-longest // BUCKETS)
-        note += f" The pale line below it has the smallest and the largest of each {size} of {longest:,} points."
-    return note
-
-
 def mark_events(figure: "go.Figure", events: list[dict[str, Any]], last_step: float) -> None:
     """Draw a line at the step of each event between start and end; those that are close share it."""
     marks: list[tuple[int, list[str]]] = []

@@ -88,12 +88,10 @@ def new_figure(height: int, **layout: Any) -> "go.Figure":
     return go.Figure(layout={"height": height, "template": {}} | layout)  # copying the default template takes longer
 
 
-def bar_figure(
-    height: int, names: Sequence[str], values: Sequence[float | None], labels: Sequence[str], color: Any = "var(--s1)"
-) -> "go.Figure":
-    """Return horizontal bars with labels at their ends, the first bar on top; `color` is one color or that of each."""
+def bar_figure(height: int, names: Sequence[str], values: Sequence[float], labels: Sequence[str]) -> "go.Figure":
+    """Return horizontal bars with labels at their ends, the first bar on top."""
     figure = new_figure(height, hovermode=False, bargap=0.35, yaxis=CATEGORIES)
-    marker = {"color": color, "cornerradius": 3}
+    marker = {"color": "var(--s1)", "cornerradius": 3}
     label = {"text": labels, "textposition": "outside", "textfont": {"color": "var(--ink)"}}
     figure.add_bar(x=values, y=names, orientation="h", marker=marker, cliponaxis=False, **label)
     return figure
