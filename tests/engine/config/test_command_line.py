@@ -338,7 +338,6 @@ def test_breakpoint_stops_rank_zero_in_the_terminal(strategy: str, small: list[s
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "ddp_spawn"])
 def test_terminal_shows_only_lines_of_the_project(strategy: str, small: list[str], tmp_path: Path) -> None:
-    """The terminal has 80 columns; nothing else fits all of them than these starts of lines."""
     task = [*small, *TINY, f"strategy={strategy}", f"trainer.devices={1 if strategy == 'auto' else 2}"]
     code, printed = run_in_terminal(*task, f"run_dir={tmp_path}/run", columns=80)
     assert code == 0, printed
@@ -373,7 +372,6 @@ def test_terminal_shows_only_lines_of_the_project(strategy: str, small: list[str
     known = (*banner, *results, *measured, "wandb is offline", "wandb leet", "wandb sync", str(tmp_path))
     lines = [line for line in printed.splitlines() if line.strip()]
     assert [line for line in lines if not line.strip().startswith(known)] == []
-    assert [line for line in lines if len(line.rstrip()) > 80 and str(tmp_path) not in line] == []
 
 
 def test_rank_zero_configures_all_ranks_under_torchrun(small: list[str], tmp_path: Path) -> None:
