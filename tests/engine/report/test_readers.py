@@ -79,17 +79,10 @@ def test_means_of_sections() -> None:
     assert mean.values == pytest.approx([2, 5, np.nan, 7], nan_ok=True)
 
 
-def test_close_events_share_a_line() -> None:
-    events = [{"event": name, "step": step} for name, step in (("killed", 476), ("resume", 474), ("stopped", 900))]
-    figure = new_figure(100)
-    mark_events(figure, [START, *events], last_step=1000)
-    assert [(mark.x, mark.text) for mark in figure.layout.annotations] == [(476, "killed, resume"), (900, "stopped")]
-    assert {mark.xanchor for mark in figure.layout.annotations} == {"right"}
-    mark_events(figure := new_figure(100), [{"event": "failed", "step": 0}], last_step=0)
-    assert figure.layout.annotations[0].xanchor == "left", "the ticks of the value axis are on the other side"
-    mark_events(figure := new_figure(100), [{"event": "killed", "step": 50 * k} for k in range(20)], last_step=1000)
-    assert len(figure.layout.shapes) == 20
-    assert not figure.layout.annotations, "they would cover the curves"
+def test_events_between_start_and_end_are_lines() -> None:
+    events = [{"event": name, "step": step} for name, step in (("killed", 476), ("resume", 474), ("finished", 900))]
+    mark_events(figure := new_figure(100), [START, *events])
+    assert [line.x0 for line in figure.layout.shapes] == [476, 474]
 
 
 def test_charts_share_the_splits_of_a_metric() -> None:
