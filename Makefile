@@ -39,9 +39,9 @@ dry-gpu: install
 bench: install
 	$(BIN)/python -m scripts.dev.bench $(ARGS)
 
-# On a machine with GPUs, some ten minutes: writes docs/benchmarks/gpu.md. PEER=FILE times the speedrun's record as well.
+# On a machine with GPUs, some ten minutes: writes docs/benchmarks/gpu.md.
 gpu-check: install
-	$(BIN)/python -m scripts.dev.gpu_check $(if $(PEER),--peer $(PEER)) $(ARGS)
+	$(BIN)/python -m scripts.dev.gpu_check $(ARGS)
 
 # The pictures of the docs, in some minutes; needs Chromium or Chrome. ARGS="--only schedules" makes one.
 pictures: install

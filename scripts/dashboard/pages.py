@@ -60,7 +60,7 @@ def build_report(entity: str, project: str, options: Sequence[str], batch_size: 
     return wr.Report(project, entity, "Strategies compared", "Made by scripts.dashboard.", blocks, "fluid")
 
 
-_RANKS = "logger.wandb.every_rank=true adds the system metrics of every rank."
+_RANKS = "The system metrics are those of the host of rank zero."
 _EQUAL = "Strategies and numbers of ranks differ in these runs, the batch of the optimizer does not: the curves agree."
 
 

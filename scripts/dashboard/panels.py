@@ -35,22 +35,22 @@ def speed() -> list[Any]:
 
 
 def memory() -> list[Any]:
-    """Return the peak memory, and the memory of each rank's process and GPU."""
+    """Return the peak memory, and on the host of rank zero the memory of its process and of each GPU."""
     return [
         _by_strategy("throughput/peak_memory_mib"),
         _lines("ranks/memory_mib_max", "ranks/memory_mib_min", title="largest and smallest peak memory of a rank, MiB"),
-        _system("proc.memory.rssMB", "memory of each rank's process, MB"),
+        _system("proc.memory.rssMB", "memory of rank zero's process, MB"),
         _system("gpu.*.memoryAllocatedBytes", "memory of each GPU, bytes"),
     ]
 
 
 def ranks() -> list[Any]:
-    """Return the differences between ranks; those of logger.wandb.every_rank=true are by rank."""
+    """Return the differences between ranks, and the use of CPU and GPUs on the host of rank zero."""
     return [
         _lines("ranks/busy_ms_max", "ranks/busy_ms_median", title="busy time of the slowest and the median rank, ms"),
         _lines("ranks/slowest", title="number of the slowest rank"),
         _lines("ranks/gain", title="gain if the slowest rank were as fast as the median"),
-        _system("cpu", "CPU of each rank's process, %"),
+        _system("cpu", "CPU of rank zero's process, %"),
         _system("gpu.*.gpu", "utilization of each GPU, %"),
     ]
 
@@ -88,6 +88,6 @@ def _lines(*names: str, title: str | None = None, log_y: bool | None = None) -> 
 
 
 def _system(name: str, title: str) -> Any:
-    """Return the lines of a system metric of all ranks; `/l:rankN` follows its name in a shared run."""
-    pattern = "system[./]" + name.replace(".", r"\.").replace(r"\.*", r"\.[0-9]+") + "(/l:.*)?"
+    """Return the lines of a system metric."""
+    pattern = "system[./]" + name.replace(".", r"\.").replace(r"\.*", r"\.[0-9]+")
     return wr.LinePlot(title=title, x="RelativeTime(Process)", metric_regex=pattern)

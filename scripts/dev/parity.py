@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEST = ROOT / "tests" / "parity" / "test_parity.py"
+TEST = ROOT / "tests" / "engine" / "parity" / "test_parity.py"
 
 
 class ParityTable:

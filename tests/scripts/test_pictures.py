@@ -1,6 +1,5 @@
 """The pictures of the docs: each is built from recorded runs, and each file stands alone."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts.dev.pictures.figures import curves_figure, fastest_step, schedules_figure
+from scripts.dev.pictures.figures import curves_figure, schedules_figure
 from scripts.dev.pictures.runs import CURVES, PIPELINES, Run
 from scripts.dev.pictures.svg import palettes, to_svg
 from src.engine.report.run_folder import RunFolder
@@ -29,15 +28,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
     """Two runs of four ranks that have recorded the passes of gpipe with four micro-batches."""
     folder = tmp_path_factory.mktemp("runs")
     return [RunFolder(write_run(folder / name, ranks=4, gap=gap)) for name, gap in (("a", 0.0), ("b", 1e-12))]
-
-
-def add_step(run: RunFolder, step: int, delay: float) -> None:
-    """Record one step more, in which each pass starts late and takes longer."""
-    for file in (run.path / "timeline").glob("rank*.jsonl"):
-        last = json.loads(file.read_text().splitlines()[-1])
-        passes = [[*one[:3], one[3] * delay, one[4] * delay] for one in last["passes"]]
-        with file.open("a") as stream:
-            stream.write(json.dumps(last | {"step": step, "passes": passes}) + "\n")
 
 
 def traces(figure: Any, axis: str) -> list[Any]:
@@ -61,13 +51,6 @@ def test_schedules_as_simulated_and_as_recorded(tmp_path: Path) -> None:
         "the ranks idle 42.9%",
     ]
     assert [trace.name for trace in figure.data if trace.showlegend] == ["bubble", "forward", "backward"]
-
-
-def test_the_fastest_recorded_step_is_drawn(tmp_path: Path) -> None:
-    run = RunFolder(write_run(tmp_path / "run", ranks=4))
-    add_step(run, 20, delay=0.5)
-    add_step(run, 30, delay=2)
-    assert max(one.end for passes in fastest_step(run.timelines).values() for one in passes) == pytest.approx(0.105)
 
 
 @pytest.mark.parametrize("run", [CURVES[-1], PIPELINES[-1]], ids=lambda run: run.folder)

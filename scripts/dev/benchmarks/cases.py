@@ -14,7 +14,6 @@ from scripts.dev.benchmarks.programs import Case, Program
 from scripts.dev.shared.process import ROOT, python
 from src.data.sources.cifar import CIFAR10
 from src.engine.parallel.pipeline.schedules import SCHEDULES
-from src.engine.parallel.pipeline.simulation import bubble, simulate
 
 OVERRIDES = {
     "tiny": ["model=mlp", "model.hidden=[16]"],
@@ -196,22 +195,15 @@ def _read_ranks(scratch: Path) -> dict[str, float]:
 
 
 def pipeline(images: Path, stages: int = 2, microbatches: int = 8) -> list[Case]:
-    """A pipeline of two processes and eight micro-batches: hand-written, ours, and the ideal of its schedule.
-
-    The ideal takes the time of one process that computes the same micro-batches beside another, divided by the number
-    of stages and by the part of a step outside the bubble.
-    """
+    """A pipeline of two processes and eight micro-batches: hand-written and ours."""
     peers = ("handwritten_pipeline", "resnet9", images, SHORT, "--microbatches", microbatches)
     settings = ["strategy=pipeline", f"strategy.microbatches={microbatches}"]
     cases = []
     for name in SCHEDULES:
-        fraction = 1 / stages / (1 - bubble(simulate(name, stages, microbatches)))
         hand_written = peer("hand-written, torchrun", *peers, "--schedule", name, processes=stages)
         chosen = [*settings, f"strategy.schedule={name}"]
         template = ours("this template", "resnet9", images, SHORT, *chosen, devices=stages)
-        beside = peer("one process beside another", *peers, "--schedule", "none", processes=stages)
-        hand_written.ideal = template.ideal = (beside.name, fraction)
-        cases.append(Case(f"a step of resnet9, {name}", "step ms", [hand_written, template, beside]))
+        cases.append(Case(f"a step of resnet9, {name}", "step ms", [hand_written, template]))
     return cases
 
 

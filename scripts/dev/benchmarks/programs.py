@@ -25,14 +25,12 @@ class Program:
             `Marks` (`scripts/dev/peers/common.py`).
         read: returns further numbers from the scratch folder.
         samples: per step, over all processes.
-        ideal: the name of another program, and the fraction of its time that this one would take without any loss.
     """
 
     name: str
     command: list[str]
     read: Callable[[Path], dict[str, float]] = lambda scratch: {}
     samples: int | None = None
-    ideal: tuple[str, float] | None = None
 
 
 @dataclass
@@ -44,10 +42,8 @@ class Case:
     programs: list[Program] = field(default_factory=list)
 
     def keep(self, pattern: str) -> None:
-        """Drop programs whose name does not match `pattern`, except the first and those that are an ideal."""
-        ideals = {program.ideal[0] for program in self.programs if program.ideal}
-        others = [other for other in self.programs[1:] if other.name in ideals or re.search(pattern, other.name)]
-        self.programs = [self.programs[0], *others]
+        """Drop programs whose name does not match `pattern`, except the first."""
+        self.programs[1:] = [other for other in self.programs[1:] if re.search(pattern, other.name)]
 
 
 def run_in_turn(case: Case, rounds: int, scratch: Path) -> Readings:

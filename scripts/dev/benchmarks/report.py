@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from scripts.dev.benchmarks.programs import Case, Program, Readings
+from scripts.dev.benchmarks.programs import Case, Readings
 from src.engine.utils.files import atomic_write
 
 
@@ -15,22 +15,12 @@ def table(case: Case, readings: Readings) -> Table:
     names = list(dict.fromkeys(name for rounds in readings.values() for name in rounds[0]))
     rounds = len(next(iter(readings.values())))
     title = f"{case.name}: median of {rounds} (least to greatest)"
-    ideals = ["% of ideal"] if any(program.ideal for program in case.programs) else []
-    result = Table("", *names, f"ratio of {case.metric}", *ideals, title=title, title_justify="left")
+    result = Table("", *names, f"ratio of {case.metric}", title=title, title_justify="left")
     for program in case.programs:
         values = readings[program.name]
         cells = [_spread([value[name] for value in values]) if name in values[0] else "" for name in names]
-        ideal = [_spread(achieved(case, readings, program)) if program.ideal else ""] if ideals else []
-        result.add_row(program.name, *cells, _spread(ratios(case, readings, program.name)), *ideal)
+        result.add_row(program.name, *cells, _spread(ratios(case, readings, program.name)))
     return result
-
-
-def achieved(case: Case, readings: Readings, program: Program) -> list[float]:
-    """Return the percentage of its ideal that the program reached in each round."""
-    assert program.ideal is not None
-    other, fraction = program.ideal
-    pairs = zip(readings[program.name], readings[other], strict=True)
-    return [100 * fraction * base[case.metric] / own[case.metric] for own, base in pairs]
 
 
 def ratios(case: Case, readings: Readings, program: str) -> list[float]:

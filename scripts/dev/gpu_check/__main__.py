@@ -28,7 +28,7 @@ def main() -> int:
     """Run the chosen cases in order, and print each outcome at once."""
     options = _parse()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as temporary:
-        session = Session(options.accelerator, _usable(options.devices), Path(temporary), options.peer)
+        session = Session(options.accelerator, _usable(options.devices), Path(temporary))
         output = options.output or (PAGE if session.on_gpu and not options.only else None)
         outcomes: list[Outcome] = []
         hardware = describe_machine()
@@ -55,7 +55,7 @@ def run_case(case: Case, session: Session) -> Outcome:
     folder = session.folder / case.name
     folder.mkdir()
     result, log = folder / "result.json", folder / "log"
-    place = [session.accelerator, session.devices, folder, *([session.peer] if session.peer else [])]
+    place = [session.accelerator, session.devices, folder]
     child = python("-m", "scripts.dev.gpu_check.child", case.name, result, *place)
     start = time.monotonic()
     code = run_limited(child, log, case.limit)
@@ -81,7 +81,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help=f"Markdown file (default: {PAGE.relative_to(ROOT)})")
     parser.add_argument("--accelerator", choices=["gpu", "cpu"], default="gpu")
     parser.add_argument("--devices", type=int, help="GPUs (default: all; 1, 2, 4 or 8 are used), or processes (2)")
-    parser.add_argument("--peer", type=Path, help="the speedrun record's own file, timed beside experiment=speedrun")
     options = parser.parse_args()
     if options.accelerator == "gpu" and not torch.cuda.is_available():
         sys.exit("error: torch finds no NVIDIA GPU here; --accelerator cpu runs the cases that need none")
@@ -89,8 +88,6 @@ def _parse() -> argparse.Namespace:
     options.devices = available if options.devices is None else options.devices
     if options.devices < 1 or (options.accelerator == "gpu" and options.devices > available):
         sys.exit(f"error: --devices {options.devices}: give a number from 1 to {available}")
-    if options.peer and not options.peer.is_file():
-        sys.exit(f"error: --peer {options.peer}: there is no such file")
     return options
 
 

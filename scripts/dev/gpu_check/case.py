@@ -21,13 +21,11 @@ class Session:
         accelerator: `gpu`, or `cpu` to exercise the cases without a GPU.
         devices: number of GPUs, or of processes on a CPU.
         folder: the case's own empty folder; its siblings belong to the other cases.
-        peer: a program to time beside the speedrun, or None.
     """
 
     accelerator: str
     devices: int
     folder: Path
-    peer: Path | None = None
 
     @property
     def on_gpu(self) -> bool:

@@ -4,7 +4,7 @@ from scripts.dev.gpu_check.case import Case, Session
 from scripts.dev.gpu_check.faults import FAULT_LIMIT, LAUNCHERS, MESSAGES, fault_check, torchrun
 from scripts.dev.gpu_check.numbers import hashes
 from scripts.dev.gpu_check.profile import profile
-from scripts.dev.gpu_check.speed import PEER_LIMIT, peer, resnet18_flops, short_run, speedrun, waits
+from scripts.dev.gpu_check.speed import resnet18_flops, short_run, speedrun, waits
 from scripts.dev.gpu_check.strategies import (
     STRATEGIES,
     compiled,
@@ -29,7 +29,6 @@ def cases(session: Session) -> list[Case]:
         Case("resnet18-mfu", resnet18_flops),
         Case("speedrun", speedrun(compile=False)),
         Case("speedrun-compiled", speedrun(compile=True), 240),
-        Case("speedrun-record", peer, PEER_LIMIT + 30),
     ]
     return found + several_devices(session.devices)
 

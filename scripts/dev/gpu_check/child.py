@@ -1,4 +1,4 @@
-"""The process of one case: `child NAME RESULT ACCELERATOR DEVICES FOLDER [PEER]` writes the outcome as JSON."""
+"""The process of one case: `child NAME RESULT ACCELERATOR DEVICES FOLDER` writes the outcome as JSON."""
 
 import json
 import sys
@@ -12,8 +12,8 @@ from scripts.dev.shared.process import exit_on_sigterm
 
 def main() -> None:
     exit_on_sigterm()
-    name, result, accelerator, devices, folder, *peer = sys.argv[1:]
-    session = Session(accelerator, int(devices), Path(folder), Path(peer[0]) if peer else None)
+    name, result, accelerator, devices, folder = sys.argv[1:]
+    session = Session(accelerator, int(devices), Path(folder))
     (case,) = [case for case in cases(session) if case.name == name]
     try:
         outcome = ("ok", case.check(session))

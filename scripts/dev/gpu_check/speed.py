@@ -1,7 +1,6 @@
-"""Speed: the default model, the speedrun beside the record's own program, FLOPs of ResNet-18; and synchronizations."""
+"""Speed: the default model, the speedrun, FLOPs of ResNet-18; and synchronizations."""
 
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 from lightning.pytorch.callbacks import Timer
@@ -12,8 +11,7 @@ from scripts.dev.shared.process import last_line, python, run_limited
 from src.engine.notebook import Result
 from src.engine.observe.flops import flops_per_sample
 
-PEER_LIMIT = 300  # seconds of a record's program, which repeats its run many times
-_EPOCHS, _STEPS_PER_EPOCH = 8, 25  # of the speedrun: 50,000 images in batches of 2,000
+_STEPS_PER_EPOCH = 25  # of the speedrun: 50,000 images in batches of 2,000
 _RESNET_BATCH = 512
 _TIMER = "+callbacks.timer._target_=lightning.pytorch.callbacks.Timer"
 _TINY_SPEEDRUN = [*TINY, "model.widths=[8,16,16]", "trainer.max_epochs=2"]
@@ -64,31 +62,6 @@ def _seconds(result: Result) -> float:
     assert result.trainer
     (timer,) = [callback for callback in result.trainer.callbacks if isinstance(callback, Timer)]
     return timer.time_elapsed("train") + timer.time_elapsed("test")
-
-
-def peer(session: Session) -> str:
-    """Time the record's own program, until it ends or for PEER_LIMIT seconds."""
-    if session.peer is None:
-        raise NotHere("no --peer (PEER=path) was given")
-    log = session.folder / "peer.log"
-    code = run_limited(python("-u", session.peer.resolve()), log, PEER_LIMIT)
-    seconds = run_seconds(log)
-    expect(bool(seconds), f"ended with {code} without a complete run: {last_line(log)}")
-    return f"{median(seconds) / _EPOCHS:.3f} s per epoch, the median of {len(seconds)} runs"
-
-
-def run_seconds(log: Path) -> list[float]:
-    """Return the seconds of each complete run, from the table that airbench94_muon.py prints, without the warm-up.
-
-    A run's first row has its name, and its last row has `eval` in the column of the epoch and the time in the last one.
-    """
-    seconds, name = [], ""
-    for line in log.read_text(errors="replace").splitlines():
-        cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        name = (cells[0] if cells else "") or name
-        if len(cells) > 2 and cells[1] == "eval" and name != "warmup":
-            seconds.append(float(cells[-1]))
-    return seconds
 
 
 def resnet18_flops(session: Session) -> str:

@@ -2,8 +2,7 @@
 
 `torchrun --nproc-per-node=N -m scripts.dev.peers.handwritten_pipeline ...` splits the network and the batch as
 `train.py` does, with images, optimizer, learning rates and log points of `handwritten.py`. Only the first stage's rank
-prepares images, and only the last stage's rank computes the loss. With `--schedule none` each process trains the
-complete network on the same micro-batches; a pipeline's ideal is computed from its time.
+prepares images, and only the last stage's rank computes the loss.
 """
 
 import csv
@@ -29,18 +28,6 @@ from src.engine.parallel.pipeline.stage import build_stage, keep_own_stages, sta
 from src.engine.utils.process_group import close_process_group
 
 
-class UnsplitSchedule:
-    """A stand-in for a schedule: all micro-batches in turn through the complete network."""
-
-    def __init__(self, net: nn.Module, microbatches: int, loss: Any) -> None:
-        self.net, self.microbatches, self.loss = net, microbatches, loss
-
-    def step(self, image: Tensor, target: Tensor, losses: list[Tensor]) -> None:
-        for part, label in zip(image.chunk(self.microbatches), target.chunk(self.microbatches), strict=True):
-            losses.append(self.loss(self.net(part), label))
-            losses[-1].backward()
-
-
 def pipeline(
     net: nn.Module, name: str, microbatches: int, batch: int, rank: int, world: int, device: torch.device, loss: Any
 ) -> tuple[Any, list[nn.Module], list[int]]:
@@ -60,7 +47,7 @@ def pipeline(
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--schedule", choices=["none", *SCHEDULES], default="1f1b")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--microbatches", type=int, default=8)
     options = parser.parse_args()
     marks = Marks(options.clock, options.log_every)
@@ -70,12 +57,9 @@ def main() -> None:
     def loss_of(output: Tensor, label: Tensor) -> Tensor:
         return F.cross_entropy(output, label, reduction="sum") / options.batch
 
-    schedule: Any = UnsplitSchedule(net, options.microbatches, loss_of)
-    modules, stage_to_rank = [net], [rank]
-    if options.schedule != "none":
-        schedule, modules, stage_to_rank = pipeline(
-            net, options.schedule, options.microbatches, options.batch, rank, world, device, loss_of
-        )
+    schedule, modules, stage_to_rank = pipeline(
+        net, options.schedule, options.microbatches, options.batch, rank, world, device, loss_of
+    )
     weights: list[Tensor] = [weight for module in modules for weight in module.parameters()]
     optimizer, factors = build_optimizer(weights, options.steps)
     rows, step = csv.writer(options.clock.with_suffix(f".{rank}.csv").open("w")), 0

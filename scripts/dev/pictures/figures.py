@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from scripts.dev.pictures.passes import Rows, draw_passes, duration, fastest_step
 from src.engine.parallel.pipeline.schedules import SCHEDULES
 from src.engine.parallel.pipeline.simulation import bubble, simulate
 from src.engine.report.comparison import comparison_figure
 from src.engine.report.page import new_figure
-from src.engine.report.rank_charts import Rows, draw_passes, recorded_steps
-from src.engine.report.run_folder import RankTimeline, RunFolder
+from src.engine.report.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -33,19 +33,6 @@ def curves_figure(runs: list[RunFolder], names: list[str]) -> "go.Figure":
     return figure
 
 
-def fastest_step(timelines: list[RankTimeline]) -> Rows:
-    """Return the passes of the shortest recorded step, which other programs have disturbed least.
-
-    Raises:
-        ValueError: if no step is recorded.
-    """
-    return min((rows for _, rows in recorded_steps(timelines)), key=_duration)
-
-
-def _duration(rows: Rows) -> float:
-    return max(one.end for passes in rows.values() for one in passes)
-
-
 def schedules_figure(runs: dict[str, RunFolder], ranks: int, microbatches: int) -> "go.Figure":
     """Return the passes of each schedule: simulated, and below as recorded by its run.
 
@@ -53,21 +40,16 @@ def schedules_figure(runs: dict[str, RunFolder], ranks: int, microbatches: int) 
     takes one unit. Each recorded step has its own, because the ranks share the processors.
     """
     panels = []
-    simulations = {name: _simulate(name, ranks, microbatches) for name in runs}
-    longest = max(_duration(rows) / _stages(name) for name, rows in simulations.items())
+    simulations = {name: dict(enumerate(simulate(name, ranks, microbatches))) for name in runs}
+    longest = max(duration(rows) / _stages(name) for name, rows in simulations.items())
     for name, run in runs.items():
-        simulated, recorded = simulations[name], fastest_step(run.timelines)
+        simulated, recorded = simulations[name], fastest_step(run.path)
         title = f"<b>{name}</b>, simulated: the ranks idle {bubble(simulated.values()):.1%} of the step"
         panels.append(_Panel(title, simulated, 1 / _stages(name), longest))
-        milliseconds = 1000 * _duration(recorded)
+        milliseconds = 1000 * duration(recorded)
         title = f"recorded, {milliseconds:,.0f} ms: the ranks idle {bubble(recorded.values()):.1%}"
         panels.append(_Panel(title, recorded, 1000.0, milliseconds))
     return _stack(panels, ranks)
-
-
-def _simulate(schedule: str, ranks: int, microbatches: int) -> Rows:
-    timeline = simulate(schedule, ranks, microbatches)
-    return dict(enumerate(timeline))
 
 
 def _stages(schedule: str) -> int:

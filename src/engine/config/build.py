@@ -1,6 +1,7 @@
 """Build the objects that a configuration describes, and check first that their classes accept the options."""
 
 import re
+import sys
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -111,34 +112,28 @@ def _check_elements(option: str, value: Any, kinds: set[Any]) -> None:
             check_numbers(option, element, *kinds)
 
 
-def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> list[str]:
-    """Remove the options that a class named by an override `NODE._target_=...` does not accept.
+def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> None:
+    """Remove the options that a class named by an override `NODE._target_=...` does not accept, and say so.
 
     They come from the YAML of the class before it. Options on the command line stay, and are refused later.
 
     Args:
         cfg: the composed configuration, before interpolations are resolved; it is changed.
         overrides: the command line.
-
-    Returns:
-        A message for each class.
     """
     given = [override.lstrip("+~").partition("=")[0] for override in overrides]
-    messages = []
-    for name in (option for option in given if option.endswith("._target_")):
-        node_name = name.removesuffix("._target_")
-        node = OmegaConf.select(cfg, node_name)
-        accepted = accepted_options(locate(name, node._target_)) if node and "_target_" in node else None
+    for name in [option.removesuffix("._target_") for option in given if option.endswith("._target_")]:
+        node = OmegaConf.select(cfg, name)
+        accepted = accepted_options(locate(f"{name}._target_", node._target_)) if node and "_target_" in node else None
         if accepted is None:
             continue
-        dropped = [key for key in _options(node) if key not in accepted and f"{node_name}.{key}" not in given]
+        dropped = [key for key in _options(node) if key not in accepted and f"{name}.{key}" not in given]
         with open_dict(node):
             for key in dropped:
                 del node[key]
         if dropped:
-            names = ", ".join(dropped)
-            messages.append(f"{node_name}: {node._target_} has no {names}, which conf/{node_name} sets: left out")
-    return messages
+            what = f"{node._target_} has no {', '.join(dropped)}, which conf/{name} sets"
+            print(f"{name}: {what}: left out", file=sys.stderr)
 
 
 def drop_unused_options(cfg: DictConfig, overrides: Iterable[str], conf: Path) -> None:

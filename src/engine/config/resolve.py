@@ -59,8 +59,7 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     check_targets(cfg)
     for name, kind in _TYPES.items():
         check_numbers(name, OmegaConf.select(cfg, name), kind)
-    for message in drop_replaced_options(cfg, overrides):
-        print(message, file=sys.stderr)
+    drop_replaced_options(cfg, overrides)
     drop_unused_options(cfg, overrides, _CONF)
     refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
     refuse_unused_groups(cfg, overrides)

@@ -16,7 +16,7 @@ from src.engine.utils.targets import with_moved_targets
 _CONF = PROJECT / "conf"
 _OPTIONAL = ("experiment", "preset", "debug")  # config groups that need no choice
 # Options of earlier versions, which their runs have saved.
-_REMOVED = ("launch.endpoint", "launch.rendezvous_timeout", "callbacks.checkpoint.filename")
+_REMOVED = ("launch.endpoint", "launch.rendezvous_timeout", "callbacks.checkpoint.filename", "logger.wandb.every_rank")
 _SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in the sweep's folder
 
 

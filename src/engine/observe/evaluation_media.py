@@ -1,4 +1,4 @@
-"""An evaluation of `src/engine/observe/evaluation.py` as images, as Markdown, and as objects of wandb."""
+"""An evaluation of `src/engine/observe/evaluation.py` as an image of its mistakes, and as objects of wandb."""
 
 import base64
 import io
@@ -23,25 +23,6 @@ def draw_mistakes(evaluation: dict[str, Any]) -> Image.Image:
         text = f"{label}\nas {predicted}, {mistake['probability']:.1%}"
         draw.text((x, y + _TILE), text, "black", spacing=2)
     return grid
-
-
-def confusion_table(evaluation: dict[str, Any]) -> str:
-    """Return the confusion matrix in Markdown, one row per class; the columns are the predicted classes."""
-    classes = evaluation["classes"]
-    rows = [[name, *counts] for name, counts in zip(classes, evaluation["confusion"], strict=True)]
-    return _table(["class", *classes], rows)
-
-
-def calibration_table(evaluation: dict[str, Any]) -> str:
-    """Return the bins that have samples in Markdown."""
-    bins = [row for row in evaluation["calibration"]["bins"] if row["count"]]
-    rows = [[f"{row['confidence']:.3f}", f"{row['accuracy']:.3f}", row["count"]] for row in bins]
-    return _table(["mean probability", "accuracy", "samples"], rows)
-
-
-def _table(header: list[str], rows: list[list[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def wandb_media(stage: str, evaluation: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""TensorBoard logger that also logs images and evaluations."""
+"""TensorBoard logger that also logs images."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from lightning.pytorch import loggers
 from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 
-from src.engine.observe.evaluation_media import calibration_table, confusion_table, draw_mistakes
+from src.engine.observe.evaluation_media import draw_mistakes
 
 
 class TensorBoardLogger(loggers.TensorBoardLogger):
@@ -22,8 +22,5 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
 
     @rank_zero_only
     def log_evaluation(self, stage: str, evaluation: dict[str, Any]) -> None:
-        """Log the evaluation of a stage, val or test: the mistakes as an image, the rest as tables."""
-        step = evaluation["step"]
-        self.log_image(f"images/{stage}_mistakes", [draw_mistakes(evaluation)], step)
-        self.experiment.add_text(f"images/{stage}_confusion_matrix", confusion_table(evaluation), step)
-        self.experiment.add_text(f"images/{stage}_calibration", calibration_table(evaluation), step)
+        """Log the mistakes of the evaluation of a stage, val or test, as an image."""
+        self.log_image(f"images/{stage}_mistakes", [draw_mistakes(evaluation)], evaluation["step"])

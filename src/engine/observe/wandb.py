@@ -29,7 +29,6 @@ class WandbLogger(loggers.WandbLogger):
         folder: the run folder, for wandb's files.
         name: the displayed name of the run.
         log_model: whether to upload the final checkpoints as artifacts; "all" uploads each one when it is saved.
-        every_rank: whether every rank adds its system metrics to the run, under the label `rankN`.
         options: other arguments of Lightning's WandbLogger and of `wandb.init`.
     """
 
@@ -40,11 +39,10 @@ class WandbLogger(loggers.WandbLogger):
         folder: str,
         name: str,
         log_model: bool | Literal["all"] = False,
-        every_rank: bool = False,
         **options: Any,
     ) -> None:
         given = options.pop("settings", None) or {}
-        _check_options(log_model, every_rank, given, options)
+        _check_options(log_model, given, options)
         settings = {
             "silent": True,
             "console": "off",
@@ -56,7 +54,6 @@ class WandbLogger(loggers.WandbLogger):
             name, folder, run_id, project=project, log_model=log_model, settings=settings | given, **options
         )
         del self._wandb_init["anonymous"]  # wandb warns of it
-        self._every_rank = every_rank
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a spawned rank, which opens the W&B run by its id."""
@@ -74,7 +71,10 @@ class WandbLogger(loggers.WandbLogger):
         try:
             mode = "offline" if self._offline else online_or_offline()
             if mode == "online":
-                return self._start_online()
+                self._wandb_init["mode"] = mode
+                run = super().experiment
+                _log.info("wandb: %s", run.url)
+                return run
         except Exception as error:
             _log.warning("wandb cannot start online: %s", str(error).strip().split("\n")[0])
             mode = "offline"
@@ -85,17 +85,12 @@ class WandbLogger(loggers.WandbLogger):
             _log.info("wandb is offline; to view or upload the run:")
             _log.info("wandb leet %s/wandb", self.save_dir)
             _log.info("wandb sync %s/wandb/offline-*", self.save_dir)
-        if self._every_rank:
-            _log.warning("logger.wandb.every_rank=true has no effect: the run is offline")
         self._wandb_init["mode"] = mode
         return super().experiment
 
+    @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        """Log the configuration; with `every_rank`, the other ranks join the run."""
-        if rank_zero_only.rank > 0:
-            if self._every_rank:
-                self._join(rank_zero_only.rank)
-            return
+        """Log the configuration, with the fingerprint of the experiment as a tag."""
         super().log_hyperparams(params)
         run = self.experiment
         if fingerprint := params.get("experiment"):
@@ -114,30 +109,11 @@ class WandbLogger(loggers.WandbLogger):
         self._checkpoint_name = f"model-{self.version}" + ("" if checkpoint_callback.monitor else "-last")
         super()._scan_and_log_checkpoints(checkpoint_callback)
 
-    def _start_online(self) -> Any:
-        self._wandb_init["mode"] = "shared" if self._every_rank else "online"
-        if self._every_rank:
-            self._wandb_init["settings"]["x_label"] = "rank0"
-        run = super().experiment
-        _log.info("wandb: %s", run.url)
-        return run
-
-    def _join(self, rank: int) -> None:
-        """Add the system metrics of this rank to the run of rank zero, if that is online."""
-        if self._experiment is not None or online_or_offline() != "online":
-            return
-        import wandb
-
-        label = {"x_primary": False, "x_update_finish_state": False, "x_label": f"rank{rank}"}
-        settings = self._wandb_init["settings"] | label
-        arguments = {name: self._wandb_init.get(name) for name in ("project", "entity", "dir", "id")}
-        self._experiment = wandb.init(mode="shared", settings=settings, **arguments)
-
 
 AsyncWandbLogger = WandbLogger  # its name in the config.yaml of runs of earlier versions
 
 
-def _check_options(log_model: Any, every_rank: bool, settings: dict[str, Any], options: dict[str, Any]) -> None:
+def _check_options(log_model: Any, settings: dict[str, Any], options: dict[str, Any]) -> None:
     mode = os.environ.get("WANDB_MODE")
     if log_model not in (False, True, "all"):
         raise UserError(f"logger.wandb.log_model={log_model}: give false, true or all")
@@ -147,8 +123,6 @@ def _check_options(log_model: Any, every_rank: bool, settings: dict[str, Any], o
         raise UserError("logger.wandb.settings.api_key: leave it out; run `wandb login`, or set WANDB_API_KEY")
     if mode and mode not in _MODES:
         raise UserError(f"WANDB_MODE={mode}: {suggest(mode, _MODES)}")
-    if every_rank and (options.get("offline") or mode in ("offline", "dryrun", "disabled")):
-        raise UserError("logger.wandb.every_rank=true needs a connection: leave it out, or let the run be online")
 
 
 def _define_metrics(run: Any) -> None:

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from src.engine.optim.groups import override_hyperparameters
 from src.engine.optim.schedules import Schedule, lr_lambdas, lr_multiplier, unwrap_partial
-from src.engine.utils.errors import UserError
+from src.engine.utils.errors import UserError, check_choice
 
 
 @dataclass
@@ -29,11 +29,7 @@ class TorchSchedule:
     monitor: str | None = None
 
     def __post_init__(self) -> None:
-        if self.interval not in ("epoch", "step") or self.frequency < 1:
-            raise UserError(
-                f"scheduler.interval={self.interval}, scheduler.frequency={self.frequency}: give epoch or step, and at "
-                "least 1"
-            )
+        check_choice("scheduler.interval", self.interval, ("epoch", "step"))
 
 
 def as_torch_schedule(schedule: Schedule | TorchSchedule | partial[Any]) -> TorchSchedule | None:

@@ -11,11 +11,9 @@ from src.engine.report.agreement import difference, verdicts
 from src.engine.report.metric_charts import downsample, median, style_value_axis, title
 from src.engine.report.page import (
     Section,
-    bar_figure,
     chart,
     macros,
     new_figure,
-    number,
     parts,
     series_color,
     write_page,
@@ -50,7 +48,6 @@ def write_comparison(runs: list[RunFolder], file: Path, scripts: Path | None) ->
             "up to the noise of two seeds.",
         ),
         Section("Runs", parts.grid([parts.card("", _run_table(runs, names), wide=True)])),
-        Section("Speed and memory", parts.grid(_speed_charts(runs, names))),
     ]
     return write_page(file, "Comparison", f"{len(runs)} runs", page.verdicts(verdicts(runs, names)), sections, scripts)
 
@@ -82,18 +79,6 @@ def _run_table(runs: list[RunFolder], names: list[str]) -> Markup:
         rows.append([label, run.name, run.experiment or "–", gap, *last, speed, memory])
     columns = ["run", "folder", "experiment", "largest difference", "val/acc", "test/acc", "images per second"]
     return parts.table([*columns, "memory, MiB"], rows, sortable=True)
-
-
-def _speed_charts(runs: list[RunFolder], names: list[str]) -> list[Markup]:
-    colors = [series_color(index) for index in range(len(names))]
-    charts = []
-    for metric in ("throughput/samples_per_sec", "throughput/peak_memory_mib"):
-        values = [median(run.curves, metric) for run in runs]
-        if any(values):
-            figure = bar_figure(60 + 36 * len(names), names, values, list(map(number, values)), colors)
-            figure.update_xaxes(rangemode="tozero", range=[0, 1.18 * max(value or 0.0 for value in values)])
-            charts.append(chart(figure, title(metric), "Median over the log points."))
-    return charts
 
 
 def comparison_figure(metric: str, runs: list[RunFolder], names: list[str], height: int) -> "go.Figure":

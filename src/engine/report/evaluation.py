@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from src.engine.report.page import Section, bar_figure, chart, macros, new_figure, number, parts
+from src.engine.report.page import CATEGORIES, Section, chart, macros, new_figure, number, parts
 from src.engine.report.run_folder import Floats
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
@@ -70,7 +70,17 @@ def _class_chart(confusion: Floats, classes: list[str]) -> Markup:
     accuracy = np.diag(confusion) / np.maximum(counts, 1)
     order = seen[np.argsort(accuracy[seen])][:_MOST_LABELED]
     names, values = [classes[index] for index in order], accuracy[order]
-    figure = bar_figure(400, names, values, [f"{value:.1%}" for value in values])
+    figure = new_figure(400, hovermode=False, bargap=0.35, yaxis=CATEGORIES)
+    figure.add_bar(
+        x=values,
+        y=names,
+        orientation="h",
+        marker={"color": "var(--s1)", "cornerradius": 3},
+        text=[f"{value:.1%}" for value in values],
+        textposition="outside",
+        textfont={"color": "var(--ink)"},
+        cliponaxis=False,
+    )
     figure.update_xaxes(range=[0, 1.15], tickvals=[0, 0.5, 1], tickformat=".0%")
     left_out = f" The {len(order)} lowest of {len(seen)}." if len(order) < len(seen) else ""
     return chart(figure, "Accuracy of each class", f"The lowest first.{left_out}")

@@ -39,8 +39,6 @@ _TITLES = {
     "ranks/slowest": "Slowest rank",
     "ranks/memory_mib": "Memory of the ranks, MiB",
 }
-_CLOSE = 0.03  # fraction of the axis within which the labels of two events would overlap
-_MOST_LABELS = 8  # more of them would cover the curves
 _EVENT_COLORS = {
     "resume": "var(--accent)",
     "restart": "var(--accent)",
@@ -86,7 +84,7 @@ def metric_chart(metric: str, curves: dict[str, Curve], events: list[dict[str, A
         _add_curve(figure, name, curve, _COLORS.get(name.partition("/")[0], series_color(index)))
     figure.update_xaxes(title="step", rangemode="tozero")
     style_value_axis(figure, metric, curves.values())
-    mark_events(figure, events, last_step=max(float(curve.steps.max()) for curve in curves.values()))
+    mark_events(figure, events)
     return chart(figure, title(metric), _note(curves))
 
 
@@ -137,36 +135,12 @@ def _note(curves: dict[str, Curve]) -> str:
     return "; ".join(parts)
 
 
-def sampling_note(curves: dict[str, Curve]) -> str:
-    """Return the sentences that say how long curves are drawn; nothing if all are short."""
-    longest = max((len(curve.values) for curve in curves.values()), default=0)
-    if longest <= _NOISY:
-        return ""
-    note = "A bold line is the mean of sections of a long curve."
-    if longest > 2 * BUCKETS:
-        size = -(-longest // BUCKETS)
-        note += f" The pale line below it has the smallest and the largest of each {size} of {longest:,} points."
-    return note
-
-
-def mark_events(figure: "go.Figure", events: list[dict[str, Any]], last_step: float) -> None:
-    """Draw a line at the step of each event between start and end; those that are close share it."""
-    marks: list[tuple[int, list[str]]] = []
+def mark_events(figure: "go.Figure", events: list[dict[str, Any]]) -> None:
+    """Draw a line at the step of each event between start and end; the section of the events names them."""
     for event in events:
-        if event["event"] not in _EVENT_COLORS or event.get("step") is None:
-            continue
-        step = int(event["step"])
-        if not marks or abs(step - marks[-1][0]) > _CLOSE * last_step:
-            marks.append((step, []))
-        marks[-1][1].append(event["event"])
-    for step, names in marks:
-        color = _EVENT_COLORS[names[0]]
-        figure.add_shape(x0=step, x1=step, y0=0, y1=1, yref="paper", line={"color": color, "width": 1, "dash": "dot"})
-        if len(marks) <= _MOST_LABELS:
-            side = "left" if step <= _CLOSE * last_step else "right"  # where the ticks of the value axis are
-            place = {"x": step, "y": 1, "yref": "paper", "xanchor": side, "yanchor": "top", "textangle": -90}
-            font = {"size": 10, "color": color}
-            figure.add_annotation(place, text=", ".join(dict.fromkeys(names)), font=font, borderpad=0, showarrow=False)
+        color = _EVENT_COLORS.get(event["event"])
+        if color and event.get("step") is not None:
+            figure.add_vline(event["step"], line={"color": color, "width": 1, "dash": "dot"})
 
 
 def downsample(curve: Curve, buckets: int = BUCKETS) -> Curve:

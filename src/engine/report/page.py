@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -88,18 +88,7 @@ def new_figure(height: int, **layout: Any) -> "go.Figure":
     return go.Figure(layout={"height": height, "template": {}} | layout)  # copying the default template takes longer
 
 
-def bar_figure(
-    height: int, names: Sequence[str], values: Sequence[float | None], labels: Sequence[str], color: Any = "var(--s1)"
-) -> "go.Figure":
-    """Return horizontal bars with labels at their ends, the first bar on top; `color` is one color or that of each."""
-    figure = new_figure(height, hovermode=False, bargap=0.35, yaxis=CATEGORIES)
-    marker = {"color": color, "cornerradius": 3}
-    label = {"text": labels, "textposition": "outside", "textfont": {"color": "var(--ink)"}}
-    figure.add_bar(x=values, y=names, orientation="h", marker=marker, cliponaxis=False, **label)
-    return figure
-
-
-def chart(figure: "go.Figure", title: str, note: str = "", *, wide: bool = False, min_width: int = 0) -> Markup:
+def chart(figure: "go.Figure", title: str, note: str = "", *, wide: bool = False) -> Markup:
     """Return a chart that `page.js` draws.
 
     Args:
@@ -107,7 +96,6 @@ def chart(figure: "go.Figure", title: str, note: str = "", *, wide: bool = False
         title: its title.
         note: one sentence below the title.
         wide: whether it takes the full width of the page.
-        min_width: in pixels; on a narrower screen the chart scrolls.
     """
     content = json.loads(figure.to_json(validate=False))
     content["layout"].pop("template", None)  # the page's own has both palettes
@@ -117,7 +105,7 @@ def chart(figure: "go.Figure", title: str, note: str = "", *, wide: bool = False
     for trace in figure.data:
         if trace.name and trace.showlegend is not False:
             legend.setdefault(trace.name, trace.line.color if trace.type == "scatter" else trace.marker.color)
-    return parts.chart(Markup(data), legend, figure.layout.height, title, note, wide, min_width)
+    return parts.chart(Markup(data), legend, figure.layout.height, title, note, wide)
 
 
 def write_page(

@@ -3,8 +3,7 @@
 import csv
 import json
 import os
-from collections import deque
-from collections.abc import Iterable
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import nan
@@ -21,11 +20,8 @@ from src.engine.utils.overrides import flatten_config
 from src.engine.utils.targets import with_moved_targets
 
 Floats = NDArray[np.float64]
-Seconds = dict[str, float]  # by activity
 OTHER = "other"  # the activity of the time that no other one covers
 ENDS = ("finished", "stopped", "failed", "killed")
-_MOST_INTERVALS = 10_000  # of a rank; a chart over time has far fewer columns
-_NEWEST_STEPS = 100  # of a pipeline
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -73,26 +69,13 @@ def _to_float(cell: str) -> float:
         return nan
 
 
-def total_seconds(intervals: Iterable[Seconds]) -> Seconds:
-    """Return the seconds of each activity in all intervals."""
-    totals: Seconds = {}
-    for interval in intervals:
-        for activity, seconds in interval.items():
-            totals[activity] = totals.get(activity, 0.0) + seconds
-    return totals
-
-
 @dataclass
 class RankTimeline:
-    """The records of one rank: intervals between log points, and the passes of a pipeline's newest recorded steps.
-
-    Of a long run, an interval is the sum of several. `losses` has the rank's own loss by the step of metrics.csv.
-    """
+    """The records of one rank: the seconds of each activity, and its own loss by the step of metrics.csv."""
 
     rank: int
-    intervals: list[Seconds] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     losses: dict[int, float] = field(default_factory=dict)
-    passes: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_NEWEST_STEPS))
 
 
 class RunFolder:
@@ -165,17 +148,8 @@ def _timeline(file: Path) -> RankTimeline:
         if isinstance(record.get("loss"), float):
             timeline.losses[record["step"] - 1] = record["loss"]
         if record.get("kind") == "interval" and record.get("seconds"):
-            timeline.intervals.append(_seconds(record))
-            if len(timeline.intervals) == _MOST_INTERVALS:
-                pairs = zip(timeline.intervals[::2], timeline.intervals[1::2], strict=True)
-                timeline.intervals = list(map(total_seconds, pairs))
-        elif record.get("kind") == "passes" and record.get("passes"):
-            timeline.passes.append(record)
+            spans = record.get("spans") or {}
+            for activity, seconds in spans.items():
+                timeline.seconds[activity] += seconds
+            timeline.seconds[OTHER] += max(0.0, record["seconds"] - sum(spans.values()))
     return timeline
-
-
-def _seconds(interval: dict[str, Any]) -> Seconds:
-    """Return the seconds of each activity; `other` includes the time that no activity covers."""
-    seconds = {str(activity): float(value) for activity, value in (interval.get("spans") or {}).items()}
-    uncovered = max(0.0, float(interval["seconds"]) - sum(seconds.values()))
-    return seconds | {OTHER: seconds.get(OTHER, 0.0) + uncovered}

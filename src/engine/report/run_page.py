@@ -9,9 +9,9 @@ import numpy as np
 from markupsafe import Markup
 
 from src.engine.report.evaluation import evaluation_section
-from src.engine.report.metric_charts import group_names, median, metric_chart, sampling_note, title
+from src.engine.report.metric_charts import group_names, median, metric_chart, title
 from src.engine.report.page import Section, duration_text, macros, number, parts, write_page
-from src.engine.report.rank_charts import pipeline_charts, slowest_rank, time_charts
+from src.engine.report.rank_charts import slowest_rank, time_charts
 from src.engine.report.run_folder import Curve, RunFolder
 
 REPORT = "report.html"
@@ -34,7 +34,6 @@ def write_run_page(folder: Path, scripts: Path | None) -> Path:
         _curve_section(run),
         _speed_section(run),
         _rank_section(run),
-        Section("Pipeline", parts.grid(pipeline_charts(run))),
         *(evaluation_section(split, evaluation) for split, evaluation in run.evaluations.items()),
         Section("Configuration", _settings(run)),
         Section("Events", macros("run").events(run.events)),
@@ -95,7 +94,7 @@ def _curve_section(run: RunFolder) -> Section:
     rows = [(name, float(curve.values[0]), int(curve.steps[0])) for name, curve in single if len(curve.values) == 1]
     once = parts.card("Logged once", parts.table(("metric", "value", "step"), rows)) if rows else ""
     body = parts.grid([*_charts(run, groups), once]).strip() or parts.muted("No metric was logged.")
-    note = f"Training values are those of single steps. {sampling_note(run.curves)}"
+    note = "Training values are those of single steps; a bold line is the mean of sections of a long curve."
     return Section("Learning", body, note)
 
 

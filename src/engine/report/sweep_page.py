@@ -1,4 +1,4 @@
-"""The page of a sweep; if Optuna has chosen the jobs, it has Optuna's own plots of the study."""
+"""The page of a sweep."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,12 +8,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from src.engine.report.page import Section, chart, duration_text, macros, number, parts, series_color, write_page
+from src.engine.report.page import Section, duration_text, macros, number, parts, write_page
 from src.engine.report.run_page import REPORT
-from src.engine.report.sweep import Sweep, curves, parallel_coordinates, seeds
-from src.engine.state.jobs import last_line
+from src.engine.report.sweep import Sweep, curves, seeds
 
-_SCALE = [[0, "var(--heat1)"], [1, "var(--heat4)"]]  # of Optuna's plots
 _COLORS = {"finished": "good", "failed": "bad", "killed": "bad", "stopped": "warn"}
 _SHOWN = ("val/acc", "test/acc", "train/loss")  # metrics that the table shows besides the optimized one
 
@@ -21,24 +19,13 @@ _SHOWN = ("val/acc", "test/acc", "train/loss")  # metrics that the table shows b
 def write_sweep_page(folder: Path, scripts: Path | None) -> Path:
     """Write the page of the sweep in `folder`; return its path. `scripts` is that of `write_page`."""
     sweep = Sweep(folder)
-    charts = [parallel_coordinates(sweep), curves(sweep), *_optuna_charts(sweep)]
     sections = [
         Section("Jobs", parts.grid([_job_table(sweep)]), "A click on a column sorts the table."),
-        Section("Options and results", parts.grid(charts)),
+        Section("Curves", parts.grid([curves(sweep)])),
         Section("Seeds", parts.grid([seeds(sweep)])),
         Section("Failures", parts.grid([macros("sweep").failures(sweep.jobs)])),
     ]
     return write_page(sweep.path / REPORT, "Sweep", sweep.path.name, _lead(sweep), sections, scripts)
-
-
-def _optuna_charts(sweep: Sweep) -> list[Markup]:
-    """Return Optuna's own plots, if it has chosen the jobs."""
-    if "optuna" not in str(sweep.sweeper.get("_target_", "")).lower():
-        return []
-    try:
-        return optuna_plots(sweep)
-    except Exception as error:  # a storage raises errors of its own library
-        return [macros("sweep").unreadable(last_line(str(error)))]
 
 
 def _lead(sweep: Sweep) -> Markup:
@@ -79,41 +66,3 @@ def _value(value: str | None) -> Any:
         return float(value) if value is not None else None
     except ValueError:
         return value
-
-
-def optuna_plots(sweep: Sweep) -> list[Markup]:
-    """Return importance, history and slices of the sweep's study; nothing if it has no two finished trials."""
-    import optuna
-    from optuna.trial import TrialState
-
-    storage = sweep.sweeper.get("storage") or f"sqlite:///{sweep.path}/optuna.db"
-    study = optuna.load_study(study_name=sweep.sweeper.get("study_name") or sweep.path.name, storage=storage)
-    finished = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-    if len(finished) < 2:
-        return []
-    from optuna import visualization
-
-    options = len({name for trial in finished for name in trial.params})
-    history = visualization.plot_optimization_history(study, target_name=sweep.metric)
-    importance = visualization.plot_param_importances(study).update_layout(xaxis_title=None, yaxis_title=None)
-    slices = visualization.plot_slice(study, target_name=sweep.metric)
-    later = "A stronger color is a later trial."
-    return [
-        _chart(importance, "Importance", "By PED-ANOVA.", 60 + 40 * options),
-        _chart(history, "History", "The best result so far.", 280),
-        _chart(slices, "Each option", later, 300, wide=True, min_width=240 * options),
-    ]
-
-
-def _chart(figure: Any, title: str, note: str, height: int, **options: Any) -> Markup:
-    """Return one of Optuna's figures without its own colors and title."""
-    figure.update_layout(title=None, plot_bgcolor=None, height=height, hovermode="closest")
-    for index, trace in enumerate(figure.data):
-        color = series_color(index)
-        if trace.type == "bar":
-            trace.update(marker={"color": "var(--s1)", "line": None}, cliponaxis=False)
-        elif trace.marker.colorscale:  # the color is the number of the trial
-            trace.marker.update(colorscale=_SCALE, showscale=False, line={"color": "var(--line)", "width": 1}, size=8)
-        else:
-            trace.update(marker={"color": color}, line={"color": color})
-    return chart(figure, title, note, **options)

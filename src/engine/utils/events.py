@@ -1,6 +1,5 @@
 """The events of a run, such as its starts and its end: `events.jsonl` in the run folder, a JSON object per line."""
 
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -8,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from src.engine.utils.files import read_json_lines
+from src.engine.utils.files import append_json_line, read_json_lines
 
 _log = logging.getLogger(__name__)
 _FILE = "events.jsonl"
@@ -43,10 +42,7 @@ def append_event(
         details: values that JSON can represent.
     """
     entry = {"time": seconds or time.time(), "event": event, "step": step, "reason": reason} | details
-    file = Path(run_dir) / _FILE
-    is_cut = file.exists() and not file.read_bytes().endswith(b"\n")  # a killed process wrote half a line
-    with file.open("a") as stream:
-        stream.write("\n" * is_cut + json.dumps(entry) + "\n")
+    append_json_line(Path(run_dir) / _FILE, entry)
 
 
 def read_events(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -2,12 +2,9 @@
 
 import logging
 import os
-import re
 import sys
 import warnings
 from pathlib import Path
-from shutil import get_terminal_size
-from textwrap import TextWrapper
 from typing import TextIO
 
 # This advice does not apply here: the data is in memory, and the sampler, not the loader, resumes an epoch.
@@ -29,7 +26,6 @@ _IGNORED_WARNINGS = [
 
 # The terminal shows the messages of these loggers; of others, only warnings. ModelSummary logs its table.
 _SHOWN = ("src.", "lightning.pytorch.callbacks.model_summary")
-_ABSOLUTE_PATH = re.compile(r"(^|[\s=])/")
 
 
 def log_file(run_dir: str | Path, rank: int) -> Path:
@@ -88,20 +84,6 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
 
         # The stream of a rich progress bar would break a path that is longer than a line.
         get_console().print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Wrap lines at the width of the terminal, except those with an absolute path, which must be copyable."""
-        text = super().format(record)
-        if not self.stream.isatty():
-            return text
-        wrapper = TextWrapper(
-            get_terminal_size().columns,
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-            replace_whitespace=False,
-        )
-        return "\n".join(line if _ABSOLUTE_PATH.search(line) else wrapper.fill(line) for line in text.splitlines())
 
 
 def _terminal_handler() -> logging.Handler:

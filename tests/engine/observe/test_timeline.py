@@ -21,7 +21,6 @@ from tests.support.runs import compose, fit
 
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=4"]
 ONE_EPOCH = [*MLP, "trainer.max_epochs=1", "callbacks.best=null", "callbacks.checkpoint=null"]
-ACTIVITIES = ("data", "forward_backward", "communication", "optimizer")
 DELAY = 0.1  # seconds; more than a loaded machine needs for a step of these networks
 
 

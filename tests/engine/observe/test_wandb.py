@@ -17,7 +17,7 @@ from src.engine.observe.guard import start_loggers
 from src.engine.observe.wandb import WandbLogger, finish_run
 from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
-from tests.support.commands import TINY, TWO, slow
+from tests.support.commands import TINY, TWO
 from tests.support.commands import run as run_command
 from tests.support.experiments import SHORT
 from tests.support.runs import compose
@@ -66,12 +66,10 @@ def test_mode_follows_the_credentials(cases: Cases, tmp_path: Path) -> None:
         ("", {"mode": "disabled"}, r"logger.wandb.mode has no effect: set .* WANDB_MODE"),
         # It would be in config.yaml, events.jsonl, report.html, every checkpoint and W&B's own copy.
         ("", {"settings": {"api_key": 40 * "a"}}, r"logger.wandb.settings.api_key: leave it out; .* WANDB_API_KEY"),
-        ("offline", {"every_rank": True}, "logger.wandb.every_rank=true needs a connection"),
-        ("online", {"every_rank": True, "offline": True}, "logger.wandb.every_rank=true needs a connection"),
         ("", {"log_model": "best"}, "logger.wandb.log_model=best: give false, true or all"),
         ("", {"log_model": 3}, "logger.wandb.log_model=3: give false, true or all"),
     ],
-    ids=["unknown mode", "mode", "key", "every rank offline", "every rank not online", "log_model", "a number"],
+    ids=["unknown mode", "mode", "key", "log_model", "a number"],
 )
 def test_refuses(mode: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", mode)
@@ -98,7 +96,7 @@ def test_wandb_does_not_change_how_a_run_ends(
     assert caplog.messages == ["wandb failed at the end of the run: ConnectionResetError: its service died"]
 
 
-def test_rank_zero_shares_the_run_and_shows_its_address(
+def test_an_online_run_shows_its_address(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     url = "https://wandb.ai/me/cifar/runs/1"
@@ -107,13 +105,8 @@ def test_rank_zero_shares_the_run_and_shows_its_address(
     used = property(lambda logger: SimpleNamespace(url=url, **logger._wandb_init))
     monkeypatch.setattr(loggers.WandbLogger, "experiment", used)
     with caplog.at_level("INFO"):
-        alone, shared = (
-            WandbLogger("project", "id", str(tmp_path), "name", every_rank=every_rank).experiment
-            for every_rank in (False, True)
-        )
-    assert caplog.messages == [f"wandb: {url}"] * 2
-    assert (alone.mode, shared.mode, shared.settings["x_label"]) == ("online", "shared", "rank0")
-    assert "x_primary" not in shared.settings
+        assert WandbLogger("project", "id", str(tmp_path), "name").experiment.mode == "online"
+    assert caplog.messages == [f"wandb: {url}"]
 
 
 def test_goes_offline_if_it_cannot_log_in(
@@ -211,45 +204,12 @@ def test_published_callbacks_find_wandb_beside_tensorboard(
 
 
 @pytest.mark.slow
-def test_a_shared_run_has_the_system_metrics_of_both_ranks(
-    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server is a stand-in. The steps are slow, so that each rank measures itself."""
-    task = [*small, *TINY, *TWO, slow(0.7), "logger.wandb.every_rank=true", f"run_dir={tmp_path / 'run'}"]
+def test_an_online_run_sends_its_metrics(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is a stand-in."""
+    task = [*small, *TINY, *TWO, f"run_dir={tmp_path / 'run'}"]
     with stand_in("cifar") as server:
         for name, value in server.variables().items():
             monkeypatch.setenv(name, value)
-        out, _ = run_command(*task, "+logger.wandb.settings.x_stats_sampling_interval=1")
+        out, _ = run_command(*task)
     assert f"wandb: {server.address}/me/cifar/runs/run-" in out
-    text = "".join(server.streams)
-    assert all(f"system.proc.memory.rssMB/l:rank{rank}" in text for rank in (0, 1))
-    assert "train/loss" in text
-
-
-def test_every_rank_joins_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A rank above zero starts the same run in the mode `shared`; it neither uploads files nor ends the run."""
-    started: list[dict[str, Any]] = []
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setattr("src.engine.observe.wandb.online_or_offline", lambda: "online")
-    monkeypatch.setattr("wandb.init", lambda **arguments: started.append(arguments))
-    monkeypatch.setattr("src.engine.observe.wandb.rank_zero_only.rank", 3)
-    for every_rank in (False, True):
-        logger = WandbLogger("project", "id", str(tmp_path), "name", every_rank=every_rank, entity="me")
-        logger.log_hyperparams({})
-        logger.log_metrics({"loss": 1.0}, 1)
-        logger.finalize("success")
-    (arguments,) = started
-    settings = SimpleNamespace(**arguments.pop("settings"))
-    assert arguments == {"mode": "shared", "project": "project", "entity": "me", "id": "id", "dir": str(tmp_path)}
-    used = (settings.x_label, settings.x_primary, settings.x_update_finish_state, settings.console)
-    assert used == ("rank3", False, False, "off")
-
-
-def test_without_a_key_the_other_ranks_cannot_join(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setattr("src.engine.observe.wandb.online_or_offline", lambda: "offline")
-    monkeypatch.setattr(loggers.WandbLogger, "experiment", property(lambda logger: logger._wandb_init["mode"]))
-    assert WandbLogger("project", "id", str(tmp_path), "name", every_rank=True).experiment == "offline"
-    assert "logger.wandb.every_rank=true has no effect: the run is offline" in caplog.messages
+    assert "train/loss" in "".join(server.streams)

@@ -1,14 +1,11 @@
 """Readers of the files of a run folder, and what the pages compute from them."""
 
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from src.engine.parallel.pipeline.simulation import Pass, bubble
-from src.engine.report import run_folder
 from src.engine.report.agreement import difference
 from src.engine.report.comparison import labels
 from src.engine.report.metric_charts import (
@@ -21,10 +18,10 @@ from src.engine.report.metric_charts import (
     style_value_axis,
 )
 from src.engine.report.page import new_figure
-from src.engine.report.rank_charts import passes_chart, recorded_passes, slowest_rank
-from src.engine.report.run_folder import Curve, RunFolder, read_mapping, read_metrics, total_seconds
+from src.engine.report.rank_charts import slowest_rank
+from src.engine.report.run_folder import Curve, RunFolder, read_mapping, read_metrics
 from src.engine.report.run_page import duration
-from src.engine.report.sweep import LEVELS, Sweep
+from src.engine.report.sweep import Sweep
 from src.engine.state.jobs import Job, seed_rows
 from src.engine.utils.files import read_json_lines
 from tests.support.run_folders import write_run
@@ -82,17 +79,10 @@ def test_means_of_sections() -> None:
     assert mean.values == pytest.approx([2, 5, np.nan, 7], nan_ok=True)
 
 
-def test_close_events_share_a_line() -> None:
-    events = [{"event": name, "step": step} for name, step in (("killed", 476), ("resume", 474), ("stopped", 900))]
-    figure = new_figure(100)
-    mark_events(figure, [START, *events], last_step=1000)
-    assert [(mark.x, mark.text) for mark in figure.layout.annotations] == [(476, "killed, resume"), (900, "stopped")]
-    assert {mark.xanchor for mark in figure.layout.annotations} == {"right"}
-    mark_events(figure := new_figure(100), [{"event": "failed", "step": 0}], last_step=0)
-    assert figure.layout.annotations[0].xanchor == "left", "the ticks of the value axis are on the other side"
-    mark_events(figure := new_figure(100), [{"event": "killed", "step": 50 * k} for k in range(20)], last_step=1000)
-    assert len(figure.layout.shapes) == 20
-    assert not figure.layout.annotations, "they would cover the curves"
+def test_events_between_start_and_end_are_lines() -> None:
+    events = [{"event": name, "step": step} for name, step in (("killed", 476), ("resume", 474), ("finished", 900))]
+    mark_events(figure := new_figure(100), [START, *events])
+    assert [line.x0 for line in figure.layout.shapes] == [476, 474]
 
 
 def test_charts_share_the_splits_of_a_metric() -> None:
@@ -148,30 +138,10 @@ def test_end_of_a_run(tmp_path: Path) -> None:
     assert (run.status, run.strategy, run.world_size) == ("", "Pipeline", None)
 
 
-def test_bubble_of_recorded_passes(tmp_path: Path) -> None:
-    """GPipe with 4 micro-batches on p ranks idles (p - 1) / (4 + p - 1) of the step."""
-    for ranks in (2, 4):
-        step, rows = recorded_passes(RunFolder(write_run(tmp_path / f"{ranks}", ranks=ranks)).timelines)
-        assert step == 10
-        assert list(rows) == list(range(ranks))
-        assert bubble(rows.values()) == pytest.approx((ranks - 1) / (3 + ranks))
-        assert min(one.start for passes in rows.values() for one in passes) == 0
-
-
-def test_later_stages_are_paler_in_each_replica_of_a_pipeline() -> None:
-    rows = {rank: [Pass(rank % 2, 0, "F", 0, 1), Pass(2 + rank % 2, 0, "F", 1, 2)] for rank in range(4)}
-    assert f'"opacity":[{",".join(["1.0", "0.7"] * 4)}]' in passes_chart(rows, "Recorded", "", "seconds")
-
-
-def test_a_long_timeline_keeps_its_sums_and_newest_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_run(tmp_path / "run")
-    whole = RunFolder(folder).timelines[1]
-    monkeypatch.setattr(run_folder, "_MOST_INTERVALS", 8)
-    short = RunFolder(folder).timelines[1]
-    assert len(short.intervals) < 8 < len(whole.intervals)
-    assert total_seconds(short.intervals) == pytest.approx(total_seconds(whole.intervals))
-    assert total_seconds(short.intervals)["validation"] == pytest.approx(2.0)
-    assert short.passes == whole.passes != deque()
+def test_seconds_of_a_rank(tmp_path: Path) -> None:
+    seconds = RunFolder(write_run(tmp_path / "run")).timelines[1].seconds
+    assert seconds["validation"] == pytest.approx(2.0)
+    assert seconds["other"] == pytest.approx(60 * 0.04), "what no activity covers"
 
 
 def test_slowest_rank_is_named(tmp_path: Path) -> None:
@@ -189,7 +159,8 @@ def test_sweep_ranks_its_jobs(tmp_path: Path) -> None:
     assert sweep.options == ["lr"]
     assert sweep.falls
     assert [job.name for job in sweep.ranked] == ["3", "0", "4", "1"]
-    assert [job.level for job in sweep.ranked] == list(range(LEVELS))
+    (tmp_path / "multirun.yaml").write_text("hydra: {sweeper: {direction: maximize}}")
+    assert [job.name for job in Sweep(tmp_path).ranked] == ["1", "4", "0", "3"]
 
 
 def test_mean_over_seeds_of_which_one_diverged() -> None:

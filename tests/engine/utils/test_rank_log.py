@@ -12,32 +12,12 @@ from rich.file_proxy import FileProxy
 from src.engine.config import main
 from src.engine.utils.rank_log import _terminal_handler
 
-HINT = "  hint      with 16 images at a time a GPU waits for kernel launches, or for batch-size-dependent ones"
 COMMAND = f"wandb sync /{'a-long-folder/' * 8}host:100:key:/"  # ":100:" is also the name of an emoji
-TEXT = f"first of three lines\n{HINT}\n{COMMAND}"
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "file"])
-def test_wraps_lines_on_a_terminal_only(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr(sys, "stdout", stream)
-    _terminal_handler().handle(logging.makeLogRecord({"name": "src.test", "msg": TEXT}))
-    printed = stream.getvalue()
-    assert printed.split() == TEXT.split()
-    if not stream.isatty():
-        assert printed == f"{TEXT}\n"
-        return
-    assert printed.splitlines() == [
-        "first of three lines",
-        "  hint      with 16 images at a time a GPU waits for kernel",
-        "    launches, or for batch-size-dependent ones",
-        COMMAND,
-    ]
 
 
 def test_a_progress_bar_does_not_change_lines(monkeypatch: pytest.MonkeyPatch) -> None:
