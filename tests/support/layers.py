@@ -122,13 +122,13 @@ class Centered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(1, WIDTH, 1, 1))
+        self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             with torch.no_grad():
-                self.mean.lerp_(x.mean((0, 2, 3), keepdim=True), 0.1)
-        return x - self.mean
+                self.mean.lerp_(x.mean((0, 2, 3)), 0.1)
+        return x - self.mean[:, None, None]
 
 
 class Checkpointed(nn.Module):

@@ -75,8 +75,11 @@ class Pool:
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
         process, connection = self._ranks[rank]
-        if connection.poll():
-            return connection.recv()
+        try:
+            if connection.poll():
+                return connection.recv()
+        except EOFError:  # it has died
+            process.join()
         state = "timed out" if process.is_alive() else f"died: exit code {process.exitcode}"
         self.stop()  # the state of the other ranks is unknown
         return False, f"rank {rank} {state}"

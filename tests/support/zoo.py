@@ -237,7 +237,7 @@ class MovingAverage(FourBlocks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(1, WIDTH, 1, 1))
+        self.register_buffer("mean", torch.zeros(WIDTH))
 
     between = Centered.forward
 

@@ -1,7 +1,7 @@
 """No network trains as another one in silence: on any hardware it trains as on one process, or is refused in one line.
 
 A name is a network or a module of `tests/support/zoo.py`; `NETWORK:LAYER` is a network with a layer of
-`tests/support/layers.py`. `make test` trains each ordinary network at two places, `make test-all` each name at all.
+`tests/support/layers.py`. `make test` trains each ordinary network at two places, `make test-all` all at all of them.
 """
 
 import functools
@@ -43,14 +43,16 @@ PLACES = {
         "strategy.data_parallel=fsdp",
     ],
 }
-Refusals = dict[str, str]  # the message by the beginning of the place's name; other places train
-PIPELINES = ("pipeline", "hybrid")
+Refusals = dict[str, str]  # the message by the beginning of the place's name; at other places the run is equal
+ANY = ""  # equal or refused, with any message
 
 
-def _on(places: tuple[str, ...], message: str) -> Refusals:
+def _on(*places: str, message: str = ANY) -> Refusals:
     return dict.fromkeys(places, message)
 
 
+PIPELINES = _on("pipeline", "hybrid")
+MICRO_BATCHES = _on("accumulate", "pipeline", "hybrid")
 ORDINARY: dict[str, Refusals] = {
     "UNet": {},
     "DenseNet": {},
@@ -66,25 +68,55 @@ ORDINARY: dict[str, Refusals] = {
     "tuples": {},
     "residuals:timm_norm": {},
     "residuals:timm_drop_path": {},
-    "tied": _on(PIPELINES, "are one parameter, of two stages"),
+    "tied": PIPELINES,
     "Unused": {},
 }
-ANY = ""  # trains or is refused: either is right
 UNUSUAL: dict[str, Refusals] = {
-    name: {"": ANY}
-    for name in """
-    NoGrad GradientReversal L1Penalty Temperature HalvesImages OwnBackward OwnClipping RowsOfParameter hooked
-    Annealed+Anneals SharedNorm residuals:checkpointed_dropout residuals:checkpointed_dropout_reentrant
-    residuals:checkpointed_norm residuals:checkpointed_norm_reentrant MovingAverage residuals:centered
-    residuals:counts_passes residuals:instance_norm_tracking residuals:spectral_norm residuals:functional_dropout
-    ClassToken:encoder ClassToken:encoder_tokens_first ClassToken:attention_dropout
-    ClassToken:attention_dropout_tokens_first residuals:rrelu residuals:alpha_dropout residuals:dropout2d
-    residuals:noise residuals:random_scale Reparameterized residuals:python_random residuals:numpy_random
-    """.split()
+    "NoGrad": PIPELINES,
+    "GradientReversal": PIPELINES,
+    "RowsOfParameter": PIPELINES,
+    "Annealed+Anneals": PIPELINES,
+    "hooked": _on("fsdp", "hybrid x4 of fsdp"),
+    # Modules
+    "L1Penalty": _on("fsdp") | PIPELINES,
+    "Temperature": _on("fsdp", message="temperature belongs to Temperature itself")
+    | _on("pipeline", "hybrid", message="temperature is not one of them"),
+    "HalvesImages": {},
+    "OwnBackward": PIPELINES,
+    "OwnClipping": PIPELINES,
+    # Layers with a state
+    "SharedNorm": MICRO_BATCHES,
+    "residuals:checkpointed_norm": MICRO_BATCHES,
+    "residuals:checkpointed_norm_reentrant": MICRO_BATCHES,
+    "residuals:counts_passes": MICRO_BATCHES,
+    "residuals:spectral_norm": MICRO_BATCHES,
+    "MovingAverage": _on(""),
+    "residuals:centered": _on(""),
+    "residuals:instance_norm_tracking": _on(""),
+    # Random numbers
+    "residuals:checkpointed_dropout": PIPELINES,
+    "residuals:checkpointed_dropout_reentrant": PIPELINES,
+    "residuals:functional_dropout": _on(""),
+    "residuals:alpha_dropout": _on(""),
+    "residuals:dropout2d": _on(""),
+    "residuals:rrelu": _on(""),
+    "residuals:noise": _on(""),
+    "residuals:random_scale": _on(""),
+    "residuals:python_random": _on(""),
+    "residuals:numpy_random": _on(""),
+    "Reparameterized": _on(""),
+    "ClassToken:encoder": _on(""),
+    "ClassToken:encoder_tokens_first": _on(""),
+    "ClassToken:attention_dropout": _on(""),
+    "ClassToken:attention_dropout_tokens_first": _on(""),
 }
-ROWS = [(name, place) for name in (ORDINARY | UNUSUAL) for place in PLACES]
-_PAIRS = [(name, list(PLACES)[(2 * number + k) % len(PLACES)]) for number, name in enumerate(ORDINARY) for k in (0, 1)]
-QUICK = set(_PAIRS)
+NETWORKS = ORDINARY | UNUSUAL
+QUICK = {(name, list(PLACES)[(2 * row + k) % len(PLACES)]) for row, name in enumerate(ORDINARY) for k in (0, 1)}
+ROWS = [
+    pytest.param(name, place, id=f"{name}, {place}", marks=[] if (name, place) in QUICK else pytest.mark.slow)
+    for name in NETWORKS
+    for place in PLACES
+]
 
 
 def _overrides(name: str) -> list[str]:
@@ -119,10 +151,7 @@ def single_process(small: list[str], tmp_path_factory: pytest.TempPathFactory) -
     return run
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [pytest.param(*row, id=", ".join(row), marks=[] if row in QUICK else pytest.mark.slow) for row in ROWS],
-)
+@pytest.mark.parametrize(("name", "place"), ROWS)
 def test_trains_alike_or_is_refused(
     name: str,
     place: str,
@@ -133,7 +162,7 @@ def test_trains_alike_or_is_refused(
     record_property: Callable[[str, object], None],
 ) -> None:
     cfg = compose(folder, *small, *TASK, *_overrides(name), *PLACES[place])
-    refusal = next((text for start, text in (ORDINARY | UNUSUAL)[name].items() if place.startswith(start)), None)
+    refusal = next((text for start, text in NETWORKS[name].items() if place.startswith(start)), None)
     try:
         devices = cfg.trainer.devices
         records = [fit(cfg, RefusedInTime())] if devices == 1 else pool.run(devices, fit, cfg, RefusedInTime())
