@@ -8,7 +8,7 @@ import logging
 import multiprocessing as mp
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -40,15 +40,14 @@ class Pool:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
             self._ranks[rank][1].send((job, args, _environment(rank, world_size, store.port)))
-        answers: list[tuple[bool, Any]] = []
-        for rank in range(world_size):
-            if not self._ranks:
-                break
-            failed = any(not ok for ok, _ in answers)
-            answers.append(self._answer(rank, _GRACE if failed else _TIMEOUT))
-        if errors := [error for ok, error in answers if not ok]:
+        answers: dict[int, tuple[bool, Any]] = {}
+        while self._ranks and len(answers) < world_size:
+            has_failed = any(not ok for ok, _ in answers.values())
+            rank = self._next_rank(set(range(world_size)) - answers.keys(), _GRACE if has_failed else _TIMEOUT)
+            answers[rank] = self._answer(rank)
+        if errors := [error for _, (ok, error) in sorted(answers.items()) if not ok]:
             raise RankFailed("\n".join(errors))
-        return [value for _, value in answers]
+        return [answers[rank][1] for rank in range(world_size)]
 
     def stop(self) -> None:
         """Kill all ranks."""
@@ -68,11 +67,19 @@ class Pool:
             process.start()
             self._ranks.append((process, ours))
 
-    def _answer(self, rank: int, timeout: float) -> tuple[bool, Any]:
+    def _next_rank(self, ranks: Collection[int], timeout: float) -> int:
+        """Return the first of these ranks that answers or dies: a rank that fails may leave others waiting for it."""
+        handles = {handle: rank for rank in ranks for handle in (self._ranks[rank][1], self._ranks[rank][0].sentinel)}
+        ready = mp.connection.wait(list(handles), timeout)
+        return handles[ready[0]] if ready else min(ranks)
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
         process, connection = self._ranks[rank]
-        mp.connection.wait([connection, process.sentinel], timeout)
-        if connection.poll():
-            return connection.recv()
+        try:
+            if connection.poll():
+                return connection.recv()
+        except EOFError:  # it has died
+            process.join()
         state = "timed out" if process.is_alive() else f"died: exit code {process.exitcode}"
         self.stop()  # the state of the other ranks is unknown
         return False, f"rank {rank} {state}"
