@@ -17,15 +17,20 @@ from typing import Any, ClassVar, cast
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from src.engine.determinism.batch import Batch
+from src.engine.determinism.dropout import dropouts
+from src.engine.determinism.random_functions import sample_random
 from src.engine.observe.recording import communication, computation
 from src.engine.parallel.gradients import average_over, clip_by_norm_over, take_gradients
 from src.engine.parallel.pipeline.blocks import Block, ordered_blocks
+from src.engine.parallel.pipeline.graph import constants, modules_around
+from src.engine.parallel.pipeline.rehearsal import check_stages
 from src.engine.parallel.pipeline.schedules import build_schedule, schedule_spec
 from src.engine.parallel.pipeline.simulation import bubble, simulate
 from src.engine.parallel.pipeline.split import cut, format_table
@@ -33,10 +38,12 @@ from src.engine.parallel.pipeline.stage import (
     Stage,
     StageForward,
     build_stage,
+    called_modules,
     join_samples,
-    keep_own_stages,
+    remove_other_stages,
     shard_stage,
     split_samples,
+    stage_inputs,
     stage_shapes,
 )
 from src.engine.parallel.sharded_state import ShardedStateStrategy
@@ -102,6 +109,8 @@ class Pipeline(ShardedStateStrategy):
         self._losses: list[Tensor] = []  # of the micro-batches of the current step, on the rank of the last stage
         self._has_run = False  # whether the schedule has run in the current step
         self._has_compared = False  # the sum of these losses with that of `training_step`
+        self._random_calls = 0  # calls of random functions in a forward pass of the network in training
+        self._draws = False  # whether it has such calls, or dropout layers
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
 
     @property
@@ -144,6 +153,12 @@ class Pipeline(ShardedStateStrategy):
                 f"strategy.schedule={self.schedule} splits the backward pass, which module.recompute=blocks would then "
                 "compute twice: take strategy.schedule=interleaved_1f1b"
             )
+        for hook in ("backward", "configure_gradient_clipping"):
+            if is_overridden(hook, module):
+                raise UserError(
+                    f"strategy=pipeline computes gradients without {type(module).__name__}.{hook}, and each rank holds "
+                    "those of its stages: use trainer.gradient_clip_val, or strategy=ddp or fsdp"
+                )
         net = cast(nn.Module, module.net)
         inside = {id(weight) for weight in net.parameters()}
         for name, weight in module.named_parameters():
@@ -155,9 +170,18 @@ class Pipeline(ShardedStateStrategy):
         self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
         if self._is_sharded or self.spec.needs_channels_first(net, self.root_device):  # FSDP supports no other format
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        stages = self._cut(net, self._example_input(module))
+        inputs = self._example_input(module)
+        stages = self._cut(net, inputs)
         shapes = stage_shapes(stages)
-        self._own_stages = keep_own_stages(net, stages, self._stage_to_rank, self._pipeline_rank)
+        every = [Stage(net, blocks, stage_inputs(stages, number)) for number, blocks in enumerate(stages)]
+        with self.precision_plugin.forward_context():
+            self._random_calls = check_stages(net, every, inputs, self.schedule, self.spec.splits_backward)
+        self._draws = self._random_calls > 0 or bool(dropouts(net))
+        ranks = enumerate(self._stage_to_rank)
+        self._own_stages = {number: every[number] for number, rank in ranks if rank == self._pipeline_rank}
+        remove_other_stages(net, stages, self._own_stages)
+        self._modules_around = modules_around(net, called_modules(stages))
+        self._constants = constants(self._modules_around)
         if self._is_sharded:
             for stage in self._own_stages.values():
                 shard_stage(net, stage, self._replicas)
@@ -231,21 +255,44 @@ class Pipeline(ShardedStateStrategy):
             result = super().training_step(batch, *args, **kwargs)
         finally:
             self._batch = None
-        returned = result["loss"] if isinstance(result, dict) else result
         losses, self._losses = self._losses, []
-        if losses and not self._has_compared and isinstance(returned, Tensor):
+        returned = result["loss"] if isinstance(result, dict) else result
+        if self._has_run and not self._has_compared and isinstance(returned, Tensor):
             self._has_compared = True
-            self._check_loss(torch.stack(losses).detach().sum().float(), returned)
+            trained = torch.stack(losses).detach().sum() if losses else returned.detach()
+            self._check_loss(torch.stack([returned.detach(), trained]).double())
         return result
 
-    def _check_loss(self, trained: Tensor, returned: Tensor) -> None:
-        """Check that `training_step` returns what `loss` computes, from which the gradients come."""
-        if not torch.isclose(returned.detach().float(), trained, rtol=0.02, atol=1e-6):
-            name = type(self.lightning_module).__name__
+    def _check_loss(self, own: Tensor) -> None:
+        """Check the loss that `training_step` returns: it is what `loss` computes, and the same on every rank.
+
+        Args:
+            own: the returned loss; and the trained one, on the rank of the last stage.
+        """
+        name = type(self.lightning_module).__name__
+        ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(ranks, own, group=self._group)
+        returned, trained = torch.stack(ranks)[:, 0], ranks[self._stage_to_rank[-1]][1]
+        if not torch.allclose(returned, returned[0], rtol=1e-5, equal_nan=True):
+            raise UserError(
+                f"strategy=pipeline: the loss of {name}.training_step reads more than outputs and batch, because the "
+                f"ranks get {returned.tolist()}: leave out terms of the weights, which are on other ranks, or use "
+                "strategy=ddp"
+            )
+        if not torch.isclose(returned[0], trained, rtol=0.02, atol=1e-6, equal_nan=True):
             raise UserError(
                 f"strategy=pipeline trains the mean of {name}.loss(outputs, batch), {float(trained):.6g} here, but "
-                f"training_step returns {float(returned):.6g}: let it return that loss, or use strategy=ddp or fsdp"
+                f"training_step returns {float(returned[0]):.6g}: let it return that loss, or use strategy=ddp or fsdp"
             )
+
+    def _check_constants(self) -> None:
+        """Check that no number has changed which the graph of the network has as a constant."""
+        for name, value in constants(self._modules_around).items():
+            if value != self._constants.get(name, value):
+                raise UserError(
+                    f"strategy=pipeline: `net{name}` has changed from {self._constants[name]} to {value}, which the "
+                    "stages do not see: register it as a buffer and change that in place, or use strategy=ddp or fsdp"
+                )
 
     def _run_schedule(self, inputs: Tensor) -> Tensor:
         """Run the schedule on the inputs of the network; return its (samples, ...) outputs on every rank.
@@ -261,11 +308,16 @@ class Pipeline(ShardedStateStrategy):
                 "it once, or use strategy=ddp or fsdp"
             )
         self._has_run = True
+        self._check_constants()
         accumulated = take_gradients(self._parameters, keep=self._accumulate > 1)
-        for stage in self._own_stages.values():
-            stage.begin(self.microbatches)
+        if self._draws:
+            keys, random_state = sample_random.keys, torch.get_rng_state()
+            for stage in self._own_stages.values():
+                stage.begin(split_samples(keys, self.microbatches).contiguous(), random_state)
         with torch.enable_grad():
             outputs = self._run_passes(split_samples(inputs, self.microbatches).flatten(0, 1))
+        if self._draws:
+            sample_random.begin_micro_batch(keys, random_state, self._random_calls)
         self._gradients = [(weight, weight.grad) for weight in self._parameters if weight.grad is not None]
         for weight, gradient in zip(self._parameters, accumulated, strict=True):
             weight.grad = gradient
