@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from src.engine.config.build import NOT_PASSED, build
+from src.engine.determinism.buffers import BufferCheck
 from src.engine.determinism.random_functions import RandomNumbers
 from src.engine.determinism.resumption import ExactResumption
 from src.engine.observe.csv import CSVLogger
@@ -86,6 +87,7 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
         RunDescription(cfg, list(_build_each(cfg, "logger").values())),
         ExactResumption(),
         RandomNumbers(cfg.seed),
+        BufferCheck(),
         OptimizerSteps(),
         RunChecks(configured),
         *configured.values(),
