@@ -39,6 +39,7 @@ _FUNCTIONS = "rand randn randint randperm rand_like randn_like randint_like norm
 _METHODS = "bernoulli bernoulli_ multinomial normal_ uniform_ exponential_ random_ geometric_ cauchy_ log_normal_"
 _RANDOM = {*_DROPOUTS, _ATTENTION, F.gumbel_softmax, *(getattr(torch, name) for name in _FUNCTIONS.split())}
 _RANDOM |= {getattr(Tensor, name) for name in _METHODS.split()}
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _STEPS = ("training_step", "backward", "validation_step", "test_step")  # of a strategy; `backward` may recompute
 
 
@@ -66,6 +67,13 @@ class SampleRandom(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _BACKWARD:  # torch.utils.checkpoint computes a block again, so the mode must be on
+            with (
+                self,
+                _unchecked(torch.autograd, "has_torch_function"),
+                _unchecked(torch._tensor, "has_torch_function_unary"),
+            ):
+                return func(*args, **kwargs)
         if func is F.multi_head_attention_forward and _draws(func, args, kwargs):
             return self._attend(args, kwargs)
         if func in _RANDOM and _draws(func, args, kwargs):
@@ -157,6 +165,11 @@ class SampleRandom(TorchFunctionMode):
 
 
 sample_random = SampleRandom()  # one for the process, as torch's generators
+
+
+def _unchecked(module: Any, check: str) -> Any:
+    """Return a context in which the functions of a module do not call the mode."""
+    return mock.patch.object(module, check, return_value=False)
 
 
 def _draw_salt() -> int:

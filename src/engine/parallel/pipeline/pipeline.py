@@ -17,7 +17,6 @@ from typing import Any, ClassVar, cast
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
@@ -29,6 +28,7 @@ from src.engine.determinism.random_functions import sample_random
 from src.engine.observe.recording import communication, computation
 from src.engine.parallel.gradients import average_over, clip_by_norm_over, take_gradients
 from src.engine.parallel.pipeline.blocks import Block, ordered_blocks
+from src.engine.parallel.pipeline.contract import check_loss, check_module, input_of_network
 from src.engine.parallel.pipeline.graph import constants, modules_around
 from src.engine.parallel.pipeline.rehearsal import check_stages
 from src.engine.parallel.pipeline.schedules import build_schedule, schedule_spec
@@ -50,18 +50,6 @@ from src.engine.parallel.sharded_state import ShardedStateStrategy
 from src.engine.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
-
-
-class _Input(BaseException):
-    """Carries what a module gives its network; no `except Exception` of a user stops it."""
-
-
-def _raise_input(*args: Any, **kwargs: Any) -> Tensor:
-    raise _Input(*args, *kwargs.values())
-
-
-def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Take the place of `log` where there is no trainer's loop."""
 
 
 class Pipeline(ShardedStateStrategy):
@@ -153,29 +141,18 @@ class Pipeline(ShardedStateStrategy):
                 f"strategy.schedule={self.schedule} splits the backward pass, which module.recompute=blocks would then "
                 "compute twice: take strategy.schedule=interleaved_1f1b"
             )
-        for hook in ("backward", "configure_gradient_clipping"):
-            if is_overridden(hook, module):
-                raise UserError(
-                    f"strategy=pipeline computes gradients without {type(module).__name__}.{hook}, and each rank holds "
-                    "those of its stages: use trainer.gradient_clip_val, or strategy=ddp or fsdp"
-                )
+        check_module(module)
         net = cast(nn.Module, module.net)
-        inside = {id(weight) for weight in net.parameters()}
-        for name, weight in module.named_parameters():
-            if weight.requires_grad and id(weight) not in inside:
-                raise UserError(
-                    f"strategy=pipeline trains the parameters of `net`, and {name} is not one of them: move it into "
-                    "the network, or use strategy=ddp"
-                )
         self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
         if self._is_sharded or self.spec.needs_channels_first(net, self.root_device):  # FSDP supports no other format
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        inputs = self._example_input(module)
+        inputs, batch = self._example(module)
         stages = self._cut(net, inputs)
         shapes = stage_shapes(stages)
         every = [Stage(net, blocks, stage_inputs(stages, number)) for number, blocks in enumerate(stages)]
         with self.precision_plugin.forward_context():
             self._random_calls = check_stages(net, every, inputs, self.schedule, self.spec.splits_backward)
+            check_loss(module, torch.rand_like(shapes[-1][0], device=self.root_device), batch)
         self._draws = self._random_calls > 0 or bool(dropouts(net))
         ranks = enumerate(self._stage_to_rank)
         self._own_stages = {number: every[number] for number, rank in ranks if rank == self._pipeline_rank}
@@ -196,36 +173,20 @@ class Pipeline(ShardedStateStrategy):
         if self.is_global_zero:
             self._log_stages(stages)
 
-    def _example_input(self, module: L.LightningModule) -> Tensor:
-        """Return a micro-batch like those that `training_step` gives the network, with random numbers if it has floats.
-
-        Raises:
-            UserError: if `training_step` does not call the network with one tensor.
-        """
-        data, net, found = cast(Any, module.trainer).datamodule, cast(nn.Module, module.net), ()
+    def _example(self, module: L.LightningModule) -> tuple[Tensor, Any]:
+        """Return a micro-batch of inputs of the network, random ones if it takes floats, and of the data."""
+        data = cast(Any, module.trainer).datamodule
         count = data.layout.samples_per_batch if data.has_training_data else 2 * self.microbatches
         batch = self.precision_plugin.convert_input(data.example_batch(count))
         batch = data.transfer_batch_to_device(data.on_before_batch_transfer(batch, 0), self.root_device, 0)
         batch = data.on_after_batch_transfer(batch, 0)
-        net.forward, own_forward = _raise_input, net.forward
-        module.log = module.log_dict = _log_nothing  # type: ignore[method-assign]
-        try:
-            module.training_step(batch, 0)
-        except _Input as called:
-            found = called.args
-        finally:
-            net.forward = own_forward
-            del module.log, module.log_dict
-        if len(found) != 1 or not isinstance(found[0], Tensor):
-            raise UserError(
-                f"strategy=pipeline: {type(module).__name__}.training_step must call its `net` with one tensor; use "
-                "strategy=ddp or fsdp for other networks"
-            )
-        self._input_shape = found[0].shape[1:]
-        inputs = split_samples(found[0], self.microbatches)[0]
-        if not inputs.is_floating_point():
-            return inputs
-        return torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0)).to(next(net.parameters()))
+        full = input_of_network(module, batch)
+        self._input_shape = full.shape[1:]
+        inputs = split_samples(full, self.microbatches)[0]
+        if inputs.is_floating_point():
+            random = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0))
+            inputs = random.to(next(cast(nn.Module, module.net).parameters()))
+        return inputs, tree_map_only(Tensor, lambda values: split_samples(values, self.microbatches)[0], batch)
 
     def _cut(self, net: nn.Module, inputs: Tensor) -> list[list[Block]]:
         """Return the blocks of each stage, for a micro-batch of inputs, and assign the stages to ranks."""
