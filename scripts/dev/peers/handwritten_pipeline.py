@@ -24,7 +24,7 @@ from scripts.dev.peers.common import (
 from src.engine.parallel.pipeline.blocks import ordered_blocks
 from src.engine.parallel.pipeline.schedules import SCHEDULES
 from src.engine.parallel.pipeline.split import cut
-from src.engine.parallel.pipeline.stage import build_stage, keep_own_stages, stage_shapes
+from src.engine.parallel.pipeline.stage import Stage, build_stage, remove_other_stages, stage_inputs, stage_shapes
 from src.engine.utils.process_group import close_process_group
 
 
@@ -35,7 +35,9 @@ def pipeline(
     spec, images = SCHEDULES[name], torch.rand(batch // microbatches, 3, 32, 32, device=device)
     stage_to_rank = spec.stage_to_rank(world)
     parts = cut(ordered_blocks(net, images), len(stage_to_rank), "auto")
-    modules = keep_own_stages(net, parts, stage_to_rank, rank)
+    own = [number for number, owner in enumerate(stage_to_rank) if owner == rank]
+    modules = {number: Stage(net, parts[number], stage_inputs(parts, number)) for number in own}
+    remove_other_stages(net, parts, own)
     stages = [build_stage(module, number, stage_shapes(parts), None, device) for number, module in modules.items()]
     stage_or_stages: Any = stages[0] if spec.stages_per_rank == 1 else stages
     return (

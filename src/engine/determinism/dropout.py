@@ -6,7 +6,6 @@ two's-complement 32-bit arithmetic. docs/benchmarks/dropout.md has its speed.
 """
 
 import hashlib
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -15,16 +14,13 @@ from torch import Tensor, nn
 from src.engine.determinism.recomputation import remember
 from src.engine.utils.compilation import device_constant
 
-_log = logging.getLogger(__name__)
-_UNSUPPORTED_TYPES = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_RANK_DEPENDENT = "it draws from torch's generator, so that the run depends on the number of ranks"
 _ODD_MULTIPLIER = 0x2545F4914F6CDD1D
 # int32 holds the constants 0x9E3779B9 and 0x846CA68B as negative numbers.
 _GOLDEN, _MIX1, _MIX2 = -0x61C88647, 0x7FEB352D, -0x7B935975
 
 
 class SampleDropout(nn.Dropout):
-    """`nn.Dropout` whose mask is a hash of the samples' keys; without keys it is torch's own dropout.
+    """`nn.Dropout` whose mask is a hash of the samples' keys; without a key for each row it is torch's function.
 
     Attributes:
         keys: (n,) int64, one for each sample of the batch, or None.
@@ -35,26 +31,16 @@ class SampleDropout(nn.Dropout):
     keys: Tensor | None = None
     sample_hash: Tensor | None = None
     salt: int = 0
-    _has_warned = False
 
     def forward(self, input: Tensor) -> Tensor:
         if not self._uses_keys(input):
             return super().forward(input)
-        return input * self._keep_mask(input[0].numel()).view(input.shape) / (1 - self.p)
-
-    def _uses_keys(self, input: Tensor) -> bool:
-        if self.keys is None or not self.training or not 0 < self.p < 1:
-            return False
-        if len(input) != len(self.keys) and not self._has_warned:
-            _log.warning("a dropout layer sees %d rows for %d samples: %s", len(input), len(self.keys), _RANK_DEPENDENT)
-            self._has_warned = True
-        return len(input) == len(self.keys)
-
-    def _keep_mask(self, count: int) -> Tensor:
-        """Return the (n, count) bool mask of the elements to keep, for `count` elements of each sample."""
         sample_hash = remember(lambda: self.sample_hash)
         assert sample_hash is not None
-        return _mix(sample_hash[:, None] ^ _element_hash(count, sample_hash.device)) >= _threshold(self.p)
+        return input * _keep_mask(sample_hash, input, self.p) / (1 - self.p)
+
+    def _uses_keys(self, input: Tensor) -> bool:
+        return self.keys is not None and self.training and 0 < self.p < 1 and len(input) == len(self.keys)
 
 
 class DropPath(SampleDropout):
@@ -77,6 +63,19 @@ class DropPath(SampleDropout):
         factor = remember(lambda: self.factor)
         assert factor is not None
         return input * factor.to(input.dtype).view(shape)
+
+
+def drop_elements(keys: Tensor, salt: int, input: Tensor, p: float, inplace: bool = False) -> Tensor:
+    """Drop elements of an (n, ...) input with probability p < 1; (n,) keys and the number of the call decide which."""
+    sample_hash = (((keys ^ salt) * _ODD_MULTIPLIER) >> 32).int()
+    mask = _keep_mask(sample_hash, input, p)
+    return input.mul_(mask).div_(1 - p) if inplace else input * mask / (1 - p)
+
+
+def _keep_mask(sample_hash: Tensor, input: Tensor, p: float) -> Tensor:
+    """Return the bool mask of the elements of an (n, ...) input to keep, from (n,) hashes."""
+    element_hash = _element_hash(input[0].numel(), sample_hash.device)
+    return (_mix(sample_hash[:, None] ^ element_hash) >= _threshold(p)).view(input.shape)
 
 
 def _mix(bits: Tensor) -> Tensor:
@@ -108,8 +107,6 @@ def use_sample_dropout(net: nn.Module) -> None:
         if type(part) is nn.Dropout:
             part = SampleDropout(part.p, part.inplace)
             net.set_submodule(name, part)
-        elif isinstance(part, _UNSUPPORTED_TYPES) and not isinstance(part, nn.Dropout) and part.p > 0:
-            _log.warning("%s is a %s: %s", name, type(part).__name__, _RANK_DEPENDENT)
         if isinstance(part, SampleDropout):
             part.salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
 

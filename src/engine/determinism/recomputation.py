@@ -23,11 +23,13 @@ _T = TypeVar("_T")
 def block_names(net: nn.Module, prefix: str = "", is_sequence: bool = False) -> Iterator[str]:
     """Yield the name of each block of a network: its children, or what takes the place of a child.
 
-    An `nn.Sequential` of composite modules stands for its parts, and a network in a network for its own children.
+    An `nn.Sequential` of composite modules and a list of modules stand for their parts, and a network in a network for
+    its own children.
     """
     trainable = [child for child in net.children() if next(child.parameters(), None) is not None]
     for name, child in net.named_children():
-        if isinstance(child, nn.Sequential) and all(_is_composite(part) for part in child):
+        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if is_list or (isinstance(child, nn.Sequential) and all(_is_composite(part) for part in child)):
             yield from block_names(child, f"{prefix}{name}.", is_sequence=True)
         elif trainable == [child] and _is_composite(child) and not is_sequence:
             yield from block_names(child, f"{prefix}{name}.")

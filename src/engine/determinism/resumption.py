@@ -1,4 +1,4 @@
-"""Let a resumed run repeat the uninterrupted one: position in the data, random numbers, checkpoints, optimizers."""
+"""Let a resumed run repeat the uninterrupted one: position in the data, checkpoints, optimizers."""
 
 import math
 from pathlib import Path
@@ -7,9 +7,6 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from src.engine.determinism.dropout import SampleDropout, dropouts, set_keys
-from src.engine.determinism.hashing import hash_ints
-from src.engine.determinism.samples import seed_generators
 from src.engine.state.optimizer_state import name_parameters, shard
 from src.engine.utils.errors import UserError
 
@@ -21,9 +18,6 @@ class ExactResumption(L.Callback):
       counters have while a hook runs; they count micro-batches, whose number depends on the accumulation. All counters
       are therefore derived from the samples: at whatever moment the checkpoint was written, the loops are restored to
       the start of the first step that is not complete.
-    - Before each batch, torch, NumPy and Python are seeded with a hash of (seed, epoch, batch, rank), and dropout
-      layers get the keys of the samples. The stages of a pipeline thus draw different numbers. The numbers of the
-      generators depend on the world size; dropout does not use them.
     - Optimizers of any module restore their state by the names of the parameters.
     - Checkpoint callbacks keep their scores, also in a folder that was moved. Lightning's ModelCheckpoint discards them
       if its absolute path has changed, and then replaces the best checkpoint by a worse one; it saves `current_score`
@@ -31,26 +25,10 @@ class ExactResumption(L.Callback):
       https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/callbacks/model_checkpoint.py)
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._dropouts: list[SampleDropout] = []
-
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for optimizer in trainer.optimizers:
             name_parameters(optimizer, pl_module)
             optimizer.register_load_state_dict_pre_hook(lambda own, saved: shard(saved, own))
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._dropouts = dropouts(pl_module)
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self._dropouts:
-            data: Any = trainer.datamodule
-            set_keys(self._dropouts, hash_ints(self.seed, trainer.current_epoch, data.sample_index))
-        step_seed = hash((self.seed, trainer.current_epoch, batch_idx, trainer.global_rank))
-        seed_generators(step_seed, pl_module.device.type)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""

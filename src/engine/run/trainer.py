@@ -10,6 +10,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from src.engine.config.build import NOT_PASSED, build
+from src.engine.determinism.buffers import BufferCheck
+from src.engine.determinism.random_functions import RandomNumbers
 from src.engine.determinism.resumption import ExactResumption
 from src.engine.observe.csv import CSVLogger
 from src.engine.parallel.norm_groups import NormGroups
@@ -86,8 +88,10 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
         Watchdog(folder, cfg.launch.timeout),
         PreemptionHandler(folder),
         RunDescription(cfg, list(_build_each(cfg, "logger").values())),
-        ExactResumption(cfg.seed),
+        ExactResumption(),
         MetricStates(),  # after ExactResumption, which saves the position
+        RandomNumbers(cfg.seed),
+        BufferCheck(),
         OptimizerSteps(),
         RunChecks(configured),
         *configured.values(),

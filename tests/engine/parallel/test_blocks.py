@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from src.engine.parallel.pipeline.blocks import ordered_blocks
+from src.engine.parallel.pipeline.blocks import Block, ordered_blocks
+from src.engine.parallel.pipeline.rehearsal import check_stages
 from src.engine.parallel.pipeline.split import cut
-from src.engine.parallel.pipeline.stage import keep_own_stages
+from src.engine.parallel.pipeline.stage import Stage, stage_inputs
 from src.engine.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.networks import OwnForward, Skips, Wrapper
@@ -90,14 +91,46 @@ def layer_drop(net: TwoBlocks, x: Tensor) -> Tensor:
         (lambda net, x: F.dropout(net.second(net.first(x)), 0.1, net.training), "another in training"),
         (lambda net, x: net.second(net.first(x)) + torch.rand(2, 3, 8, 8), "draws random numbers"),
         (layer_drop, "draws random numbers"),
-        (frozen, "do not compose"),
         (lambda net, x: net.second(net.first(x)) * torch.tensor(0.5 if net.training else 1.0), "creates tensors"),
     ],
-    ids=["depends on values", "dropout function", "random numbers", "layer drop", "frozen block", "constant"],
+    ids=["depends on values", "dropout function", "random numbers", "layer drop", "constant"],
 )
 def test_refuses_what_it_cannot_split(forward: Callable[[TwoBlocks, Tensor], Tensor], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ordered_blocks(TwoBlocks(forward), IMAGES)
+
+
+def as_stages(net: nn.Module, parts: list[list[Block]]) -> list[Stage]:
+    return [Stage(net, blocks, stage_inputs(parts, number)) for number, blocks in enumerate(parts)]
+
+
+class Reversal(torch.autograd.Function):
+    """Reverses gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (frozen, "the gradient of first.weight is another"),
+        (lambda net, x: net.second(Reversal.apply(net.first(x))), "the gradient of first.weight is another"),
+    ],
+    ids=["frozen block", "gradient reversal"],
+)
+def test_refuses_stages_that_train_another_network(
+    forward: Callable[[TwoBlocks, Tensor], Tensor], message: str
+) -> None:
+    net = TwoBlocks(forward)
+    first, second = ordered_blocks(net, IMAGES)
+    with pytest.raises(UserError, match=message):
+        check_stages(net, as_stages(net, [[first], [second]]), IMAGES, "1f1b", splits_backward=False)
 
 
 def test_reads_buffers_when_it_runs() -> None:
@@ -105,7 +138,7 @@ def test_reads_buffers_when_it_runs() -> None:
     net: Any = TwoBlocks(lambda net, x: net.second(net.first(x)) * torch.sigmoid(cast(Any, net).scale))
     net.register_buffer("scale", torch.zeros(1))
     blocks = ordered_blocks(net, IMAGES)
-    stages = keep_own_stages(net, [blocks[:1], blocks[1:]], [0, 0], 0)
+    stages = as_stages(net, [blocks[:1], blocks[1:]])
     net.scale.fill_(2.0)
     assert torch.equal(stages[1](stages[0](IMAGES)), net(IMAGES))
 
@@ -113,7 +146,7 @@ def test_reads_buffers_when_it_runs() -> None:
 def test_refuses_a_parameter_of_two_stages() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[1].weight = net[0].weight
-    with pytest.raises(UserError, match=r"0.weight and 1.weight are one parameter"):
+    with pytest.raises(UserError, match=r"0.weight and 1.weight are one tensor"):
         cut(ordered_blocks(net, torch.rand(2, 4)), 2, "auto")
 
 

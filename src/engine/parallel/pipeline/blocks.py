@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from src.engine.determinism.recomputation import block_names
 from src.engine.parallel.pipeline.graph import trace
@@ -17,7 +18,7 @@ class Block:
     Attributes:
         name: name of the block in the network.
         nodes: its call and the operations up to the next block, in the graph of the network.
-        parameters: its parameters by their name in the network.
+        tensors: its parameters, and the running statistics of its normalization, by their name in the network.
         flops: FLOPs of the forward pass.
         outputs: nodes whose values later blocks use; for the last block, the node of the logits.
         bytes_sent: bytes of these values; infinite if one of them is no activation, so that no stage can end here.
@@ -25,14 +26,22 @@ class Block:
 
     name: str
     nodes: list[fx.Node]
-    parameters: dict[str, nn.Parameter]
+    tensors: dict[str, Tensor]
     flops: int
     outputs: list[fx.Node]
     bytes_sent: float
 
     @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
+
+    @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters.values())
+
+    @property
+    def is_trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters.values())
 
 
 def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
@@ -50,15 +59,25 @@ def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
     graph = trace(net, list(block_names(net)), images)
     image, *nodes, result = graph.nodes
     groups = _group_by_call(nodes)
+    activations = _depending_on(image, nodes)
     blocks: list[Block] = []
     for number, group in enumerate(groups):
         earlier = [image, *(node for before in groups[: number + 1] for node in before if node.op != "get_attr")]
         later = {node for after in groups[number + 1 :] for node in after}
         outputs = [node for node in earlier if later & node.users.keys()] if later else result.all_input_nodes
         flops = sum(node.meta["flops"] for node in group)
-        sent = _bytes_sent(outputs, len(images))
-        blocks.append(Block(_unique_name(group, blocks), group, _parameters(net, group), flops, outputs, sent))
+        sent = _bytes_sent(outputs, len(images)) if activations.issuperset(outputs) else math.inf
+        blocks.append(Block(_unique_name(group, blocks), group, _tensors(net, group), flops, outputs, sent))
     return blocks
+
+
+def _depending_on(image: fx.Node, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return the nodes whose values depend on the images; others have no samples, whatever their shape."""
+    found = {image}
+    for node in nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _group_by_call(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
@@ -88,13 +107,16 @@ def _unique_name(group: Sequence[fx.Node], blocks: Sequence[Block]) -> str:
     return f"{called}#{calls}" if calls > 1 else called
 
 
-def _parameters(net: nn.Module, group: Sequence[fx.Node]) -> dict[str, nn.Parameter]:
-    """Return the parameters of a group of nodes: of the module that it calls, and of the network itself."""
+def _tensors(net: nn.Module, group: Sequence[fx.Node]) -> dict[str, Tensor]:
+    """Return the parameters of a group of nodes, and running statistics: of the called modules, and of the network."""
     called = [str(node.target) for node in group if node.op == "call_module"]
     read = [str(used.target) for node in group for used in node.all_input_nodes if used.op == "get_attr"]
-    every = dict(net.named_parameters(remove_duplicate=False))
+    every: dict[str, Tensor] = dict(net.named_parameters(remove_duplicate=False))
+    for name, module in net.named_modules(remove_duplicate=False):
+        if isinstance(module, _NormBase):
+            every |= {f"{name}.{buffer}": tensor for buffer, tensor in module.named_buffers()}
     return {
-        name: parameter
-        for name, parameter in every.items()
+        name: tensor
+        for name, tensor in every.items()
         if name in read or any(name.startswith(f"{module}.") for module in called)
     }

@@ -6,7 +6,7 @@ and so replaces the modules: dropout, synchronized batch normalization and evalu
 
 import inspect
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,9 +47,9 @@ def trace(net: nn.Module, blocks: Sequence[str], images: Tensor) -> fx.Graph:
     """
     if len(inspect.signature(net.forward).parameters) != 1:
         raise UserError(f"a pipeline passes one tensor to the forward pass of `model`: {_ADVICE}")
-    with _mode(net, training=True):
+    with set_mode(net, training=True):
         in_training = str(_record(net, blocks))
-    with _mode(net, training=False):
+    with set_mode(net, training=False):
         graph = _record(net, blocks)
         expected, found = net(images), _measure(net, graph, images)
     if str(graph) != in_training:
@@ -57,7 +57,7 @@ def trace(net: nn.Module, blocks: Sequence[str], images: Tensor) -> fx.Graph:
             "the forward pass of `model` is another in training than in evaluation, outside of its blocks: use layers "
             f"such as nn.Dropout instead of functions, or {_ADVICE}"
         )
-    if not _are_equal(net, expected, found):
+    if not (isinstance(expected, Tensor) and torch.allclose(found, expected, rtol=1e-3, atol=1e-5)):
         raise UserError(f"the blocks of `model` do not compose its forward pass: {_ADVICE}")
     return graph
 
@@ -75,24 +75,6 @@ def _measure(net: nn.Module, graph: fx.Graph, images: Tensor) -> Any:
         node.meta["flops"] = counter.get_total_flops()
         node.meta["value"] = torch.empty_like(value, device="meta").detach() if isinstance(value, Tensor) else None
     return value
-
-
-def _are_equal(net: nn.Module, expected: Any, found: Any) -> bool:
-    """Return whether two outputs have the same values, and gradients for the same parameters.
-
-    A tracer does not see `torch.no_grad()`.
-    """
-    if not (isinstance(expected, Tensor) and isinstance(found, Tensor)):
-        return False
-    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-5) or found.requires_grad != expected.requires_grad:
-        return False
-    weights = [weight for weight in net.parameters() if weight.requires_grad]
-    if not expected.requires_grad or not weights:
-        return True
-    pairs = zip(
-        *(torch.autograd.grad(output.sum(), weights, allow_unused=True) for output in (expected, found)), strict=True
-    )
-    return all((one is None) == (other is None) for one, other in pairs)
 
 
 def extract(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
@@ -120,6 +102,22 @@ def extract(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequen
     return graph
 
 
+def modules_around(net: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Module]:
+    """Return the modules by name whose forward pass the graph replaces: the network and all that hold blocks."""
+    inside = tuple(f"{name}." for name in blocks)
+    return {name: part for name, part in net.named_modules() if not f"{name}.".startswith(inside)}
+
+
+def constants(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Return the numbers and strings of modules, by name, which are constants in a graph."""
+    values = {f"{name}.{key}": value for name, part in modules.items() for key, value in vars(part).items()}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float | str) and not name.endswith(".training")
+    }
+
+
 def _record(net: nn.Module, blocks: Sequence[str]) -> fx.Graph:
     attributes, random_state = set(vars(net)), _random_state()
     try:
@@ -143,7 +141,7 @@ def _random_state() -> tuple[Any, ...]:
 
 
 @contextmanager
-def _mode(net: nn.Module, training: bool) -> Iterator[None]:
+def set_mode(net: nn.Module, training: bool) -> Iterator[None]:
     """Set the mode of all modules, and restore each module's own mode."""
     before = {module: module.training for module in net.modules()}
     net.train(training)

@@ -23,9 +23,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from src.engine.determinism.batch import Batch
+from src.engine.determinism.dropout import dropouts
+from src.engine.determinism.random_functions import sample_random
 from src.engine.observe.recording import communication, computation
 from src.engine.parallel.gradients import average_over, clip_by_norm_over, take_gradients
 from src.engine.parallel.pipeline.blocks import Block, ordered_blocks
+from src.engine.parallel.pipeline.contract import check_loss, check_module, input_of_network
+from src.engine.parallel.pipeline.graph import constants, modules_around
+from src.engine.parallel.pipeline.rehearsal import check_stages
 from src.engine.parallel.pipeline.schedules import build_schedule, schedule_spec
 from src.engine.parallel.pipeline.simulation import bubble, simulate
 from src.engine.parallel.pipeline.split import cut, format_table
@@ -33,28 +38,18 @@ from src.engine.parallel.pipeline.stage import (
     Stage,
     StageForward,
     build_stage,
+    called_modules,
     join_samples,
-    keep_own_stages,
+    remove_other_stages,
     shard_stage,
     split_samples,
+    stage_inputs,
     stage_shapes,
 )
 from src.engine.parallel.sharded_state import ShardedStateStrategy
 from src.engine.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
-
-
-class _Input(BaseException):
-    """Carries what a module gives its network; no `except Exception` of a user stops it."""
-
-
-def _raise_input(*args: Any, **kwargs: Any) -> Tensor:
-    raise _Input(*args, *kwargs.values())
-
-
-def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Take the place of `log` where there is no trainer's loop."""
 
 
 class Pipeline(ShardedStateStrategy):
@@ -102,6 +97,8 @@ class Pipeline(ShardedStateStrategy):
         self._losses: list[Tensor] = []  # of the micro-batches of the current step, on the rank of the last stage
         self._has_run = False  # whether the schedule has run in the current step
         self._has_compared = False  # the sum of these losses with that of `training_step`
+        self._random_calls = 0  # calls of random functions in a forward pass of the network in training
+        self._draws = False  # whether it has such calls, or dropout layers
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
 
     @property
@@ -144,20 +141,24 @@ class Pipeline(ShardedStateStrategy):
                 f"strategy.schedule={self.schedule} splits the backward pass, which module.recompute=blocks would then "
                 "compute twice: take strategy.schedule=interleaved_1f1b"
             )
+        check_module(module)
         net = cast(nn.Module, module.net)
-        inside = {id(weight) for weight in net.parameters()}
-        for name, weight in module.named_parameters():
-            if weight.requires_grad and id(weight) not in inside:
-                raise UserError(
-                    f"strategy=pipeline trains the parameters of `net`, and {name} is not one of them: move it into "
-                    "the network, or use strategy=ddp"
-                )
         self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
         if self._is_sharded or self.spec.needs_channels_first(net, self.root_device):  # FSDP supports no other format
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        stages = self._cut(net, self._example_input(module))
+        inputs, batch = self._example(module)
+        stages = self._cut(net, inputs)
         shapes = stage_shapes(stages)
-        self._own_stages = keep_own_stages(net, stages, self._stage_to_rank, self._pipeline_rank)
+        every = [Stage(net, blocks, stage_inputs(stages, number)) for number, blocks in enumerate(stages)]
+        with self.precision_plugin.forward_context():
+            self._random_calls = check_stages(net, every, inputs, self.schedule, self.spec.splits_backward)
+            check_loss(module, torch.rand_like(shapes[-1][0], device=self.root_device), batch)
+        self._draws = self._random_calls > 0 or bool(dropouts(net))
+        ranks = enumerate(self._stage_to_rank)
+        self._own_stages = {number: every[number] for number, rank in ranks if rank == self._pipeline_rank}
+        remove_other_stages(net, stages, self._own_stages)
+        self._modules_around = modules_around(net, called_modules(stages))
+        self._constants = constants(self._modules_around)
         if self._is_sharded:
             for stage in self._own_stages.values():
                 shard_stage(net, stage, self._replicas)
@@ -172,36 +173,20 @@ class Pipeline(ShardedStateStrategy):
         if self.is_global_zero:
             self._log_stages(stages)
 
-    def _example_input(self, module: L.LightningModule) -> Tensor:
-        """Return a micro-batch like those that `training_step` gives the network, with random numbers if it has floats.
-
-        Raises:
-            UserError: if `training_step` does not call the network with one tensor.
-        """
-        data, net, found = cast(Any, module.trainer).datamodule, cast(nn.Module, module.net), ()
+    def _example(self, module: L.LightningModule) -> tuple[Tensor, Any]:
+        """Return a micro-batch of inputs of the network, random ones if it takes floats, and of the data."""
+        data = cast(Any, module.trainer).datamodule
         count = data.layout.samples_per_batch if data.has_training_data else 2 * self.microbatches
         batch = self.precision_plugin.convert_input(data.example_batch(count))
         batch = data.transfer_batch_to_device(data.on_before_batch_transfer(batch, 0), self.root_device, 0)
         batch = data.on_after_batch_transfer(batch, 0)
-        net.forward, own_forward = _raise_input, net.forward
-        module.log = module.log_dict = _log_nothing  # type: ignore[method-assign]
-        try:
-            module.training_step(batch, 0)
-        except _Input as called:
-            found = called.args
-        finally:
-            net.forward = own_forward
-            del module.log, module.log_dict
-        if len(found) != 1 or not isinstance(found[0], Tensor):
-            raise UserError(
-                f"strategy=pipeline: {type(module).__name__}.training_step must call its `net` with one tensor; use "
-                "strategy=ddp or fsdp for other networks"
-            )
-        self._input_shape = found[0].shape[1:]
-        inputs = split_samples(found[0], self.microbatches)[0]
-        if not inputs.is_floating_point():
-            return inputs
-        return torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0)).to(next(net.parameters()))
+        full = input_of_network(module, batch)
+        self._input_shape = full.shape[1:]
+        inputs = split_samples(full, self.microbatches)[0]
+        if inputs.is_floating_point():
+            random = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0))
+            inputs = random.to(next(cast(nn.Module, module.net).parameters()))
+        return inputs, tree_map_only(Tensor, lambda values: split_samples(values, self.microbatches)[0], batch)
 
     def _cut(self, net: nn.Module, inputs: Tensor) -> list[list[Block]]:
         """Return the blocks of each stage, for a micro-batch of inputs, and assign the stages to ranks."""
@@ -231,21 +216,44 @@ class Pipeline(ShardedStateStrategy):
             result = super().training_step(batch, *args, **kwargs)
         finally:
             self._batch = None
-        returned = result["loss"] if isinstance(result, dict) else result
         losses, self._losses = self._losses, []
-        if losses and not self._has_compared and isinstance(returned, Tensor):
+        returned = result["loss"] if isinstance(result, dict) else result
+        if self._has_run and not self._has_compared and isinstance(returned, Tensor):
             self._has_compared = True
-            self._check_loss(torch.stack(losses).detach().sum().float(), returned)
+            trained = torch.stack(losses).detach().sum() if losses else returned.detach()
+            self._check_loss(torch.stack([returned.detach(), trained]).double())
         return result
 
-    def _check_loss(self, trained: Tensor, returned: Tensor) -> None:
-        """Check that `training_step` returns what `loss` computes, from which the gradients come."""
-        if not torch.isclose(returned.detach().float(), trained, rtol=0.02, atol=1e-6):
-            name = type(self.lightning_module).__name__
+    def _check_loss(self, own: Tensor) -> None:
+        """Check the loss that `training_step` returns: it is what `loss` computes, and the same on every rank.
+
+        Args:
+            own: the returned loss; and the trained one, on the rank of the last stage.
+        """
+        name = type(self.lightning_module).__name__
+        ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(ranks, own, group=self._group)
+        returned, trained = torch.stack(ranks)[:, 0], ranks[self._stage_to_rank[-1]][1]
+        if not torch.allclose(returned, returned[0], rtol=1e-5, equal_nan=True):
+            raise UserError(
+                f"strategy=pipeline: the loss of {name}.training_step reads more than outputs and batch, because the "
+                f"ranks get {returned.tolist()}: leave out terms of the weights, which are on other ranks, or use "
+                "strategy=ddp"
+            )
+        if not torch.isclose(returned[0], trained, rtol=0.02, atol=1e-6, equal_nan=True):
             raise UserError(
                 f"strategy=pipeline trains the mean of {name}.loss(outputs, batch), {float(trained):.6g} here, but "
-                f"training_step returns {float(returned):.6g}: let it return that loss, or use strategy=ddp or fsdp"
+                f"training_step returns {float(returned[0]):.6g}: let it return that loss, or use strategy=ddp or fsdp"
             )
+
+    def _check_constants(self) -> None:
+        """Check that no number has changed which the graph of the network has as a constant."""
+        for name, value in constants(self._modules_around).items():
+            if value != self._constants.get(name, value):
+                raise UserError(
+                    f"strategy=pipeline: `net{name}` has changed from {self._constants[name]} to {value}, which the "
+                    "stages do not see: register it as a buffer and change that in place, or use strategy=ddp or fsdp"
+                )
 
     def _run_schedule(self, inputs: Tensor) -> Tensor:
         """Run the schedule on the inputs of the network; return its (samples, ...) outputs on every rank.
@@ -261,11 +269,16 @@ class Pipeline(ShardedStateStrategy):
                 "it once, or use strategy=ddp or fsdp"
             )
         self._has_run = True
+        self._check_constants()
         accumulated = take_gradients(self._parameters, keep=self._accumulate > 1)
-        for stage in self._own_stages.values():
-            stage.begin(self.microbatches)
+        if self._draws:
+            keys, random_state = sample_random.keys, torch.get_rng_state()
+            for stage in self._own_stages.values():
+                stage.begin(split_samples(keys, self.microbatches).contiguous(), random_state)
         with torch.enable_grad():
             outputs = self._run_passes(split_samples(inputs, self.microbatches).flatten(0, 1))
+        if self._draws:
+            sample_random.begin_micro_batch(keys, random_state, self._random_calls)
         self._gradients = [(weight, weight.grad) for weight in self._parameters if weight.grad is not None]
         for weight, gradient in zip(self._parameters, accumulated, strict=True):
             weight.grad = gradient

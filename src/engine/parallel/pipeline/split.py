@@ -24,17 +24,17 @@ def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> lis
         UserError: if there are more stages than blocks with parameters, a block does not exist, the number of cuts is
             wrong, a stage has no parameters, would send anything but activations, or shares parameters with another.
     """
-    trainable = sum(block.num_parameters > 0 for block in blocks)
-    if stages > trainable:
+    trained = sum(block.is_trained for block in blocks)
+    if stages > trained:
         raise UserError(
-            f"strategy=pipeline: {stages} stages, but `model` has {trainable} blocks with parameters: lower "
+            f"strategy=pipeline: {stages} stages, but `model` has {trained} blocks with parameters to train: lower "
             "trainer.devices (interleaved and zero-bubble schedules make two stages per process)"
         )
     cuts = _balanced_cuts(blocks, stages) if isinstance(split, str) else _named_cuts(blocks, stages, split)
     parts = [list(blocks[start:end]) for start, end in pairwise([0, *cuts, len(blocks)])]
     for part in parts:
-        if not any(block.num_parameters for block in part):
-            raise UserError(f"strategy.split: a stage of {part[0].name} alone has no parameters; cut elsewhere")
+        if not any(block.is_trained for block in part):
+            raise UserError(f"strategy.split: a stage of {part[0].name} alone trains no parameters; cut elsewhere")
         if part is not parts[-1] and math.isinf(part[-1].bytes_sent):
             raise UserError(
                 f"strategy.split: after {part[-1].name} the network passes on more than activations; cut elsewhere"
@@ -44,15 +44,15 @@ def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> lis
 
 
 def _check_unshared(stages: Sequence[Sequence[Block]]) -> None:
-    """Check that no parameter belongs to two stages, where it would get two gradients."""
+    """Check that no parameter belongs to two stages, where it would get two gradients, and no running statistics."""
     for first, second in combinations(stages, 2):
-        names = {id(weight): name for block in first for name, weight in block.parameters.items()}
+        names = {id(tensor): name for block in first for name, tensor in block.tensors.items()}
         for block in second:
-            for name, weight in block.parameters.items():
-                if id(weight) in names:
+            for name, tensor in block.tensors.items():
+                if id(tensor) in names:
                     raise UserError(
-                        f"strategy=pipeline: {names[id(weight)]} and {name} are one parameter, of two stages: "
-                        "set strategy.split such that one stage has both, or use strategy=ddp or fsdp"
+                        f"strategy=pipeline: {names[id(tensor)]} and {name} are one tensor, of two stages: "
+                        "set strategy.split such that one stage has both, or use strategy=ddp"
                     )
 
 
@@ -103,7 +103,7 @@ def _balanced_cuts(blocks: Sequence[Block], stages: int) -> list[int]:
 
     def flops(start: int, end: int) -> float:
         stage = blocks[start:end]
-        is_stage = any(block.num_parameters for block in stage) and math.isfinite(sent(start, end))
+        is_stage = any(block.is_trained for block in stage) and math.isfinite(sent(start, end))
         return sum(block.flops for block in stage) if is_stage else math.inf
 
     def sent(start: int, end: int) -> float:

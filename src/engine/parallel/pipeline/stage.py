@@ -1,9 +1,9 @@
-"""A pipeline stage as a module: consecutive blocks, with the memory formats and dropout keys of their micro-batches.
+"""A pipeline stage as a module: consecutive blocks, with the memory formats and random numbers of their micro-batches.
 
 Sample i of a batch belongs to micro-batch i % microbatches (`src/engine/determinism/sampler.py`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from src.engine.determinism.dropout import dropouts, set_keys
+from src.engine.determinism.random_functions import sample_random
 from src.engine.observe.recording import pipeline_pass
 from src.engine.parallel.pipeline.blocks import Block
 from src.engine.parallel.pipeline.graph import extract
@@ -42,31 +43,30 @@ class Stage(nn.Module):
         super().__init__()
         nodes, outputs = [node for block in blocks for node in block.nodes], blocks[-1].outputs
         self.body = fx.GraphModule(net, extract(nodes, inputs, outputs))
+        self.calls_before = 0  # calls of random functions in the stages before it
         self._dropouts = dropouts(self)
-        self._keys: Iterator[Tensor] = iter(())
+        self._keys: Tensor | None = None
+        self._random_state = torch.empty(0)
         self._input_permuted = [is_permuted(node) for node in inputs]
         self._output_permuted = [is_permuted(node) for node in outputs]
 
-    def begin(self, microbatches: int) -> None:
-        """Split the dropout keys of a batch into micro-batches, as the batch will be split.
+    def begin(self, keys: Tensor, random_state: Tensor) -> None:
+        """Prepare for a batch: the (micro-batches, n) keys of its samples, and the state of torch's generator."""
+        self._keys, self._random_state = keys, random_state
 
-        Schedules run the micro-batches of a stage in their order, so `forward` takes the keys one after the other.
-        """
+    def begin_micro_batch(self, number: int) -> None:
+        """Draw random numbers for the samples of a micro-batch; in its backward pass, a block may be computed again."""
+        if self._keys is None:
+            return
+        sample_random.begin_micro_batch(self._keys[number], self._random_state, self.calls_before)
         if self._dropouts:
-            keys = self._dropouts[0].keys
-            assert keys is not None
-            self._keys = iter(split_samples(keys, microbatches).contiguous())
+            set_keys(self._dropouts, self._keys[number])
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        # Lightning calls `eval` on the blocks and not on the stage, so `self.training` is not reliable.
-        if self._dropouts and self._dropouts[0].training:
-            keys = next(self._keys, None)
-            assert keys is not None, "the schedule runs more micro-batches than `begin` prepared"
-            set_keys(self._dropouts, keys)
         received = zip(inputs, self._input_permuted, strict=True)
-        results = self.body(*(x.permute(0, 3, 1, 2) if permuted else x for x, permuted in received))
+        results = self.body(*(_Received.apply(x, permuted) for x, permuted in received))
         sent = zip(results if isinstance(results, tuple) else (results,), self._output_permuted, strict=True)
-        outputs = tuple(_ChannelsLastOutput.apply(x) if permuted else x.contiguous() for x, permuted in sent)
+        outputs = tuple(_Sent.apply(x, permuted) for x, permuted in sent)
         return outputs if len(outputs) > 1 else outputs[0]
 
 
@@ -81,31 +81,22 @@ def is_permuted(node: fx.Node) -> bool:
     return value.is_contiguous(memory_format=torch.channels_last)
 
 
-def keep_own_stages(
-    net: nn.Module, stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int], own_rank: int
-) -> dict[int, Stage]:
-    """Remove the blocks and the parameters of other ranks from the network; return the stages of this rank by number.
+def remove_other_stages(net: nn.Module, stages: Sequence[Sequence[Block]], own: Container[int]) -> None:
+    """Remove the blocks and the parameters of the stages of other ranks from the network, in place.
 
     Args:
-        net: the full network; changed in place.
+        net: the full network.
         stages: the blocks of each stage.
-        stage_to_rank: rank of each stage.
-        own_rank: this rank.
+        own: the numbers of the stages of this rank.
     """
-    own = {
-        number: Stage(net, blocks, stage_inputs(stages, number))
-        for number, blocks in enumerate(stages)
-        if stage_to_rank[number] == own_rank
-    }
-    kept = [block for number in own for block in stages[number]]
+    kept = [block for number, blocks in enumerate(stages) if number in own for block in blocks]
     others = [block for number, blocks in enumerate(stages) if number not in own for block in blocks]
-    for name in _called(others) - _called(kept):
+    for name in called_modules([others]) - called_modules([kept]):
         net.set_submodule(name, nn.Identity())
     remaining = {name for name, _ in net.named_parameters()}
     for name in remaining & {name for block in others for name in block.parameters}:
         module, _, parameter = name.rpartition(".")
         delattr(net.get_submodule(module), parameter)
-    return own
 
 
 def shard_stage(net: nn.Module, stage: Stage, mesh: DeviceMesh) -> None:
@@ -134,8 +125,10 @@ def _sent_like(node: fx.Node) -> Tensor:
     return value.permute(0, 2, 3, 1) if is_permuted(node) else value.contiguous()
 
 
-def _called(blocks: Iterable[Block]) -> set[str]:
-    return {str(node.target) for block in blocks for node in block.nodes if node.op == "call_module"}
+def called_modules(stages: Iterable[Iterable[Block]]) -> set[str]:
+    """Return the names of the modules that the graphs of some stages call."""
+    nodes = [node for blocks in stages for block in blocks for node in block.nodes]
+    return {str(node.target) for node in nodes if node.op == "call_module"}
 
 
 def build_stage(
@@ -156,15 +149,19 @@ def build_stage(
 
 
 class RecordedStage(PipelineStage):
-    """torch's stage, whose passes `callbacks.timeline` records."""
+    """torch's stage, whose passes draw the random numbers of their micro-batch, and are recorded by the timeline."""
+
+    submod: Any
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.submod.begin_micro_batch(fwd_chunk_id)
         with pipeline_pass(self.stage_index, fwd_chunk_id, "F"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        self.submod.begin_micro_batch(bwd_chunk_id)
         with pipeline_pass(self.stage_index, bwd_chunk_id, "B" if full_backward else "I"):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=full_backward, last_backward=last_backward)
 
@@ -173,20 +170,37 @@ class RecordedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
 
 
-class _ChannelsLastOutput(torch.autograd.Function):
-    """Map (n, channels, height, width) in channels last to contiguous (n, height, width, channels), without a copy.
+class _Received(torch.autograd.Function):
+    """Map what a stage receives to its input: from (n, height, width, channels) to channels last, without a copy.
+
+    The result is no view of a leaf, so that a block may change it in place. Only contiguous gradients can be sent.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, permuted: bool) -> Tensor:
+        ctx.permuted = permuted
+        return received.permute(0, 3, 1, 2).detach() if permuted else received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return (gradient.permute(0, 2, 3, 1) if ctx.permuted else gradient).contiguous(), None
+
+
+class _Sent(torch.autograd.Function):
+    """Map the output of a stage to what it sends: from channels last to (n, height, width, channels), without a copy.
 
     The result is not a view for autograd. Schedules detach the output of a stage in place, which fails for a view
     (`stage_backward_input` in torch/distributed/pipelining/_backward.py).
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor) -> Tensor:
-        return output.permute(0, 2, 3, 1).contiguous().detach()
+    def forward(ctx: Any, output: Tensor, permuted: bool) -> Tensor:
+        ctx.permuted = permuted
+        return (output.permute(0, 2, 3, 1) if permuted else output).contiguous().detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.permute(0, 3, 1, 2)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.permute(0, 3, 1, 2) if ctx.permuted else gradient, None
 
 
 class StageForward:
