@@ -33,18 +33,22 @@ class BufferCheck(L.Callback):
             return
         self._is_done, layout = True, trainer.datamodule.layout
         assert self._before is not None
-        buffers = _buffers(trainer, pl_module)
-        changed = [name for name, buffer in buffers.items() if not torch.equal(buffer, self._before[name])]
-        if layout.micro_batches == 1 and layout.parallel.dp_size > 1:
-            group = (trainer.distributed_sampler_kwargs or {}).get("group", dist.group.WORLD)
-            changed = _different_on_ranks({name: buffers[name] for name in changed}, group)
-        elif layout.micro_batches == 1:
-            return
-        if changed:
-            raise UserError(
-                f"{changed[0]} is a buffer that the forward pass updates from the samples of one rank or micro-batch: "
-                "train on one device without micro-batches, or update it in a hook, from values of all ranks"
-            )
+        changed = {
+            name: buffer.cpu()
+            for name, buffer in _buffers(trainer, pl_module).items()
+            if not torch.equal(buffer, self._before[name])
+        }
+        ranks: list[Any] = [changed]
+        if dist.is_initialized():  # a pipeline's ranks have different buffers; all must stop
+            ranks = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, changed)
+        for name in sorted({name for rank in ranks for name in rank}):
+            first, *others = (rank[name] for rank in ranks if name in rank)
+            if layout.micro_batches > 1 or not all(torch.equal(first, other) for other in others):
+                raise UserError(
+                    f"{name} is a buffer that the forward pass updates from the samples of one rank or micro-batch: "
+                    "train on one device without micro-batches, or update it in a hook, from values of all ranks"
+                )
 
 
 def _buffers(trainer: L.Trainer, module: Any) -> dict[str, Tensor]:
@@ -52,15 +56,3 @@ def _buffers(trainer: L.Trainer, module: Any) -> dict[str, Tensor]:
     part = module.net if trainer.datamodule.parallel.num_microbatches > 1 else module
     norms = tuple(f"{name}." for name, layer in part.named_modules() if isinstance(layer, _BatchNorm))
     return {name: buffer for name, buffer in part.named_buffers() if not name.startswith(norms)}
-
-
-def _different_on_ranks(buffers: dict[str, Tensor], group: Any) -> list[str]:
-    """Return the names of the buffers that do not have the same values on all ranks, each of which must call it."""
-    values = {name: buffer.cpu() for name, buffer in buffers.items()}
-    ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, values, group=group)
-    return [
-        name
-        for name, value in values.items()
-        if not all(name in other and torch.equal(value, other[name]) for other in ranks)
-    ]

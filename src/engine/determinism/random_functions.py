@@ -138,7 +138,8 @@ class SampleRandom(TorchFunctionMode):
             if self.is_divided and is_activation:
                 raise self._refusal(f"{func.__name__} with shape {list(size)}")
             self._seed(salt)
-            return func(*args, **kwargs)
+            own_args, own_kwargs = tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
+            return _result(func, args, kwargs, func(*own_args, **own_kwargs))
 
     def _draw_rows(self, func: Any, args: Any, kwargs: Any, salt: int) -> Any:
         """Call a function for each sample, with its own seed."""
@@ -149,7 +150,7 @@ class SampleRandom(TorchFunctionMode):
             self._seed(seed)
             own_args, own_kwargs = _arguments_of_row(args, kwargs, row)
             rows.append(func(*own_args, **own_kwargs))
-        return args[0] if func.__name__.endswith("_") else torch.cat(rows)
+        return _result(func, args, kwargs, torch.cat(rows))
 
     def _seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
@@ -214,9 +215,15 @@ def _arguments_of_row(args: Any, kwargs: Any, row: int) -> tuple[Any, Any]:
 
     def take(value: Tensor) -> Tensor:  # a mask of attention may have fewer dimensions
         has_rows = value.ndim == first.ndim and len(value) == len(first)
-        return value[row : row + 1] if has_rows else value
+        return (value[row : row + 1] if has_rows else value).contiguous()  # numbers fill the memory in its order
 
     return tree_map_only(Tensor, take, (args, kwargs))
+
+
+def _result(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Return the result of a call, which a function in place writes into its argument."""
+    is_inplace = func.__name__.endswith("_") or (func in _SIGNATURES and _options(func, args, kwargs).get("inplace"))
+    return _first_tensor(args, kwargs).copy_(result) if is_inplace else result
 
 
 def _generator_states(device: torch.device) -> list[Tensor]:

@@ -186,6 +186,16 @@ class GroupedBatchNorm(_BatchNorm):
             self.is_first_pass = False
             if not torch.compiler.is_compiling():  # it would compile the layer for each number
                 self.passes += 1
+                self.check_passes(micro_batches)
+
+    def check_passes(self, limit: int) -> None:
+        """Raise a UserError if there were more: the running statistics would depend on their number."""
+        if self.passes > limit:
+            raise UserError(
+                "trainer.accumulate_grad_batches or strategy.microbatches: a batch normalization layer runs more than "
+                "once in a forward pass, or again in torch.utils.checkpoint: set it to 1, or use "
+                "module.recompute=blocks in place of checkpoint"
+            )
 
 
 class _GroupedOwnForward(GroupedBatchNorm):

@@ -44,21 +44,11 @@ class NormGroups(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Begin a new step, unless more batches are accumulated.
-
-        Raises:
-            UserError: if the network runs more than once per micro-batch, so that its running statistics would depend
-                on their number.
-        """
+        """Begin a new step, unless more batches are accumulated."""
         data: Any = trainer.datamodule
         if data.layout.micro_batches == 1 or (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         for norm in grouped_norms(pl_module):
-            if norm.passes > norm.groups.micro_batches:
-                raise UserError(
-                    "trainer.accumulate_grad_batches: a network with batch normalization runs more than once in "
-                    "training_step, so set it to 1"
-                )
             norm.is_first_pass, norm.passes = True, 0
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -1,3 +1,5 @@
+import contextlib
+
 """End a rank that makes no progress, and write the stacks of its threads beside its log."""
 
 import faulthandler
@@ -49,7 +51,7 @@ class Watchdog(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Write where this rank waited if it has lost another one, whose timer ran out first."""
-        if self._stacks and any(file.stat().st_size for file in Path(self._stacks.name).parent.glob("rank*.stack")):
+        if self._stacks and _any_written(Path(self._stacks.name).parent):
             traceback.print_exception(exception, file=self._stacks)
         self._stop_timer()
 
@@ -83,3 +85,10 @@ class Watchdog(L.Callback):
             if file.exists() and not file.stat().st_size:
                 file.unlink()
             self._stacks = None
+
+
+def _any_written(folder: Path) -> bool:
+    """Return whether a rank has written its stacks; a rank that ends removes its empty file meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        return any(file.stat().st_size for file in folder.glob("rank*.stack"))
+    return False

@@ -43,6 +43,7 @@ def draw(function: Callable[[Tensor], Tensor], values: Tensor, rows: Tensor) -> 
         (lambda x: F.dropout(x.clone(), 0.3, inplace=True), IMAGES),
         (lambda x: F.dropout(x, 1.0), IMAGES),
         (nn.Dropout2d(0.3), IMAGES),
+        (nn.RReLU(inplace=True), IMAGES),
         (nn.AlphaDropout(0.3), IMAGES),
         (nn.RReLU(), IMAGES),
         (lambda x: x * x.new_empty(len(x), 1, 1, 1).bernoulli_(0.6), IMAGES),
@@ -55,8 +56,8 @@ def draw(function: Callable[[Tensor], Tensor], values: Tensor, rows: Tensor) -> 
         (lambda x: ATTENTION(x, x, x, need_weights=False)[0], TOKENS),
         (ENCODER, TOKENS),
     ],
-    ids="dropout in_place all dropout2d alpha rrelu drop_path noise size integers normal gumbel weights sdpa "
-    "encoder".split(),
+    ids="dropout in_place all dropout2d rrelu_in_place alpha rrelu drop_path noise size integers normal gumbel "
+    "weights sdpa encoder".split(),
 )
 def test_a_sample_has_its_numbers_in_any_part_of_the_batch(
     function: Callable[[Tensor], Tensor], values: Tensor
@@ -64,6 +65,12 @@ def test_a_sample_has_its_numbers_in_any_part_of_the_batch(
     full = draw(function, values, torch.arange(SAMPLES))
     for rows in (torch.arange(start, SAMPLES, 3) for start in range(3)):
         assert torch.allclose(draw(function, values, rows), full[rows], rtol=1e-12)
+
+
+@pytest.mark.parametrize("function", [torch.randn_like, lambda x: x.clone().normal_(), nn.AlphaDropout(0.3)])
+def test_numbers_do_not_depend_on_the_memory_format(function: Callable[[Tensor], Tensor]) -> None:
+    every, channels_last = torch.arange(SAMPLES), IMAGES.to(memory_format=torch.channels_last)
+    assert torch.equal(draw(function, IMAGES, every), draw(function, channels_last, every))
 
 
 def test_numbers_without_rows_are_those_of_all() -> None:

@@ -263,7 +263,7 @@ def _fit_two_passes(cfg: Any) -> Any:
 def test_refuses_a_network_that_runs_twice_per_micro_batch(small: list[str], folder: Path) -> None:
     task = [*small, *SHORT_RUN, "callbacks=none", "trainer.max_steps=2"]
     _fit_two_passes(compose(folder, *task))
-    with pytest.raises(UserError, match="runs more than once in training_step, so set it to 1"):
+    with pytest.raises(UserError, match="runs more than once in a forward pass"):
         _fit_two_passes(compose(folder, *task, "trainer.accumulate_grad_batches=2"))
 
 

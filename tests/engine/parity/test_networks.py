@@ -52,6 +52,7 @@ def _on(*places: str, message: str = ANY) -> Refusals:
 
 
 PIPELINES = _on("pipeline", "hybrid")
+FOUR_STAGES = _on("pipeline x2,", "pipeline x4", message="blocks with parameters to train")
 MICRO_BATCHES = _on("accumulate", "pipeline", "hybrid")
 ORDINARY: dict[str, Refusals] = {
     "UNet": {},
@@ -59,17 +60,17 @@ ORDINARY: dict[str, Refusals] = {
     "residuals:squeeze_excitation": {},
     "ClassToken:attention": {},
     "shared_in_block": {},
-    "frozen_layers": {},
-    "frozen_block": {},
+    "frozen_layers": FOUR_STAGES,
+    "frozen_block": FOUR_STAGES,
     "LoopedList": {},
     "inplace_relu": {},
     "residuals:instance_norm": {},
     "residuals:group_norm": {},
-    "tuples": {},
+    "tuples": _on("pipeline x2,", "pipeline x4", message="no cut into 4 stages"),
     "residuals:timm_norm": {},
     "residuals:timm_drop_path": {},
     "tied": PIPELINES,
-    "Unused": {},
+    "Unused": _on("ddp", message="find_unused_parameters"),
 }
 UNUSUAL: dict[str, Refusals] = {
     "NoGrad": PIPELINES,
@@ -94,20 +95,20 @@ UNUSUAL: dict[str, Refusals] = {
     "residuals:centered": _on(""),
     "residuals:instance_norm_tracking": _on(""),
     # Random numbers
-    "residuals:checkpointed_dropout": PIPELINES,
+    "residuals:checkpointed_dropout": {},
     "residuals:checkpointed_dropout_reentrant": PIPELINES,
-    "residuals:functional_dropout": _on(""),
-    "residuals:alpha_dropout": _on(""),
-    "residuals:dropout2d": _on(""),
-    "residuals:rrelu": _on(""),
-    "residuals:noise": _on(""),
-    "residuals:random_scale": _on(""),
-    "residuals:python_random": _on(""),
-    "residuals:numpy_random": _on(""),
-    "Reparameterized": _on(""),
-    "ClassToken:encoder": _on(""),
+    "residuals:functional_dropout": {},
+    "residuals:alpha_dropout": {},
+    "residuals:dropout2d": {},
+    "residuals:rrelu": {},
+    "residuals:noise": {},
+    "residuals:random_scale": {},
+    "residuals:python_random": PIPELINES,
+    "residuals:numpy_random": PIPELINES,
+    "Reparameterized": PIPELINES,
+    "ClassToken:encoder": {},
     "ClassToken:encoder_tokens_first": _on(""),
-    "ClassToken:attention_dropout": _on(""),
+    "ClassToken:attention_dropout": {},
     "ClassToken:attention_dropout_tokens_first": _on(""),
 }
 NETWORKS = ORDINARY | UNUSUAL
@@ -133,10 +134,10 @@ def _overrides(name: str) -> list[str]:
 
 
 class RefusedInTime(L.Callback):
-    """Checks that a run is refused before its first optimizer step."""
+    """Checks that a run is refused before its first optimizer step, or before it goes on with another network."""
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, UserError):
+        if isinstance(exception, UserError) and "has changed" not in str(exception):
             assert trainer.global_step == 0, f"refused after {trainer.global_step} steps: {exception}"
 
 

@@ -110,12 +110,12 @@ def modules_around(net: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Module
 
 def constants(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     """Return the numbers and strings of modules, by name, which are constants in a graph."""
-    values = {f"{name}.{key}": value for name, part in modules.items() for key, value in vars(part).items()}
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, int | float | str) and not name.endswith(".training")
-    }
+    found: dict[str, Any] = {}
+    for name, part in modules.items():
+        for owner in (*reversed(type(part).__mro__), part):  # a class may have the default of an attribute
+            values = {key: value for key, value in vars(owner).items() if isinstance(value, int | float | str)}
+            found |= {f"{name}.{key}": value for key, value in values.items() if key != "training"}
+    return found
 
 
 def _record(net: nn.Module, blocks: Sequence[str]) -> fx.Graph:

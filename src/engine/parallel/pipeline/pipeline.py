@@ -249,10 +249,10 @@ class Pipeline(ShardedStateStrategy):
     def _check_constants(self) -> None:
         """Check that no number has changed which the graph of the network has as a constant."""
         for name, value in constants(self._modules_around).items():
-            if value != self._constants.get(name, value):
+            if value != self._constants.get(name):
                 raise UserError(
-                    f"strategy=pipeline: `net{name}` has changed from {self._constants[name]} to {value}, which the "
-                    "stages do not see: register it as a buffer and change that in place, or use strategy=ddp or fsdp"
+                    f"strategy=pipeline: `net.{name.removeprefix('.')}` has changed to {value}, which the stages "
+                    "do not see: register it as a buffer and change that in place, or use strategy=ddp or fsdp"
                 )
 
     def _run_schedule(self, inputs: Tensor) -> Tensor:

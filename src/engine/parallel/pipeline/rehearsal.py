@@ -108,6 +108,7 @@ def _observe(net: nn.Module, inputs: Tensor, train: Callable[[], Tensor]) -> dic
         buffer.copy_(buffers[name])
     net.zero_grad()
     for norm in grouped_norms(net):
+        norm.check_passes(1)
         norm.is_first_pass, norm.passes = True, 0
     return found
 

@@ -110,6 +110,11 @@ def _balanced_cuts(blocks: Sequence[Block], stages: int) -> list[int]:
         return blocks[end - 1].bytes_sent if end < len(blocks) else 0.0
 
     limit = _TOLERANCE * _partition(len(blocks), stages, flops).cost
+    if math.isinf(limit):
+        raise UserError(
+            f"strategy=pipeline: no cut into {stages} stages leaves each a parameter to train, and sends only tensors "
+            "with a row for each sample: lower trainer.devices, or use strategy=ddp or fsdp"
+        )
     smallest = _partition(len(blocks), stages, lambda *part: sent(*part) if flops(*part) <= limit else math.inf).cost
     return _partition(len(blocks), stages, lambda *part: flops(*part) if sent(*part) <= smallest else math.inf).cuts
 
