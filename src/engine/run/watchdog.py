@@ -1,7 +1,6 @@
-import contextlib
-
 """End a rank that makes no progress, and write the stacks of its threads beside its log."""
 
+import contextlib
 import faulthandler
 import time
 import traceback
