@@ -170,7 +170,11 @@ sample_random = SampleRandom()  # one for the process, as torch's generators
 
 def _unchecked(module: Any, check: str) -> Any:
     """Return a context in which the functions of a module do not call the mode."""
-    return mock.patch.object(module, check, return_value=False)
+    return mock.patch.object(module, check, _never)
+
+
+def _never(*_: Any) -> bool:
+    return False
 
 
 def _draw_salt() -> int:
