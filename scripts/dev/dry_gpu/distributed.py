@@ -42,8 +42,13 @@ def _replace_collectives() -> None:
     module: Any = dist
     # Every rank keeps its own object, as if all ranks had the same.
     module.broadcast_object_list = module.distributed_c10d.broadcast_object_list = _do_nothing
+    module.all_gather_object = _keep_own_object
     all_reduce = module.all_reduce
     module.all_reduce = lambda tensor, *args, **kwargs: all_reduce(tensor, *args, **kwargs) and _Work(tensor)
+
+
+def _keep_own_object(objects: list[Any], own: Any, *_: Any, **__: Any) -> None:
+    objects[:] = [own] * len(objects)
 
 
 def _replace_reducer() -> None:

@@ -20,12 +20,16 @@ class BufferCheck(L.Callback):
 
     def __init__(self) -> None:
         self._before: dict[str, Tensor] | None = None
-        self._is_done = False
+        self._is_done = True
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Leave a network alone that has no buffers, before a pipeline's ranks have different ones."""
+        self._is_done = stage != "fit" or not _buffers(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._before is None:
+        if self._before is None and not self._is_done:
             self._before = {name: buffer.clone() for name, buffer in _buffers(trainer, pl_module).items()}
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
@@ -33,22 +37,29 @@ class BufferCheck(L.Callback):
             return
         self._is_done, layout = True, trainer.datamodule.layout
         assert self._before is not None
-        changed = {
-            name: buffer.cpu()
-            for name, buffer in _buffers(trainer, pl_module).items()
-            if not torch.equal(buffer, self._before[name])
-        }
-        ranks: list[Any] = [changed]
-        if dist.is_initialized():  # a pipeline's ranks have different buffers; all must stop
-            ranks = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, changed)
+        own = {}  # buffers that have changed, and None for others; the network may have made new ones
+        for name, buffer in _buffers(trainer, pl_module).items():
+            before = self._before.get(name)
+            own[name] = None if before is None or _are_equal(buffer, before) else buffer.cpu()
+        self._before = None
+        ranks: list[Any] = [own]
+        if trainer.world_size > 1:  # a pipeline's ranks have different buffers; all must stop
+            ranks = [None] * trainer.world_size
+            dist.all_gather_object(ranks, own)
         for name in sorted({name for rank in ranks for name in rank}):
             first, *others = (rank[name] for rank in ranks if name in rank)
-            if layout.micro_batches > 1 or not all(torch.equal(first, other) for other in others):
+            is_same = all(_are_equal(first, other) for other in others)
+            if not is_same or (first is not None and layout.micro_batches > 1):
                 raise UserError(
                     f"{name} is a buffer that the forward pass updates from the samples of one rank or micro-batch: "
                     "train on one device without micro-batches, or update it in a hook, from values of all ranks"
                 )
+
+
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _buffers(trainer: L.Trainer, module: Any) -> dict[str, Tensor]:

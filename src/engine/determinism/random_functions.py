@@ -96,11 +96,10 @@ class SampleRandom(TorchFunctionMode):
     @contextmanager
     def refuse_draws(self, name: str) -> Iterator[None]:
         """Raise a UserError if torch's generators are used, and their numbers would depend on the hardware."""
-        before = _generator_states(self.device)
+        before = _generator_states(self.device) if self.is_divided else []
         yield
-        after = _generator_states(self.device)
-        if self.is_divided and not all(map(torch.equal, before, after)):
-            raise self._refusal(name)
+        if self.is_divided and _generator_states(self.device) != before:
+            raise self.refusal(name)
 
     def begin(self, make_keys: Callable[[], Tensor], device: torch.device) -> None:
         """Go on with other samples."""
@@ -132,11 +131,13 @@ class SampleRandom(TorchFunctionMode):
         salt, size = _draw_salt(), _size(args, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         with torch.random.fork_rng(devices=[]):
-            if size and size[0] == len(self.keys) and func is not torch.randperm:
+            is_factory, samples = _first_tensor(args, kwargs) is None, len(self.keys)
+            is_ambiguous = "out" in kwargs or (is_factory and samples == 1)  # one number for all, or for this sample
+            if size and size[0] == samples and func is not torch.randperm and not is_ambiguous:
                 return self._draw_rows(func, args, kwargs, salt)
-            is_activation = func in _SIGNATURES or any(length % len(self.keys) == 0 for length in size)
+            is_activation = func in _SIGNATURES or any(length % samples == 0 for length in size)
             if self.is_divided and is_activation:
-                raise self._refusal(f"{func.__name__} with shape {list(size)}")
+                raise self.refusal(f"{func.__name__} with shape {list(size)}")
             self._seed(salt)
             own_args, own_kwargs = tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
             return _result(func, args, kwargs, func(*own_args, **own_kwargs))
@@ -157,7 +158,7 @@ class SampleRandom(TorchFunctionMode):
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
 
-    def _refusal(self, name: str) -> UserError:
+    def refusal(self, name: str) -> UserError:
         return UserError(
             f"{name} draws random numbers that would depend on the number of ranks and micro-batches, of which this "
             f"one has {len(self.keys)} samples: use nn.Dropout or a function of torch on tensors with a row for each "
@@ -230,8 +231,9 @@ def _result(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     return _first_tensor(args, kwargs).copy_(result) if is_inplace else result
 
 
-def _generator_states(device: torch.device) -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+def _generator_states(device: torch.device) -> list[bytes]:
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [state.numpy().tobytes() for state in states]
 
 
 class RandomNumbers(L.Callback):
@@ -268,12 +270,11 @@ class RandomNumbers(L.Callback):
         if self._dropouts:
             set_keys(self._dropouts, sample_random.keys)
 
-    def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._begin_batch(trainer, batch_idx)
+    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._begin_batch(trainer, 0)  # the number of a batch depends on the accumulation, the keys do not
 
-    on_test_batch_start = on_validation_batch_start
+    def on_test_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._begin_batch(trainer, 0)
 
     def _begin_batch(self, trainer: L.Trainer, number: int) -> None:
         data: Any = trainer.datamodule
@@ -288,10 +289,13 @@ class RandomNumbers(L.Callback):
         @functools.wraps(step)
         def run(*args: Any, **kwargs: Any) -> Any:
             stage = trainer.state.stage
-            if sample_random.is_active or not self._needs_mode.get(stage, True):
+            if sample_random.is_active:
                 return step(*args, **kwargs)
+            if not self._needs_mode.get(stage, True):
+                with sample_random.refuse_draws(f"{step.__name__}, in some batches of an epoch only,"):
+                    return step(*args, **kwargs)
             if _is_compiled(trainer.lightning_module):  # it would be compiled with the mode
-                with sample_random.refuse_draws("the compiled network"):
+                with sample_random.refuse_draws(f"{step.__name__} of a compiled network"):
                     return step(*args, **kwargs)
             sample_random.checks_all, calls = stage not in self._needs_mode, sample_random.calls
             with sample_random.active():

@@ -90,7 +90,7 @@ class FSDP(ShardedStateStrategy):
         """
         try:
             output = super().training_step(*args, **kwargs)
-            loss, cause = output["loss"] if isinstance(output, Mapping) else output, None
+            loss, cause = output.get("loss") if isinstance(output, Mapping) else output, None
         except RuntimeError as error:  # torch defines few operations for shards
             if "DTensor" not in str(error) and "sharding" not in str(error):
                 raise

@@ -36,7 +36,7 @@ class MetricStates(L.Callback):
         ranks = [own] * trainer.datamodule.parallel.dp_size
         if len(ranks) > 1:
             dist.all_gather_object(ranks, own, trainer.distributed_sampler_kwargs.get("group"))
-        states = {name: _reduce(metrics[name], [states[name] for states in ranks]) for name in own}
+        states = {name: _reduce(metrics[name], [states[name] for states in ranks if name in states]) for name in own}
         checkpoint["metric_states"] = self._saved | {name: state for name, state in states.items() if state}
         omitted = [name for name, state in states.items() if state is None]
         if omitted and not self._has_warned:

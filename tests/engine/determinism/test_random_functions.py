@@ -95,6 +95,12 @@ def test_refuses_numbers_that_depend_on_the_part(function: Callable[[Tensor], Te
         draw(function, TOKENS, torch.arange(0, SAMPLES, 3))
 
 
+def test_refuses_a_size_that_could_be_of_one_sample() -> None:
+    draw(lambda x: x * torch.rand(1), TOKENS, torch.arange(SAMPLES))
+    with pytest.raises(UserError, match="rand with shape"):
+        draw(lambda x: x * torch.rand(1), TOKENS, torch.arange(1))
+
+
 def test_a_block_that_is_computed_again_has_the_same_numbers() -> None:
     weight, seen = torch.ones(8, dtype=torch.float64, requires_grad=True), []
 

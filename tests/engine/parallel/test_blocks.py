@@ -133,6 +133,20 @@ def test_refuses_stages_that_train_another_network(
         check_stages(net, as_stages(net, [[first], [second]]), IMAGES, "1f1b", splits_backward=False)
 
 
+def test_masks_do_not_hide_that_stages_train_another_network() -> None:
+    """A causal mask has infinite values, a padding mask bools."""
+    net = TwoBlocks(lambda net, x: net.second(net.first(x).detach()) if net.is_detached else net.second(net.first(x)))
+    net.is_detached = False  # type: ignore[assignment]
+    net.register_buffer("causal", torch.full((3, 3), -torch.inf).triu(1))
+    net.register_buffer("padding", torch.ones(3, dtype=torch.bool))
+    first, second = ordered_blocks(net, IMAGES)
+    stages = as_stages(net, [[first], [second]])
+    assert check_stages(net, stages, IMAGES, "1f1b", splits_backward=False) == 0
+    net.is_detached = True  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"the gradient of first.weight is another"):
+        check_stages(net, stages, IMAGES, "1f1b", splits_backward=False)
+
+
 def test_reads_buffers_when_it_runs() -> None:
     """A checkpoint may hold another value of the buffer."""
     net: Any = TwoBlocks(lambda net, x: net.second(net.first(x)) * torch.sigmoid(cast(Any, net).scale))

@@ -74,7 +74,11 @@ def check_loss(module: Any, outputs: Tensor, batch: Any) -> None:
     Raises:
         UserError: otherwise, because other ranks hold most of them.
     """
-    loss = module.loss(outputs.requires_grad_(), batch)
+    module.log = module.log_dict = _log_nothing
+    try:
+        loss = module.loss(outputs.requires_grad_(), batch)
+    finally:
+        del module.log, module.log_dict
     weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
     read = [name for name, gradient in zip(weights, gradients, strict=True) if gradient is not None]

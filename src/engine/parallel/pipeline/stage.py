@@ -236,7 +236,7 @@ class StageForward:
                 values = self._empty(number, len(inputs))
                 for value in values:
                     dist.recv(value, group=self.group, group_src=self.stage_to_rank[number - 1])
-            result = stage(*values)
+            result = self._run(stage, values)
             values = result if isinstance(result, tuple) else (result,)
             if isinstance(stage, FSDPModule):
                 stage.reshard()
@@ -244,6 +244,14 @@ class StageForward:
                 for value in values:
                     dist.send(value, group=self.group, group_dst=self.stage_to_rank[number + 1])
         return self.to_all(values[0] if last in self.stages else None, len(inputs))
+
+    @staticmethod
+    def _run(stage: nn.Module, values: tuple[Tensor, ...]) -> Any:
+        calls = sample_random.calls
+        result = stage(*values)
+        if sample_random.calls > calls:  # the stages before it have not drawn theirs on this rank
+            raise sample_random.refusal("the evaluation of a pipeline's stage")
+        return result
 
     def to_all(self, outputs: Tensor | None, count: int) -> Tensor:
         """Broadcast the (count, ...) outputs of the last stage; other ranks pass None."""
