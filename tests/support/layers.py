@@ -171,8 +171,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "squeeze_excitation": lambda: nn.Sequential(nn.BatchNorm2d(WIDTH), nn.ReLU(), SqueezeExcitation()),
     "instance_norm": lambda: nn.Sequential(nn.InstanceNorm2d(WIDTH), nn.ReLU()),
     "group_norm": lambda: nn.Sequential(nn.GroupNorm(2, WIDTH), nn.ReLU()),
-    "timm_norm": lambda: nn.Sequential(BatchNormAct2d(WIDTH), SqueezeExcitation()),
-    "timm_drop_path": lambda: Apply(drop_path),
+    "timm": lambda: nn.Sequential(BatchNormAct2d(WIDTH), SqueezeExcitation(), Apply(drop_path)),
     # Layers with a state, or with random numbers of their own
     "checkpointed_dropout": lambda: Checkpointed(conv(), nn.Dropout(0.1)),
     "checkpointed_dropout_reentrant": lambda: Checkpointed(conv(), nn.Dropout(0.1), use_reentrant=True),

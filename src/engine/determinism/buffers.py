@@ -51,8 +51,9 @@ class BufferCheck(L.Callback):
             is_same = all(_are_equal(first, other) for other in others)
             if not is_same or (first is not None and layout.micro_batches > 1):
                 raise UserError(
-                    f"{name} is a buffer that the forward pass updates from the samples of one rank or micro-batch: "
-                    "train on one device without micro-batches, or update it in a hook, from values of all ranks"
+                    f"{name} is a buffer that the forward pass updates from the samples of one rank, or once for each "
+                    "micro-batch, so the run would depend on them: train on one device, or (for micro-batches) without "
+                    "trainer.accumulate_grad_batches and pipelines"
                 )
 
 

@@ -1,6 +1,7 @@
 """Random functions give a sample the same numbers in any part of the batch, or are refused."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from src.engine.determinism.hashing import hash_ints
-from src.engine.determinism.random_functions import sample_random
+from src.engine.determinism.random_functions import RandomNumbers, sample_random
 from src.engine.utils.errors import UserError
 
 SAMPLES = 12
@@ -99,6 +100,17 @@ def test_refuses_a_size_that_could_be_of_one_sample() -> None:
     draw(lambda x: x * torch.rand(1), TOKENS, torch.arange(SAMPLES))
     with pytest.raises(UserError, match="rand with shape"):
         draw(lambda x: x * torch.rand(1), TOKENS, torch.arange(1))
+
+
+def test_refuses_a_step_that_draws_in_some_batches_only() -> None:
+    """The first batch tells whether the others need the mode."""
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(stage="train"), lightning_module=nn.Linear(1, 1))
+    step = RandomNumbers(0)._in_mode(trainer, lambda draws: torch.rand(3) if draws else None)
+    sample_random.begin(lambda: torch.arange(3), torch.device("cpu"))
+    sample_random.is_divided = True
+    assert [step(False), step(False)] == [None, None]
+    with pytest.raises(UserError, match="in some batches of an epoch only"):
+        step(True)
 
 
 def test_a_block_that_is_computed_again_has_the_same_numbers() -> None:

@@ -67,8 +67,7 @@ ORDINARY: dict[str, Refusals] = {
     "residuals:instance_norm": {},
     "residuals:group_norm": {},
     "tuples": _on("pipeline x2,", "pipeline x4", message="no cut into 4 stages"),
-    "residuals:timm_norm": {},
-    "residuals:timm_drop_path": {},
+    "residuals:timm": {},
     "tied": PIPELINES,
     "Unused": _on("ddp", message="find_unused_parameters"),
 }
