@@ -18,14 +18,18 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extract_tensor_metas
 
+REHEARSAL = "src/engine/parallel/pipeline/rehearsal.py"
 SIGNATURES: list[tuple[Callable[..., Any], list[str], str]] = [
     (_TrainingEpochLoop._broadcast_sigterm_tensor, ["self"], "src/engine/run/trainer_patches.py"),
     (_ResultCollection.metrics, ["self", "on_step"], "src/engine/run/trainer_patches.py"),
     (FSDPParamGroup.pre_forward, ["self", "module", "args", "kwargs"], "src/engine/parallel/sharded_state.py"),
     (FSDPParamGroup.pre_backward, ["self", "default_prefetch", "unused"], "src/engine/parallel/sharded_state.py"),
     (FSDPParamGroup.post_backward, ["self", "unused"], "src/engine/parallel/sharded_state.py"),
+    (stage_backward_input, ["stage_outputs_or_loss", "output_grads", "input_values", "weights"], REHEARSAL),
+    (stage_backward_weight, ["weights", "param_groups", "retain_graph"], REHEARSAL),
 ]
 
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 import lightning as L
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from src.engine.determinism.samples import are_equal
 from src.engine.utils.errors import UserError
 
 
@@ -58,9 +58,7 @@ class BufferCheck(L.Callback):
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+    return one is other if one is None or other is None else are_equal(one, other)
 
 
 def _buffers(trainer: L.Trainer, module: Any) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from src.engine.determinism.dropout import SampleDropout, drop_elements, dropouts, set_keys
 from src.engine.determinism.hashing import hash_ints
-from src.engine.determinism.samples import seed_generators
+from src.engine.determinism.samples import seed_generators, torch_generator_states
 from src.engine.utils.errors import UserError
 
 _DROPOUT, _ATTENTION = F.dropout, F.scaled_dot_product_attention
@@ -96,9 +96,9 @@ class SampleRandom(TorchFunctionMode):
     @contextmanager
     def refuse_draws(self, name: str) -> Iterator[None]:
         """Raise a UserError if torch's generators are used, and their numbers would depend on the hardware."""
-        before = _generator_states(self.device) if self.is_divided else []
+        before = torch_generator_states(self.device.type) if self.is_divided else []
         yield
-        if self.is_divided and _generator_states(self.device) != before:
+        if self.is_divided and torch_generator_states(self.device.type) != before:
             raise self.refusal(name)
 
     def begin(self, make_keys: Callable[[], Tensor], device: torch.device) -> None:
@@ -170,7 +170,10 @@ sample_random = SampleRandom()  # one for the process, as torch's generators
 
 
 def _unchecked(module: Any, check: str) -> Any:
-    """Return a context in which the functions of a module do not call the mode."""
+    """Return a context in which the functions of a module do not call the mode.
+
+    They would call it again and again: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_tensor.py (`backward`).
+    """
     return mock.patch.object(module, check, _never)
 
 
@@ -229,11 +232,6 @@ def _result(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """Return the result of a call, which a function in place writes into its argument."""
     is_inplace = func.__name__.endswith("_") or (func in _SIGNATURES and _options(func, args, kwargs).get("inplace"))
     return _first_tensor(args, kwargs).copy_(result) if is_inplace else result
-
-
-def _generator_states(device: torch.device) -> list[bytes]:
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    return [state.numpy().tobytes() for state in states]
 
 
 class RandomNumbers(L.Callback):

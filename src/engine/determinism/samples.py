@@ -103,5 +103,10 @@ def _are_equal_leaves(x: Any, y: Any) -> bool:
 def generator_states(device_type: str = "cpu") -> list[Any]:
     """Return the states of the global generators of torch, NumPy and Python."""
     numpy_state: Any = np.random.get_state()
-    states = [torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist(), numpy_state[2]]
-    return [*states, torch.cuda.get_rng_state().tolist()] if device_type == "cuda" else states
+    return [*torch_generator_states(device_type), random.getstate(), numpy_state[1].tolist(), numpy_state[2]]
+
+
+def torch_generator_states(device_type: str = "cpu") -> list[bytes]:
+    """Return the states of torch's global generators, of the CPU and of this process's device of a type."""
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device_type == "cuda" else [])]
+    return [state.numpy().tobytes() for state in states]

@@ -123,7 +123,7 @@ def _reduce(metric: Any, ranks: list[_State]) -> _State | None:
 def _set(metric: Metric, state: _State, rank: int) -> None:
     """Set the state on the first rank, and the default on the others; all of them get a mean, and the count."""
     Metric.reset(metric)  # the `reset` of a wrapper would reset other metrics
-    for name, value in tree_map_only(Tensor, lambda tensor: tensor.to(metric.device), state).items():
+    for name, value in tree_map_only(Tensor, lambda tensor: tensor.to(metric.device, non_blocking=True), state).items():
         if rank == 0 or metric._reductions.get(name, dim_zero_mean) is dim_zero_mean:
             setattr(metric, name, value)
 
@@ -133,6 +133,6 @@ def _add(result: Any, state: _State, rank: int) -> None:
     for name, reduction in _reductions(result).items():
         saved = state[name] if rank == 0 else result._defaults[name]
         # Lightning's mean over ranks would truncate the number of samples, an integer.
-        values = [tensor.to(result.value) for tensor in (getattr(result, name), saved)]
+        values = [tensor.to(result.value, non_blocking=True) for tensor in (getattr(result, name), saved)]
         setattr(result, name, reduction(torch.stack(values)))
     result._computed = None

@@ -5,16 +5,15 @@ and so replaces the modules: dropout, synchronized batch normalization and evalu
 """
 
 import inspect
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from src.engine.determinism.samples import generator_states
 from src.engine.utils.errors import UserError
 
 _ADVICE = "make the network an nn.Sequential of its blocks, or use strategy=ddp or fsdp"
@@ -119,25 +118,19 @@ def constants(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def _record(net: nn.Module, blocks: Sequence[str]) -> fx.Graph:
-    attributes, random_state = set(vars(net)), _random_state()
+    attributes, random_state = set(vars(net)), generator_states()
     try:
         graph = _BlockTracer(blocks).trace(net)
     except Exception as error:  # the forward pass may do anything with the tracer's objects
         cause = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"the forward pass of `model` cannot be traced ({cause}): {_ADVICE}") from error
-    if _random_state() != random_state:
+    if generator_states() != random_state:
         raise UserError(f"the forward pass of `model` draws random numbers outside of its blocks: {_ADVICE}")
     if set(vars(net)) != attributes:  # the tracer keeps constants in the network
         raise UserError(
             f"the forward pass of `model` creates tensors outside of its blocks: register them as buffers, or {_ADVICE}"
         )
     return graph
-
-
-def _random_state() -> tuple[Any, ...]:
-    """Return the states of the generators that a forward pass may use while it is traced, on the CPU."""
-    numpy_state: Any = np.random.get_state()
-    return torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist()
 
 
 @contextmanager
