@@ -21,9 +21,9 @@ train: install
 doctor: install
 	$(BIN)/python train.py doctor=true $(ARGS)
 
-# Some minutes: what every change waits for.
+# Some minutes: what every change waits for. Two processes take the test files in turn, each with one thread.
 test: install lint
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 # About an hour: every strategy, schedule and documented command. ARGS=tests/engine/parity runs a part.
 test-all: install lint
