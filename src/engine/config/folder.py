@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from src.engine.state.run_files import CHECKPOINTS, LAST, PREVIOUS
 from src.engine.utils.errors import UserError
-from src.engine.utils.targets import with_moved_targets
 
 CONFIG = "config.yaml"
 # The environment variable of the command as typed, a list in JSON; it reaches the jobs of a sweep in other processes.
@@ -88,15 +87,8 @@ def folder_of(ckpt_path: Path) -> Path | None:
 
 
 def saved_config(folder: Path) -> Any:
-    """Return the configuration that a run saved in its folder.
-
-    Raises:
-        UserError: if another version of this code saved it.
-    """
-    saved = OmegaConf.create(with_moved_targets((folder / CONFIG).read_text()))
-    if "runtime" not in saved:
-        raise UserError(f"the run in {folder} was made by another version of this code: continue it with that version")
-    return saved
+    """Return the configuration that a run saved in its folder."""
+    return OmegaConf.load(folder / CONFIG)
 
 
 def run_and_sweep_id(folder: Path, is_sweep: bool) -> tuple[str, str | None]:

@@ -11,12 +11,9 @@ from src.engine.config.folder import CONFIG, PROJECT, folder_of, is_rank_zero, n
 from src.engine.state.run_files import CHECKPOINTS
 from src.engine.utils.errors import UserError
 from src.engine.utils.overrides import quote
-from src.engine.utils.targets import with_moved_targets
 
 _CONF = PROJECT / "conf"
 _OPTIONAL = ("experiment", "preset", "debug")  # config groups that need no choice
-# Options of earlier versions, which their runs have saved.
-_REMOVED = ("launch.endpoint", "launch.rendezvous_timeout", "callbacks.checkpoint.filename", "logger.wandb.every_rank")
 _SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in the sweep's folder
 
 
@@ -90,7 +87,7 @@ def _with_saved_sweep(words: list[str]) -> list[str]:
             folder = _path(word).expanduser().absolute()
             if not (folder / _SWEEP).is_file():
                 raise UserError(f"{word}: there is no sweep in that folder ({folder / _SWEEP}): give that of a sweep")
-            saved = yaml.safe_load(with_moved_targets((folder / _SWEEP).read_text()))
+            saved = yaml.safe_load((folder / _SWEEP).read_text())
             overrides = saved["hydra"]["overrides"]  # as typed, not resolved
             of_hydra = [other for other in overrides["hydra"] if _name(other) not in ("hydra.sweep.dir", "hydra.mode")]
             restored = _without_replaced([*of_hydra, *overrides["task"]], words)
@@ -126,8 +123,8 @@ def _path(word: str) -> Path:
 
 
 def _without_replaced(saved: Iterable[str], words: Iterable[str]) -> list[str]:
-    """Return the saved overrides, except those of an option or a group that `words` give again, or that is no more."""
-    given = {_name(word) for word in words} | {*_REMOVED}
+    """Return the saved overrides, except those of an option or a group that `words` give again."""
+    given = {_name(word) for word in words}
     kept = []
     for word in saved:
         parts = _name(word).split(".")

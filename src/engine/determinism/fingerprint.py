@@ -12,7 +12,7 @@ from src.engine.utils.code_version import code_version
 from src.engine.utils.errors import UserError
 from src.engine.utils.option_kinds import CONTINUABLE, default_value, experiment_options, matches
 from src.engine.utils.overrides import as_typed
-from src.engine.utils.targets import target_nodes, with_moved_targets
+from src.engine.utils.targets import target_nodes
 
 _log = logging.getLogger(__name__)
 _CONTINUED, _DATA = "continued from", "training data"
@@ -59,19 +59,14 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
     """Return the experiment of a run that continues the one of a checkpoint; log if it is another one.
 
     Args:
-        checkpoint: the checkpoint, in which those of an earlier version have no experiment.
+        checkpoint: the checkpoint.
         current: the experiment of the configuration.
         config: the resolved configuration.
 
     Raises:
         UserError: if an option differs that a continued run cannot change, or the training data.
     """
-    if not checkpoint.get("experiment"):
-        _log.warning("ckpt_path is of an earlier version, which kept no experiment: its options are not compared")
-        return current
-    saved = Experiment(**checkpoint["experiment"])
-    before = Experiment(**with_moved_targets(checkpoint["experiment"]))
-    before.options[_DATA] = before.options[_DATA].replace(" images", " samples")  # as earlier versions wrote
+    before = Experiment(**checkpoint["experiment"])
     # The weights come from the checkpoint, and so the initial weights stay those of the earlier run.
     kept = {name: value for name, value in current.options.items() if name != "init_from"}
     inherited = {name: before.options[name] for name in ("init_from", _CONTINUED) if name in before.options}
@@ -83,11 +78,11 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
             f"the run in ckpt_path had {', '.join(named)}: that is another experiment; set it back, or start a new run"
         )
     if before.fingerprint != now.fingerprint:
-        origin = f"{saved.fingerprint}, step {checkpoint['global_step']}"
+        origin = f"{before.fingerprint}, step {checkpoint['global_step']}"
         now = replace(now, options=now.options | {_CONTINUED: origin})
         reason = ", ".join(changes.values()) or "the code of its classes was edited"
         level = logging.INFO if changes else logging.WARNING
-        _log.log(level, "the run goes on as experiment %s, before %s: %s", now.fingerprint, saved.fingerprint, reason)
+        _log.log(level, "the run goes on as experiment %s, before %s: %s", now.fingerprint, before.fingerprint, reason)
     return now
 
 

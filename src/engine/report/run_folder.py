@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from src.engine.utils.events import read_events
 from src.engine.utils.files import read_json_lines
 from src.engine.utils.overrides import flatten_config
-from src.engine.utils.targets import with_moved_targets
 
 Floats = NDArray[np.float64]
 OTHER = "other"  # the activity of the time that no other one covers
@@ -88,7 +87,7 @@ class RunFolder:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, by dotted name."""
-        return flatten_config(with_moved_targets(read_mapping(self.path / "config.yaml")))
+        return flatten_config(read_mapping(self.path / "config.yaml"))
 
     @cached_property
     def curves(self) -> dict[str, Curve]:

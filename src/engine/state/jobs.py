@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from src.engine.utils.files import atomic_write
-from src.engine.utils.targets import with_moved_targets
 
 JOB_FILE = "job.json"
 DONE = ("finished", "pruned")
@@ -36,7 +35,7 @@ class Job:
 
     @staticmethod
     def read(folder: Path) -> "Job":
-        return Job(**with_moved_targets(json.loads((folder / JOB_FILE).read_text())))
+        return Job(**json.loads((folder / JOB_FILE).read_text()))
 
 
 def is_sweep(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from src.engine.state.integrity import read_run_checkpoint, read_weights
 from src.engine.state.run_files import checkpoint_file
 from src.engine.utils.errors import UserError
-from src.engine.utils.targets import target_nodes, with_moved_targets
+from src.engine.utils.targets import target_nodes
 from src.engine.utils.tensors import with_versions
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.
         UserError: if there is no checkpoint, or this code cannot or must not build its network.
     """
     checkpoint = read_run_checkpoint(checkpoint_file(Path(path)), option, moments=False)
-    config: Any = OmegaConf.create(with_moved_targets(checkpoint.get("config", "")))
+    config: Any = OmegaConf.create(checkpoint.get("config", ""))
     if any("${" in str(value) for value in tree_leaves(OmegaConf.to_container(config))):
         raise UserError(f"refused: the configuration in {option}={path} has interpolations, which a run never saves")
     try:

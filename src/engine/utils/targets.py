@@ -2,7 +2,6 @@
 
 import inspect
 import pkgutil
-import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -11,41 +10,6 @@ from typing import Any
 from hydra._internal.utils import _locate
 
 from src.engine.utils.errors import UserError, similar_names
-
-# Classes, functions and modules of the project that had another path in earlier versions: {old path: new path}. Runs
-# that are continued, and checkpoints that are loaded, may still name the old one.
-MOVED = {
-    "src.callbacks": "src.engine.run",
-    "src.callbacks.evaluation": "src.engine.observe.evaluation",
-    "src.callbacks.gradients": "src.engine.observe.gradients",
-    "src.callbacks.progress": "src.engine.observe.progress",
-    "src.callbacks.throughput": "src.engine.observe.throughput",
-    "src.callbacks.timeline": "src.engine.observe.timeline",
-    "src.callbacks.frechet": "src.models.gan_frechet",
-    "src.callbacks.samples": "src.models.gan_samples",
-    "src.callbacks.whitening": "src.models.whitening",
-    "src.loggers": "src.engine.observe",
-    "src.optim": "src.engine.optim",
-    "src.strategies": "src.engine.parallel",
-    "src.strategies.auto": "src.engine.parallel.ddp",
-    "src.sweeps": "src.engine.sweeps",
-}
-
-
-def with_moved_targets(saved: Any) -> Any:
-    """Return saved text or values with today's path of each class that has moved.
-
-    Args:
-        saved: the text of a saved configuration, an override, or a list or dictionary of values.
-    """
-    if isinstance(saved, dict):
-        return {name: with_moved_targets(value) for name, value in saved.items()}
-    if isinstance(saved, list):
-        return [with_moved_targets(value) for value in saved]
-    if not isinstance(saved, str) or not MOVED:
-        return saved
-    longest_first = sorted(map(re.escape, MOVED), key=len, reverse=True)
-    return re.sub(rf"(?<![\w.])({'|'.join(longest_first)})(?!\w)", lambda found: MOVED[found[0]], saved)
 
 
 def locate(option: str, target: str) -> Callable[..., Any]:

@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 from src.engine.config.folder import CONFIG, remove_if_unused, run_and_sweep_id
 from src.engine.config.messages import explain
 from src.engine.config.resolve import describe_setup, source_revision
-from src.engine.config.shorthands import complete_overrides
 from src.engine.launch.external import check_same_options
 from src.engine.launch.rank import run_rank
 from src.engine.utils.errors import UserError
@@ -210,13 +209,6 @@ def test_one_process_per_host_is_on_one_host(strategy: str, small: list[str], fo
     words = [f"strategy={strategy}", "trainer.num_nodes=2", "trainer.accelerator=cpu"]
     _, err = run_here(*words, *small, f"run_dir={folder}", code=1)
     assert "trainer.num_nodes=2: a run of strategy=dp or ddp_spawn, and a job" in error_line(err)
-
-
-def test_continued_run_leaves_out_options_of_earlier_versions(tmp_path: Path) -> None:
-    saved = ["seed=1", "launch.endpoint=HOST:29500", "launch.rendezvous_timeout=9", "launch.timeout=9"]
-    OmegaConf.save({"runtime": {"overrides": saved}}, tmp_path / CONFIG)
-    words = [f"ckpt_path={tmp_path}", "trainer.devices=2"]
-    assert complete_overrides(words) == ["seed=1", "launch.timeout=9", *words]
 
 
 def test_compare_refuses_folders_without_a_run(tmp_path: Path) -> None:
