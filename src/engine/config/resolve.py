@@ -6,8 +6,6 @@ import re
 import secrets
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,9 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError
+from omegaconf.errors import OmegaConfBaseException
 
-from src.engine.config.build import check_numbers, check_targets, drop_replaced_options, drop_unused_options
+from src.engine.config.build import check_value
 from src.engine.config.devices import device_count, resolve_devices
 from src.engine.config.folder import (
     COMMAND,
@@ -33,16 +31,8 @@ from src.engine.state.run_files import checkpoint_file
 from src.engine.utils.errors import UserError, nearest_options
 from src.engine.utils.overrides import flatten_config
 
-_CONF = PROJECT / "conf"
 _GIT_TIMEOUT = 5.0  # seconds
-_PARTS = ("model", "optimizer", "scheduler")  # the groups from which a module is built
 _RECIPES = ("experiment", "preset", "debug")  # the groups whose files set options of other groups
-_TYPES = {  # of the options that belong to no class
-    "fit": bool,
-    "doctor": bool,
-    "report": bool,
-    "launch.max_restarts": int,
-}
 # A continued run does not inherit these options.
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
 
@@ -52,18 +42,13 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
 
     Raises:
         UserError: if an option is unknown, a checkpoint or the images are missing, there are fewer devices than
-            configured, or the run folder cannot be used.
+            configured.
     """
     hydra_cfg = HydraConfig.get()
-    overrides, folder = hydra_cfg.overrides.task, Path(hydra_cfg.runtime.output_dir)
-    check_targets(cfg)
-    for name, kind in _TYPES.items():
-        check_numbers(name, OmegaConf.select(cfg, name), kind)
-    drop_replaced_options(cfg, overrides)
-    drop_unused_options(cfg, overrides, _CONF)
+    folder = Path(hydra_cfg.runtime.output_dir)
+    for name in ("fit", "doctor", "report"):
+        check_value(name, cfg[name], bool)
     refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
-    refuse_unused_groups(cfg, overrides)
-    _check_writable(folder)
     _resolve_resume(cfg, folder)
     if cfg.ckpt_path:
         cfg.ckpt_path = str(_find_checkpoint("ckpt_path", cfg.ckpt_path))
@@ -79,15 +64,13 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     _set_runtime(cfg, hydra_cfg)
     try:
         OmegaConf.resolve(cfg)
-    except InterpolationKeyError as error:  # such as model.num_classes, if a data set of one's own has no classes
-        unused = " ".join(f"~{name}" for name in _PARTS if cfg.get(name) and not _is_used(cfg, name))
-        hint = f", or leave out what {cfg.module._target_} does not use: {unused}" if unused else ""
-        raise UserError(f"{error}: set it{hint}") from error
+    except OmegaConfBaseException as error:  # such as model.num_classes, if a data set of one's own has no classes
+        raise UserError(" ".join(f"{error.full_key}: {error}".split())) from error
     return cfg
 
 
 def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
-    """Check the names at the root and in `launch`; other options belong to a class, which refuses unknown ones.
+    """Check the names at the root; other options belong to a class, which refuses unknown ones.
 
     A name that a value interpolates, such as `${base_lr}`, is a variable of the user.
 
@@ -95,37 +78,17 @@ def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
         cfg: the composed configuration, before interpolations are resolved.
         choices: the chosen file of each group.
     """
-    root = yaml.safe_load((_CONF / "train.yaml").read_text())
-    groups = {file.name for file in _CONF.iterdir() if file.is_dir()} | {*choices}
+    conf = PROJECT / "conf"
+    groups = {file.name for file in conf.iterdir() if file.is_dir()} | {*choices}
+    known = {*yaml.safe_load((conf / "train.yaml").read_text()), *groups.difference(_RECIPES)}
     tree: Any = OmegaConf.to_container(cfg)
-    known = {*root, *groups.difference(_RECIPES), *(f"launch.{name}" for name in root["launch"])}
-    unknown = {*tree, *(f"launch.{name}" for name in tree["launch"])} - known
-    for name in sorted(unknown):
+    del tree["runtime"]
+    for name in sorted(tree.keys() - known):
         if name in _RECIPES:
-            hint = f"begin each file of conf/{name} with the line `# @package _global_`"
-        elif "." in name and name in tree:
-            hint = "nest the keys, one per line"
-        elif re.search(rf"\$\{{[^}}]*(?<!\w)(?<!\w\.){re.escape(name)}\b", str(tree)):
-            continue
-        else:
-            others = {key: node for key, node in tree.items() if key not in {*unknown, "runtime"}}
-            hint = nearest_options(name, (known | flatten_config(others).keys()) - unknown)
-        raise UserError(f"{name} is no option here; {hint}")
-
-
-def refuse_unused_groups(cfg: DictConfig, overrides: Iterable[str]) -> None:
-    """Check that the module refers to each group that an override chooses or changes; it may leave others out."""
-    for override in overrides:
-        group = re.split(r"[.=]", override.lstrip("+"))[0]
-        if group in _PARTS and not _is_used(cfg, group):
-            raise UserError(
-                f"{override}: {cfg.module._target_} does not use `{group}`; leave it out, or choose a module that does"
-            )
-
-
-def _is_used(cfg: DictConfig, group: str) -> bool:
-    """Return whether the module has an interpolation such as ${model} or ${model.width}."""
-    return bool(re.search(rf"\${{{group}\b", OmegaConf.to_yaml(cfg.module)))
+            raise UserError(f"begin each file of conf/{name} with the line `# @package _global_`")
+        if not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", str(tree)):
+            others = (known | flatten_config(tree).keys()) - {name}
+            raise UserError(f"{name} is no option here; {nearest_options(name, others)}")
 
 
 def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
@@ -186,13 +149,6 @@ def describe_setup(cfg: DictConfig, choices: Any, world_size: int) -> dict[str, 
     return {"model": model, "strategy": strategy, "world_size": world_size, "tags": tags}
 
 
-def _check_writable(folder: Path) -> None:
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(f"cannot write to the run folder {folder} ({error.strerror}): set run_dir to another") from None
-
-
 def _resolve_resume(cfg: DictConfig, folder: Path) -> None:
     """Set `ckpt_path` to the newest checkpoint of the run folder if resume=auto."""
     if cfg.resume not in (None, "auto"):
@@ -200,10 +156,8 @@ def _resolve_resume(cfg: DictConfig, folder: Path) -> None:
     if cfg.ckpt_path:
         return
     if cfg.resume:
-        hydra_cfg = HydraConfig.get()
-        names_folder = any(word.startswith("hydra.run.dir=") for word in hydra_cfg.overrides.hydra)
-        is_job = "SLURM_JOB_ID" in os.environ or hydra_cfg.mode == RunMode.MULTIRUN  # these find their folder again
-        if not (cfg.run_dir or names_folder or is_job):
+        is_job = "SLURM_JOB_ID" in os.environ or HydraConfig.get().mode == RunMode.MULTIRUN  # they find their folder
+        if not (cfg.run_dir or is_job):
             raise UserError("resume=auto needs run_dir=FOLDER, so that the next start finds its checkpoints")
         remove_partial_checkpoints(folder)
         newest = newest_checkpoint(folder)

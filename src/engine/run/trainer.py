@@ -1,5 +1,6 @@
 """Lightning's Trainer: the configured options, and what every run needs whatever is configured."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from src.engine.state.io import AtomicCheckpointIO
 from src.engine.utils.errors import UserError
 from src.engine.utils.overrides import as_typed
 
+_log = logging.getLogger(__name__)
 _OWN_ARGUMENTS = {  # arguments of Lightning's Trainer that `build_trainer` gives
     "strategy": "use strategy=NAME instead",
     "callbacks": "use callbacks=NAME instead",
@@ -118,13 +120,9 @@ def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:
 def _build_each(cfg: DictConfig, group: str) -> dict[str, Any]:
     """Build the configured callbacks or loggers, by name: each is one key of the group."""
     nodes = {f"{group}.{name}": node for name, node in cfg.get(group, {}).items() if node}
-    for name, node in nodes.items():
-        if "_target_" not in node:
-            options = ", ".join(map(str, node))
-            raise UserError(
-                f"{name} has options ({options}) but no _target_: choose a file of conf/{group} that has one, "
-                f"or set {name}=null"
-            )
+    for name in [name for name, node in nodes.items() if "_target_" not in node]:  # a recipe may have set its options
+        options = ", ".join(map(str, nodes.pop(name)))
+        _log.warning("%s has options (%s), but is left out: no file of conf/%s names its class", name, options, group)
     return {name: build(node) for name, node in nodes.items()}
 
 

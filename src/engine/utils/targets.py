@@ -1,15 +1,13 @@
-"""The class or function that a `_target_` names, and the options that it accepts."""
+"""The class or function that a `_target_` names, and its options."""
 
 import inspect
-import pkgutil
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 from hydra._internal.utils import _locate
 
-from src.engine.utils.errors import UserError, similar_names
+from src.engine.utils.errors import UserError
 
 
 def locate(option: str, target: str) -> Callable[..., Any]:
@@ -23,46 +21,18 @@ def locate(option: str, target: str) -> Callable[..., Any]:
     except (ImportError, ValueError) as error:  # the second for a name with a dot too many
         if isinstance(error, ImportError) and not isinstance(error.__cause__, ImportError | AttributeError | None):
             raise  # a bug in the file
-        raise UserError(f"{option}={target}: {' '.join(str(error).split())}{_nearest(target)}") from error
+        raise UserError(f"{option}={target}: {' '.join(str(error).split())}") from error
     if not callable(found):
         raise UserError(f"{option}={target}: {target} is a {type(found).__name__}; give a class or a function")
     return found
 
 
-def _nearest(target: str) -> str:
-    """Return the end of an error message: names like the first unknown one of a dotted path, if there are any."""
-    parent, _, name = target.rpartition(".")
-    while parent and parent not in sys.modules:
-        parent, _, name = parent.rpartition(".")
-    module = sys.modules.get(parent)
-    known = {*dir(module), *(file.name for file in pkgutil.iter_modules(getattr(module, "__path__", [])))}
-    if not module or not name or name in known:  # a part that exists has an error of its own
-        return ""
-    names = [f"{parent}.{similar}" for similar in similar_names(name, known)]
-    return f" Did you mean {' or '.join(names)}?" if names else ""
-
-
-def _parameters(target: Callable[..., Any]) -> list[inspect.Parameter]:
+def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return the parameters of a class or function; a class written in C without a signature counts as taking any."""
     try:
-        return list(inspect.signature(target).parameters.values())
+        return dict(inspect.signature(target).parameters)
     except ValueError:
-        return [inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)]
-
-
-def accepted_options(target: Callable[..., Any]) -> set[str] | None:
-    """Return the names of the options that a class or function accepts, or None if it accepts any."""
-    parameters = _parameters(target)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {parameter.name for parameter in parameters if parameter.kind in by_name}
-
-
-def required_options(target: Callable[..., Any]) -> set[str]:
-    """Return the names of the options without which a class or function cannot be called."""
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {one.name for one in _parameters(target) if one.default is one.empty and one.kind not in variable}
+        return {"options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)}
 
 
 @cache
@@ -76,7 +46,7 @@ def default_options(target: str) -> dict[str, Any]:
     parts = [part for part in getattr(found, "__mro__", ())[1:] if part.__module__.startswith("src.")]
     options: dict[str, Any] = {}
     for part in [*reversed(parts), found]:
-        for parameter in _parameters(part):
+        for parameter in parameters_of(part).values():
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 default = None if parameter.default is parameter.empty else parameter.default
                 options[parameter.name] = list(default) if isinstance(default, tuple) else default
