@@ -18,9 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from src.engine.config.devices import runs_in_single_process
-from src.engine.config.folder import unique_name
-from src.engine.config.resolvers import register_resolvers
-from src.engine.config.shorthands import without_null_choices
+from src.engine.config.folder import register_resolvers, unique_name
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import atomic_write
 
@@ -83,7 +81,7 @@ def main() -> None:
     register_resolvers()
     try:
         with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = hydra.compose("train", without_null_choices(arguments.overrides))
+            cfg = hydra.compose("train", arguments.overrides)
         folder = ROOT / "runs" / unique_name()
         text = script(cfg, arguments.overrides, folder, arguments)
     except (UserError, HydraException) as error:

@@ -15,9 +15,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.config.folder import PROJECT, remove_if_unused
-from src.engine.config.messages import errors_explained
-from src.engine.config.resolvers import register_resolvers
+from src.engine.config.folder import CONF, register_resolvers, remove_if_unused
+from src.engine.config.main import errors_explained
 from src.engine.config.shorthands import complete_overrides
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
@@ -25,7 +24,6 @@ from src.engine.utils.errors import UserError
 if TYPE_CHECKING:
     import lightning as L
 
-_CONF = PROJECT / "conf"
 _COLUMN_TYPES = {"step": int, "epoch": int}  # of metrics.csv; all others are float
 
 
@@ -120,7 +118,7 @@ def _make_run_folder(cfg: DictConfig) -> Path:
 def _hydra_initialized(words: list[str]) -> Iterator[None]:
     """Let Hydra find conf/, and turn its errors at these overrides into those of a user."""
     register_resolvers()
-    with errors_explained(words), hydra.initialize_config_dir(str(_CONF), version_base="1.3"):
+    with errors_explained(words), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         yield
 
 

@@ -24,7 +24,7 @@ QUIET = ["logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=
 
 def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
     """Return the resolved configuration of a run in `folder`, as the launcher passes it to the ranks."""
-    from src.engine.config.resolvers import register_resolvers
+    from src.engine.config.folder import register_resolvers
 
     register_resolvers()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):

@@ -39,11 +39,6 @@ def resolve_devices(accelerator: str, devices: Any) -> tuple[str, int | list[int
     if accelerator == "cpu":
         return accelerator, count
     if max(count, max(indices, default=0) + 1) > num_gpus:
-        if num_gpus == 1 and int(os.environ.get("SLURM_NTASKS", 1)) > 1:
-            raise UserError(
-                f"trainer.devices={devices}, but SLURM shows this task one GPU: each task must see all GPUs of its "
-                "node. Ask for --gpus-per-node instead of --gpus-per-task, and start it with srun --gpu-bind=none"
-            )
         raise UserError(
             f"trainer.devices={devices}, but this machine has {num_gpus} GPU{'s' * (num_gpus > 1)}: "
             f"set trainer.devices={num_gpus}, or trainer.accelerator=cpu to run processes on the CPU"

@@ -1,6 +1,6 @@
-"""The run folder, its newest checkpoint, and the run id; a continued run keeps folder and id."""
+"""The folders of runs and of a sweep's jobs, the newest checkpoint, and the run id; a continued run keeps them."""
 
-import contextlib
+import itertools
 import os
 import secrets
 import shutil
@@ -11,14 +11,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from src.engine.state.jobs import Job, read_jobs
 from src.engine.state.run_files import CHECKPOINTS, LAST, PREVIOUS
 from src.engine.utils.errors import UserError
 
 CONFIG = "config.yaml"
 # The environment variable of the command as typed, a list in JSON; it reaches the jobs of a sweep in other processes.
 COMMAND = "TRAIN_COMMAND"
-_SWEEP_ID = "sweep_id"  # a file in the folder of a sweep
 PROJECT = Path(__file__).parents[3]
+CONF = PROJECT / "conf"
 
 
 def is_rank_zero() -> bool:
@@ -46,28 +47,21 @@ def run_folder(runs: str, name: str, *, _root_: DictConfig) -> str:
     if _root_.fit and _root_.ckpt_path and (continued := folder_of(Path(_root_.ckpt_path))):
         return str(continued)
     if _root_.run_dir:
-        return _make_folder(Path(_root_.run_dir).expanduser())
-    if _root_.resume and "SLURM_JOB_ID" in os.environ:
-        return _make_folder(Path(runs, f"slurm-{os.environ['SLURM_JOB_ID']}"))
-    return _make_folder(Path(runs, name))
-
-
-def sweep_folder(runs: str) -> str:
-    """Make a new folder in `runs` for a sweep and return its path, for `hydra.sweep.dir`."""
-    return _make_folder(Path(runs, unique_name()), "hydra.sweep.dir") if is_rank_zero() else "."
+        folder = Path(_root_.run_dir).expanduser()
+    elif _root_.resume and "SLURM_JOB_ID" in os.environ:
+        folder = Path(runs, f"slurm-{os.environ['SLURM_JOB_ID']}")
+    else:
+        folder = Path(runs, name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder} ({error.strerror}): set run_dir to another") from None
+    return str(folder)
 
 
 def unique_name() -> str:
     """Return a name for a new folder: the time and a random number."""
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
-
-
-def _make_folder(folder: Path, option: str = "run_dir") -> str:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the folder {folder} ({error.strerror}): set {option} to another") from None
-    return str(folder)
 
 
 def remove_if_unused(folder: Path) -> None:
@@ -96,38 +90,16 @@ def run_and_sweep_id(folder: Path, is_sweep: bool) -> tuple[str, str | None]:
 
     A continued run keeps its saved ids, and a W&B agent sets them in the environment. Otherwise the run id is the name
     of the run folder, in a sweep preceded by the name of the sweep folder, and a random number. Two folders may have
-    the same name. The sweep id is the same for all jobs.
+    the same name. The sweep id is the name of the sweep folder.
     """
     if (folder / CONFIG).is_file():
         saved = saved_config(folder).runtime
         return saved.run_id, saved.sweep_id
     if "WANDB_SWEEP_ID" in os.environ:  # wandb's agent started this process, and gave the run its id
         return os.environ["WANDB_RUN_ID"], os.environ["WANDB_SWEEP_ID"]
-    token = secrets.token_hex(3)
-    if is_sweep:
-        return f"{folder.parent.name}-{folder.name}-{token}", _sweep_id(folder.parent)
-    return f"{folder.name}-{token}", None
-
-
-def _sweep_id(sweep: Path) -> str:
-    """Return the id in the sweep's folder. The first job writes it; several jobs may start at once."""
-    file, token = sweep / _SWEEP_ID, secrets.token_hex(3)
-    if not file.exists():
-        own = sweep / f".{_SWEEP_ID}.{token}"
-        own.write_text(f"{sweep.name}-{token}")
-        with contextlib.suppress(OSError):  # another job was faster, or the file system has no hard links
-            os.link(own, file)
-        if not file.exists():
-            own.replace(file)
-        own.unlink(missing_ok=True)
-    return file.read_text()
-
-
-def newest_run(runs: Path) -> Path | None:
-    """Return the folder of the run, or of the job of a sweep, that was started last and has a checkpoint, if any."""
-    configs = [*runs.glob(f"*/{CONFIG}"), *runs.glob(f"*/*/{CONFIG}")]
-    started = [file for file in configs if any((file.parent / CHECKPOINTS).glob("*.ckpt"))]
-    return max(started, key=lambda file: file.stat().st_mtime_ns).parent if started else None
+    sweep_id = folder.parent.name if is_sweep else None
+    name = f"{sweep_id}-{folder.name}" if is_sweep else folder.name
+    return f"{name}-{secrets.token_hex(3)}", sweep_id
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -163,3 +135,32 @@ def remove_partial_checkpoints(folder: Path) -> None:
     """Delete the temporary files of a save that was killed. No process may be saving a checkpoint meanwhile."""
     for file in (folder / CHECKPOINTS).glob(".*.part"):
         file.unlink(missing_ok=True)
+
+
+def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
+    """Return the name of a job's folder in the sweep's folder: the one of an earlier start, or a new one.
+
+    The overrides identify a job, so that a sweep can be continued with more jobs than before.
+    """
+    if not is_rank_zero():
+        return "."  # this rank receives rank zero's folder
+    overrides: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)  # as typed
+    for name, job in read_jobs(Path(sweep)):
+        if sorted(job.overrides) == sorted(overrides):
+            return name
+    for folder in (Path(sweep, str(free)) for free in itertools.count(int(number))):
+        try:
+            folder.mkdir(parents=True)  # if several jobs start at once, only one can make the folder
+        except FileExistsError:
+            continue
+        Job(overrides).write(folder)
+        return folder.name
+    raise AssertionError("some number is free")
+
+
+def register_resolvers() -> None:
+    """Register the functions that conf/ calls. `use_cache` lets an interpolation keep its first value."""
+    OmegaConf.register_new_resolver("unique_name", unique_name, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("project_path", project_path, replace=True)
+    OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
+    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)

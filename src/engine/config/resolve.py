@@ -19,6 +19,7 @@ from src.engine.config.build import check_value
 from src.engine.config.devices import device_count, resolve_devices
 from src.engine.config.folder import (
     COMMAND,
+    CONF,
     CONFIG,
     PROJECT,
     folder_of,
@@ -65,7 +66,7 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     try:
         OmegaConf.resolve(cfg)
     except OmegaConfBaseException as error:  # such as model.num_classes, if a data set of one's own has no classes
-        raise UserError(" ".join(f"{error.full_key}: {error}".split())) from error
+        raise UserError(f"{' '.join(str(error).split())}: set it, or leave out the part that refers to it") from error
     return cfg
 
 
@@ -78,9 +79,8 @@ def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
         cfg: the composed configuration, before interpolations are resolved.
         choices: the chosen file of each group.
     """
-    conf = PROJECT / "conf"
-    groups = {file.name for file in conf.iterdir() if file.is_dir()} | {*choices}
-    known = {*yaml.safe_load((conf / "train.yaml").read_text()), *groups.difference(_RECIPES)}
+    groups = {file.name for file in CONF.iterdir() if file.is_dir()} | {*choices}
+    known = {*yaml.safe_load((CONF / "train.yaml").read_text()), *groups.difference(_RECIPES)}
     tree: Any = OmegaConf.to_container(cfg)
     del tree["runtime"]
     for name in sorted(tree.keys() - known):

@@ -1,19 +1,16 @@
 """Short forms on the command line: `ckpt_path=best`; `ckpt_path=RUN_DIR` and `sweep=FOLDER` restore saved overrides."""
 
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import yaml
 
-from src.engine.config.folder import CONFIG, PROJECT, folder_of, is_rank_zero, newest_run, project_path, saved_config
+from src.engine.config.folder import CONF, CONFIG, folder_of, is_rank_zero, project_path, saved_config
 from src.engine.state.run_files import CHECKPOINTS
 from src.engine.utils.errors import UserError
 from src.engine.utils.overrides import quote
 
-_CONF = PROJECT / "conf"
-_OPTIONAL = ("experiment", "preset", "debug")  # config groups that need no choice
 _SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in the sweep's folder
 
 
@@ -21,14 +18,14 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
     """Return the overrides that Hydra gets for those that the user has typed; flags stay as they are.
 
     Raises:
-        UserError: if one sets what only the program may set, or there is no such run, checkpoint or sweep.
+        UserError: if a group gets null, or there is no such run or sweep.
     """
     for word in words:
-        if re.match(r"[+~]*runtime\b", word):
-            raise UserError(f"{word}: the program sets `runtime` when a run starts; leave it out")
-        if re.match(r"[+~]*hydra[./]job_logging\b", word):
-            raise UserError(f"{word}: each rank logs to logs/rankN.log in the run folder; leave it out")
-    return without_null_choices(_with_saved_sweep(_with_saved_overrides(with_found_runs(words))))
+        group, _, choice = word.partition("=")
+        if choice == "null" and (CONF / group).is_dir():  # Hydra would end with a traceback
+            names = sorted(file.stem for file in (CONF / group).glob("[!_]*.yaml"))
+            raise UserError(f"{word}: give one of {', '.join(names)}, or leave {group} out")
+    return _with_saved_sweep(_with_saved_overrides(with_found_runs(words)))
 
 
 def with_found_runs(words: Sequence[str]) -> list[str]:
@@ -36,9 +33,6 @@ def with_found_runs(words: Sequence[str]) -> list[str]:
 
     `RUN_DIR/best` is the best checkpoint of a run, and `best` that of the newest run in the project's runs/. `last` is
     the newest complete checkpoint, as for `RUN_DIR`.
-
-    Raises:
-        UserError: if there is no such run, or it has no best.ckpt.
     """
     return [_with_found_run(word) if word.startswith(("ckpt_path=", "init_from=")) else word for word in words]
 
@@ -51,20 +45,20 @@ def _with_found_run(word: str) -> str:
     if not (run / CONFIG).is_file():
         return word
     checkpoint = run / CHECKPOINTS / "best.ckpt" if path.name == "best" else run
-    if not checkpoint.exists():
-        names = ", ".join(sorted(file.name for file in checkpoint.parent.glob("*.ckpt")))
-        raise UserError(f"{word}: there is no best.ckpt in {checkpoint.parent}: give another file ({names})")
     return f"{word.partition('=')[0]}={quote(checkpoint)}"
 
 
 def _newest_run(word: str) -> Path:
+    """Return the folder of the run, or of the job of a sweep, that was started last and has a checkpoint."""
     runs = Path(project_path("runs"))
-    run = newest_run(runs)
-    if run is None:
+    configs = [*runs.glob(f"*/{CONFIG}"), *runs.glob(f"*/*/{CONFIG}")]
+    started = [file for file in configs if any((file.parent / CHECKPOINTS).glob("*.ckpt"))]
+    if not started:
         raise UserError(f"{word}: there is no run with a checkpoint in {runs}: give the folder of a run")
+    newest = max(started, key=lambda file: file.stat().st_mtime_ns).parent
     if is_rank_zero():
-        print(f"{word}: the newest run is {run}", file=sys.stderr)
-    return run
+        print(f"{word}: the newest run is {newest}", file=sys.stderr)
+    return newest
 
 
 def _with_saved_overrides(words: list[str]) -> list[str]:
@@ -94,27 +88,6 @@ def _with_saved_sweep(words: list[str]) -> list[str]:
             multirun = [] if {"-m", "--multirun"} & {*words} else ["-m"]
             return [*multirun, *words[:index], *restored, f"hydra.sweep.dir={quote(folder)}", *words[index + 1 :]]
     return words
-
-
-def without_null_choices(words: Iterable[str]) -> list[str]:
-    """Return the overrides with `logger=none` for `logger=null`, and without `experiment=null`, the default.
-
-    Hydra would end with a traceback at the choice null.
-
-    Raises:
-        UserError: if a group that needs a choice gets null.
-    """
-    kept = []
-    for word in words:
-        group, _, choice = word.partition("=")
-        names = sorted(file.stem for file in (_CONF / group).glob("[!_]*.yaml"))
-        if choice != "null" or not names:
-            kept.append(word)
-        elif "none" in names:
-            kept.append(f"{group}=none")
-        elif group not in _OPTIONAL:
-            raise UserError(f"{word}: give one of {', '.join(names)}, or leave {group} out")
-    return kept
 
 
 def _path(word: str) -> Path:

@@ -46,8 +46,7 @@ def is_sweep(folder: Path) -> bool:
 def read_jobs(sweep: Path) -> Iterator[tuple[str, Job]]:
     """Yield the folder name and the record of each job of a sweep, in the order of the job numbers."""
     for file in sorted(sweep.glob(f"*/{JOB_FILE}"), key=lambda file: (len(file.parent.name), file.parent.name)):
-        if file.stat().st_size:  # an empty file was just created, or its process died at once
-            yield file.parent.name, Job.read(file.parent)
+        yield file.parent.name, Job.read(file.parent)
 
 
 def differing_overrides(overrides: list[list[str]]) -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from src.engine.config.resolvers import register_resolvers
+from src.engine.config.folder import register_resolvers
 
 register_resolvers()  # joblib and submitit import this file in their processes, where Hydra composes the config again
 
@@ -27,12 +27,8 @@ class SweepReport(Callback):
         from src.engine.launch.external import detect_cluster_environment
 
         if env := detect_cluster_environment():
-            if env.global_rank() == 0:
-                print(
-                    "error: -m: a sweep starts the processes of its jobs, so start it without torchrun or srun",
-                    file=sys.stderr,
-                )
-            raise SystemExit(1)
+            message = "error: -m: a sweep starts the processes of its jobs, so start it without torchrun or srun"
+            sys.exit(message if env.global_rank() == 0 else 1)
         # Hydra calls no hook at the end of a sweep that a signal stops.
         atexit.register(self._report, config)
 

@@ -54,10 +54,6 @@ def test_help_is_complete_and_imports_nothing_heavy() -> None:
     [
         (["model=resnet8"], ["model=resnet8", "resnet18"]),
         (["callbacks=[default,emma]"], ["callbacks=emma", "ema"]),
-        (["trainer=ddp"], ["trainer=ddp", "did you mean strategy=ddp?"]),
-        (["trainer=gpu"], ["trainer=gpu", "set trainer.accelerator=gpu"]),
-        (["train=false"], ["train is no option here", "set fit=false"]),
-        (["~train"], ["train is no option here", "set fit=false"]),
         (["lr=4"], ["lr ", "optimizer.lr"]),
         (["trainer.devices=none"], ["trainer.devices=none"]),
         (["ckpt_path=nowhere"], ["ckpt_path=nowhere"]),

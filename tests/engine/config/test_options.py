@@ -10,8 +10,8 @@ import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from src.engine.config.build import check_value
+from src.engine.config.folder import register_resolvers
 from src.engine.config.resolve import refuse_unknown_options
-from src.engine.config.resolvers import register_resolvers
 from src.engine.run.experiment import assemble, run
 from src.engine.utils.errors import UserError
 from tests.support.commands import TINY, error_line, run_here
@@ -86,7 +86,7 @@ def test_accepts_additions_that_something_reads(words: list[str]) -> None:
 def test_an_option_that_the_data_lack_is_one_line(tmp_path: Path) -> None:
     own = ["data=brackets", "module=brackets", "fit=false", "test=false", f"run_dir={tmp_path / 'run'}"]
     _, err = run_here(*own, code=1)
-    assert "model.num_classes: Interpolation key 'data.num_classes' not found" in error_line(err)
+    assert "Interpolation key 'data.num_classes' not found: set it" in error_line(err)
     run_here(*own, "~model", "~optimizer", "~scheduler")
 
 

@@ -78,8 +78,7 @@ def test_finds_the_newest_run(
             (run_dir / CHECKPOINTS / f"{name}.ckpt").touch()
     assert with_found_runs(["ckpt_path=last", "seed=1"]) == [f"ckpt_path='{job}'", "seed=1"]
     assert capsys.readouterr().err == f"ckpt_path=last: the newest run is {job}\n"
-    with pytest.raises(UserError, match=r"ckpt_path=best: there is no best\.ckpt .* \(last\.ckpt\)"):
-        with_found_runs(["ckpt_path=best"])
+    assert with_found_runs(["ckpt_path=best"]) == [f"ckpt_path='{job}/checkpoints/best.ckpt'"]
     best = older / CHECKPOINTS / "best.ckpt"
     assert with_found_runs([f"init_from={older}/best", "ckpt_path=a/best"]) == [
         f"init_from='{best}'",

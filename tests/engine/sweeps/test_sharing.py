@@ -12,13 +12,11 @@ import torch
 from filelock import Timeout
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.config.devices import resolve_devices
-from src.engine.config.resolvers import job_folder
+from src.engine.config.folder import job_folder
 from src.engine.launch import rank
 from src.engine.state.jobs import Job
 from src.engine.sweeps.devices import _reserve_gpus
 from src.engine.sweeps.table import report
-from src.engine.utils.errors import UserError
 from src.engine.utils.locks import named_lock
 
 SPAWN = mp.get_context("spawn")
@@ -124,12 +122,3 @@ def test_ranks_divide_the_cores(
     cfg = {"run_dir": "", "doctor": False, "trainer": trainer, "strategy": strategy}
     rank.run_rank(OmegaConf.create(cfg), rank=0)
     assert numbers == ([] if threads is None else [threads])
-
-
-def test_names_the_binding_that_hides_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    with pytest.raises(UserError, match=r"trainer.devices=4, but SLURM shows this task one GPU.* srun --gpu-bind=none"):
-        resolve_devices("cuda", 4)
