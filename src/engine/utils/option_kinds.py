@@ -1,10 +1,8 @@
 """The two kinds of options: the experiment is what a run computes, and the hardware is how it computes that.
 
-Two runs with the same options of the experiment have one curve, whatever their hardware. A name counts before a
-pattern, so that `optimizer.compile` is hardware although `optimizer.*` is the experiment. `NODE.*` also stands for the
-node itself. An option that is hardware only together with others is declared as experiment. An option of a user's own
-class without a declaration here counts as experiment, but one of a strategy as hardware.
-tests/engine/config/test_option_kinds.py checks that each option of the project has one kind.
+Two runs with the same options of the experiment have one curve, whatever their hardware. Every option that is not
+declared as hardware here counts as experiment, also one of a user's own class. An option that is hardware only together
+with others is not declared. `NODE.*` also stands for the node itself.
 """
 
 from fnmatch import fnmatchcase
@@ -14,22 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from src.engine.utils.overrides import flatten_config
 from src.engine.utils.targets import default_options
-
-EXPERIMENT = """
-    seed init_from model.* optimizer.* scheduler.*
-    module._target_ module.net.* module.optimizer.* module.schedule.* module.generator.* module.discriminator.*
-    module.latent module.reference_batch_size module.lr_scaling module.label_smoothing
-    data._target_ data.source.* data.num_classes data.image_shape data.mean data.std data.augment.* data.seed
-    data.batch_size data.norm_groups data.val_fraction data.train_samples data.length data.train_size
-    module.length module.width module.depth module.dropout module.lr
-    trainer.precision trainer.sync_batchnorm trainer.gradient_clip_val trainer.gradient_clip_algorithm
-    trainer.max_epochs trainer.min_epochs trainer.max_steps trainer.min_steps trainer.fast_dev_run
-    trainer.overfit_batches trainer.limit_train_batches trainer.limit_val_batches trainer.limit_test_batches
-    trainer.check_val_every_n_epoch trainer.val_check_interval
-    strategy.comm_hook strategy.comm_start_step strategy.matrix_approximation_rank strategy.model_averaging_period
-    strategy.param_dtype strategy.reduce_dtype strategy._target_=src.engine.parallel.dp.DP
-    callbacks.ema.* callbacks.whitening.* callbacks.early_stopping.* callbacks.pruning.*
-""".split()  # NAME=VALUE is a value of a hardware option that makes another experiment
 
 HARDWARE = """
     ckpt_path resume fit test predict doctor report tags optimized_metric run_dir runtime.* logger.*
@@ -57,6 +39,9 @@ HARDWARE = """
 # The same of many a user's own DataModule.
 OWN_HARDWARE = ["data.data_dir", "data.pin_memory", "data.persistent_workers", "data.prefetch_factor"]
 
+# Values of hardware options that make another experiment, as NAME=VALUE.
+EXPERIMENT_VALUES = ["strategy._target_=src.engine.parallel.dp.DP"]
+
 # A continued run may change these: longer training, hyper-parameters, callbacks, and what it evaluates.
 CONTINUABLE = """
     trainer.max_epochs trainer.min_epochs trainer.max_steps trainer.min_steps trainer.fast_dev_run optimizer.*
@@ -78,18 +63,9 @@ def matches(name: str, patterns: list[str]) -> bool:
     return any(fnmatchcase(name, pattern) or name == pattern.removesuffix(".*") for pattern in patterns)
 
 
-def kinds(name: str) -> list[str]:
-    """Return the kinds of an option, `experiment` or `hardware`: one, or none if it has no declaration."""
-    declared = {"experiment": EXPERIMENT, "hardware": HARDWARE + OWN_HARDWARE}
-    exact = [kind for kind, patterns in declared.items() if name in patterns]
-    return exact or [kind for kind, patterns in declared.items() if matches(name, patterns)]
-
-
 def is_experiment(name: str, value: Any) -> bool:
     """Return whether an option with that value belongs to the experiment."""
-    if f"{name}={value}" in EXPERIMENT:
-        return True
-    return kinds(name) != ["hardware"] if kinds(name) else not name.startswith("strategy.")
+    return not matches(name, HARDWARE + OWN_HARDWARE) or f"{name}={value}" in EXPERIMENT_VALUES
 
 
 def experiment_options(config: DictConfig) -> dict[str, Any]:
@@ -100,9 +76,9 @@ def experiment_options(config: DictConfig) -> dict[str, Any]:
     flat = flatten_config(OmegaConf.to_container(config))
     options = {}
     for name, value in flat.items():
-        is_counted = is_experiment(name, value) and not name.startswith(_PARTS)
+        source = _source(name)
+        is_counted = is_experiment(source, value) and not name.startswith(_PARTS)
         if is_counted and value != default_value(config, name):
-            source = _source(name)
             options[source if source in flat and flat[source] == value else name] = value
     return options
 
