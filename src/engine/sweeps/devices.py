@@ -48,33 +48,19 @@ def _reserve_gpus(devices: int | list[int]) -> Iterator[None]:
 
     The locks use the numbers that the GPUs have without CUDA_VISIBLE_DEVICES.
     """
-    visible = _visible_gpus()
-    if isinstance(devices, int):
-        with acquire_locks([f"gpu {gpu}" for gpu in visible], devices) as locks, _only_visible(locks):
-            yield
-    else:
-        # CUDA_VISIBLE_DEVICES stays as it is, because the listed indices refer to it.
-        listed = [visible[index] for index in devices]
-        with acquire_locks([f"gpu {gpu}" for gpu in listed], len(listed)):
-            yield
-
-
-@contextmanager
-def _only_visible(locks: list[str]) -> Iterator[None]:
-    """Let the processes started meanwhile see only the GPUs of these locks."""
     before = os.environ.get(_VISIBLE)
-    os.environ[_VISIBLE] = ",".join(name.split()[1] for name in locks)
-    try:
-        yield
-    finally:
-        os.environ.pop(_VISIBLE)
-        if before is not None:
-            os.environ[_VISIBLE] = before
-
-
-def _visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
-    visible = os.environ.get(_VISIBLE)
-    if visible is not None:
-        return [name.strip() for name in visible.split(",")]
-    return [str(index) for index in range(torch.accelerator.device_count())]
+    visible = before.split(",") if before else [str(index) for index in range(torch.accelerator.device_count())]
+    if not isinstance(devices, int):
+        # CUDA_VISIBLE_DEVICES stays as it is, because the listed indices refer to it.
+        listed = [f"gpu {visible[index]}" for index in devices]
+        with acquire_locks(listed, len(listed)):
+            yield
+        return
+    with acquire_locks([f"gpu {gpu}" for gpu in visible], devices) as locks:
+        os.environ[_VISIBLE] = ",".join(name.split()[1] for name in locks)
+        try:
+            yield
+        finally:
+            os.environ.pop(_VISIBLE)
+            if before is not None:
+                os.environ[_VISIBLE] = before

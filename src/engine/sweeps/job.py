@@ -1,18 +1,23 @@
-"""Run one job of a sweep and record its outcome; the sweep continues even if the job fails."""
+"""Run one job of a sweep and record its outcome; the sweep continues even if the job fails, unless all jobs would."""
 
 import multiprocessing
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import nan
 from pathlib import Path
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from src.engine.config.folder import is_rank_zero, newest_checkpoint
+from src.engine.config.build import check_options
+from src.engine.config.folder import is_rank_zero
+from src.engine.config.resolve import resolve_config
 from src.engine.launch.start import launch
 from src.engine.launch.tracebacks import fold_frames
 from src.engine.state.jobs import DONE, Job
@@ -57,15 +62,15 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
             yield
 
     try:
-        if cfg.fit and not cfg.ckpt_path and (newest := newest_checkpoint(folder)):
-            cfg.ckpt_path = str(newest)
-        with _arguments(HydraConfig.get().overrides.task):
-            job.metrics = launch(cfg, reserve_then_begin)
+        cfg.resume = "auto"  # from the newest checkpoint of an earlier start
+        job.metrics = launch(cfg, reserve_then_begin)
         job.result = _result(cfg.optimized_metric, job.metrics)
         job.status = "finished"
     except Exception as error:
         job.status = "failed"
         job.error = str(error) if isinstance(error, UserError) else traceback.format_exc()
+        if isinstance(error, UserError) and _is_of_every_job(error, job, folder.parent):
+            raise SystemExit(f"error: no job can start: {error}") from None
         print(f"job {folder.name} failed: {fold_frames(str(error))}", file=sys.stderr)
     except BaseException:  # a signal
         job.status = "stopped"
@@ -79,15 +84,15 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
         raise signals.Stopped(number)
 
 
-@contextmanager
-def _arguments(overrides: Iterable[str]) -> Iterator[None]:
-    """Give the ranks, which inherit `sys.argv`, the job's overrides. W&B records them as the run's arguments."""
-    before = sys.argv
-    sys.argv = [before[0], *overrides]
+def _is_of_every_job(error: UserError, job: Job, sweep: Path) -> bool:
+    """Return whether the sweep's command has the same error without the options that differ between the jobs."""
+    typed = OmegaConf.load(sweep / "multirun.yaml").hydra.overrides
+    common = [word for word in job.overrides if word in typed.task]
     try:
-        yield
-    finally:
-        sys.argv = before
+        check_options(resolve_config(hydra.compose("train", [*typed.hydra, *common])))
+    except (UserError, HydraException, OmegaConfBaseException) as other:
+        return str(other) == str(error)
+    return False
 
 
 def _result(name: str | None, metrics: dict[str, float]) -> float | None:

@@ -6,8 +6,6 @@ from typing import Any
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from src.engine.utils.errors import UserError
-
 
 def search_space(overrides: Iterable[Override]) -> tuple[dict[str, BaseDistribution], list[str]]:
     """Return the distribution of each option that Optuna chooses, and the overrides that all trials share."""
@@ -42,8 +40,6 @@ def _distribution(override: Override) -> BaseDistribution:
         low, high, options = value.start, value.end, {"log": "log" in value.tags}
     else:
         points = list(value.range())
-        if not points or value.step < 0:
-            raise UserError(f"{override.input_line}: give a range that rises, such as range(1,5)")
         low, high, options = points[0], points[-1], {"step": value.step}
     kind: Any = IntDistribution if isinstance(low, int) and isinstance(high, int) else FloatDistribution
     return kind(low, high, **options)

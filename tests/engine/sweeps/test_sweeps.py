@@ -62,17 +62,24 @@ def test_sweep_continues_after_a_failed_job(fate: str, error: str, small: list[s
     assert "failed: " in out
     assert "job 0 failed: " in err
     assert len(reports_of(folder / "1")) == 2
-    names = ["0", "1", "multirun.yaml", "report.html", "sweep.csv", "sweep_id"]
+    names = ["0", "1", "multirun.yaml", "report.html", "sweep.csv"]
     assert sorted(path.name for path in folder.iterdir()) == names
     assert '<a href="0/report.html">' in (folder / "report.html").read_text()
     recorded = read_runs(folder)
     ids = [OmegaConf.load(folder / str(job) / "config.yaml").runtime.run_id for job in range(2)]
     assert [run["run_id"] for run in recorded] == ids
     assert [name.rpartition("-")[0] for name in ids] == ["sweep-0", "sweep-1"]
-    assert {run["run_group"] for run in recorded} == {(folder / "sweep_id").read_text()}
-    for what, run_of_job in zip(fates, recorded, strict=True):
-        assert f"callbacks.failonlastrank.what={what}" in run_of_job["args"]
-    assert not any("-m" in run["args"] for run in recorded)
+    assert {run["run_group"] for run in recorded} == {"sweep"}
+
+
+def test_sweep_stops_if_no_job_can_start(small: list[str], tmp_path: Path) -> None:
+    """A job that only its own options keep from starting does not stop the sweep."""
+    arguments = ["-m", *small, *MLP, "logger=none", "seed=0,1"]
+    out, err = run(*arguments, "+optimizer.lrr=1", f"hydra.sweep.dir={tmp_path}/one", code=1)
+    assert error_line(err).startswith("error: no job can start: optimizer.lrr: torch.optim.SGD has no option `lrr`")
+    assert "1 jobs in" in out
+    _, err = run_here(*arguments, "ckpt_path=nowhere,no", f"hydra.sweep.dir={tmp_path}/all", code=1)
+    assert err.count("there is no such file") == 4
 
 
 @pytest.mark.slow
