@@ -8,10 +8,12 @@ neither prunes trials nor continues a sweep in its folder.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
@@ -23,6 +25,7 @@ from src.engine.utils.overrides import quote
 
 if TYPE_CHECKING:
     import optuna
+    from optuna.distributions import BaseDistribution
 
 _log = logging.getLogger(__name__)
 _SWEEP = "sweep"  # user attribute of a trial: the folder of its sweep
@@ -60,11 +63,11 @@ class OptunaSweeper(Sweeper):
         """
         import optuna
 
-        from src.engine.sweeps.search_space import search_space, with_params
-
         self.folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, self.folder / "multirun.yaml")  # as Hydra's own sweeper does
-        space, self.fixed = search_space(OverridesParser.create().parse_overrides(with_params(self.params, arguments)))
+        given = {argument.partition("=")[0] for argument in arguments}
+        recipe = [f"{name}={value}" for name, value in self.params.items() if name not in given]
+        space, self.fixed = search_space(OverridesParser.create().parse_overrides([*recipe, *arguments]))
         if not space:
             raise UserError(
                 "hydra/sweeper=optuna has nothing to choose: give an option as 'interval(a,b)', or several values"
@@ -140,3 +143,36 @@ class OptunaSweeper(Sweeper):
             best = study.best_trial
             params = " ".join(f"{name}={value}" for name, value in best.params.items())
             _log.info("best: trial %d with %.4f: %s", best.number, best.value, params)
+
+
+def search_space(overrides: Iterable[Override]) -> tuple[dict[str, BaseDistribution], list[str]]:
+    """Return the distribution of each option that Optuna chooses, and the overrides that all trials share."""
+    space: dict[str, BaseDistribution] = {}
+    fixed = []
+    for override in overrides:
+        name = override.get_key_element()
+        if override.is_sweep_override():
+            space[name] = _distribution(override)
+        else:
+            fixed.append(name if override.is_delete() else f"{name}={override.get_value_element_as_str()}")
+    return space, fixed
+
+
+def _distribution(override: Override) -> BaseDistribution:
+    """Return the distribution of one override.
+
+    It can be `interval(a,b)` or `int(interval(a,b))`, each also in `tag(log, ...)`, `range(a,b,step)`, or a choice.
+    """
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    value: Any = override.value()
+    if not isinstance(value, IntervalSweep | RangeSweep):
+        return CategoricalDistribution(list(override.sweep_string_iterator()))
+    options: dict[str, Any]
+    if isinstance(value, IntervalSweep):
+        low, high, options = value.start, value.end, {"log": "log" in value.tags}
+    else:
+        points = list(value.range())
+        low, high, options = points[0], points[-1], {"step": value.step}
+    kind: Any = IntDistribution if isinstance(low, int) and isinstance(high, int) else FloatDistribution
+    return kind(low, high, **options)

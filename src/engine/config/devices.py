@@ -25,7 +25,11 @@ def resolve_devices(accelerator: str, devices: Any) -> tuple[str, int | list[int
     Raises:
         UserError: if `devices` is not valid, or this machine has fewer.
     """
-    accelerator = _resolve_accelerator(accelerator)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator == "auto":
+        accelerator = found.type if found else "cpu"
+    if accelerator != "cpu" and found is None:
+        raise UserError(f"trainer.accelerator={accelerator}, but this machine has none: set auto or cpu")
     num_gpus = 0 if accelerator == "cpu" else torch.accelerator.device_count()
     if devices in ("auto", -1):
         # torchrun has already started LOCAL_WORLD_SIZE processes.
@@ -44,13 +48,3 @@ def resolve_devices(accelerator: str, devices: Any) -> tuple[str, int | list[int
             f"set trainer.devices={num_gpus}, or trainer.accelerator=cpu to run processes on the CPU"
         )
     return accelerator, indices or count
-
-
-def _resolve_accelerator(accelerator: str) -> str:
-    """Return the configured accelerator; `auto` becomes the type of this machine's, or `cpu`."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator == "auto":
-        return found.type if found else "cpu"
-    if accelerator != "cpu" and found is None:
-        raise UserError(f"trainer.accelerator={accelerator}, but this machine has none: set auto or cpu")
-    return accelerator

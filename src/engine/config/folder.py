@@ -16,8 +16,6 @@ from src.engine.state.run_files import CHECKPOINTS, LAST, PREVIOUS
 from src.engine.utils.errors import UserError
 
 CONFIG = "config.yaml"
-# The environment variable of the command as typed, a list in JSON; it reaches the jobs of a sweep in other processes.
-COMMAND = "TRAIN_COMMAND"
 PROJECT = Path(__file__).parents[3]
 CONF = PROJECT / "conf"
 

@@ -1,6 +1,5 @@
 """Run the Hydra application, and report an error as one line that names the option and a solution."""
 
-import json
 import logging
 import os
 import re
@@ -17,7 +16,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from src.engine.config.folder import COMMAND, CONF, PROJECT
+from src.engine.config.folder import CONF, PROJECT
 from src.engine.config.shorthands import complete_overrides
 from src.engine.utils.errors import UserError, nearest_options, suggest
 from src.engine.utils.overrides import flatten_config
@@ -31,7 +30,6 @@ TRACEBACK_WANTED = os.environ.get(_FULL_ERROR) == "1"
 def run_application(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
     load_dotenv(PROJECT / ".env")
-    os.environ[COMMAND] = json.dumps(["python", *sys.argv])  # before short forms are completed
     before = os.environ.get(_FULL_ERROR, "")
     os.environ[_FULL_ERROR] = "1"  # makes Hydra raise every exception, so that this function can handle it
     try:
@@ -78,9 +76,7 @@ def _explain(error: Exception, words: Sequence[str]) -> str:
 def _names_of_options(words: Sequence[str]) -> set[str]:
     """Return the groups, and the options of the configuration that the groups on the command line choose."""
     groups = {folder.name for folder in CONF.iterdir() if folder.is_dir()}
-    chosen = [word for word in words if re.split("[@=]", word.lstrip("+~"))[0] in groups]
-    chosen = [word if "[" in word else word.partition(",")[0] for word in chosen]  # a sweep's first job
-    search_path = [word for word in words if word.startswith("hydra.searchpath=")]
+    chosen = [word for word in words if (CONF / f"{word.replace('=', '/')}.yaml").is_file()]
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        composed: Any = OmegaConf.to_container(hydra.compose("train", [*chosen, *search_path]))
+        composed: Any = OmegaConf.to_container(hydra.compose("train", chosen))
     return groups | {name for name in flatten_config(composed) if not re.match(r"runtime\b|.*\b_", name)}

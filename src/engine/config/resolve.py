@@ -1,6 +1,5 @@
 """Resolve the composed configuration in one process: every rank then gets the same values, without interpolations."""
 
-import json
 import os
 import re
 import secrets
@@ -18,7 +17,6 @@ from omegaconf.errors import OmegaConfBaseException
 from src.engine.config.build import check_value
 from src.engine.config.devices import device_count, resolve_devices
 from src.engine.config.folder import (
-    COMMAND,
     CONF,
     CONFIG,
     PROJECT,
@@ -106,11 +104,14 @@ def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
     grouped = saved_config(evaluated).runtime if evaluated else runtime
     runtime.group = str(grouped.sweep_id or grouped.run_id)
     runtime.job_type = "train" if cfg.fit else "predict" if cfg.predict else "eval"
-    command = os.environ.get(COMMAND)
-    runtime.command = json.loads(command) if command else ["python", "train.py", *overrides]
+    runtime.command = ["python", "train.py", *hydra_cfg.overrides.task]
     runtime.revision, runtime.modified = source_revision()
-    world_size = device_count(cfg.trainer) * cfg.trainer.num_nodes
-    runtime.update(describe_setup(cfg, hydra_cfg.runtime.choices, world_size))
+    choices, world_size = hydra_cfg.runtime.choices, device_count(cfg.trainer) * cfg.trainer.num_nodes
+    runtime.model = choices.get("model") or choices.get("module")  # a GAN has networks of its own
+    is_auto = choices.strategy == "auto"
+    runtime.strategy = ("ddp" if world_size > 1 else "single") if is_auto else choices.strategy
+    runtime.world_size = world_size
+    runtime.tags = list(dict.fromkeys([*cfg.tags, runtime.strategy, f"x{world_size}", runtime.model]))
 
 
 def _saved_or_drawn_seed(ckpt_path: str | None, folder: Path) -> int:
@@ -132,21 +133,6 @@ def source_revision() -> tuple[str | None, bool]:
     head, *lines = status.stdout.splitlines()  # "# branch.oid COMMIT", then "# branch..." and changed files
     commit = head.rpartition(" ")[2]
     return None if commit == "(initial)" else commit, any(not line.startswith("#") for line in lines)
-
-
-def describe_setup(cfg: DictConfig, choices: Any, world_size: int) -> dict[str, Any]:
-    """Return model, strategy and world size by name, and the tags that they add to those of the user.
-
-    Args:
-        cfg: the composed configuration, with a list of tags.
-        choices: the chosen file of each group.
-        world_size: the number of ranks.
-    """
-    model = choices.get("model") if "net" in cfg.module else choices.get("module")  # a GAN has networks of its own
-    resolved = {"auto": "ddp" if world_size > 1 else "single"}
-    strategy = resolved.get(choices.strategy, choices.strategy)
-    tags = list(dict.fromkeys([*cfg.tags, strategy, f"x{world_size}", *([model] if model else [])]))
-    return {"model": model, "strategy": strategy, "world_size": world_size, "tags": tags}
 
 
 def _resolve_resume(cfg: DictConfig, folder: Path) -> None:
@@ -186,10 +172,9 @@ def _find_checkpoint(option: str, value: str) -> Path:
 
 def _find_images(predict: str) -> Path:
     """Return the folder that `predict` names. It is checked before training, which may take hours."""
-    folder = Path(predict).expanduser().absolute()
-    if not folder.is_dir():
-        raise UserError(f"predict={predict}: there is no such folder")
-    from src.engine.utils.image_files import ImageFiles  # late, because most runs do not need it
+    from src.engine.utils.image_files import find_images  # late, because most runs do not need it
 
-    ImageFiles.in_folder(folder, image_shape=(3, 1, 1), option=f"predict={folder}")  # any shape will do for the check
+    folder = Path(predict).expanduser().absolute()
+    if not find_images(folder):
+        raise UserError(f"predict={predict}: there is no such folder, or no image in it")
     return folder

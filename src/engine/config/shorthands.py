@@ -17,6 +17,9 @@ _SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in t
 def complete_overrides(words: Sequence[str]) -> list[str]:
     """Return the overrides that Hydra gets for those that the user has typed; flags stay as they are.
 
+    The saved overrides of the run in `ckpt_path=`, or of the sweep in `sweep=`, come in its place. An option on the
+    command line replaces its saved override; a choice of a group (`model=...`) replaces all of that group.
+
     Raises:
         UserError: if a group gets null, or there is no such run or sweep.
     """
@@ -25,7 +28,17 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
         if choice == "null" and (CONF / group).is_dir():  # Hydra would end with a traceback
             names = sorted(file.stem for file in (CONF / group).glob("[!_]*.yaml"))
             raise UserError(f"{word}: give one of {', '.join(names)}, or leave {group} out")
-    return _with_saved_sweep(_with_saved_overrides(with_found_runs(words)))
+    words = with_found_runs(words)
+    for index, word in enumerate(words):
+        if word.startswith("ckpt_path=") and (folder := folder_of(_path(word))):
+            saved = saved_config(folder).runtime.overrides
+            return [*words[:index], *_without_replaced(saved, words), *words[index:]]
+        if word.startswith("sweep="):
+            folder = _path(word).expanduser().absolute()
+            flags = [] if {"-m", "--multirun"} & {*words} else ["-m"]
+            restored = [*_without_replaced(_overrides_of_sweep(folder), words), f"hydra.sweep.dir={quote(folder)}"]
+            return [*flags, *words[:index], *restored, *words[index + 1 :]]
+    return words
 
 
 def with_found_runs(words: Sequence[str]) -> list[str]:
@@ -61,33 +74,13 @@ def _newest_run(word: str) -> Path:
     return newest
 
 
-def _with_saved_overrides(words: list[str]) -> list[str]:
-    """Insert the saved overrides of the run in `ckpt_path=`, if there is one.
-
-    An option on the command line replaces its saved override. A choice of a group (`model=...`) replaces all saved
-    overrides of that group.
-    """
-    for index, word in enumerate(words):
-        if word.startswith("ckpt_path=") and (folder := folder_of(_path(word))):
-            restored = _without_replaced(saved_config(folder).runtime.overrides, words)
-            return [*words[:index], *restored, *words[index:]]
-    return words
-
-
-def _with_saved_sweep(words: list[str]) -> list[str]:
-    """Replace `sweep=FOLDER` by the saved overrides of that sweep, in the same way."""
-    for index, word in enumerate(words):
-        if word.startswith("sweep="):
-            folder = _path(word).expanduser().absolute()
-            if not (folder / _SWEEP).is_file():
-                raise UserError(f"{word}: there is no sweep in that folder ({folder / _SWEEP}): give that of a sweep")
-            saved = yaml.safe_load((folder / _SWEEP).read_text())
-            overrides = saved["hydra"]["overrides"]  # as typed, not resolved
-            of_hydra = [other for other in overrides["hydra"] if _name(other) not in ("hydra.sweep.dir", "hydra.mode")]
-            restored = _without_replaced([*of_hydra, *overrides["task"]], words)
-            multirun = [] if {"-m", "--multirun"} & {*words} else ["-m"]
-            return [*multirun, *words[:index], *restored, f"hydra.sweep.dir={quote(folder)}", *words[index + 1 :]]
-    return words
+def _overrides_of_sweep(folder: Path) -> list[str]:
+    """Return the overrides of a sweep as typed, not resolved."""
+    if not (folder / _SWEEP).is_file():
+        raise UserError(f"sweep={folder}: there is no sweep in that folder ({folder / _SWEEP}): give that of a sweep")
+    overrides = yaml.safe_load((folder / _SWEEP).read_text())["hydra"]["overrides"]
+    of_hydra = [word for word in overrides["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
+    return [*of_hydra, *overrides["task"]]
 
 
 def _path(word: str) -> Path:

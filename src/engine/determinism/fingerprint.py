@@ -1,21 +1,29 @@
 """The fingerprint of an experiment: two runs with one fingerprint have one curve, on any hardware."""
 
+import ast
 import hashlib
 import json
 import logging
+import sys
+import sysconfig
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from src.engine.utils.code_version import code_version
 from src.engine.utils.errors import UserError
 from src.engine.utils.option_kinds import CONTINUABLE, default_value, experiment_options, matches
 from src.engine.utils.overrides import as_typed
-from src.engine.utils.targets import target_nodes
+from src.engine.utils.targets import locate, target_nodes
 
 _log = logging.getLogger(__name__)
 _CONTINUED, _DATA = "continued from", "training data"
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)  # nodes that can have a docstring
+_ENGINE = ("src.engine.determinism.", "src.engine.run.module")  # what of the engine computes the experiment
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 @dataclass(frozen=True)
@@ -91,3 +99,38 @@ def _changes(before: dict[str, Any], now: dict[str, Any], config: DictConfig) ->
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     values = {name: [part.get(name, default_value(config, name)) for part in (before, now)] for name in names}
     return {name: f"{name}={as_typed(old)} (now {as_typed(new)})" for name, (old, new) in values.items()}
+
+
+def code_version(targets: Iterable[str]) -> str:
+    """Return a hash of the source files of classes and functions, without comments and docstrings.
+
+    A file counts with the files of its folder, of the folders in it, and of the parts of the engine that compute the
+    experiment, whose classes and functions it imports. Installed libraries do not count.
+    """
+    names: set[str] = set()
+    for target in targets:
+        name = locate("_target_", target).__module__
+        names |= _with_imports(name, name.rpartition(".")[0], set())
+    return hashlib.sha256("".join(f"{name}\n{_code(name)}\n" for name in sorted(names)).encode()).hexdigest()
+
+
+def _with_imports(name: str, package: str, found: set[str]) -> set[str]:
+    """Return `found` with a module and the modules of the package from which it imports, directly or not."""
+    module = sys.modules[name]
+    file = getattr(module, "__file__", None) or ""
+    if name not in found and file.endswith(".py") and not file.startswith(_LIBRARIES):
+        found.add(name)
+        origins = {str(getattr(value, "__module__", None)) for value in vars(module).values()}
+        for origin in origins & sys.modules.keys():
+            if origin.startswith((f"{package}.", *_ENGINE)):
+                _with_imports(origin, package, found)
+    return found
+
+
+@cache
+def _code(name: str) -> str:
+    tree = ast.parse(Path(str(sys.modules[name].__file__)).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)

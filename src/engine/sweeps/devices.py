@@ -52,8 +52,7 @@ def _reserve_gpus(devices: int | list[int]) -> Iterator[None]:
     visible = before.split(",") if before else [str(index) for index in range(torch.accelerator.device_count())]
     if not isinstance(devices, int):
         # CUDA_VISIBLE_DEVICES stays as it is, because the listed indices refer to it.
-        listed = [f"gpu {visible[index]}" for index in devices]
-        with acquire_locks(listed, len(listed)):
+        with acquire_locks([f"gpu {visible[index]}" for index in devices], len(devices)):
             yield
         return
     with acquire_locks([f"gpu {gpu}" for gpu in visible], devices) as locks:

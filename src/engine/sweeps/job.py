@@ -64,7 +64,7 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
     try:
         cfg.resume = "auto"  # from the newest checkpoint of an earlier start
         job.metrics = launch(cfg, reserve_then_begin)
-        job.result = _result(cfg.optimized_metric, job.metrics)
+        job.result = job.metrics.get(job.metric)
         job.status = "finished"
     except Exception as error:
         job.status = "failed"
@@ -93,10 +93,3 @@ def _is_of_every_job(error: UserError, job: Job, sweep: Path) -> bool:
     except (UserError, HydraException, OmegaConfBaseException) as other:
         return str(other) == str(error)
     return False
-
-
-def _result(name: str | None, metrics: dict[str, float]) -> float | None:
-    """Return the metric that the sweep compares; print the existing ones if it does not exist."""
-    if name is not None and name not in metrics:
-        print(f"optimized_metric={name}: this run has {', '.join(sorted(metrics)) or 'none'}", file=sys.stderr)
-    return metrics.get(name) if name else None

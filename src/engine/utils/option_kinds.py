@@ -49,8 +49,7 @@ CONTINUABLE = """
     trainer.val_check_interval
 """.split()
 
-_PARTS = ("model.", "optimizer.", "scheduler.")  # they count where the module refers to them
-_COPIES = {  # nodes of conf/ that interpolate another one, under whose name they count
+_COPIES = {  # nodes of conf/ that interpolate another one
     "module.net.": "model.",
     "module.optimizer.": "optimizer.",
     "module.schedule.": "scheduler.",
@@ -74,13 +73,11 @@ def experiment_options(config: DictConfig) -> dict[str, Any]:
     An option at the default of its class counts as absent, since the class of another strategy may not have it.
     """
     flat = flatten_config(OmegaConf.to_container(config))
-    options = {}
-    for name, value in flat.items():
-        source = _source(name)
-        is_counted = is_experiment(source, value) and not name.startswith(_PARTS)
-        if is_counted and value != default_value(config, name):
-            options[source if source in flat and flat[source] == value else name] = value
-    return options
+    return {
+        name: value
+        for name, value in flat.items()
+        if is_experiment(name, value) and not _is_copy(name, flat) and value != default_value(config, name)
+    }
 
 
 def default_value(config: DictConfig, name: str) -> Any:
@@ -90,9 +87,7 @@ def default_value(config: DictConfig, name: str) -> Any:
     return default_options(target).get(key) if target else None
 
 
-def _source(name: str) -> str:
-    """Return the name of the option that an option interpolates in conf/, or its own name."""
-    for copy, source in _COPIES.items():
-        if name.startswith(copy):
-            return source + name.removeprefix(copy)
-    return name
+def _is_copy(name: str, flat: dict[str, Any]) -> bool:
+    """Return whether an option has the value of the one that it interpolates in conf/."""
+    sources = [source + name.removeprefix(copy) for copy, source in _COPIES.items() if name.startswith(copy)]
+    return any(source in flat and flat[source] == flat[name] for source in sources)

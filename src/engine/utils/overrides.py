@@ -1,7 +1,6 @@
 """Options by dotted name, and values as Hydra's command line has them."""
 
 import json
-import re
 from typing import Any
 
 
@@ -16,13 +15,9 @@ def flatten_config(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def quote(value: Any) -> str:
-    """Return the value as a quoted string in Hydra's override grammar.
-
-    A backslash is doubled only before a quotation mark (https://hydra.cc/docs/advanced/override_grammar/basic/).
-    """
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", str(value))
-    trailing = len(escaped) - len(escaped.rstrip("\\"))
-    return f"'{escaped}{escaped[len(escaped) - trailing :]}'"
+    """Return the value as a quoted string in Hydra's override grammar."""
+    escaped = str(value).replace("'", r"\'")
+    return f"'{escaped}'"
 
 
 def as_typed(value: Any) -> str:

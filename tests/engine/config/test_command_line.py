@@ -60,7 +60,7 @@ def test_help_is_complete_and_imports_nothing_heavy() -> None:
         pytest.param(["trainer.accelerator=gpu"], ["trainer.accelerator=gpu", "cpu"], id="no gpu"),
         (["init_from=nowhere"], ["init_from=nowhere"]),
         (["predict=nowhere"], ["predict=nowhere", "no such folder"]),
-        (["predict=tests"], ["predict=", "no image"]),
+        (["predict=tests"], ["predict=tests", "no image"]),
         (["trainer.num_nodes=2"], ["trainer.num_nodes=2", "torchrun"]),
     ],
 )

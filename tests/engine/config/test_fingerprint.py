@@ -12,10 +12,9 @@ import yaml
 from omegaconf import DictConfig
 
 from src.engine.config.build import build
-from src.engine.determinism.fingerprint import Experiment, continue_experiment, describe_experiment
+from src.engine.determinism import fingerprint as module
+from src.engine.determinism.fingerprint import Experiment, code_version, continue_experiment, describe_experiment
 from src.engine.determinism.ordered_data import OrderedData
-from src.engine.utils import code_version as module
-from src.engine.utils.code_version import code_version
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import read_events
 from tests.support.experiments import SHORT

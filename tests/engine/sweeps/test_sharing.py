@@ -1,4 +1,4 @@
-"""Processes of one machine divide its devices and job folders by locks."""
+"""Processes of one machine divide its devices and job folders by locks; Optuna gets Hydra's sweep syntax."""
 
 import multiprocessing as mp
 import os
@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from filelock import Timeout
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
+from hydra_plugins.optuna_sweeper import search_space
 from src.engine.config.folder import job_folder
 from src.engine.launch import rank
 from src.engine.state.jobs import Job
@@ -122,3 +125,22 @@ def test_ranks_divide_the_cores(
     cfg = {"run_dir": "", "doctor": False, "trainer": trainer, "strategy": strategy}
     rank.run_rank(OmegaConf.create(cfg), rank=0)
     assert numbers == ([] if threads is None else [threads])
+
+
+def space(*overrides: str) -> tuple[dict[str, Any], list[str]]:
+    return search_space(OverridesParser.create().parse_overrides(list(overrides)))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ("interval(0.1,2)", FloatDistribution(0.1, 2.0)),
+        ("tag(log,interval(0.1,2))", FloatDistribution(0.1, 2.0, log=True)),
+        ("int(interval(1,9))", IntDistribution(1, 9)),
+        ("range(1,6,2)", IntDistribution(1, 5, step=2)),
+        ("range(1,2)", IntDistribution(1, 1)),
+        ("a,b", CategoricalDistribution(["a", "b"])),
+    ],
+)
+def test_sweep_syntax(values: str, expected: Any) -> None:
+    assert space(f"x={values}", "y=3") == ({"x": expected}, ["y=3"])
