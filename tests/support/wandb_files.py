@@ -18,11 +18,9 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return the settings of all offline runs below a folder, and their arguments as `args`."""
+    """Return the settings of all offline runs below a folder."""
     runs: dict[str, dict[str, Any]] = {}
     for record in read_records(folder):
         if "run" in record:
-            latest = runs.setdefault(record["run"]["run_id"], record["run"])
-        elif "args" in record.get("environment", {}):
-            latest["args"] = record["environment"]["args"]
+            runs.setdefault(record["run"]["run_id"], record["run"])
     return list(runs.values())

@@ -20,10 +20,8 @@ class SweepReport(Callback):
     The exit code is 1 unless every job has finished.
     """
 
-    def __init__(self) -> None:
-        self._sweep_pid = os.getpid()  # the sweep's process, also where a launcher unpickles this object
-
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self._sweep_pid = os.getpid()  # the sweep's process, also where a launcher unpickles this object
         from src.engine.launch.external import detect_cluster_environment
 
         if env := detect_cluster_environment():

@@ -24,11 +24,10 @@ def report(sweep: Path) -> bool:
         _job_row(name, job, differing, metric) for (name, job), differing in zip(named_jobs, overrides, strict=True)
     ]
     _write(sweep / "sweep.csv", rows)
-    shown = ("job", "overrides", metric, "seconds", "status")
-    _print(f"{len(rows)} jobs in {sweep}", [_shown_cells(row, shown) for row in rows])
+    _print(f"{len(rows)} jobs in {sweep}", rows, ["job", "overrides", metric, "seconds", "status"])
     if over_seeds := seed_rows(jobs, overrides, metric):
         _write(sweep / "seeds.csv", over_seeds)
-        _print("over seeds", [_shown_cells(row, tuple(row)) for row in over_seeds])
+        _print("over seeds", over_seeds, list(over_seeds[0]))
     return all(job.status in DONE for job in jobs)
 
 
@@ -45,18 +44,14 @@ def _job_row(name: str, job: Job, overrides: list[str], metric: str) -> dict[str
     return cells | job.metrics
 
 
-def _shown_cells(row: dict[str, Any], columns: tuple[str, ...]) -> dict[str, str]:
-    """Return the cells of these columns as text, for the terminal."""
-    cells = {name: row[name] for name in columns}
-    if row.get("error"):
-        cells["status"] += f": {row['error'][:_MAX_ERROR_LENGTH]}"
-    return {name: f"{value:.4f}" if isinstance(value, float) else str(value or "") for name, value in cells.items()}
-
-
-def _print(title: str, rows: list[dict[str, str]]) -> None:
-    table = Table(*(rows[0] if rows else ()), title=title)
+def _print(title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
+    """Print a table; the last column also shows the error of a job."""
+    table = Table(*columns, title=title)
     for row in rows:
-        table.add_row(*row.values())
+        cells = [f"{row[name]:.4f}" if isinstance(row[name], float) else str(row[name] or "") for name in columns]
+        if row.get("error"):
+            cells[-1] += f": {row['error'][:_MAX_ERROR_LENGTH]}"
+        table.add_row(*cells)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 

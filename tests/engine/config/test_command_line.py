@@ -4,14 +4,10 @@ Starting processes costs seconds, so few tests do, and those check much. Errors 
 the test process.
 """
 
-import os
-import pickle
 import re
 import resource
-import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +16,6 @@ from PIL import Image
 
 from src.engine.utils.events import read_events
 from tests.support.commands import (
-    ROOT,
     TINY,
     TORCHRUN,
     TWO,
@@ -92,50 +87,12 @@ def test_user_errors_found_by_a_single_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "hints"),
-    [
-        (["data.batch_size=30", "trainer.accumulate_grad_batches=4", *TWO], ["data.batch_size=28 or 32"]),
-        (["optimizer.lr=1e30", *TWO], ["train/loss is nan", "optimizer.lr", "checkpoint: none yet"]),
-        (
-            ["data.batch_size=30", "trainer.accumulate_grad_batches=4", "strategy=ddp_spawn", "trainer.devices=3"],
-            ["data.batch_size=28 or 32"],
-        ),
-    ],
-)
-def test_user_errors_found_by_several_ranks(
-    arguments: list[str], hints: list[str], small: list[str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("strategy", "devices"), [("ddp", 2), ("ddp_spawn", 3)])
+def test_user_errors_found_by_several_ranks(strategy: str, devices: int, small: list[str], tmp_path: Path) -> None:
     """Only rank zero prints the error, in one line."""
-    _, err = run(*small, *TINY, "logger=none", f"hydra.run.dir={tmp_path}/run", *arguments, code=1)
-    message = error_line(err)
-    assert all(hint in message for hint in hints), message
-
-
-class Exploit:
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.system, ("touch exploited",)
-
-
-@pytest.mark.parametrize("damage", ["truncated archive", "malicious pickle", "no data"])
-def test_refuses_unusable_data(damage: str, cifar: Path, tmp_path: Path) -> None:
-    root = tmp_path / "data"
-    if damage == "truncated archive":
-        root.mkdir()
-        (root / "cifar-10-python.tar.gz").write_bytes(b"\x1f\x8b but not much of it")
-    if damage == "malicious pickle":
-        shutil.copytree(cifar, root)
-        (root / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps({b"data": Exploit()}, protocol=4))
-    arguments = ["trainer.accelerator=cpu", "trainer.devices=1", "data.source.urls=[http://127.0.0.1:9]"]
-    _, err = run_here(*arguments, f"data.root={root}", "logger=none", f"hydra.run.dir={tmp_path}/run", code=1)
-    hints = {
-        "truncated archive": "is corrupt",
-        "malicious pickle": "would run posix.system",
-        "no data": "be downloaded",
-    }
-    assert hints[damage] in error_line(err)
-    assert "data.root" in err
-    assert not (ROOT / "exploited").exists()
+    ranks = [f"strategy={strategy}", f"trainer.devices={devices}", "trainer.accumulate_grad_batches=4"]
+    _, err = run(*small, *TINY, "logger=none", f"run_dir={tmp_path}/run", *ranks, "data.batch_size=30", code=1)
+    assert "data.batch_size=28 or 32" in error_line(err)
 
 
 def test_refuses_torch_without_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
