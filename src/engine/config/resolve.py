@@ -69,7 +69,7 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
 
 
 def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
-    """Check the names at the root; other options belong to a class, which refuses unknown ones.
+    """Check the names at the root and in `launch`; other options belong to a class, which refuses unknown ones.
 
     A name that a value interpolates, such as `${base_lr}`, is a variable of the user.
 
@@ -78,10 +78,12 @@ def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
         choices: the chosen file of each group.
     """
     groups = {file.name for file in CONF.iterdir() if file.is_dir()} | {*choices}
-    known = {*yaml.safe_load((CONF / "train.yaml").read_text()), *groups.difference(_RECIPES)}
+    root = yaml.safe_load((CONF / "train.yaml").read_text())
+    known = {*root, *groups.difference(_RECIPES)}
     tree: Any = OmegaConf.to_container(cfg)
     del tree["runtime"]
-    for name in sorted(tree.keys() - known):
+    unknown_of_launch = [f"launch.{name}" for name in tree["launch"].keys() - root["launch"].keys()]
+    for name in sorted([*tree.keys() - known, *unknown_of_launch]):
         if name in _RECIPES:
             raise UserError(f"begin each file of conf/{name} with the line `# @package _global_`")
         if not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", str(tree)):

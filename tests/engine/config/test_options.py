@@ -40,6 +40,7 @@ def write(folder: Path, recipe: str) -> str:
     [
         ("traner: {max_epochs: 5}", "traner is no option here; did you mean trainer"),
         ("limit_train_batches: 5", "limit_train_batches is no option here; did you mean trainer.limit_train_batches"),
+        ("launch: {max_restart: 1}", "launch.max_restart is no option here; did you mean launch.max_restarts"),
         ("max_epochs: 5", "max_epochs is no option here; did you mean trainer.max_epochs?"),
         ("base_lr: 0.2\noptimizer: {lr: '${base}'}", "base_lr is no option here"),
     ],
