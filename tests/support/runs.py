@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from src.engine.config.build import drop_replaced_options
 from src.engine.config.devices import runs_in_single_process
 from src.engine.parallel.batch_norm import average_statistics
 from src.engine.run.experiment import assemble
@@ -32,6 +33,7 @@ def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
     cfg.run_dir, cfg.runtime.run_id = str(folder), folder.name
     if cfg.trainer.devices == "auto":
         cfg.trainer.devices = 1
+    drop_replaced_options(cfg, overrides)
     OmegaConf.resolve(cfg)
     return cfg
 

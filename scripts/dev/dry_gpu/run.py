@@ -27,6 +27,7 @@ from scripts.dev.dry_gpu.measure import StepCounter
 from scripts.dev.dry_gpu.synchronizations import SYNCHRONIZATIONS
 from scripts.dev.dry_gpu.tensors import install_tensors
 from src.data.sources.shapes import Shapes
+from src.engine.config.build import drop_replaced_options
 from src.engine.notebook import compose
 from src.engine.run.experiment import assemble
 from src.engine.state.run_files import CHECKPOINTS, LAST
@@ -138,5 +139,6 @@ def _resolve(folder: Path, *overrides: str) -> DictConfig:
     cfg: Any = compose(*overrides).copy()
     OmegaConf.set_readonly(cfg, False)
     cfg.run_dir, cfg.runtime.run_id = str(folder), folder.name
+    drop_replaced_options(cfg, list(overrides))
     OmegaConf.resolve(cfg)
     return cfg

@@ -1,12 +1,13 @@
 """Build the objects that a configuration describes, and check first that their classes accept the options."""
 
 import typing
+from collections.abc import Iterable
 from types import NoneType
 from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
 from src.engine.utils.errors import UserError, suggest
@@ -38,9 +39,6 @@ def build(node: DictConfig, **changes: Any) -> Any:
 def check_options(cfg: DictConfig) -> None:
     """Check that the classes of a resolved configuration exist and take the options, before anything is built."""
     nodes = dict(target_nodes(OmegaConf.to_container(cfg, resolve=True)))
-    for group in ("data", "module", "strategy", "trainer"):
-        if group not in nodes:
-            raise UserError(f"{group} has no `_target_`: let its file in conf/{group} name a class or function")
     # `module.net` is a copy of `model`, whose options the user has set: short names come first.
     for name in sorted(nodes, key=lambda name: name.count(".")):
         _check_node(name, nodes[name])
@@ -48,13 +46,34 @@ def check_options(cfg: DictConfig) -> None:
 
 def _check_node(name: str, node: dict[str, Any]) -> None:
     parameters = parameters_of(locate(f"{name}._target_", node["_target_"]))
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for key in [key for key in node if not key.startswith("_") and key != NOT_PASSED]:
-        if key in parameters:
-            check_value(f"{name}.{key}", node[key], parameters[key].annotation)
-        elif not takes_any:
-            hint = f"{suggest(key, parameters)} (~{name}.{key} leaves it out)"
-            raise UserError(f"{name}.{key}: {node['_target_']} has no option `{key}`; {hint}")
+    for key in _refused_options(name, node):
+        hint = f"{suggest(key, parameters)} (~{name}.{key} leaves it out)"
+        raise UserError(f"{name}.{key}: {node['_target_']} has no option `{key}`; {hint}")
+    for key in [key for key in node if key in parameters]:
+        check_value(f"{name}.{key}", node[key], parameters[key].annotation)
+
+
+def _refused_options(name: str, node: Any) -> list[str]:
+    """Return the options of a node that its class does not take."""
+    parameters = parameters_of(locate(f"{name}._target_", node["_target_"]))
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return []
+    return [key for key in node if not key.startswith("_") and key != NOT_PASSED and key not in parameters]
+
+
+def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> None:
+    """Remove the options that a class named by an override `NODE._target_=...` does not take.
+
+    They come from the YAML of the class before it. Options on the command line stay, and are refused later.
+    """
+    given = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    for name in [option.removesuffix("._target_") for option in given if option.endswith("._target_")]:
+        node = OmegaConf.select(cfg, name)
+        if node and "_target_" in node:
+            with open_dict(node):
+                for key in _refused_options(name, node):
+                    if f"{name}.{key}" not in given:
+                        del node[key]
 
 
 def check_value(option: str, value: Any, hint: Any) -> None:

@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from src.engine.config.build import check_value
+from src.engine.config.build import check_value, drop_replaced_options
 from src.engine.config.devices import device_count, resolve_devices
 from src.engine.config.folder import (
     CONF,
@@ -47,6 +47,10 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     folder = Path(hydra_cfg.runtime.output_dir)
     for name in ("fit", "doctor", "report"):
         check_value(name, cfg[name], bool)
+    for group in ("data", "module", "strategy", "trainer"):
+        if not OmegaConf.select(cfg, f"{group}._target_"):
+            raise UserError(f"{group} has no `_target_`: let its file in conf/{group} name a class or function")
+    drop_replaced_options(cfg, hydra_cfg.overrides.task)
     refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
     _resolve_resume(cfg, folder)
     if cfg.ckpt_path:

@@ -92,8 +92,8 @@ def test_an_option_that_the_data_lack_is_one_line(tmp_path: Path) -> None:
 
 
 def test_refuses_a_group_that_names_no_class(small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match="data has no `_target_`: let its file in conf/data name a class or function"):
-        assemble(compose(folder, *small, "~data._target_"))
+    _, err = run_here(*small, "~data._target_", f"run_dir={folder}", code=1)
+    assert "data has no `_target_`: let its file in conf/data name a class or function" in error_line(err)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +149,14 @@ def test_a_text_is_refused_only_where_none_fits(value: Any, hint: Any) -> None:
     check_value("option", value, hint)
     with pytest.raises(UserError, match="option=a: give true or false or a number"):
         check_value("option", "a", bool | float | None)
+
+
+def test_another_class_leaves_out_the_options_of_the_previous_one(small: list[str], tmp_path: Path) -> None:
+    """Options on the command line stay, and are refused."""
+    task = [*small, *TINY, "logger=none", "trainer.fast_dev_run=true", "optimizer._target_=torch.optim.RMSprop"]
+    run_here(*task, f"run_dir={tmp_path / 'run'}")
+    _, err = run_here(*task, f"run_dir={tmp_path / 'other'}", "optimizer.nesterov=true", code=1)
+    assert "optimizer.nesterov: torch.optim.RMSprop has no option `nesterov`" in error_line(err)
 
 
 def test_a_recipe_may_set_options_of_parts_that_the_run_leaves_out(small: list[str], tmp_path: Path) -> None:
