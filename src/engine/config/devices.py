@@ -20,11 +20,7 @@ def runs_in_single_process(cfg: DictConfig) -> bool:
 
 
 def resolve_devices(accelerator: str, devices: Any) -> tuple[str, int | list[int]]:
-    """Return the accelerator without `auto`, and the number of devices per node or the listed GPU indices.
-
-    Raises:
-        UserError: if `devices` is not valid, or this machine has fewer.
-    """
+    """Return the accelerator without `auto`, and the number of devices per node or the listed GPU indices."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator == "auto":
         accelerator = found.type if found else "cpu"

@@ -36,9 +36,6 @@ def run_folder(runs: str, name: str, *, _root_: DictConfig) -> str:
     The configuration `_root_` decides: the folder of the run to continue, `run_dir`, or `name` in `runs`. With
     `resume`, a SLURM job gets a folder named by its job id, and finds it again when it is requeued. Ranks above zero
     get '.', because they receive rank zero's folder later.
-
-    Raises:
-        UserError: if the folder cannot be made.
     """
     if not is_rank_zero():
         return "."

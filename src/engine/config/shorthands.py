@@ -19,9 +19,6 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
 
     The saved overrides of the run in `ckpt_path=`, or of the sweep in `sweep=`, come in its place. An option on the
     command line replaces its saved override; a choice of a group (`model=...`) replaces all of that group.
-
-    Raises:
-        UserError: if a group gets null, or there is no such run or sweep.
     """
     for word in words:
         group, _, choice = word.partition("=")

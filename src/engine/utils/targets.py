@@ -11,11 +11,7 @@ from src.engine.utils.errors import UserError
 
 
 def locate(option: str, target: str) -> Callable[..., Any]:
-    """Import the class or function `target`, which the configuration gives as `option`.
-
-    Raises:
-        UserError: if there is none, or its package is not installed, or `target` names something else.
-    """
+    """Import the class or function `target`, which the configuration gives as `option`."""
     try:
         found = _locate(target)
     except (ImportError, ValueError) as error:  # the second for a name with a dot too many
