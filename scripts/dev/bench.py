@@ -2,7 +2,7 @@
 
 Ratios are taken within a round, so that a slow minute of the machine affects both programs. A step is the wall-clock
 time between log points after the first. A start lasts from the command to the end of the first step, compilation
-included. The command writes bench.csv, with every reading. Leave the machine idle.
+included. machine.txt has the hardware and the versions. Leave the machine idle.
 """
 
 import argparse
@@ -10,11 +10,10 @@ import re
 from pathlib import Path
 
 from rich.console import Console
+from torch.utils.collect_env import get_pretty_env_info
 
 from scripts.dev.benchmarks.cases import BENCHMARKS, make_images
-from scripts.dev.benchmarks.programs import Case, Readings, run_in_turn
-from scripts.dev.benchmarks.report import table, write
-from scripts.dev.shared.machine import describe_machine
+from scripts.dev.benchmarks.programs import run_in_turn, table
 
 
 def main() -> None:
@@ -33,16 +32,13 @@ def main() -> None:
         parser.error(f"no such measurement: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
     out, console = options.out.resolve(), Console()
     images = options.data.resolve() if options.data else make_images(out / "images")
-    console.print("; ".join(describe_machine().values()))
-    found: dict[str, list[tuple[Case, Readings]]] = {}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "machine.txt").write_text(get_pretty_env_info())
     for name in options.measurements or BENCHMARKS:
         for case in BENCHMARKS[name](images):
             if re.search(options.only, case.name):
                 case.keep(options.programs)
-                readings = run_in_turn(case, options.rounds, out / "scratch")
-                found.setdefault(name, []).append((case, readings))
-                write(found, out / "bench.csv")
-                console.print(table(case, readings))
+                console.print(table(case, run_in_turn(case, options.rounds, out / "scratch")))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import torch
 from scripts.dev.benchmarks.programs import Case, Program
 from scripts.dev.shared.process import ROOT, python
 from src.data.sources.cifar import CIFAR10
-from src.engine.parallel.pipeline.schedules import SCHEDULES
 
 OVERRIDES = {
     "tiny": ["model=mlp", "model.hidden=[16]"],
@@ -65,8 +64,7 @@ def peer(
 
 
 def overhead(images: Path) -> list[Case]:
-    """A step on one device: hand-written, plain Lightning with each habit of tutorials, and this template."""
-    habits = {"bar": "bar", "metrics": "metrics", "images one by one": "images", "all": "bar,metrics,images"}
+    """A step on one device: hand-written, barebones Lightning, and this template."""
     cases = []
     for net, length in STEPS.items():
         task = (net, images, length)
@@ -75,10 +73,6 @@ def overhead(images: Path) -> list[Case]:
             peer("Lightning, barebones", "lightning_loop", *task),
             ours("this template", *task),
         ]
-        if net in ("tiny", "resnet9"):
-            programs += [
-                peer(f"Lightning, {name}", "lightning_loop", *task, "--habits", habit) for name, habit in habits.items()
-            ]
         cases.append(Case(f"a step of {net}", "step ms", programs))
     return cases
 
@@ -121,17 +115,6 @@ def recomputation(images: Path) -> list[Case]:
         for kind in ("none", "blocks")
     ]
     return [Case("a step of vit", "step ms", programs)]
-
-
-def timeline(images: Path) -> list[Case]:
-    """A step of two networks, and the processor time in the hooks of `callbacks.timeline`."""
-    clock = ["_target_=scripts.dev.peers.callbacks.HookClock", "file={scratch}/hooks.json"]
-    cases = []
-    for net in ("tiny", "resnet9"):
-        program = ours("this template", net, images, STEPS[net], *(f"+callbacks.hooks.{setting}" for setting in clock))
-        program.read = lambda scratch: json.loads((scratch / "hooks.json").read_text())
-        cases.append(Case(f"a step of {net}", "step ms", [program]))
-    return cases
 
 
 def data(images: Path) -> list[Case]:
@@ -194,17 +177,16 @@ def _read_ranks(scratch: Path) -> dict[str, float]:
     return {"MB": max(rank["MB"] for rank in ranks)} | {f"{name} %": value for name, value in percentages.items()}
 
 
-def pipeline(images: Path, stages: int = 2, microbatches: int = 8) -> list[Case]:
+def pipeline(images: Path, microbatches: int = 8) -> list[Case]:
     """A pipeline of two processes and eight micro-batches: hand-written and ours."""
-    peers = ("handwritten_pipeline", "resnet9", images, SHORT, "--microbatches", microbatches)
-    settings = ["strategy=pipeline", f"strategy.microbatches={microbatches}"]
-    cases = []
-    for name in SCHEDULES:
-        hand_written = peer("hand-written, torchrun", *peers, "--schedule", name, processes=stages)
-        chosen = [*settings, f"strategy.schedule={name}"]
-        template = ours("this template", "resnet9", images, SHORT, *chosen, devices=stages)
-        cases.append(Case(f"a step of resnet9, {name}", "step ms", [hand_written, template]))
-    return cases
+    task = ("resnet9", images, SHORT)
+    settings = ["strategy=pipeline", "strategy.split=[layer2]", f"strategy.microbatches={microbatches}"]
+    same = [f"data.norm_groups={microbatches}", "module.channels_last=false"]
+    programs = [
+        peer("hand-written, torchrun", "handwritten_pipeline", *task, processes=2),
+        ours("this template", *task, *settings, *same, devices=2),
+    ]
+    return [Case("a step of resnet9, 1f1b", "step ms", programs)]
 
 
 BENCHMARKS: dict[str, Callable[[Path], list[Case]]] = {
@@ -212,7 +194,6 @@ BENCHMARKS: dict[str, Callable[[Path], list[Case]]] = {
     "ddp": ddp,
     "groups": groups,
     "recomputation": recomputation,
-    "timeline": timeline,
     "data": data,
     "startup": startup,
     "strategies": strategies,

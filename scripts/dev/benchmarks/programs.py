@@ -1,4 +1,4 @@
-"""Programs to compare, run in turn, so that slow minutes of the machine affect all of them."""
+"""Programs to compare, run in turn, so that slow minutes of the machine affect all of them; a table per case."""
 
 import json
 import re
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+
+from rich.table import Table
 
 from scripts.dev.shared.process import run_limited
 
@@ -80,3 +82,26 @@ def _read_clock(file: Path, start: float) -> dict[str, float]:
     spans = pairwise(marks)  # the steps before the first log point warm up
     steps = [1000 * (time2 - time1) / (step2 - step1) for (step1, time1), (step2, time2) in spans]
     return {"first step s": end_of_first_step - start, "step ms": statistics.median(steps)}
+
+
+def table(case: Case, readings: Readings) -> Table:
+    """Return a row per program: the median and range of each number, and of the ratio to the first program."""
+    names = list(dict.fromkeys(name for rounds in readings.values() for name in rounds[0]))
+    rounds = len(next(iter(readings.values())))
+    title = f"{case.name}: median of {rounds} (least to greatest)"
+    result = Table("", *names, f"ratio of {case.metric}", title=title, title_justify="left")
+    for program in case.programs:
+        values = readings[program.name]
+        cells = [_spread([value[name] for value in values]) if name in values[0] else "" for name in names]
+        result.add_row(program.name, *cells, _spread(_ratios(case, readings, program.name)))
+    return result
+
+
+def _ratios(case: Case, readings: Readings, program: str) -> list[float]:
+    """Return the program's number over that of the case's first program, in each round."""
+    first = readings[case.programs[0].name]
+    return [own[case.metric] / other[case.metric] for own, other in zip(readings[program], first, strict=True)]
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"

@@ -7,8 +7,6 @@ import ctypes
 import gc
 import json
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +31,6 @@ class Clock(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.is_global_zero:
             self._marks.step(trainer.global_step)
-
-
-class HookClock(L.Callback):
-    """Write the processor time of the main thread in the hooks of `callbacks.timeline`, in microseconds per step."""
-
-    def __init__(self, file: str) -> None:
-        self.file, self.seconds = Path(file), 0.0
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        (timeline,) = [callback for callback in trainer.callbacks if type(callback).__name__ == "Timeline"]
-        for name in [name for name in vars(type(timeline)) if name.startswith("on_")]:
-            setattr(timeline, name, self._timed(getattr(timeline, name)))
-
-    def _timed(self, hook: Callable[..., None]) -> Callable[..., None]:
-        def timed(*args: Any) -> None:
-            start = time.thread_time()
-            hook(*args)
-            self.seconds += time.thread_time() - start
-
-        return timed
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.file.write_text(json.dumps({"hooks us": 1e6 * self.seconds / trainer.global_step}))
 
 
 class Communication(L.Callback):

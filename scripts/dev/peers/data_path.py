@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from scripts.dev.peers.common import MEAN, STD, Marks, arguments
 from src.data.sources.cifar import CIFAR10
-from src.engine import compose
+from src.engine import build, compose
 from src.engine.utils.memory import tune_malloc
 
 _MEAN, _STD = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
@@ -46,39 +45,28 @@ class PILImages(Dataset[tuple[Tensor, int]]):
         return image.sub_(_MEAN).div_(_STD), self.labels[index]
 
 
-def pil_loader(folder: Path, batch_size: int) -> DataLoader[tuple[Tensor, int]]:
-    """Return a loader of shuffled batches of the training set."""
-    return DataLoader(PILImages(folder), batch_size, shuffle=True, drop_last=True)
+def pil_batches(folder: Path, batch: int) -> Iterator[Any]:
+    """Yield shuffled batches of the training set."""
+    return iter(DataLoader(PILImages(folder), batch, shuffle=True, drop_last=True))
 
 
-def our_batches(folder: Path, batch: int, scratch: Path) -> Iterator[Any]:
-    """Yield the batches that Lightning passes to `training_step`."""
-    from src.engine.run.experiment import assemble
-
-    settings = [f"data.root={folder}", f"data.batch_size={batch}", f"run_dir={scratch}", "logger=none", "model=mlp"]
-    cfg = compose(*settings, "trainer.devices=1", "trainer.enable_progress_bar=false").copy()
-    OmegaConf.set_readonly(cfg, False)
-    OmegaConf.resolve(cfg)
-    trainer, module, data = assemble(cfg)
-    data.trainer, trainer.datamodule, trainer.training = trainer, data, True
-    trainer.strategy._lightning_module = module
-    module.to(trainer.strategy.root_device)
+def our_batches(folder: Path, batch: int) -> Iterator[Any]:
+    """Yield the augmented batches of this template's DataModule."""
+    data = build(compose(f"data.root={folder}", f"data.batch_size={batch}").data)
     data.setup("fit")
-    for fetched in data.train_dataloader():
-        yield data.on_after_batch_transfer(data.transfer_batch_to_device(fetched, trainer.strategy.root_device, 0), 0)
+    return map(data.augment_batch, data.train_dataloader())
+
+
+PATHS = {"ours": our_batches, "pil": pil_batches}
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--path", choices=["ours", "pil"], default="ours")
+    parser.add_argument("--path", choices=PATHS, default="ours")
     options = parser.parse_args()
     tune_malloc()
     marks = Marks(options.clock, options.log_every)
-    if options.path == "ours":
-        batches = our_batches(options.data, options.batch, options.clock.parent)
-    else:
-        batches = iter(pil_loader(options.data, options.batch))
-    for step, _ in enumerate(batches, start=1):
+    for step, _ in enumerate(PATHS[options.path](options.data, options.batch), start=1):
         marks.step(step)
         if step == options.steps:
             break

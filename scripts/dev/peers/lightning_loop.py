@@ -1,28 +1,19 @@
-"""Plain Lightning for `scripts.dev.bench`: `--habits barebones`, or habits of tutorials whose cost is measured.
+"""Plain Lightning for `scripts.dev.bench`: `Trainer(barebones=True)` without logging.
 
-Barebones is `Trainer(barebones=True)` without logging, with the data path, optimizer and schedule of `handwritten.py`.
-The habits are images one by one through PIL, torchmetrics with their defaults, and loss and accuracy of every step in
-the progress bar, with a CSV file and a checkpoint per epoch. Each can be chosen alone.
+It has the data path, optimizer and schedule of `handwritten.py`.
 """
 
-import tempfile
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from torchmetrics.classification import MulticlassAccuracy
 
 from scripts.dev.peers.callbacks import Clock
 from scripts.dev.peers.common import arguments, augmented, batches_of_epoch, build_optimizer, memory_format_of, set_up
-from scripts.dev.peers.data_path import pil_loader
-
-HABITS = ("bar", "metrics", "images")
 
 
 class Batches:
@@ -39,21 +30,13 @@ class Batches:
 class Classifier(L.LightningModule):
     """A classifier as in the quick start of Lightning's documentation."""
 
-    def __init__(self, net: torch.nn.Module, habits: list[str], steps: int) -> None:
+    def __init__(self, net: torch.nn.Module, steps: int) -> None:
         super().__init__()
-        self.net, self.habits, self.steps = net, habits, steps
-        self.accuracy = MulticlassAccuracy(10)
+        self.net, self.steps = net, steps
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         image, label = batch
-        logits = self.net(image)
-        loss = F.cross_entropy(logits, label)
-        if "metrics" in self.habits:
-            self.accuracy(logits, label)
-            self.log("train/acc", self.accuracy, on_step=True, on_epoch=True, prog_bar="bar" in self.habits)
-        if "bar" in self.habits:
-            self.log("train/loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-        return loss
+        return F.cross_entropy(self.net(image), label)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer, schedule = build_optimizer(list(self.net.parameters()), self.steps)
@@ -61,23 +44,12 @@ class Classifier(L.LightningModule):
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--habits", default="barebones", help=f"barebones, or a comma-separated choice of {HABITS}")
-    options = parser.parse_args()
-    habits = [] if options.habits == "barebones" else options.habits.split(",")
+    options = arguments(__doc__).parse_args()
     warnings.simplefilter("ignore")
     images, labels, net = set_up(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if "images" in habits:
-        data: Any = pil_loader(options.data, options.batch)
-    else:
-        data = Batches(images, labels, options.batch, memory_format_of(options))
-    folder = tempfile.mkdtemp()
-    settings: dict[str, Any] = {"barebones": True}
-    if habits:
-        settings = {"logger": CSVLogger(folder), "default_root_dir": folder, "log_every_n_steps": options.log_every}
-    trainer = L.Trainer(devices=1, max_steps=options.steps, max_epochs=-1, **settings)
+    trainer = L.Trainer(devices=1, max_steps=options.steps, max_epochs=-1, barebones=True)
     trainer.callbacks.append(Clock(str(options.clock), options.log_every))
-    trainer.fit(Classifier(net, habits, options.steps), data)
+    trainer.fit(Classifier(net, options.steps), Batches(images, labels, options.batch, memory_format_of(options)))
 
 
 if __name__ == "__main__":
