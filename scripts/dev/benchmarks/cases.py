@@ -173,8 +173,8 @@ def _strategy(name: str, processes: int, images: Path) -> Program:
 def _read_ranks(scratch: Path) -> dict[str, float]:
     """Return the mean of the ranks' percentages, and the maximum of their memory."""
     ranks = [json.loads(file.read_text()) for file in scratch.glob("rank.*.json")]
-    percentages = {name: statistics.mean(rank[name] for rank in ranks) for name in ("communicating", "waiting")}
-    return {"MB": max(rank["MB"] for rank in ranks)} | {f"{name} %": value for name, value in percentages.items()}
+    communicating = statistics.mean(rank["communicating"] for rank in ranks)
+    return {"MB": max(rank["MB"] for rank in ranks), "communicating %": communicating}
 
 
 def pipeline(images: Path, microbatches: int = 8) -> list[Case]:

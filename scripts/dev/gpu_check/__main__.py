@@ -8,20 +8,51 @@ on one GPU. A complete run writes docs/benchmarks/gpu.md, ready to commit. The e
 import argparse
 import json
 import re
+import shlex
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch.utils.collect_env import get_pretty_env_info
 
 from scripts.dev.gpu_check.case import Case, Session
 from scripts.dev.gpu_check.cases import cases
-from scripts.dev.gpu_check.report import Outcome, markdown, write
-from scripts.dev.shared.machine import describe_machine
 from scripts.dev.shared.process import ROOT, TIMED_OUT, exit_on_sigterm, last_line, python, run_limited
 
 PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
+_PAGE = """\
+# GPU check
+
+Written by `python -m scripts.dev.gpu_check {arguments}` on {date}. [Cases](gpu-check.md) explains the cases.
+
+| case | verdict | seconds | figure |
+| --- | --- | --- | --- |
+{rows}
+
+```
+{machine}
+```
+"""
+_LONGEST = 160  # characters of a cell
+
+
+class Outcome(NamedTuple):
+    """The outcome of a case: its verdict is `ok`, `FAILED` or `not here`."""
+
+    name: str
+    verdict: str
+    seconds: float
+    figure: str
+
+    def row(self) -> str:
+        """Return the line of the table; FAILED stands out in it."""
+        verdict = f"**{self.verdict}**" if self.verdict == "FAILED" else self.verdict
+        figure = " ".join(self.figure.split()).replace("|", "\\|")[:_LONGEST]
+        return f"| {self.name} | {verdict} | {self.seconds:.0f} | {figure} |"
 
 
 def main() -> int:
@@ -29,25 +60,20 @@ def main() -> int:
     options = _parse()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as temporary:
         session = Session(options.accelerator, _usable(options.devices), Path(temporary))
-        output = options.output or (PAGE if session.on_gpu and not options.only else None)
-        outcomes: list[Outcome] = []
-        hardware = describe_machine()
-        for case in _choose(session, options.only):
-            outcome = run_case(case, session)
-            outcomes.append(outcome)
-            print(f"{outcome.verdict:<9}{outcome.name:<20}{outcome.seconds:5.0f} s  {outcome.figure}", flush=True)
-            if output:
-                write(markdown(outcomes, hardware), output)
-        print(f"written to {output}" if output else "\n" + markdown(outcomes, hardware))
+        known, outcomes = cases(session), []
+        chosen = [case for case in known if re.search(options.only, case.name)]
+        if not chosen:
+            sys.exit(
+                f"error: --only {options.only} matches no case; there are {', '.join(case.name for case in known)}"
+            )
+        for case in chosen:
+            outcomes.append(run_case(case, session))
+            print(outcomes[-1].row(), flush=True)
+    if output := options.output or (PAGE if session.on_gpu and chosen == known else None):
+        arguments, rows = shlex.join(sys.argv[1:]), "\n".join(outcome.row() for outcome in outcomes)
+        page = _PAGE.format(arguments=arguments, date=date.today(), rows=rows, machine=get_pretty_env_info())
+        output.write_text(page)
     return int(any(outcome.verdict == "FAILED" for outcome in outcomes))
-
-
-def _choose(session: Session, only: str) -> list[Case]:
-    """Return the cases whose name matches the regular expression."""
-    known = cases(session)
-    if chosen := [case for case in known if re.search(only, case.name)]:
-        return chosen
-    sys.exit(f"error: --only {only} matches no case; there are {', '.join(case.name for case in known)}")
 
 
 def run_case(case: Case, session: Session) -> Outcome:
@@ -84,10 +110,7 @@ def _parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.accelerator == "gpu" and not torch.cuda.is_available():
         sys.exit("error: torch finds no NVIDIA GPU here; --accelerator cpu runs the cases that need none")
-    available = torch.cuda.device_count() if options.accelerator == "gpu" else 2
-    options.devices = available if options.devices is None else options.devices
-    if options.devices < 1 or (options.accelerator == "gpu" and options.devices > available):
-        sys.exit(f"error: --devices {options.devices}: give a number from 1 to {available}")
+    options.devices = options.devices or (torch.cuda.device_count() if options.accelerator == "gpu" else 2)
     return options
 
 

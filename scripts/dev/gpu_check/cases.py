@@ -3,7 +3,6 @@
 from scripts.dev.gpu_check.case import Case, Session
 from scripts.dev.gpu_check.faults import FAULT_LIMIT, LAUNCHERS, MESSAGES, fault_check, torchrun
 from scripts.dev.gpu_check.numbers import hashes
-from scripts.dev.gpu_check.profile import profile
 from scripts.dev.gpu_check.speed import resnet18_flops, short_run, speedrun, waits
 from scripts.dev.gpu_check.strategies import (
     STRATEGIES,
@@ -24,8 +23,6 @@ def cases(session: Session) -> list[Case]:
         Case("waits", waits, 180),
         *(Case(f"{name}-x1", strategy_check(name, 1)) for name in STRATEGIES),
         Case("compile", compiled, 180),
-        Case("profile", profile(compile=False)),
-        Case("profile-compiled", profile(compile=True), 180),
         Case("resnet18-mfu", resnet18_flops),
         Case("speedrun", speedrun(compile=False)),
         Case("speedrun-compiled", speedrun(compile=True), 240),

@@ -37,9 +37,8 @@ class Communication(L.Callback):
     """Profile steps `first + 1` to `last`, which follow the timed ones, and write FILE.RANK.json.
 
     `communicating` is the percentage of their wall-clock time in which a collective, send or receive was in progress;
-    overlaps count once. `waiting` is the part of it in which the rank computed nothing. `MB` is the peak memory of the
-    steps before: on a GPU torch's allocations; on a CPU the resident set, less its size with the data loaded and
-    Lightning imported, the network not counted.
+    overlaps count once. `MB` is the peak memory of the steps before: on a GPU torch's allocations; on a CPU the
+    resident set, less its size with the data loaded and Lightning imported, the network not counted.
     """
 
     def __init__(self, file: str, first: int, last: int) -> None:
@@ -70,30 +69,20 @@ class Communication(L.Callback):
         if trainer.global_step == self.last and self._profiler is not None:
             self._window.__exit__(None, None, None)
             self._profiler.stop()
-            percentages, self._profiler = busy_percentages(self._profiler.events()), None
-            found = {"MB": self._peak / 2**20} | percentages
+            found = {"MB": self._peak / 2**20, "communicating": communicating(self._profiler.events())}
+            self._profiler = None
             Path(f"{self.file}.{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
-def busy_percentages(events: Any) -> dict[str, float]:
-    """Return the percentages of the profiled window in which the rank communicated, and waited for it."""
+def communicating(events: Any) -> float:
+    """Return the percentage of the profiled window in which a collective, send or receive was in progress."""
     window = next(event.time_range for event in events if event.name == _WINDOW)
-    on_device = any(event.device_type != torch.autograd.DeviceType.CPU for event in events)
-    sending, computing = [], []
-    for event in events:
-        span = (max(event.time_range.start, window.start), min(event.time_range.end, window.end))
-        if re.match(r"gloo:|nccl(Dev)?Kernel", event.name):
-            sending.append(span)
-        elif event.device_type != torch.autograd.DeviceType.CPU if on_device else _is_work(event):
-            computing.append(span)
-    wall = (window.end - window.start) / 100
-    waiting = union_length(sending + computing) - union_length(computing)
-    return {"communicating": union_length(sending) / wall, "waiting": waiting / wall}
-
-
-def _is_work(event: Any) -> bool:
-    """Whether a span on a CPU is an operator, and not one that encloses others and their waits."""
-    return event.name.startswith("aten::") and not event.cpu_children
+    spans = [
+        (max(event.time_range.start, window.start), min(event.time_range.end, window.end))
+        for event in events
+        if re.match(r"gloo:|nccl(Dev)?Kernel", event.name)
+    ]
+    return 100 * union_length(spans) / (window.end - window.start)
 
 
 def union_length(spans: Spans) -> float:
