@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from src.data.images import ImageSet, ImageSplit
-from src.data.sources.source import ImageSource, has_val_split
+from src.data.sources.source import ImageSource
 from src.engine import UserError, permutation
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ def load_sets(
     source: ImageSource, root: Path, num_classes: int, image_shape: tuple[int, int, int]
 ) -> dict[str, ImageSet]:
     """Load `train`, `test` and, if the dataset has its own validation images, `val`."""
-    names = ["train", "test", *(["val"] if has_val_split(source, root) else [])]
+    has_val = getattr(source, "has_val", lambda root: False)
+    names = ["train", "test", *(["val"] if has_val(root) else [])]
     sets = {name: _load_set(source, root, name, num_classes, image_shape) for name in names}
     if (count := len(source.classes)) not in (0, num_classes):
         raise UserError(

@@ -37,11 +37,6 @@ class ArrayFile:
         if missing := [name for name in _REQUIRED if name not in self._names()]:
             raise UserError(f"data.source.file={self.file} has no array {missing[0]}: it needs {', '.join(_REQUIRED)}")
 
-    def check(self, root: Path) -> str:
-        """Check the file as `prepare` does."""
-        self.prepare(root)
-        return f"{self.file} has all arrays"
-
     def has_val(self, root: Path) -> bool:
         return {"x_val", "y_val"} <= self._names()
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.data.sources.download import Archive, check_archive, extract, fetch
+from src.data.sources.download import Archive, extract, fetch
 from src.engine import UserError, file_lock
 
 _RECONSTRUCT = np.empty(0).__reduce__()[0]  # a function whose module depends on NumPy's version
@@ -36,34 +36,14 @@ class CIFAR10:
         self.urls = urls
 
     def prepare(self, root: Path) -> None:
-        """Make sure that the extracted folder exists: extract the archive and, if necessary, download it.
-
-        Raises:
-            UserError: if there is neither data nor a network, or the archive is corrupt.
-        """
+        """Make sure that the extracted folder exists: extract the archive and, if necessary, download it."""
         if not self._folder(root):
             with file_lock(root / self.archive.name):
                 if not self._folder(root):  # another process may have extracted it during the wait
                     extract(self.archive, fetch(self.archive, root, self.urls), root)
 
-    def check(self, root: Path) -> str:
-        """Return which images are there, or what `prepare` will do; nothing is written or downloaded.
-
-        Raises:
-            UserError: if a file is corrupt, or the archive can neither be found nor downloaded.
-        """
-        folder = self._folder(root)
-        if folder is None:
-            return check_archive(self.archive, root, self.urls)
-        train, test = (len(self.load(root, split)[1]) for split in ("train", "test"))
-        return f"{self.description} in {folder}, {train} training and {test} test images"
-
     def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
-        """Return the split's images, (n, 3, 32, 32) uint8, and labels, (n,) int64.
-
-        Raises:
-            UserError: if a file is missing, is no CIFAR batch, or contains anything but arrays.
-        """
+        """Return the split's images, (n, 3, 32, 32) uint8, and labels, (n,) int64."""
         folder = self._folder(root) or root / self.archive.folder
         batches = [self._read(folder / name) for name in self.members[split]]
         images = np.concatenate([rows for rows, _ in batches]).reshape(-1, 3, 32, 32)

@@ -30,20 +30,11 @@ class ClassFolders:
             if not (root / split).is_dir():
                 raise UserError(f"data.root={root}: there is no folder `{split}` in it, with a folder for each class")
 
-    def check(self, root: Path) -> str:
-        """Check the folders as `prepare` does, and return the number of classes."""
-        self.prepare(root)
-        return f"{len(_folders(root / 'train'))} classes in {root / 'train'}"
-
     def has_val(self, root: Path) -> bool:
         return (root / "val").is_dir()
 
     def load(self, root: Path, split: str) -> tuple[Images, Tensor]:
-        """Return the split's images, (n, channels, height, width) uint8, and labels, (n,) int64.
-
-        Raises:
-            UserError: if a class is not in `train`, there is no image, or one cannot be read.
-        """
+        """Return the split's images, (n, channels, height, width) uint8, and labels, (n,) int64."""
         self.classes = _folders(root / "train")
         if unknown := set(_folders(root / split)) - set(self.classes):
             raise UserError(f"data.root={root}: `{split}` has the class {min(unknown)}, which is not in `train`")

@@ -12,46 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.engine import atomic_write, check_can_store, file_lock
+from src.engine import atomic_write, file_lock
 
 _SIZE = 32
 _CHUNK = 2_000  # images generated at a time, which limits the memory
-
-
-def _disc(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    return 0.9 - np.hypot(u, v)
-
-
-def _ring(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    return 0.25 - np.abs(np.hypot(u, v) - 0.75)
-
-
-def _square(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    return 0.8 - np.maximum(np.abs(u), np.abs(v))
-
-
-def _frame(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    return 0.22 - np.abs(np.maximum(np.abs(u), np.abs(v)) - 0.65)
-
-
-def _triangle(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    return 0.5 - np.maximum(v, np.sqrt(0.75, dtype=np.float32) * np.abs(u) - v / 2)
-
-
-def _plus(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    return np.minimum(1 - np.maximum(np.abs(u), np.abs(v)), 0.3 - np.minimum(np.abs(u), np.abs(v)))
-
-
-def _star(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    return 0.65 + 0.35 * np.cos(5 * np.arctan2(v, u)) - np.hypot(u, v)
-
-
-def _bar(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    return np.minimum(1 - np.abs(u), 0.3 - np.abs(v))
-
-
-def _half_disc(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    return np.minimum(1 - np.hypot(u, v), v + 0.3)
 
 
 def _dumbbell(u: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -62,15 +26,15 @@ def _dumbbell(u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 # Each function of the coordinates (u, v) is positive inside the shape and falls by about 1 over its radius.
 _SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "disc": _disc,
-    "ring": _ring,
-    "square": _square,
-    "frame": _frame,
-    "triangle": _triangle,
-    "plus": _plus,
-    "star": _star,
-    "bar": _bar,
-    "half disc": _half_disc,
+    "disc": lambda u, v: 0.9 - np.hypot(u, v),
+    "ring": lambda u, v: 0.25 - np.abs(np.hypot(u, v) - 0.75),
+    "square": lambda u, v: 0.8 - np.maximum(np.abs(u), np.abs(v)),
+    "frame": lambda u, v: 0.22 - np.abs(np.maximum(np.abs(u), np.abs(v)) - 0.65),
+    "triangle": lambda u, v: 0.5 - np.maximum(v, np.sqrt(0.75, dtype=np.float32) * np.abs(u) - v / 2),
+    "plus": lambda u, v: np.minimum(1 - np.maximum(np.abs(u), np.abs(v)), 0.3 - np.minimum(np.abs(u), np.abs(v))),
+    "star": lambda u, v: 0.65 + 0.35 * np.cos(5 * np.arctan2(v, u)) - np.hypot(u, v),
+    "bar": lambda u, v: np.minimum(1 - np.abs(u), 0.3 - np.abs(v)),
+    "half disc": lambda u, v: np.minimum(1 - np.hypot(u, v), v + 0.3),
     "dumbbell": _dumbbell,
 }
 CLASSES = list(_SHAPES)  # in the order of the labels
@@ -93,17 +57,6 @@ class Shapes:
                     images, labels = generate_images(self.sizes[split], seed=["train", "test"].index(split))
                     with atomic_write(file) as temporary, temporary.open("wb") as stream:
                         np.savez(stream, images=images, labels=labels)
-
-    def check(self, root: Path) -> str:
-        """Return whether the images exist; they are not generated.
-
-        Raises:
-            UserError: if they do not exist, and `root` cannot hold them.
-        """
-        if all(self._file(root, split).exists() for split in self.sizes):
-            return f"{self.description} in {root / 'shapes'}"
-        size = 2 * sum(self.sizes.values()) * 3 * _SIZE**2
-        return f"{self.description} will be generated in {root / 'shapes'}; {check_can_store(root, 'data.root', size)}"
 
     def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
         """Return the split's images, (n, 3, 32, 32) uint8, and labels, (n,) int64."""

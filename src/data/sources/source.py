@@ -25,9 +25,6 @@ class ImageSource(Protocol):
 
     A source with its own validation images also has a method `has_val(root)`. If that returns true, `load` takes the
     split `val`, and no training images are held out.
-
-    For `doctor=true`, a source may have a method `check(root)`. It returns which images are there or what `prepare`
-    will do, and raises UserError if that will fail; it writes and downloads nothing.
     """
 
     description: str
@@ -38,12 +35,6 @@ class ImageSource(Protocol):
 
     def load(self, root: Path, split: str) -> tuple[Images, Tensor]:
         """Return images, (n, channels, height, width) uint8, and labels, (n,) integers, of `train` or `test`."""
-
-
-def has_val_split(source: ImageSource, root: Path) -> bool:
-    """Return whether the dataset has its own validation images."""
-    has_val = getattr(source, "has_val", None)
-    return has_val is not None and has_val(root)
 
 
 def read_all(images: Images) -> Tensor:

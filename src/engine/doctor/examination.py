@@ -180,13 +180,14 @@ def check_disk(cfg: DictConfig) -> Iterator[Finding]:
 
 
 def check_data(cfg: DictConfig) -> Iterator[Finding]:
-    """Check that the images are complete, or can be downloaded or generated."""
+    """Prepare the images as a run does, by download or generation, and read the test set."""
     if "source" not in cfg.data:
         yield Finding("ok", f"{cfg.data._target_} prepares its data when a run starts")
         return
-    source = build(cfg.data.source)
-    check = getattr(source, "check", lambda root: "the run prepares its images when it starts")
-    yield Finding("ok", check(Path(cfg.data.root).expanduser()))
+    source, root = build(cfg.data.source), Path(cfg.data.root).expanduser()
+    source.prepare(root)
+    _, labels = source.load(root, "test")
+    yield Finding("ok", f"{source.description}: {len(labels)} test images")
 
 
 def check_wandb(cfg: DictConfig) -> Iterator[Finding]:
