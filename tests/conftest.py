@@ -93,7 +93,7 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the same random images in folders per class, `arrays.npz`, `arrays/*.npy`, and `hub`.
+    """Return a folder with the same random images in folders per class, `arrays.npz`, and `hub`.
 
     Training and test set have ten and five images of each of ten classes.
     """
@@ -105,9 +105,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
             file = root / split / f"class {label}" / f"{number:03d}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(file)
-    (root / "arrays").mkdir()
-    for name, array in arrays.items():
-        np.save(root / "arrays" / f"{name}.npy", array)
     np.savez(root / "arrays.npz", **arrays)  # type: ignore[arg-type]
     save_to_disk(root / "hub", arrays)
     return root

@@ -64,20 +64,20 @@ class ImageDataModule(L.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_sizes(batch_size, batch_size_per_device, norm_groups)
-        check_properties(image_shape, mean, std, augment.crop_padding, val_fraction, train_samples)
-        if device_resident not in ("auto", True, False) or (device_resident is True and num_workers):
+        check_sizes(batch_size, batch_size_per_device, norm_groups=norm_groups, train_samples=train_samples)
+        check_properties(image_shape, mean, std, augment.crop_padding, val_fraction)
+        on_host = num_workers or augment.transforms
+        if device_resident not in ("auto", False) and (device_resident is not True or on_host):
             raise UserError(
-                f"data.device_resident={device_resident}: give auto, false, or true with data.num_workers=0"
+                f"data.device_resident={device_resident}: give auto, false, or true, which excludes data.num_workers "
+                "and data.augment.transforms"
             )
-        if augment.transforms and device_resident is True:
-            raise UserError("data.device_resident=true, but data.augment.transforms run on the host: set auto")
         self.source, self.root, self.num_classes = source, Path(root), num_classes
         self.image_shape, self.mean, self.std = cast(tuple[int, int, int], tuple(image_shape)), mean, std
         self.batch_size, self.batch_size_per_device, self.norm_groups = batch_size, batch_size_per_device, norm_groups
         self.val_fraction, self.train_samples, self.predict_dir = val_fraction, train_samples, predict_dir
         # Workers and transforms are on the host, and so is the fetching of all splits, which share their images.
-        self.device_resident = False if num_workers or augment.transforms else device_resident
+        self.device_resident = False if on_host else device_resident
         self.num_workers, self.seed = num_workers, seed
         self.augment, self.has_pairs = augment, bool(augment.mixers)
         self.preprocessing = Preprocessing(augment, mean, std, num_classes, seed)

@@ -1,9 +1,7 @@
 """Load the images of a dataset, check them, and divide them into training, validation and test samples."""
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +10,15 @@ from src.data.images import ImageSet, ImageSplit
 from src.data.sources.source import ImageSource
 from src.engine import UserError, permutation
 
-_log = logging.getLogger(__name__)
 _VAL_FRACTION = 0.1
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def check_sizes(batch_size: int | None, batch_size_per_device: int | None, norm_groups: int) -> None:
-    """Check the sizes of batches, as configured."""
+def check_sizes(batch_size: int | None, batch_size_per_device: int | None, **sizes: int | None) -> None:
+    """Check numbers of samples and groups, as configured."""
     if (batch_size is None) == (batch_size_per_device is None):
         raise UserError("give data.batch_size or data.batch_size_per_device, and set the other to null")
-    sizes = {"batch_size": batch_size, "batch_size_per_device": batch_size_per_device, "norm_groups": norm_groups}
+    sizes |= {"batch_size": batch_size, "batch_size_per_device": batch_size_per_device}
     for name, size in sizes.items():
         if size is not None and (not isinstance(size, int) or size < 1):
             raise UserError(f"data.{name}={size}: give an integer of at least one")
@@ -33,14 +30,10 @@ def check_properties(
     std: Sequence[float],
     crop_padding: int,
     val_fraction: float | None,
-    train_samples: int | None,
 ) -> None:
     """Check the properties of a dataset and of its splits, as configured, before the images are read."""
     if len(image_shape) != 3 or min(image_shape) < 1:
         raise UserError(f"data.image_shape={list(image_shape)}: give [channels, height, width]")
-    if len(mean) == image_shape[2] != image_shape[0]:
-        first = [image_shape[2], *image_shape[:2]]
-        raise UserError(f"data.image_shape={list(image_shape)}: the channels come first: set data.image_shape={first}")
     for name, values in {"mean": mean, "std": std}.items():
         if len(values) != image_shape[0]:
             raise UserError(f"data.{name}={values}: give one value for each of the {image_shape[0]} channels")
@@ -48,8 +41,6 @@ def check_properties(
         raise UserError(f"data.augment.crop_padding={crop_padding} must be smaller than the image, which it reflects")
     if val_fraction is not None and not 0 <= val_fraction < 1:
         raise UserError(f"data.val_fraction={val_fraction}: give a fraction of at least 0 and less than 1, or null")
-    if train_samples is not None and train_samples < 1:
-        raise UserError(f"data.train_samples={train_samples}: give at least one, or null for all")
 
 
 def load_sets(
@@ -63,11 +54,6 @@ def load_sets(
         raise UserError(
             f"data.num_classes={num_classes}, but the data has {count} classes ({source.description}): set it to that"
         )
-    if not count and (highest := int(sets["train"].labels.max())) < num_classes - 1:
-        _log.warning(
-            "data.num_classes=%d, but the highest label of `train` is %d: data.num_classes=%d is enough",
-            *(num_classes, highest, highest + 1),
-        )
     return sets
 
 
@@ -79,20 +65,10 @@ def _load_set(
     if not len(images) or len(images) != len(labels):
         raise UserError(f"{where}: `{split}` has {len(images)} images and {len(labels)} labels")
     first = images[torch.tensor([0])][0]
-    if first.dtype != torch.uint8:
+    if first.dtype != torch.uint8 or first.shape != image_shape:
         raise UserError(
-            f"{where}: the images of `{split}` are {first.dtype}: store pixels from 0 to 255 as uint8, with "
-            "x.astype('uint8'), or (255 * x).round().astype('uint8') for pixels in [0, 1]"
-        )
-    if first.ndim not in (2, 3):
-        raise UserError(
-            f"{where}: the images of `{split}` are {list(first.shape)} each: reshape them to (n, channels, height, "
-            "width), or (n, height, width[, channels])"
-        )
-    if first.shape != image_shape:
-        raise UserError(
-            f"data.image_shape={list(image_shape)}, but the images of `{split}` are {list(first.shape)}: "
-            f"set {_options_of(first.shape, image_shape[0])}"
+            f"{where}: the images of `{split}` are {first.dtype} {list(first.shape)}: store pixels from 0 to 255 as "
+            f"uint8, and set data.image_shape={list(image_shape)} to their [channels, height, width]"
         )
     if labels.ndim != 1 or labels.dtype not in _INTEGERS:
         raise UserError(
@@ -108,20 +84,6 @@ def _load_set(
     return ImageSet(images, labels.long())
 
 
-def _options_of(shape: torch.Size, channels: int) -> str:
-    """Return the options of images of this shape; those per channel only if the configured number is another."""
-    if len(shape) == 2:
-        image_shape = [1, *shape]
-    elif shape[2] < min(shape[:2]):  # the channels are the last: images have fewer of them than rows and columns
-        image_shape = [shape[2], *shape[:2]]
-    else:
-        image_shape = list(shape)
-    options: dict[str, list[Any]] = {"image_shape": image_shape}
-    if image_shape[0] != channels:
-        options |= {"mean": [0.5] * image_shape[0], "std": [0.25] * image_shape[0]}
-    return " ".join(f"data.{name}={values}".replace(", ", ",") for name, values in options.items())
-
-
 def divide(
     sets: dict[str, ImageSet], val_fraction: float | None, train_samples: int | None, seed: int
 ) -> dict[str, ImageSplit]:
@@ -132,9 +94,6 @@ def divide(
         val_fraction: fraction of each class of `train` that is held out, if `val` is missing; None for a tenth.
         train_samples: number of training samples, the same fraction of each class; None for all.
         seed: determines which samples are held out.
-
-    Raises:
-        UserError: if there are fewer training samples, or a fraction is given although there is `val`.
     """
     if "val" in sets and val_fraction:
         raise UserError(

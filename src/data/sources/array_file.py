@@ -1,4 +1,4 @@
-"""Images and labels in NumPy files: `x_train`, `y_train`, `x_test`, `y_test` and perhaps `x_val`, `y_val`."""
+"""Images and labels in a NumPy file: `x_train`, `y_train`, `x_test`, `y_test` and perhaps `x_val`, `y_val`."""
 
 import zipfile
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.data.sources.source import Images
 from src.engine import UserError
 
 _REQUIRED = ("x_train", "y_train", "x_test", "y_test")
@@ -21,8 +20,7 @@ class ArrayFile:
     width). Labels are integers, (n,) or (n, 1).
 
     Args:
-        file: an `.npz` file, which is read at the start, or a folder of `.npy` files, whose images are read when they
-            are fetched.
+        file: an `.npz` file.
         image_shape: (channels, height, width) of the images, which tells the layouts apart.
         classes: names of the classes in the order of the labels; None means their numbers.
     """
@@ -40,17 +38,12 @@ class ArrayFile:
     def has_val(self, root: Path) -> bool:
         return {"x_val", "y_val"} <= self._names()
 
-    def load(self, root: Path, split: str) -> tuple[Images, Tensor]:
+    def load(self, root: Path, split: str) -> tuple[Tensor, Tensor]:
         """Return the split's images, (n, channels, height, width), and its labels, (n,) integers."""
-        images: Images
         try:
-            if self.file.is_dir():
-                images = _MappedImages(self.file / f"x_{split}.npy", self.image_shape)
-                labels = torch.from_numpy(np.load(self.file / f"y_{split}.npy"))
-            else:
-                with np.load(self.file) as arrays:
-                    images = _channels_first(torch.from_numpy(arrays[f"x_{split}"]), self.image_shape)
-                    labels = torch.from_numpy(arrays[f"y_{split}"])
+            with np.load(self.file) as arrays:
+                images = _channels_first(torch.from_numpy(arrays[f"x_{split}"]), self.image_shape)
+                labels = torch.from_numpy(arrays[f"y_{split}"])
         except (TypeError, ValueError) as error:  # objects, or strings
             raise UserError(
                 f"data.source.file={self.file}: an array of `{split}` has no numbers ({error}): store integers"
@@ -58,28 +51,11 @@ class ArrayFile:
         return images, labels.squeeze(1) if labels.shape[1:] == (1,) else labels
 
     def _names(self) -> set[str]:
-        if self.file.is_dir():
-            return {file.stem for file in self.file.glob("*.npy")}
         try:
             with np.load(self.file) as arrays:
                 return set(arrays)
         except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
             raise UserError(f"data.source.file={self.file} is no .npz file that can be read ({error})") from None
-
-
-class _MappedImages:
-    """The images of a `.npy` file, which are read when they are fetched."""
-
-    def __init__(self, file: Path, image_shape: tuple[int, ...]) -> None:
-        self.file, self.image_shape = file, image_shape
-
-    def __len__(self) -> int:
-        return len(np.load(self.file, mmap_mode="r"))
-
-    def __getitem__(self, index: Tensor) -> Tensor:
-        # Each call opens the file, because a worker would get a copy of the array instead of its mapping.
-        array = np.load(self.file, mmap_mode="r")
-        return _channels_first(torch.from_numpy(array[index.numpy()]), self.image_shape)
 
 
 def _channels_first(images: Tensor, image_shape: tuple[int, ...]) -> Tensor:
