@@ -23,7 +23,7 @@ OPTIONAL = """
     src.engine.observe.evaluation src.engine.observe.evaluation_media src.engine.observe.gradients
     src.engine.observe.tensorboard src.engine.run.early_stopping src.engine.run.ema src.engine.run.pruning
     src.engine.parallel.ddp_spawn src.engine.parallel.dp src.engine.parallel.fsdp src.engine.parallel.pipeline
-    src.models.airbench src.models.dcgan src.models.gan src.models.gan_frechet src.models.gan_samples
+    src.models.airbench src.models.dcgan src.models.gan src.models.gan_samples
     src.models.preact_resnet src.models.resnet src.models.resnet9 src.models.vgg src.models.vit src.models.whitening
     src.models.wide_resnet src.data.sources.array_file src.data.sources.cifar src.data.sources.class_folders
     src.data.sources.download src.data.sources.huggingface

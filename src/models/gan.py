@@ -21,7 +21,7 @@ from src.engine import (
 )
 
 _NOISE = 1  # separates these random numbers from those of augmentation
-_EVALUATION_EPOCH = -1  # in place of the current epoch: constant noise makes scores comparable
+_EVALUATION_EPOCH = -1  # in place of the current epoch: constant noise makes samples comparable
 
 
 class GAN(Module):
@@ -72,12 +72,8 @@ class GAN(Module):
             metrics = {"train/loss_generator": generator_loss, "train/loss_discriminator": discriminator_loss}
             self.log_step({"train/loss": loss, **metrics}, batch_idx)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return one generated image for each real image, (n, channels, height, width); callbacks compare them."""
-        return self(self._noise(batch.sample_index, _EVALUATION_EPOCH))
-
-    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.validation_step(batch, batch_idx)
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Compute nothing, since a GAN has no score: `callbacks.samples` draws after validation."""
 
     def configure_optimizers(self) -> list[Optimizer]:
         if self.trainer.precision == "16-mixed":

@@ -33,7 +33,7 @@ HARDWARE = """
     strategy.microbatches strategy.split strategy.data_parallel strategy.accelerator strategy.parallel_devices
     strategy.cluster_environment strategy.checkpoint_io strategy.precision_plugin
     callbacks.best.* callbacks.checkpoint.* callbacks.progress_bar.* callbacks.timeline.* callbacks.throughput.*
-    callbacks.gradients.* callbacks.evaluation.* callbacks.frechet.* callbacks.samples.* callbacks.pruning.trial
+    callbacks.gradients.* callbacks.evaluation.* callbacks.samples.* callbacks.pruning.trial
 """.split()
 
 # The same of many a user's own DataModule.

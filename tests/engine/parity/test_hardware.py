@@ -24,7 +24,7 @@ NOT_VARIED = {  # by why they cannot matter here, or where else they are tested
     "records": "report tags optimized_metric logger.* doctor trainer.profiler.* trainer.enable_progress_bar "
     "trainer.enable_model_summary trainer.enable_autolog_hparams trainer.enable_checkpointing callbacks.best.* "
     "callbacks.progress_bar.* callbacks.timeline.* callbacks.throughput.* callbacks.gradients.* "
-    "callbacks.evaluation.* callbacks.frechet.* callbacks.samples.* callbacks.pruning.trial",
+    "callbacks.evaluation.* callbacks.samples.* callbacks.pruning.trial",
     "tests/engine/launch, tests/engine/faults": "launch.timeout launch.max_restarts trainer.num_nodes trainer.max_time",
     "tests/template/data": "data.root data.source.urls data.source.file data.source.in_memory",
     "GPUs, or a compiler": "trainer.accelerator trainer.benchmark module.compile optimizer.compile "
