@@ -9,9 +9,7 @@ your ResNet" (2018), and tysam-code/hlb-CIFAR10. The network has 1,972,792 param
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from src.models.whitening import Whitening
@@ -26,9 +24,11 @@ def airbench(num_classes: int, widths: Sequence[int] = (64, 256, 256), channels:
         channels: channels of the images.
     """
     first, second, third = widths
+    whitening = Whitening(channels, 2)
+    stage = _Stage(whitening.out_channels, first)
     return nn.Sequential(
         OrderedDict(
-            layer1=_Whitened(channels, first),
+            layer1=nn.Sequential(OrderedDict(whitening=whitening, activation=nn.GELU(), stage=stage)),
             layer2=_Stage(first, second),
             layer3=_Stage(second, third),
             head=nn.Sequential(nn.MaxPool2d(3), nn.Flatten(), _Head(third, num_classes)),
@@ -42,39 +42,6 @@ class _Stage(nn.Sequential):
     def __init__(self, inputs: int, outputs: int) -> None:
         first, second = (_Convolution(inputs, outputs), nn.MaxPool2d(2)), (_Convolution(outputs, outputs),)
         super().__init__(*first, _norm(outputs), nn.GELU(), *second, _norm(outputs), nn.GELU())
-
-
-class _Whitened(nn.Module):
-    """The whitening layer and the first stage.
-
-    `callbacks.whitening` can stop the training of the whitening bias during the run.
-    """
-
-    def __init__(self, channels: int, outputs: int) -> None:
-        super().__init__()
-        self.whitening = Whitening(channels, 2)
-        self.stage = _Stage(self.whitening.out_channels, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.stage(nn.functional.gelu(self.whitening(x)))
-        bias = self.whitening.bias
-        return y if self.whitening.trains_bias or bias is None else _ZeroGradient.apply(y, bias)
-
-
-class _ZeroGradient(torch.autograd.Function):
-    """Identity on `x` that gives `parameter` a zero gradient.
-
-    A parameter that is no longer trained needs it: without any gradient, some strategies would wait for one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
-        ctx.save_for_backward(parameter)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return gradients[0], torch.zeros_like(ctx.saved_tensors[0])
 
 
 class _Convolution(nn.Conv2d):

@@ -16,17 +16,13 @@ class Whitening(nn.Conv2d):
 
     Each filter occurs with both signs. The method is from Page, "How to train your ResNet" (2018); the bias and the two
     signs are from tysam-code/hlb-CIFAR10 (2023). The filters are frozen. Until the caller stores the result of
-    `compute_filters`, they are the initial filters of a convolution.
-
-    Attributes:
-        trains_bias: whether the bias gets a gradient. Without it, the backward pass needs no gradient of this layer's
-            output, which is the largest in the network.
+    `compute_filters`, they are the initial filters of a convolution. `optimizer.whitening_fraction` of Muon is the part
+    of the run in which the bias is trained.
     """
 
     def __init__(self, channels: int, size: int) -> None:
         super().__init__(channels, 2 * channels * size**2, size)
         self.weight.requires_grad_(False)
-        self.trains_bias = True
 
     @property
     def has_computed_filters(self) -> bool:
@@ -50,10 +46,6 @@ class Whitening(nn.Conv2d):
         filters = (vectors / (values + eps).sqrt()).T.reshape(-1, *self.weight.shape[1:])
         return torch.cat([filters, -filters])
 
-    def forward(self, input: Tensor) -> Tensor:
-        bias = self.bias if self.trains_bias or self.bias is None else self.bias.detach()
-        return self._conv_forward(input, self.weight, bias)
-
 
 class InitWhitening(L.Callback):
     """Computes the filters from training images, before a strategy shards or splits the network.
@@ -63,31 +55,21 @@ class InitWhitening(L.Callback):
 
     Args:
         images: number of training images for the computation.
-        bias_fraction: fraction of the run in which the layer's bias is trained.
-
-    Raises:
-        UserError: if the network has no whitening layer.
     """
 
-    def __init__(self, images: int = 5000, bias_fraction: float = 1.0) -> None:
-        self.images, self.bias_fraction = images, bias_fraction
-        self._layers: list[Whitening] = []
+    def __init__(self, images: int = 5000) -> None:
+        self.images = images
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._layers = [part for part in pl_module.modules() if isinstance(part, Whitening)]
-        if not self._layers:
+        layers = [part for part in pl_module.modules() if isinstance(part, Whitening)]
+        if not layers:
             raise UserError("callbacks.whitening: `model` has no whitening layer; use model=airbench, or omit it")
-        for layer in self._layers:
+        for layer in layers:
             if not layer.has_computed_filters:
                 filters = layer.compute_filters(self._training_images(trainer))
                 layer.weight.data.copy_(trainer.strategy.broadcast(filters.cpu()))
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        data: Any = trainer.datamodule
-        for layer in self._layers:
-            layer.trains_bias = trainer.global_step < self.bias_fraction * data.total_steps
 
     def _training_images(self, trainer: L.Trainer) -> Tensor:
         """Return normalized images on the rank's device if it is CUDA: other devices may lack float64."""

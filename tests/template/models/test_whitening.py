@@ -1,18 +1,16 @@
-"""The whitening layer and its callback: filters from training images, and a frozen bias.
+"""The whitening layer and its callback: filters from training images.
 
 tests/engine/parity has it under strategies.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from src.engine.utils.errors import UserError
-from src.models.airbench import airbench
 from src.models.whitening import Whitening
-from tests.support.runs import Record, compose, fit
+from tests.support.runs import compose, fit
 
 IMAGES = torch.nn.functional.avg_pool2d(
     torch.randn(200, 3, 34, 34, generator=torch.Generator().manual_seed(0)), 3, stride=1
@@ -44,25 +42,6 @@ def test_filters_do_not_depend_on_the_order_of_the_images() -> None:
     assert torch.allclose(layer.compute_filters(IMAGES.flip(0)), layer.compute_filters(IMAGES), atol=1e-4)
 
 
-def test_frozen_bias_has_no_gradient() -> None:
-    net: Any = airbench(10, (8, 8, 8)).train()
-    layer, first = net.layer1.whitening, net.layer1.stage[0]
-    seen: list[bool] = []
-    first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].requires_grad))
-    gradients: dict[bool, dict[str, Any]] = {}
-    for trains in (True, False):
-        layer.trains_bias = trains
-        net.zero_grad()
-        net(IMAGES[:8]).square().sum().backward()
-        gradients[trains] = {name: weight.grad for name, weight in net.named_parameters() if weight.requires_grad}
-    assert seen == [True, False], "the frozen layer's output needs no gradient"
-    bias = gradients[True].pop("layer1.whitening.bias")
-    assert bias.abs().max() > 0
-    assert torch.equal(gradients[False].pop("layer1.whitening.bias"), torch.zeros_like(bias))
-    assert all(torch.allclose(gradients[False][name], tensor) for name, tensor in gradients[True].items())
-    assert layer.weight.grad is None
-
-
 def test_initialized_filters_are_kept(small: list[str], cifar: Path, folder: Path) -> None:
     first = fit(compose(folder, *small, *TASK)).final[FILTERS]
     others = ["data=cifar10", f"data.root={cifar}"]
@@ -70,18 +49,6 @@ def test_initialized_filters_are_kept(small: list[str], cifar: Path, folder: Pat
     fresh = fit(compose(folder / "fresh", *others, *TASK))
     assert torch.equal(started.final[FILTERS], first)
     assert not torch.allclose(fresh.final[FILTERS], first)
-
-
-def test_bias_is_trained_for_bias_fraction_of_the_run(small: list[str], folder: Path) -> None:
-    def run(fraction: float) -> Record:
-        options = ["optimizer.weight_decay=0", "optimizer.momentum=0", "optimizer.nesterov=false"]
-        options += [f"callbacks.whitening.bias_fraction={fraction}"]
-        return fit(compose(folder / str(fraction), *small, *TASK, *options))
-
-    none, half, full = (run(fraction) for fraction in (0.0, 0.5, 1.0))
-    moved = [float((record.final[BIAS] - record.initial[BIAS]).norm()) for record in (none, half, full)]
-    assert moved[0] == 0 < moved[1]
-    assert moved[1] != moved[2] > 0
 
 
 def test_refuses_a_network_without_a_whitening_layer(small: list[str], folder: Path) -> None:
