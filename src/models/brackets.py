@@ -19,23 +19,6 @@ class Encoder(nn.Module):
         return self.tokens(ids) + self.positions
 
 
-class Block(nn.Module):
-    """A block of a transformer without causal mask: attention, then a perceptron, each with a residual."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(2 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norms[1](x))
-
-
 class Head(nn.Module):
     """Maps the mean over the positions to the logit of a balanced line, (n,)."""
 
@@ -58,8 +41,9 @@ class BracketClassifier(L.LightningModule):
     ) -> None:
         super().__init__()
         self.lr = lr
-        blocks = [Block(width, heads=4, dropout=dropout) for _ in range(depth)]
-        self.net = nn.Sequential(Encoder(4, length, width), *blocks, Head(width))
+        options: Any = {"dropout": dropout, "activation": "gelu", "batch_first": True, "norm_first": True}
+        layers = [nn.TransformerEncoderLayer(width, 4, 2 * width, **options) for _ in range(depth)]
+        self.net = nn.Sequential(Encoder(4, length, width), *layers, Head(width))
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return F.binary_cross_entropy_with_logits(outputs, batch[1].to(outputs.dtype))
