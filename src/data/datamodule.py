@@ -127,7 +127,8 @@ class ImageDataModule(L.LightningDataModule):
 
     def to_pixels(self, image: Tensor) -> Tensor:
         """Undo the normalization, and return (n, channels, height, width) images in [0, 1]."""
-        return self.preprocessing.to_pixels(image)
+        mean, std = (torch.tensor(values, device=image.device)[:, None, None] for values in (self.mean, self.std))
+        return (image * std + mean).clamp(0, 1)
 
     @property
     def classes(self) -> list[str]:

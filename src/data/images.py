@@ -106,18 +106,14 @@ class TransformedSplit(Dataset[Batch]):
             image = transform(image)
             if image.dtype != torch.uint8 or image.shape != batch.image.shape[1:]:
                 raise UserError(
-                    f"data.augment.transforms: {_name(transform)} returns {image.dtype} {tuple(image.shape)}, "
+                    f"data.augment.transforms: {transform} returns {image.dtype} {tuple(image.shape)}, "
                     f"but must return torch.uint8 {tuple(batch.image.shape[1:])}"
                 )
         return batch._replace(image=image[None])
 
 
 class ImageFolder(Dataset[Batch]):
-    """The images of a folder and its subfolders, for prediction.
-
-    Raises:
-        UserError: if the folder contains no image, or an image cannot be read.
-    """
+    """The images of a folder and its subfolders, for prediction."""
 
     def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
         self.images = ImageFiles.in_folder(folder, image_shape, f"predict={folder}")
@@ -150,9 +146,6 @@ def should_keep_on_device(images: Images, device: torch.device, choice: str | bo
     """Return whether to keep images on the device.
 
     Under `auto` they stay there if they are there already, or need a small fraction of a GPU's free memory.
-
-    Raises:
-        UserError: if the choice is true, but the images are not in memory.
     """
     if not isinstance(images, Tensor):
         if choice is True:
@@ -165,8 +158,3 @@ def should_keep_on_device(images: Images, device: torch.device, choice: str | bo
     if images.device == device:
         return True
     return device.type == "cuda" and images.nbytes <= _MAX_FRACTION * torch.cuda.mem_get_info(device)[0]
-
-
-def _name(transform: Transform) -> str:
-    function = getattr(transform, "func", transform)  # of a partial function
-    return getattr(function, "__name__", type(function).__name__)

@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from src.data.augment import mixing
-from src.data.augment.pixels import (
-    all_alternating_flips,
-    all_sample_keys,
-    alternating_flip,
-    crop_and_flip,
-    cutout,
-    normalize,
-    sample_keys,
-)
+from src.data.augment.pixels import all_alternating_flips, all_sample_keys, crop_and_flip, cutout, normalize
 from src.data.augment.trivial_augment import trivial_augment
 from src.engine import Batch, BatchLayout, UserError, compiled, partners, should_compile
 
@@ -36,10 +28,10 @@ class Augmentation:
         compile: whether a GPU runs augmentation and normalization compiled; a mode of torch.compile counts as true.
 
     Attributes:
-        samples: number of samples of the dataset, if known. Their keys are then computed once per epoch.
+        samples: number of samples of the dataset, whose keys are computed once per epoch.
     """
 
-    samples: int | None = None
+    samples: int
 
     def __init__(
         self,
@@ -69,9 +61,6 @@ class Augmentation:
 
         The second tensor tells which images to mirror, (n,) bool, if the flips alternate.
         """
-        if self.samples is None:
-            keys, first_keys = sample_keys(seed, epoch, index), sample_keys(seed, 0, index)
-            return keys, alternating_flip(first_keys, epoch) if self.flip == "alternating" else None
         keys = all_sample_keys(seed, epoch, self.samples, index.device).index_select(0, index)
         if self.flip != "alternating":
             return keys, None
@@ -138,8 +127,3 @@ class Preprocessing:
     def normalize(self, batch: Batch, dtype: torch.dtype) -> Batch:
         """Normalize an evaluation batch."""
         return batch._replace(image=normalize(batch.image, self.mean, self.std, dtype))
-
-    def to_pixels(self, image: Tensor) -> Tensor:
-        """Undo the normalization, and return (n, channels, height, width) images in [0, 1]."""
-        mean, std = (torch.tensor(values, device=image.device)[:, None, None] for values in (self.mean, self.std))
-        return (image * std + mean).clamp(0, 1)

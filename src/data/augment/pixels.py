@@ -44,16 +44,11 @@ def crop_and_flip(image: Tensor, keys: Tensor, padding: int, flip: bool | Tensor
     columns = _source_positions(width, padding, image.device)
     if flip is not False:
         columns = _with_mirrored(width, padding, image.device)
-        mirrored = flip if isinstance(flip, Tensor) else is_kept == 0  # the same images as in `random_flip`
+        mirrored = flip if isinstance(flip, Tensor) else is_kept == 0  # the same images as in `alternating_flip`
         left = torch.add(left, mirrored, alpha=crops)
     source = torch.add(columns.index_select(0, left)[:, None, :], rows[:, :, None], alpha=width)
     source = source.view(count, 1, -1).expand(-1, channels, -1)  # indices into a flat image
     return image.flatten(2).gather(2, source).view_as(image)
-
-
-def random_flip(keys: Tensor) -> Tensor:
-    """Return which images to mirror, each with probability 1/2, in the shape of `keys`."""
-    return uniform(keys, 2) < 0.5
 
 
 def alternating_flip(first_keys: Tensor, epoch: int) -> Tensor:
@@ -62,7 +57,7 @@ def alternating_flip(first_keys: Tensor, epoch: int) -> Tensor:
     `first_keys` are the images' keys of epoch 0. Two consecutive epochs show every image both ways (Jordan, "94% on
     CIFAR-10 in 3.29 seconds", 2024, section 3.6).
     """
-    return random_flip(first_keys) ^ bool(epoch % 2)
+    return (uniform(first_keys, 2) < 0.5) ^ bool(epoch % 2)
 
 
 def cutout(image: Tensor, keys: Tensor, size: int) -> Tensor:

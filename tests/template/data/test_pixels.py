@@ -5,7 +5,6 @@ import hashlib
 import pytest
 import torch
 
-from src.data.augment.augmentation import Augmentation
 from src.data.augment.pixels import alternating_flip, crop_and_flip, cutout, normalize, sample_keys
 from src.engine.determinism.hashing import hash_ints, integers, permutation, uniform
 
@@ -38,18 +37,6 @@ def test_crop_and_flip_agrees_with_explicit_padding(padding: int, flip: bool, ch
         assert torch.equal(result[k], source[:, rows[k] : rows[k] + 10, columns[k] : columns[k] + 16])
     assert 70 < int(mirrored.sum()) < 130 or not flip
     assert set(rows.tolist()) == set(columns.tolist()) == set(range(2 * padding + 1))
-
-
-@pytest.mark.parametrize("flip", [True, "alternating"])
-def test_keys_of_an_epoch_are_those_of_its_samples(flip: bool | str) -> None:
-    augmentation, index = Augmentation(flip=flip, cutout=8), torch.tensor([5, 3, 99] * 21 + [0])
-    image_keys, mirrored = augmentation.keys(7, 3, index)
-    augmentation.samples = 100
-    found_keys, found_mirrored = augmentation.keys(7, 3, index)
-    assert torch.equal(found_keys, image_keys)
-    assert (mirrored is None) == (found_mirrored is None) == (flip is True)
-    if mirrored is not None and found_mirrored is not None:
-        assert torch.equal(found_mirrored, mirrored)
 
 
 def test_alternating_flips_mirror_each_image_every_second_epoch() -> None:

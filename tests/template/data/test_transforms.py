@@ -76,7 +76,7 @@ def test_generators_keep_their_states() -> None:
 
 @pytest.mark.parametrize("transform", [to_float, lambda image: image[:, :3]])
 def test_refuses_other_types_and_shapes(transform: Any) -> None:
-    with pytest.raises(UserError, match=r"data.augment.transforms: \S+ returns .*, but must return torch.uint8 \(3, 4"):
+    with pytest.raises(UserError, match=r"data.augment.transforms: .* returns .*, but must return torch.uint8 \(3, 4"):
         images_by_sample(transform=transform)
 
 
