@@ -52,7 +52,6 @@ _ONE_GPU = [
     Case("ema", "callbacks=ema"),
     Case("mixup", "data.augment.mixup=0.2"),
     Case("cutmix and cutout", "data.augment.cutmix=1.0 data.augment.cutout=8"),
-    Case("trivial augment", "data.augment.trivial=true"),
     Case("speedrun", _SPEEDRUN),
     Case("vit", "model=vit"),
     Case("vit, drop path", "model=vit model.drop_path=0.1"),
@@ -65,7 +64,6 @@ _ONE_GPU = [
     Case("compiled, vit, drop path and dropout", f"module.compile=true {_DROPOUT}"),
     Case("compiled, airbench", "module.compile=true model=airbench callbacks=whitening"),
     Case("compiled, speedrun", f"{_SPEEDRUN} module.compile=true"),
-    Case("compiled, trivial augment", "module.compile=true data.augment.trivial=true"),
     Case("compiled, cutmix and cutout", "module.compile=true data.augment.cutmix=1.0 data.augment.cutout=8"),
     Case("preset gpu", "preset=gpu"),
 ]

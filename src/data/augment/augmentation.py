@@ -9,7 +9,6 @@ from torch import Tensor
 
 from src.data.augment import mixing
 from src.data.augment.pixels import all_alternating_flips, all_sample_keys, crop_and_flip, cutout, normalize
-from src.data.augment.trivial_augment import trivial_augment
 from src.engine import Batch, BatchLayout, UserError, compiled, partners, should_compile
 
 
@@ -17,7 +16,6 @@ class Augmentation:
     """The augmentation of training batches, in the order of the arguments up to `mix_probability`.
 
     Args:
-        trivial: apply one random operation of TrivialAugment to each image.
         crop_padding: pixels of reflected border around an image before its random crop; 0 for no crop.
         flip: mirror a random half of the images; `alternating` mirrors the other half in every other epoch.
         cutout: side of a square set to the mean color, in pixels; 0 for none.
@@ -35,7 +33,6 @@ class Augmentation:
 
     def __init__(
         self,
-        trivial: bool = False,
         crop_padding: int = 4,
         flip: bool | str = True,
         cutout: int = 0,
@@ -52,7 +49,7 @@ class Augmentation:
             raise UserError(f"data.augment.mix_probability={mix_probability}: give a fraction between 0 and 1")
         if flip not in (True, False, "alternating"):
             raise UserError(f"data.augment.flip={flip}: give true, false or alternating")
-        self.trivial, self.crop_padding, self.flip, self.cutout = trivial, crop_padding, flip, cutout
+        self.crop_padding, self.flip, self.cutout = crop_padding, flip, cutout
         self.mixers = [(mix, alpha) for mix, alpha in ((mixing.mixup, mixup), (mixing.cutmix, cutmix)) if alpha > 0]
         self.mix_probability, self.transforms, self.compile = mix_probability, transforms, compile
 
@@ -67,9 +64,7 @@ class Augmentation:
         return keys, all_alternating_flips(seed, epoch, self.samples, index.device).index_select(0, index)
 
     def augment_pixels(self, image: Tensor, keys: Tensor, mirrored: Tensor | None) -> Tensor:
-        """Transform and crop (n, channels, height, width) uint8 images; `keys` and `mirrored` are those of `keys()`."""
-        if self.trivial:
-            image = trivial_augment(image, keys)
+        """Crop and mirror (n, channels, height, width) uint8 images; `keys` and `mirrored` are those of `keys()`."""
         if self.crop_padding or self.flip:
             image = crop_and_flip(image, keys, self.crop_padding, bool(self.flip) if mirrored is None else mirrored)
         return image

@@ -39,9 +39,7 @@ def augment(function: Any, options: dict[str, Any], epoch: int) -> Tensor:
     return function(preprocessing, IMAGES, keys, mirrored, torch.float32)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"flip": "alternating", "crop_padding": 2}, {"cutout": 8, "flip": False}, {"trivial": True}]
-)
+@pytest.mark.parametrize("options", [{}, {"flip": "alternating", "crop_padding": 2}, {"cutout": 8, "flip": False}])
 def test_augmentation_is_compiled_once(options: dict[str, Any], compile: Compile) -> None:
     function = compile(Preprocessing._transform)
     for epoch in range(3):
