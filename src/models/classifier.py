@@ -66,8 +66,6 @@ class ImageClassifier(Module):
         recompute: str = "none",
     ) -> None:
         super().__init__()
-        if not 0 <= label_smoothing <= 1:
-            raise UserError(f"module.label_smoothing={label_smoothing}: give a fraction between 0 and 1")
         if tta is not None:
             check_choice("module.tta", tta, VIEWS)
         check_compile_mode("module.compile", compile)

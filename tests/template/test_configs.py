@@ -40,7 +40,10 @@ TINY = [
     "trainer.log_every_n_steps=1",
 ]
 SMALLEST = ["model=mlp", "model.hidden=[16]"]
-SHRUNK = {("experiment", "wide_resnet"): ["model.width=1"]}  # a checkpoint of 36 million weights takes seconds
+SHRUNK = {
+    ("experiment", "wide_resnet"): ["model.width=1"],  # a checkpoint of 36 million weights takes seconds
+    ("preset", "gpu"): ["module.compile=false"],  # as does compilation on a CPU
+}
 
 
 def chosen_by(experiment: str) -> set[Choice]:

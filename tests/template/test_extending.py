@@ -91,6 +91,7 @@ def test_recipe(section: str, project: Path, small: list[str], pool: Pool, monke
         exec(compile(code, section, "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.slow
 def test_own_files_are_checked_but_not_trained(tmp_path: Path) -> None:
     """Write the files of all recipes, and an experiment without its data, into a copy of the project."""
     for folder in ("src", "conf", "tests"):

@@ -73,16 +73,12 @@ def test_train_samples_limits_the_training_set(small: list[str], folder: Path) -
         (["data.num_classes=5"], "data.num_classes=5, but `train` has labels from 0 to 9"),
         (["data.num_classes=12"], "data.num_classes=12, but .* has 10 classes"),
         (["data.image_shape=[3,64,64]"], r"are torch.uint8 \[3, 32, 32\]: .* set data.image_shape=\[3, 64, 64\] to"),
-        (["data.image_shape=[32,32]"], r"data.image_shape=\[32, 32\]"),
         (["data.mean=[0.5]"], r"data.mean=\[0.5\]: give one value for each of the 3 channels"),
         (["data.train_samples=361"], "data.train_samples=361 exceeds the 360 images to train on"),
         (["data.batch_size=12.5"], "data.batch_size=12.5"),
-        (["data.batch_size=-1"], "data.batch_size=-1"),
         (["data.val_fraction=1.5"], "data.val_fraction=1.5"),
-        (["seed=abc"], "seed=abc"),
         (["seed=-1"], "seed=-1"),
         (["data.train_samples=-100"], "data.train_samples=-100"),
-        (["module.label_smoothing=2"], "module.label_smoothing=2"),
         (["trainer.precision=fp8"], "fp8"),
         (["trainer.log_every_n_steps=0"], "trainer.log_every_n_steps=0"),
         (["+trainer.enable_checkpointing=false"], "use callbacks=none instead"),
@@ -96,7 +92,7 @@ def test_refuses_invalid_sizes(overrides: list[str], message: str, small: list[s
 
 @pytest.mark.parametrize(
     ("strategy", "devices"),
-    [("ddp", 4), ("fsdp", 2), ("pipeline", 2), pytest.param("ddp_spawn", 2, marks=pytest.mark.slow)],
+    [("ddp", 4), ("pipeline", 2), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("fsdp", "ddp_spawn"))],
 )
 def test_evaluation_is_exact_on_any_number_of_processes(
     strategy: str, devices: int, alone: Callable[..., Record], short_run: Callable[..., list[Record]], folder: Path
@@ -124,24 +120,6 @@ def test_evaluation_equals_a_reference_loop(small: list[str], folder: Path) -> N
 def test_every_class_has_a_name(name: str, folder: Path) -> None:
     data = build(compose(folder, f"data={name}").data)
     assert len(set(data.classes)) == data.num_classes
-
-
-def test_data_can_be_seen_without_a_trainer(small: list[str], folder: Path) -> None:
-    """A notebook gets batches of the loader, and the images that the network sees."""
-    cfg = compose(folder, *small, *MLP, "trainer.max_epochs=1")
-    data = build(cfg.data)
-    data.prepare_data()
-    data.setup("fit")
-    batches = list(data.train_dataloader())
-    assert len(torch.cat([batch.sample_index for batch in batches]).unique()) == 360
-    augmented = data.augment_batch(batches[0])
-    assert augmented.image.dtype == torch.float32
-    pixels = data.to_pixels(augmented.image)
-    assert pixels.shape == batches[0].image.shape
-    assert 0 <= pixels.min() < pixels.max() <= 1
-    assert not torch.equal(pixels, data.to_pixels(data.augment_batch(batches[0], epoch=1).image))
-    assert sum(int(batch.weight.sum()) for batch in data.val_dataloader()) == 40
-    assert data.classes[0] == "disc"
 
 
 def test_documented_notebook(small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -29,7 +29,7 @@ def test_generated_images_are_cached(tmp_path: Path) -> None:
 
 
 def test_linear_model_stays_under_45_percent() -> None:
-    train, test = generate_images(12_000, seed=0), generate_images(2_000, seed=1)
+    train, test = generate_images(6_000, seed=0), generate_images(2_000, seed=1)
     x, x_test = (torch.from_numpy(images).flatten(1).float() / 255 - 0.5 for images, _ in (train, test))
     y, y_test = (torch.from_numpy(labels) for _, labels in (train, test))
     weight = torch.zeros(10, 3072, requires_grad=True)

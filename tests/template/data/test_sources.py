@@ -19,8 +19,7 @@ from src.engine.utils.errors import UserError
 from tests.support.comparison import check_resumed
 from tests.support.huggingface import CLASSES
 from tests.support.interruption import die
-from tests.support.pool import Pool
-from tests.support.runs import Record, compose, fit, fit_ranks
+from tests.support.runs import Record, compose, fit
 
 SHAPE = (3, 32, 32)
 TASK = [  # two epochs of five steps in float64
@@ -199,15 +198,6 @@ def test_hugging_face_needs_its_library(folder: Path, monkeypatch: pytest.Monkey
 @pytest.fixture(scope="module")
 def in_memory(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Record:
     return fit(compose(tmp_path_factory.mktemp("in_memory"), *TASK, f"data.root={images}"), test=True)
-
-
-def test_images_from_files_give_the_same_run_on_two_processes(
-    in_memory: Record, pool: Pool, images: Path, folder: Path
-) -> None:
-    cfg = compose(folder, *TASK, *FROM_FILES, f"data.root={images}", "strategy=ddp", "trainer.devices=2")
-    records = fit_ranks(cfg, pool, test=True)
-    check_resumed(records, in_memory, 0)
-    assert records[0].metrics["test/loss"] == pytest.approx(in_memory.metrics["test/loss"], rel=1e-9)
 
 
 def test_images_from_files_resume_within_an_epoch(in_memory: Record, images: Path, folder: Path) -> None:

@@ -1,7 +1,6 @@
 """Transforms of the user change an image by (seed, epoch, sample) alone, on any number of processes and workers."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,8 @@ from src.engine.determinism.loader import RankLoader
 from src.engine.determinism.sampler import TrainingBatches
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
-from tests.support.comparison import check_resumed
 from tests.support.experiments import SHORT_RUN, SMALL_MLP
-from tests.support.interruption import die
-from tests.support.pool import Pool
-from tests.support.runs import Record, compose, fit
+from tests.support.runs import compose
 
 
 class Noise:
@@ -83,16 +79,6 @@ def test_refuses_other_types_and_shapes(transform: Any) -> None:
 NOISE = "{_target_: tests.template.data.test_transforms.Noise}"
 BRIGHTEN = "{_target_: tests.template.data.test_transforms.brighten, _partial_: true, amount: 20}"
 OPTIONS = [*SMALL_MLP, f"data.augment.transforms=[{NOISE},{BRIGHTEN}]"]
-
-
-def test_two_processes_and_a_resumed_run_with_a_worker_agree(
-    alone: Callable[..., Record], pool: Pool, small: list[str], folder: Path
-) -> None:
-    task = [*small, *SHORT_RUN, *OPTIONS]
-    pool.run(2, die, compose(folder, *task, "strategy=ddp", "trainer.devices=2"), "on_train_batch_end", 7)
-    resumed = fit(compose(folder, *task, "data.num_workers=1", f"ckpt_path={folder}/died.ckpt"))
-    check_resumed([resumed], alone(*OPTIONS), 7)
-    assert alone(*OPTIONS).losses != alone(*SMALL_MLP).losses
 
 
 def test_transforms_need_images_on_the_host(small: list[str], folder: Path) -> None:

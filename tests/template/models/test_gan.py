@@ -1,7 +1,5 @@
 """The GAN is the same under every strategy that can train it, resumes, and is evaluated by a classifier."""
 
-import io
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from src.engine.determinism.hashing import hash_ints, normal
 from src.engine.parallel.compatibility import check_can_train
@@ -109,10 +106,8 @@ def test_noise_is_normal_and_fixed_by_the_sample() -> None:
     assert torch.equal(normal(keys[order], 100), noise[order])
 
 
-def test_samples_are_laid_out_in_a_square_and_logged_as_images(small: list[str], folder: Path) -> None:
-    folder /= "logged_samples"  # the run's id must be unique in this process
-    options = ["logger=[wandb,tensorboard]", "trainer.accelerator=cpu", "trainer.max_epochs=1"]
-    cfg = compose(folder, *TASK, *small, *SHORT, *options, "callbacks.samples.count=16", quiet=False)
+def test_samples_are_laid_out_in_a_square(small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *TASK, *small, *SHORT, "trainer.max_epochs=1", "callbacks.samples.count=16")
     run(cfg)
     written = np.asarray(Image.open(folder / "samples" / "step000005.png"))
     assert written.shape == (128, 128, 3)
@@ -122,15 +117,6 @@ def test_samples_are_laid_out_in_a_square_and_logged_as_images(small: list[str],
     samples = data.to_pixels(module.eval().sample(16))  # type: ignore[operator]
     second_row_third = torch.from_numpy(written.copy())[32:64, 64:96].permute(2, 0, 1)
     assert torch.equal(second_row_third, (samples[6] * 255).round().to(torch.uint8))
-    (sent,) = folder.glob("wandb/offline-run-*/files/media/images/images/samples_*.png")
-    assert np.array_equal(np.asarray(Image.open(sent)), written)
-    assert (Path(sys.executable).parent / "tensorboard").exists(), "the documented command"
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    (shown,) = events.Images("images/samples")
-    assert shown.step == 5
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(shown.encoded_image_string))), written)
-    logged = (folder / "metrics.csv").read_text().partition("\n")[0].split(",")
-    assert set(events.Tags()["scalars"]) >= set(logged) - {"step"}, "the same scalars"
 
 
 def test_refuses_invalid_options(small: list[str], folder: Path) -> None:
