@@ -13,7 +13,6 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from src.engine.utils.errors import UserError
 from src.engine.utils.files import atomic_write
 
 _SUFFIXES = {"torch": ".pt2", "onnx": ".onnx"}
-_ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _TOLERANCE = 1e-4  # of a probability; other kernels round differently
 
 
@@ -36,14 +34,7 @@ def export(predictor: Predictor, image_shape: list[int], file_format: str) -> by
         predictor: the network with its normalization.
         image_shape: (channels, height, width) of its images.
         file_format: `torch` or `onnx`.
-
-    Raises:
-        UserError: if the packages for ONNX are not installed.
-        RuntimeError: if the exported program computes other probabilities.
     """
-    missing = [name for name in _ONNX_PACKAGES if file_format == "onnx" and not find_spec(name)]
-    if missing:
-        raise UserError(f"--format=onnx needs the packages {', '.join(missing)}: pip install '.[onnx]'")
     # Strict, because otherwise `len(images)` in a network would fix the number of images.
     program = torch.export.export(
         predictor,
@@ -85,24 +76,12 @@ def _load_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
 
 
 def _check_output(program: Callable[[Tensor], Tensor], predictor: Predictor, image_shape: list[int]) -> None:
-    """Check that the program and the predictor give the same probabilities for several numbers of images.
-
-    Raises:
-        RuntimeError: if not.
-    """
+    """Check that the program and the predictor give the same probabilities for several numbers of images."""
     for count in (1, 5):
         images = _random_images(count, image_shape)
         difference = (program(images) - predictor(images)).abs().max().item()
         if not difference < _TOLERANCE:
             raise RuntimeError(f"the exported program differs from the network by {difference} in a probability")
-
-
-def _write(file: Path, content: bytes) -> None:
-    try:
-        with atomic_write(file) as temporary:
-            temporary.write_bytes(content)
-    except OSError as error:
-        raise UserError(f"--output={file} cannot be written ({error.strerror})") from error
 
 
 def main() -> None:
@@ -118,8 +97,8 @@ def main() -> None:
         run = load_run(options.run, options.checkpoint, options.trust)
         folder = options.run if options.run.is_dir() else options.run.parent
         file = options.output or folder / f"network{_SUFFIXES[options.format]}"
-        with torch.no_grad():
-            _write(file, export(run.predictor, list(run.config.data.image_shape), options.format))
+        with torch.no_grad(), atomic_write(file) as temporary:
+            temporary.write_bytes(export(run.predictor, list(run.config.data.image_shape), options.format))
     except UserError as error:
         sys.exit(f"error: {error}")
     print(f"{file}: uint8 images (n, {', '.join(map(str, run.config.data.image_shape))}) to probabilities (n, classes)")

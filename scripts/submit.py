@@ -35,11 +35,7 @@ exit "$code"
 
 
 def script(cfg: DictConfig, overrides: list[str], folder: Path, arguments: argparse.Namespace) -> str:
-    """Return the batch script of a run in `folder`.
-
-    Raises:
-        UserError: if the configuration leaves the number of devices to the machine.
-    """
+    """Return the batch script of a run in `folder`."""
     devices = cfg.trainer.devices if isinstance(cfg.trainer.devices, int) else len(cfg.trainer.devices or [])
     if cfg.trainer.devices == "auto" or devices < 1:
         raise UserError(f"trainer.devices={cfg.trainer.devices}: a job asks for a number of devices per node; give one")

@@ -10,7 +10,6 @@ from torch import nn
 from scripts.export import _check_output, export
 from src.engine import compose, load_run, train
 from src.engine.run.trained import Predictor
-from src.engine.utils.errors import UserError
 from tests.support.commands import TINY, error_line, run_here
 
 QUIET = ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "logger=none", "trainer.max_epochs=1"]
@@ -22,14 +21,13 @@ def folder(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(compose(*small, *TINY, *QUIET, f"run_dir={tmp_path_factory.mktemp('export')}/run")).folder
 
 
-@pytest.mark.parametrize("count", [1, 3, 300])
-def test_exports_to_torch(count: int, folder: Path) -> None:
+def test_exports_to_torch(folder: Path) -> None:
     file = folder / "network.pt2"
-    if not file.exists():
-        out, _ = run_here(str(folder), program="scripts.export")
-        assert f"{file}: uint8 images (n, 3, 32, 32)" in out
-    images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8)
-    torch.testing.assert_close(torch.export.load(file).module()(images), load_run(folder).predict(images))
+    out, _ = run_here(str(folder), program="scripts.export")
+    assert f"{file}: uint8 images (n, 3, 32, 32)" in out
+    for count in (1, 300):
+        images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8)
+        torch.testing.assert_close(torch.export.load(file).module()(images), load_run(folder).predict(images))
 
 
 @pytest.mark.skipif(not HAS_ONNX, reason="ONNX is not installed")
@@ -44,27 +42,14 @@ def test_exports_to_onnx(folder: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(outputs[0]), load_run(folder, "best").predict(images))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--output=/proc/nowhere/x.pt2"], "--output=/proc/nowhere/x.pt2 cannot be written"),
-        (["--checkpoint=bset"], "has no checkpoint `bset`"),
-    ],
-)
-def test_errors_are_one_line(options: list[str], message: str, folder: Path) -> None:
-    _, err = run_here(str(folder), *options, program="scripts.export", code=1)
-    assert message in error_line(err)
+def test_errors_are_one_line(folder: Path) -> None:
+    _, err = run_here(str(folder), "--checkpoint=bset", program="scripts.export", code=1)
+    assert "has no checkpoint `bset`" in error_line(err)
 
 
 @pytest.fixture
 def predictor() -> Predictor:
     return Predictor(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), (0.5,) * 3, (0.2,) * 3)
-
-
-def test_missing_packages_are_named(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.export.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs the packages onnx, onnxscript, onnxruntime: pip install"):
-        export(predictor, [3, 2, 2], "onnx")
 
 
 class CountsImages(nn.Module):

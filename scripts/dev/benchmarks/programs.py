@@ -58,11 +58,7 @@ def run_in_turn(case: Case, rounds: int, scratch: Path) -> Readings:
 
 
 def _run(program: Program, scratch: Path) -> dict[str, float]:
-    """Return seconds to the end of the first step, milliseconds per later step, and the program's own readings.
-
-    Raises:
-        SystemExit: if the program fails.
-    """
+    """Return seconds to the end of the first step, milliseconds per later step, and the program's own readings."""
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     command = [part.replace("{scratch}", str(scratch)) for part in program.command]

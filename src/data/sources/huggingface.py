@@ -41,11 +41,7 @@ class HuggingFaceDataset:
         self.classes: list[str] = []
 
     def prepare(self, root: Path) -> None:
-        """Download the dataset, unless it is in the cache, and check the names of its splits and columns.
-
-        Raises:
-            UserError: if `datasets` is not installed, or the dataset, a split or a column does not exist.
-        """
+        """Download the dataset, unless it is in the cache, and check the names of its splits and columns."""
         dataset = self._dataset
         for option, names, known in (
             ("splits", self.splits.values(), list(dataset)),

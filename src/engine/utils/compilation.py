@@ -21,11 +21,7 @@ _MODES = ("default", "max-autotune-no-cudagraphs", *GRAPH_MODES)
 
 
 def check_compile_mode(option: str, choice: bool | str) -> None:
-    """Check the value of an option that compiles.
-
-    Raises:
-        UserError: if it is the name of no mode of torch.compile.
-    """
+    """Check the value of an option that compiles: a bool, or the name of a mode of torch.compile."""
     if isinstance(choice, str) and choice not in _MODES:
         raise UserError(f"{option}={choice}: give true, false or a mode: {suggest(choice, _MODES)}")
 

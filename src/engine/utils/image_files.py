@@ -28,11 +28,7 @@ class ImageFiles:
 
     @classmethod
     def in_folder(cls, folder: Path, image_shape: Sequence[int], option: str) -> "ImageFiles":
-        """Return the images of a folder and its subfolders.
-
-        Raises:
-            UserError: if there is no image.
-        """
+        """Return the images of a folder and its subfolders, of which there must be one."""
         files = find_images(folder)
         if not files:
             raise UserError(f"{option}: there is no image in it (.png, .jpg, or another format that Pillow reads)")
