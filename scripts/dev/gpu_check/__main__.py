@@ -82,7 +82,7 @@ def run_case(case: Case, session: Session) -> Outcome:
     folder.mkdir()
     result, log = folder / "result.json", folder / "log"
     place = [session.accelerator, session.devices, folder]
-    child = python("-m", "scripts.dev.gpu_check.child", case.name, result, *place)
+    child = python("-m", "scripts.dev.gpu_check.cases", case.name, result, *place)
     start = time.monotonic()
     code = run_limited(child, log, case.limit)
     seconds = time.monotonic() - start

@@ -1,6 +1,14 @@
-"""The list of the cases: quick and telling ones first."""
+"""The list of the cases: quick and telling ones first. `cases NAME RESULT ACCELERATOR DEVICES FOLDER` runs one of them.
 
-from scripts.dev.gpu_check.case import Case, Session
+It is the process of this case, and writes the outcome as JSON.
+"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+from scripts.dev.gpu_check.case import Case, CheckFailedError, NotHere, Session
 from scripts.dev.gpu_check.faults import FAULT_LIMIT, LAUNCHERS, MESSAGES, fault_check, torchrun
 from scripts.dev.gpu_check.numbers import hashes
 from scripts.dev.gpu_check.speed import resnet18_flops, short_run, speedrun, waits
@@ -9,9 +17,11 @@ from scripts.dev.gpu_check.strategies import (
     compiled,
     cpu_parity,
     data_parallel,
-    device_counts,
     strategy_check,
 )
+from scripts.dev.shared.process import exit_on_sigterm
+
+_MOST_STAGES = 4  # blocks of the default model
 
 
 def cases(session: Session) -> list[Case]:
@@ -34,7 +44,7 @@ def several_devices(devices: int) -> list[Case]:
     """Return the cases for two and more devices; none for one."""
     if devices < 2:
         return []
-    counts = {name: device_counts(name, devices) for name in STRATEGIES if name != "auto"}
+    counts = dict.fromkeys(STRATEGIES[1:], devices) | {"pipeline": min(devices, _MOST_STAGES)}  # without `auto`
     return [
         Case(f"short-run-x{devices}", short_run(devices)),
         *(Case(f"{name}-x{count}", strategy_check(name, count), 180) for name, count in counts.items()),
@@ -43,3 +53,24 @@ def several_devices(devices: int) -> list[Case]:
         Case("torchrun", torchrun),
         *(Case(f"{kind}-{by}", fault_check(kind, by), FAULT_LIMIT) for kind in MESSAGES for by in LAUNCHERS),
     ]
+
+
+def main() -> None:
+    exit_on_sigterm()
+    name, result, accelerator, devices, folder = sys.argv[1:]
+    session = Session(accelerator, int(devices), Path(folder))
+    (case,) = [case for case in cases(session) if case.name == name]
+    try:
+        outcome = ("ok", case.check(session))
+    except NotHere as reason:
+        outcome = ("not here", str(reason))
+    except CheckFailedError as error:
+        outcome = ("FAILED", str(error))
+    except Exception as error:
+        traceback.print_exc()
+        outcome = ("FAILED", f"{type(error).__name__}: {error}")
+    Path(result).write_text(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,6 @@ from scripts.dev.gpu_check.runs import SHORT_PARITY, TINY, expect_equal, middle,
 
 STRATEGIES = ["auto", "ddp", "ddp_spawn", "fsdp", "hsdp", "pipeline", "hybrid"]
 MICRO_BATCHES = 4  # of the pipelines; each is a normalization group
-MOST_STAGES = 4  # blocks of the default model
 
 
 def cpu_parity(session: Session) -> str:
@@ -43,11 +42,6 @@ def _options(strategy: str, devices: int | list[int]) -> list[str]:
     if devices != 1:
         return []
     return {"hsdp": ["strategy.replicas=1"], "hybrid": ["strategy.stages=1"]}.get(strategy, [])
-
-
-def device_counts(strategy: str, devices: int) -> int:
-    """Return the number of devices on which a strategy can use all of them."""
-    return min(devices, MOST_STAGES) if strategy == "pipeline" else devices
 
 
 def data_parallel(session: Session) -> str:
