@@ -1,4 +1,4 @@
-"""Every YAML in conf/ is composed and built, and every choice of every group is trained; all are found by globbing.
+"""Every YAML in conf/ is composed, built and trained; all are found by globbing.
 
 The user's own choices are not trained: they are built, or only checked if they may need the user's data.
 Each experiment is one run. The choices that no experiment makes are combined into runs of the smallest network. `make
@@ -137,10 +137,8 @@ def row_id(choices: tuple[Choice, ...]) -> str:
     return " ".join(f"{group}={name}" for group, name in choices)
 
 
-BUILT = [choice for choice in ALL if choice[0] != "experiment"]  # experiments are trained instead
-
-
-@pytest.mark.parametrize("choice", [*BUILT, *OWN], ids=lambda choice: "=".join(choice))
+# The project's choices are built where they are trained; one of them keeps the list from being empty.
+@pytest.mark.parametrize("choice", [("model", "mlp"), *OWN], ids=lambda choice: "=".join(choice))
 def test_builds(choice: Choice, local_data: dict[str, list[str]], folder: Path) -> None:
     """Misspelled options, wrong types and unused options fail here."""
     if choice in OWN and choice[0] in ("data", "experiment"):
