@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS ?= --constraint constraints.txt # empty: the newest versions that pyproject.toml allows
 
-.PHONY: install train doctor test test-all parity dry-gpu bench gpu-check lint format clean
+.PHONY: install train doctor test test-all parity dry-gpu bench gpu-check pictures lint format clean
 
 install: $(STAMP)
 
@@ -42,6 +42,11 @@ bench: install
 # On a machine with GPUs, some ten minutes: writes docs/benchmarks/gpu.md.
 gpu-check: install
 	$(BIN)/python -m scripts.dev.gpu_check $(ARGS)
+
+# The pictures of the docs, in some minutes; needs Chromium or Chrome. ARGS="--only schedules" makes one.
+pictures: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) ".[pictures]"
+	$(BIN)/python -m scripts.dev.pictures $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,0 +1,86 @@
+"""The pictures as Plotly figures: the curves of runs, and the passes of each pipeline schedule."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from scripts.dev.pictures.passes import Rows, draw_passes, duration, fastest_step
+from src.engine.parallel.pipeline.schedules import SCHEDULES
+from src.engine.parallel.pipeline.simulation import bubble, simulate
+from src.engine.report.comparison import comparison_figure
+from src.engine.report.page import new_figure
+from src.engine.report.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_LEGEND = {"orientation": "h", "x": 0.5, "xanchor": "center", "y": 1.01, "yanchor": "bottom"}
+_ROW, _TITLE, _MARGIN = 20, 22, 60  # pixels: of a rank, of a panel's title, and of the figure for the legend
+
+
+class _Panel(NamedTuple):
+    """One step: its title, passes, the factor from their times to the unit of the axis, and the length of the axis."""
+
+    title: str
+    rows: Rows
+    scale: float
+    length: float
+
+
+def curves_figure(runs: list[RunFolder], names: list[str]) -> "go.Figure":
+    """Return the training loss of runs upon each other, and their differences from the first one."""
+    figure = comparison_figure("train/loss", runs, names, height=620)
+    figure.update_layout(legend=_LEGEND | {"font": {"size": 12, "color": "var(--ink)"}})
+    figure.update_layout(xaxis={"title": "optimizer step"}, yaxis={"title": "training loss"})
+    return figure
+
+
+def schedules_figure(runs: dict[str, RunFolder], ranks: int, microbatches: int) -> "go.Figure":
+    """Return the passes of each schedule: simulated, and below as recorded by its run.
+
+    All simulated steps have one time axis, on which a rank's forward pass of a micro-batch through all of its stages
+    takes one unit. Each recorded step has its own, because the ranks share the processors.
+    """
+    panels = []
+    simulations = {name: dict(enumerate(simulate(name, ranks, microbatches))) for name in runs}
+    longest = max(duration(rows) / _stages(name) for name, rows in simulations.items())
+    for name, run in runs.items():
+        simulated, recorded = simulations[name], fastest_step(run.path)
+        title = f"<b>{name}</b>, simulated: the ranks idle {bubble(simulated.values()):.1%} of the step"
+        panels.append(_Panel(title, simulated, 1 / _stages(name), longest))
+        milliseconds = 1000 * duration(recorded)
+        title = f"recorded, {milliseconds:,.0f} ms: the ranks idle {bubble(recorded.values()):.1%}"
+        panels.append(_Panel(title, recorded, 1000.0, milliseconds))
+    return _stack(panels, ranks)
+
+
+def _stages(schedule: str) -> int:
+    return SCHEDULES[schedule].stages_per_rank
+
+
+def _stack(panels: list[_Panel], ranks: int) -> "go.Figure":
+    """Return the panels below each other."""
+    each = ranks * _ROW + _TITLE
+    height = len(panels) * each
+    figure = new_figure(height + _MARGIN, barmode="overlay", bargap=0.14, uniformtext={"minsize": 9, "mode": "hide"})
+    for index, panel in enumerate(panels):
+        bottom = (len(panels) - 1 - index) * each
+        axis = str(index + 1) if index else ""
+        _add_panel(figure, panel, axis, [bottom / height, (bottom + ranks * _ROW) / height])
+    _show_each_name_once(figure)
+    figure.update_layout(legend=_LEGEND)
+    return figure
+
+
+def _add_panel(figure: "go.Figure", panel: _Panel, axis: str, domain: list[float]) -> None:
+    draw_passes(figure, panel.rows, panel.scale, axis)
+    time = {"range": [0, panel.length], "anchor": f"y{axis}", "showgrid": False, "showticklabels": False}
+    rank = {"domain": domain, "anchor": f"x{axis}", "showgrid": False, "type": "category", "autorange": "reversed"}
+    figure.update_layout({f"xaxis{axis}": time, f"yaxis{axis}": rank | {"tickfont": {"size": 9}}})
+    note = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": domain[1], "yanchor": "bottom"}
+    figure.add_annotation(note, text=panel.title, showarrow=False, font={"size": 12, "color": "var(--ink)"})
+
+
+def _show_each_name_once(figure: "go.Figure") -> None:
+    seen: set[str] = set()
+    for trace in figure.data:
+        trace.showlegend = trace.name not in seen
+        seen.add(trace.name)
