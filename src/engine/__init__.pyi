@@ -25,7 +25,7 @@ from .determinism.dropout import DropPath as DropPath
 from .determinism.recomputation import recompute_blocks as recompute_blocks
 from .run.module import Module as Module
 from .run.module import WeightedMean as WeightedMean
-from .state.integrity import check_fits as check_fits
+from .state.io import check_fits as check_fits
 from .state.weights import load_network as load_network
 from .utils.tensors import upcast_half as upcast_half
 

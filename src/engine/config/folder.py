@@ -141,7 +141,7 @@ def newest_run(runs: Path) -> Path | None:
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in a run folder, if any; warn of each corrupt one."""
     for file in sorted((folder / CHECKPOINTS).glob("*.ckpt"), key=_recency_key):
-        from src.engine.state.integrity import check_is_complete  # late, since it imports Lightning
+        from src.engine.state.io import check_is_complete  # late, since it imports Lightning
 
         try:
             check_is_complete(file)

@@ -100,6 +100,3 @@ def test_names_refuse_what_no_checkpoint_could_restore() -> None:
     net, other = nn.Linear(2, 2), nn.Linear(2, 2)
     with pytest.raises(UserError, match="group 0 of SGD has a parameter that is not in Linear"):
         name_parameters(torch.optim.SGD(other.parameters(), lr=1.0), net)
-    twins = [{"params": [weight], "name": "same"} for weight in net.parameters()]
-    with pytest.raises(UserError, match="two parameter groups of SGD have the same `name`"):
-        name_parameters(torch.optim.SGD(twins, lr=1.0), net)
