@@ -159,9 +159,8 @@ def test_powersgd_starts_anew_in_a_continued_run(pool: Pool, small: list[str], f
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["strategy.comm_hook=powersdg"], "powersdg is no hook: did you mean powersgd"),
-        (["strategy.comm_hook=post_local_sgd", "strategy.shard_optimizer=true"], "strategy.shard_optimizer=true"),
-        (["strategy.comm_start_step=1"], "at least 2"),
+        (["strategy.comm_hook=powersdg"], "strategy.comm_hook=powersdg: .*did you mean powersgd"),
+        (["strategy.comm_start_step=1"], "strategy.comm_start_step=1: .* give 2"),
     ],
 )
 def test_refuses_invalid_options(options: list[str], message: str, small: list[str], folder: Path) -> None:
@@ -173,8 +172,6 @@ def test_refuses_invalid_options(options: list[str], message: str, small: list[s
     ("options", "message"),
     [
         (["strategy.comm_hook=bf16"], "take fp16"),
-        (["strategy.static_graph=true", "trainer.accumulate_grad_batches=2"], "strategy.static_graph=true"),
-        (["strategy.shard_optimizer=true", "+optimizer.fused=true"], "no fused optimizer"),
         (["strategy.comm_hook=post_local_sgd", "callbacks=[default,ema]"], "callbacks.ema"),
         (["strategy.comm_hook=post_local_sgd", "experiment=gan", "data=shapes"], "post_local_sgd"),
         (
