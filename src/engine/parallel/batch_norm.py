@@ -12,8 +12,10 @@ groups that it holds. This update is linear, so the weighted mean of the copies 
 import functools
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,9 +24,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from src.engine.determinism.layout import BatchLayout
 from src.engine.determinism.recomputation import remember
 from src.engine.observe.recording import communication
-from src.engine.parallel.rank_groups import RankGroups
 from src.engine.utils.compilation import device_constant
 from src.engine.utils.errors import UserError
 from src.engine.utils.tensors import upcast_half
@@ -33,22 +35,66 @@ _PARAMETERS = tuple(inspect.signature(F.batch_norm).parameters)
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name is deprecated
 
 
+@dataclass(frozen=True)
+class RankGroups:
+    """The normalization groups of a micro-batch that this rank, or a rank with which it shares a group, holds.
+
+    Attributes:
+        counts: number of samples of each group on each of these ranks, as (ranks, groups).
+        sizes: number of samples of each group on this rank.
+        totals: number of samples of each group.
+        sharing: process group of these ranks; None if this rank holds its groups alone.
+        data_parallel: process group of all data-parallel ranks; None if there is one.
+        weight: weight of this rank's running statistics in their mean over the data-parallel ranks.
+        micro_batches: number of micro-batches per optimizer step.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    totals: tuple[int, ...]
+    sharing: Any
+    data_parallel: Any
+    weight: float
+    micro_batches: int
+
+
+def rank_groups(layout: BatchLayout, data_parallel: Any) -> RankGroups:
+    """Return the groups of this rank. Every data-parallel rank must call it.
+
+    Args:
+        layout: the layout of the global batch.
+        data_parallel: process group of the data-parallel ranks; None if there is one.
+    """
+    holds, rank = layout.counts > 0, layout.parallel.dp_rank  # (ranks, groups)
+    is_sharing = np.arange(len(holds)) == rank
+    for _ in holds:  # add the ranks that share a group with one of these
+        is_sharing = holds[:, holds[is_sharing].any(0)].any(1)
+    ranks = np.flatnonzero(is_sharing).tolist()
+    counts = layout.counts[ranks][:, holds[ranks].any(0)]
+    sharing = data_parallel
+    if len(ranks) < len(holds):
+        members = [dist.get_process_group_ranks(data_parallel)[number] for number in ranks]
+        sharing = dist.new_group(members, use_local_synchronization=True) if len(ranks) > 1 else None
+    return RankGroups(
+        counts=tuple(map(tuple, counts.tolist())),
+        sizes=tuple(counts[ranks.index(rank)].tolist()),
+        totals=tuple(counts.sum(0).tolist()),
+        sharing=sharing,
+        data_parallel=data_parallel,
+        weight=counts.shape[1] / holds.shape[1] / len(ranks),
+        micro_batches=layout.micro_batches,
+    )
+
+
 def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
     """Change the class of the batch normalization layers, in place. Parameters, names and hooks stay the same.
 
     DistributedDataParallel, if it wraps `net`, does not broadcast their running statistics: each rank has its own.
-
-    Raises:
-        UserError: if the `forward` of a layer is not that of its class.
     """
     buffers: list[str] = []
     for name, norm in net.named_modules():
         if not isinstance(norm, _BatchNorm) or isinstance(norm, GroupedBatchNorm):
             continue
-        if "forward" in vars(norm):
-            raise UserError(
-                f"{name}.forward is replaced in the layer itself: give the layer a class of its own instead"
-            )
         norm.class_before, norm.groups = type(norm), groups  # type: ignore[assignment]
         norm.is_first_pass, norm.passes = True, 0  # type: ignore[assignment]
         norm.__class__ = _grouped_class(norm.class_before)
@@ -124,22 +170,13 @@ class GroupedBatchNorm(_BatchNorm):
         return output
 
     def _rows_per_group(self, input: Tensor) -> list[int]:
-        """Return the rows of each group: its samples, or several rows of each sample if there is one group.
-
-        Raises:
-            UserError: if it is unknown to which group a row belongs, or if a group has a single value per channel.
-        """
+        """Return the rows of each group: its samples, or several rows of each sample if there is one group."""
         sizes, samples = self.groups.sizes, sum(self.groups.sizes)
         rows, rest = divmod(len(input), samples)
         if rest or (rows > 1 and len(sizes) > 1):
             raise UserError(
                 f"a batch normalization layer gets {len(input)} rows for {samples} samples, so their groups are "
                 "unknown: set data.norm_groups=1, which is another experiment"
-            )
-        if min(self.groups.totals) * rows * input[0, 0].numel() == 1:
-            raise UserError(
-                "a batch normalization layer gets one value per channel and group: set fewer data.norm_groups, or a "
-                "larger data.batch_size"
             )
         return [size * rows for size in sizes]
 
