@@ -24,6 +24,7 @@ MOVED = {
     "src.callbacks.frechet": "src.models.gan_frechet",
     "src.callbacks.samples": "src.models.gan_samples",
     "src.callbacks.whitening": "src.models.whitening",
+    "src.engine.optim.schedulers": "src.engine.optim.schedules",
     "src.loggers": "src.engine.observe",
     "src.optim": "src.engine.optim",
     "src.strategies": "src.engine.parallel",
