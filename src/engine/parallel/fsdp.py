@@ -77,12 +77,18 @@ class FSDP(ShardedStateStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step of the module, whose loss must not read shards: a penalty would have the gradient of a shard."""
-        output = super().training_step(*args, **kwargs)
-        if isinstance(output.get("loss") if isinstance(output, Mapping) else output, DTensor):
+        try:
+            output = super().training_step(*args, **kwargs)
+            loss, cause = output.get("loss") if isinstance(output, Mapping) else output, None
+        except RuntimeError as error:  # torch defines few operations for shards
+            if "DTensor" not in str(error) and "sharding" not in str(error):
+                raise
+            loss, cause = None, error
+        if cause or isinstance(loss, DTensor):
             raise UserError(
                 "strategy=fsdp: training_step reads weights outside of the forward pass of their network, where each "
                 "rank has only a shard: let that forward pass return the term, or use strategy=ddp"
-            )
+            ) from cause
         return output
 
     def _shard(self, net: nn.Module) -> None:

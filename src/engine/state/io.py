@@ -95,16 +95,16 @@ def read_weights(path: _PATH, option: str, **options: Any) -> dict[str, Tensor]:
     return weights
 
 
-def check_is_complete(path: Path, option: str = "ckpt_path") -> None:
+def check_is_complete(path: Path) -> None:
     """Check that `path` is a complete checkpoint of a run."""
     try:
         if corrupt_member := zipfile.ZipFile(path).testzip():  # torch.load ignores a wrong checksum
             raise zipfile.BadZipFile(f"{corrupt_member} is corrupt")
-        sharded.check_shards(read_run_checkpoint(path, option, map_location="meta", mmap=True), path)
+        sharded.check_shards(read_run_checkpoint(path, "ckpt_path", map_location="meta", mmap=True), path)
     except UserError:
         raise
     except Exception as error:  # a corrupt file can raise anything
-        raise _corruption_error(path, error, option) from error
+        raise _corruption_error(path, error, "ckpt_path") from error
 
 
 def _corruption_error(path: _PATH, error: Exception, option: str) -> UserError:
