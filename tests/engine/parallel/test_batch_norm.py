@@ -162,8 +162,7 @@ def test_compiles_as_one_graph(groups: int, options: dict[str, Any], pool: Pool)
     check(pool.run(2, step_on_rank, SHAPES["2d"], options, {"norm_groups": groups}, True), expected, 1e-11)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(("groups", "dtype"), [(1, torch.float32), (4, torch.bfloat16)], ids=str)
 def test_half_precision(groups: int, dtype: torch.dtype, pool: Pool) -> None:
     """The input is in bfloat16, and the layer as well, or in float32 as under autocast."""
     expected = reference(layer(SHAPES["2d"]), *inputs(SHAPES["2d"]), groups)
@@ -253,12 +252,6 @@ def test_refuses_a_network_that_runs_twice_per_micro_batch(small: list[str], fol
     _fit_two_passes(compose(folder, *task))
     with pytest.raises(UserError, match="runs more than once in a forward pass"):
         _fit_two_passes(compose(folder, *task, "trainer.accumulate_grad_batches=2"))
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_can_be_switched_off(on: bool, small: list[str], folder: Path) -> None:
-    trainer, _, _ = assemble(compose(folder, *small, "strategy=ddp", f"trainer.sync_batchnorm={on}"))
-    assert any(type(callback).__name__ == "NormGroups" for callback in trainer.callbacks) is on
 
 
 def test_evaluation_and_checkpoints_have_the_mean_over_all_groups(

@@ -187,6 +187,13 @@ def test_ranks_refuse_invalid_options(
         pool.run(2, fit, compose(folder, *options, *small, *TWO))
 
 
+@pytest.mark.parametrize(
+    ("devices", "nodes", "expected"), [(1, 1, False), ([3], 1, False), ([0, 1], 1, True), (1, 2, True)]
+)
+def test_auto_is_ddp_on_several_devices(devices: int | list[int], nodes: int, expected: bool) -> None:
+    assert isinstance(ddp.auto(devices, nodes), DDP) is expected
+
+
 @pytest.mark.parametrize("samples", [[0, 1, 2], [3, 4, 5]])
 def test_powersgd_draws_the_same_numbers_on_every_rank(samples: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its matrices are as many as the samples of a rank, whose backward pass it is called in."""
