@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from src.engine.optim.schedules import unwrap_partial
 from src.engine.utils.errors import UserError, check_choice
 
 _RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
@@ -49,7 +48,7 @@ def build_optimizer(
     ]
     fused = {"fused": True} if allow_fused and _can_fuse(factory, [parameter for _, parameter in named]) else {}
     try:
-        return unwrap_partial(factory)([group for group in groups if group["params"]], lr=lr * lr_factor, **fused)
+        return factory([group for group in groups if group["params"]], lr=lr * lr_factor, **fused)
     except (TypeError, ValueError) as error:
         raise UserError(f"`optimizer` cannot be built: {error}") from error
 
