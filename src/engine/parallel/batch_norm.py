@@ -32,6 +32,7 @@ from src.engine.utils.errors import UserError
 from src.engine.utils.tensors import upcast_half
 
 _PARAMETERS = tuple(inspect.signature(F.batch_norm).parameters)
+_ADDITIONS = (Tensor.add_, Tensor.__iadd__, Tensor.add, Tensor.__add__)
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name is deprecated
 
 
@@ -107,7 +108,7 @@ def revert_norm_groups(net: nn.Module) -> None:
     for norm in list(grouped_norms(net)):
         norm.__class__ = norm.class_before  # type: ignore[assignment]
         # `forward` is there if the layer itself was compiled, with the methods of the other class.
-        for name in ("class_before", "groups", "is_first_pass", "passes", "count_before", "is_normalized", "forward"):
+        for name in ("class_before", "groups", "is_first_pass", "passes", "is_normalized", "forward"):
             vars(norm).pop(name, None)
 
 
@@ -133,35 +134,42 @@ def average_statistics(net: nn.Module) -> None:
 class GroupedBatchNorm(_BatchNorm):
     """Batch normalization over groups, of an (n, channels, ...) input whose samples are ordered by group.
 
+    A layer keeps its own forward pass, also one such as that of timm's BatchNormAct2d: its `F.batch_norm` normalizes by
+    group, and its `num_batches_tracked` counts once per optimizer step.
+
     Attributes:
         groups: the groups of this rank.
         class_before: the class of the layer before `apply_norm_groups`.
         is_first_pass: whether the next forward pass in training is the first one of its optimizer step.
         passes: number of forward passes of this step, if it has several micro-batches and the layer is not compiled.
+        is_normalized: whether the forward pass called `F.batch_norm` with the running statistics of the layer.
     """
 
     groups: RankGroups
     class_before: type[_BatchNorm]
     is_first_pass: bool
     passes: int
+    is_normalized: bool
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        self.class_before._check_input_dim(self, input)
-
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self._needs_groups(input):
-            return super().forward(input)
-        self._check_input_dim(input)
-        if self.is_first_pass and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        return self.normalize(input, self.weight, self.bias, self.momentum, self.eps)
+            return super().forward(input, *args, **kwargs)
+        self.is_normalized = False
+        with _BatchNormCalls(self):
+            output: Any = super().forward(input, *args, **kwargs)
+        if not self.is_normalized:
+            raise UserError(
+                f"{type(self).__name__}.forward does not call F.batch_norm with its own running_mean: divide it into "
+                "nn.BatchNorm2d and other layers, or set trainer.sync_batchnorm=false, which is another experiment"
+            )
+        return output
 
     def _needs_groups(self, input: Tensor) -> bool:
         # One group that a process holds in one piece is what torch's layer normalizes, with fewer kernels.
         return self.training and not (self.groups.counts == ((len(input),),) and self.groups.micro_batches == 1)
 
     def normalize(
-        self, input: Tensor, weight: Any = None, bias: Any = None, momentum: Any = 0.1, eps: float = 1e-5, **_: Any
+        self, input: Tensor, weight: Any = None, bias: Any = None, momentum: float = 0.1, eps: float = 1e-5, **_: Any
     ) -> Tensor:
         """Return the output, and move the running statistics. The arguments are those of `F.batch_norm`."""
         normalize = self._normalize_alone if self.groups.sharing is None else self._normalize_shared
@@ -205,12 +213,10 @@ class GroupedBatchNorm(_BatchNorm):
         return output, torch.stack([mean, var * values / (values - 1)], 1)
 
     @torch.no_grad()
-    def _update_running(self, moments: Tensor, momentum: Any) -> None:
+    def _update_running(self, moments: Tensor, momentum: float) -> None:
         """Add the mean of the groups' moments, in the first pass after the old values have decayed."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+        if self.running_mean is None or self.running_var is None:
             return
-        if momentum is None:  # the mean over all steps; a tensor, because a number would have to wait for the GPU
-            momentum = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
         micro_batches, moments = self.groups.micro_batches, moments.mean(0).to(self.running_mean.dtype)
         for running, moment in zip((self.running_mean, self.running_var), moments, strict=True):
             if micro_batches == 1:
@@ -235,43 +241,16 @@ class GroupedBatchNorm(_BatchNorm):
             )
 
 
-class _GroupedOwnForward(GroupedBatchNorm):
-    """A layer that keeps its own forward pass, such as timm's BatchNormAct2d: `F.batch_norm` in it normalizes by group.
-
-    Attributes:
-        count_before: `num_batches_tracked` before the step; every pass of the step counts from there.
-        is_normalized: whether the forward pass called `F.batch_norm` with the running statistics of the layer.
-    """
-
-    count_before: Tensor
-    is_normalized: bool
-
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self._needs_groups(input):
-            return self.class_before.forward(self, input, *args, **kwargs)
-        if self.is_first_pass and self.num_batches_tracked is not None:
-            self.count_before = self.num_batches_tracked.clone()
-        elif self.num_batches_tracked is not None:
-            self.num_batches_tracked.copy_(self.count_before)
-        self.is_normalized = False
-        with _BatchNormCalls(self):
-            output: Any = self.class_before.forward(self, input, *args, **kwargs)
-        if not self.is_normalized:
-            raise UserError(
-                f"{type(self).__name__}.forward does not call F.batch_norm with its own running_mean: divide it into "
-                "nn.BatchNorm2d and other layers, or set trainer.sync_batchnorm=false, which is another experiment"
-            )
-        return output
-
-
 class _BatchNormCalls(TorchFunctionMode):
     """Context in which `F.batch_norm`, with the running statistics of a layer, normalizes by group."""
 
-    def __init__(self, norm: _GroupedOwnForward) -> None:
+    def __init__(self, norm: GroupedBatchNorm) -> None:
         super().__init__()
         self.norm = norm
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ADDITIONS and args[0] is self.norm.num_batches_tracked and not self.norm.is_first_pass:
+            return args[0]
         call = dict(zip(_PARAMETERS, args, strict=False)) | (kwargs or {})
         if func is not F.batch_norm or call["running_mean"] is not self.norm.running_mean:
             return func(*args, **(kwargs or {}))
@@ -282,9 +261,7 @@ class _BatchNormCalls(TorchFunctionMode):
 @functools.cache
 def _grouped_class(before: Any) -> type[GroupedBatchNorm]:
     """Return the class of a layer of class `before` that normalizes over groups."""
-    if before.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
-        return GroupedBatchNorm
-    return type(before.__name__, (_GroupedOwnForward, before), {})
+    return type(before.__name__, (GroupedBatchNorm, before), {})
 
 
 @device_constant
