@@ -250,10 +250,12 @@ class _BatchNormCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ADDITIONS and args[0] is self.norm.num_batches_tracked and not self.norm.is_first_pass:
-            return args[0]
-        call = dict(zip(_PARAMETERS, args, strict=False)) | (kwargs or {})
-        if func is not F.batch_norm or call["running_mean"] is not self.norm.running_mean:
+            return args[0]  # this step is counted
+        if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
+        call = dict(zip(_PARAMETERS, args, strict=False)) | (kwargs or {})
+        if call["running_mean"] is not self.norm.running_mean:
+            return func(**call)
         self.norm.is_normalized = True
         return self.norm.normalize(**call) if call.get("training") else func(**call)
 
