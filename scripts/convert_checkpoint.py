@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from src.engine.state import sharded
-from src.engine.state.integrity import read_run_checkpoint
-from src.engine.state.io import AtomicCheckpointIO
+from src.engine.state.io import AtomicCheckpointIO, read_run_checkpoint
 from src.engine.state.run_files import checkpoint_file
 from src.engine.utils.errors import UserError
 
@@ -38,7 +37,7 @@ def convert(source: Path, target: Path, shards: bool) -> None:
             sharded.save_shards(checkpoint, folder)
         except OSError as error:
             raise UserError(f"target={target} cannot be written ({error.strerror})") from error
-        checkpoint = sharded.map_tensors(checkpoint, lambda _, tensor: torch.empty_like(tensor, device="meta"))
+        checkpoint = sharded.map_tensors(checkpoint, lambda tensor: torch.empty_like(tensor, device="meta"))
         checkpoint[sharded.SHARDS] = folder.name
     files.save_checkpoint(checkpoint, target)
     sharded.remove_unused_folders(target)

@@ -25,16 +25,16 @@ from .determinism.dropout import DropPath as DropPath
 from .determinism.recomputation import recompute_blocks as recompute_blocks
 from .run.module import Module as Module
 from .run.module import WeightedMean as WeightedMean
-from .state.integrity import check_fits as check_fits
+from .state.io import check_fits as check_fits
 from .state.weights import load_network as load_network
 from .utils.tensors import upcast_half as upcast_half
 
 # Optimizers and schedules
 from .optim.groups import build_optimizer as build_optimizer
-from .optim.groups import override_hyperparameters as override_hyperparameters
 from .optim.groups import scaling_factor as scaling_factor
-from .optim.schedulers import keep_configured_rates as keep_configured_rates
-from .optim.schedulers import scheduler_config as scheduler_config
+from .optim.schedules import keep_configured_rates as keep_configured_rates
+from .optim.schedules import override_hyperparameters as override_hyperparameters
+from .optim.schedules import scheduler_config as scheduler_config
 
 # Strategies
 from .parallel.gradients import average_over as average_over

@@ -31,7 +31,6 @@ _DDP: Choices = {
     **_SHARES,
     "strategy.shard_optimizer": ["false", "true"],
     "strategy.bucket_cap_mb": ["null", 1],
-    "strategy.static_graph": ["false", "true"],
     "strategy.gradient_as_bucket_view": ["true", "false"],
 }
 _SHARDED: Choices = {"strategy.sharded_checkpoints": ["false", "true"]}
@@ -127,8 +126,6 @@ def _is_valid(setting: Setting) -> bool:
     schedule = SCHEDULES.get(setting.get("strategy.schedule", ""))
     # The ranks of the pool cannot start worker processes.
     if setting["data.num_workers"] and (setting["data.device_resident"] == "true" or setting["trainer.devices"] > 1):
-        return False
-    if setting.get("strategy.static_graph") == "true" and setting["trainer.accumulate_grad_batches"] > 1:
         return False
     # It needs four stages and as many micro-batches.
     needs_four = schedule is not None and schedule.stages_per_rank > 1

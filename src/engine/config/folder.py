@@ -100,7 +100,7 @@ def run_and_sweep_id(folder: Path, is_sweep: bool) -> tuple[str, str | None]:
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in a run folder, if any; warn of each corrupt one."""
     for file in sorted((folder / CHECKPOINTS).glob("*.ckpt"), key=_recency_key):
-        from src.engine.state.integrity import check_is_complete  # late, since it imports Lightning
+        from src.engine.state.io import check_is_complete  # late, since it imports Lightning
 
         try:
             check_is_complete(file)

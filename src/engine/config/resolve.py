@@ -167,7 +167,7 @@ def _find_checkpoint(option: str, value: str) -> Path:
     if not checkpoint.is_file():
         missing = f"checkpoint in that folder ({checkpoint})" if path.is_dir() else "such file or run folder"
         raise UserError(f"{option}={value}: there is no {missing}")
-    from src.engine.state.integrity import read_run_checkpoint, read_weights  # late, because it imports Lightning
+    from src.engine.state.io import read_run_checkpoint, read_weights  # late, because it imports Lightning
 
     if option == "init_from":
         read_weights(checkpoint, option, map_location="meta")

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from src.engine.optim.schedules import unwrap_partial
 from src.engine.utils.errors import UserError, check_choice
 
 _RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
@@ -34,9 +33,6 @@ def build_optimizer(
     A parameter's name is `prefix` and its name in the network. The optimizer's state dict contains the names as
     `param_names`, so that a checkpoint assigns moments to weights by name. On CUDA the fused implementation is the
     default where torch has one, unless `allow_fused` is false: it launches one kernel for many tensors.
-
-    Raises:
-        UserError: if the learning rate is not a number of at least zero, or the optimizer refuses its arguments.
     """
     lr = factory.keywords.get("lr")
     if not isinstance(lr, int | float) or lr < 0:
@@ -52,7 +48,7 @@ def build_optimizer(
     ]
     fused = {"fused": True} if allow_fused and _can_fuse(factory, [parameter for _, parameter in named]) else {}
     try:
-        return unwrap_partial(factory)([group for group in groups if group["params"]], lr=lr * lr_factor, **fused)
+        return factory([group for group in groups if group["params"]], lr=lr * lr_factor, **fused)
     except (TypeError, ValueError) as error:
         raise UserError(f"`optimizer` cannot be built: {error}") from error
 
@@ -69,26 +65,3 @@ def _can_fuse(factory: partial[Any], parameters: list[nn.Parameter]) -> bool:
     # torch 2.13 has sharding rules for _fused_adam_ and _fused_adamw_ only (distributed/tensor/_ops/_pointwise_ops.py).
     is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
     return not is_sharded or not issubclass(kind, SGD)
-
-
-def override_hyperparameters(
-    saved: dict[str, Any], optimizer: Optimizer, multiplier: Callable[[dict[str, Any]], float]
-) -> None:
-    """Replace the hyper-parameters in a saved optimizer state by those of `optimizer`.
-
-    Args:
-        saved: state of the optimizer in a checkpoint, changed in place.
-        optimizer: optimizer of the present configuration.
-        multiplier: maps a parameter group to the factor on its learning rate at the step of the checkpoint.
-
-    Raises:
-        UserError: if the state is of another kind of optimizer.
-    """
-    saved_groups, own_groups = saved["param_groups"], optimizer.param_groups
-    if [group.keys() for group in saved_groups] != [group.keys() for group in own_groups]:
-        raise UserError("ckpt_path is a run with another `optimizer`: set it as in that run")
-    for saved_group, own_group in zip(saved_groups, own_groups, strict=True):
-        for key, value in own_group.items():
-            if key not in ("params", "param_names"):
-                saved_group[key] = value
-        saved_group["lr"] = own_group.get("initial_lr", own_group["lr"]) * multiplier(own_group)

@@ -12,8 +12,10 @@ groups that it holds. This update is linear, so the weighted mean of the copies 
 import functools
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,33 +24,78 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from src.engine.determinism.layout import BatchLayout
 from src.engine.determinism.recomputation import remember
 from src.engine.observe.recording import communication
-from src.engine.parallel.rank_groups import RankGroups
 from src.engine.utils.compilation import device_constant
 from src.engine.utils.errors import UserError
 from src.engine.utils.tensors import upcast_half
 
 _PARAMETERS = tuple(inspect.signature(F.batch_norm).parameters)
+_ADDITIONS = (Tensor.add_, Tensor.__iadd__, Tensor.add, Tensor.__add__)
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name is deprecated
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """The normalization groups of a micro-batch that this rank, or a rank with which it shares a group, holds.
+
+    Attributes:
+        counts: number of samples of each group on each of these ranks, as (ranks, groups).
+        sizes: number of samples of each group on this rank.
+        totals: number of samples of each group.
+        sharing: process group of these ranks; None if this rank holds its groups alone.
+        data_parallel: process group of all data-parallel ranks; None if there is one.
+        weight: weight of this rank's running statistics in their mean over the data-parallel ranks.
+        micro_batches: number of micro-batches per optimizer step.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    totals: tuple[int, ...]
+    sharing: Any
+    data_parallel: Any
+    weight: float
+    micro_batches: int
+
+
+def rank_groups(layout: BatchLayout, data_parallel: Any) -> RankGroups:
+    """Return the groups of this rank. Every data-parallel rank must call it.
+
+    Args:
+        layout: the layout of the global batch.
+        data_parallel: process group of the data-parallel ranks; None if there is one.
+    """
+    holds, rank = layout.counts > 0, layout.parallel.dp_rank  # (ranks, groups)
+    is_sharing = np.arange(len(holds)) == rank
+    for _ in holds:  # add the ranks that share a group with one of these
+        is_sharing = holds[:, holds[is_sharing].any(0)].any(1)
+    ranks = np.flatnonzero(is_sharing).tolist()
+    counts = layout.counts[ranks][:, holds[ranks].any(0)]
+    sharing = data_parallel
+    if len(ranks) < len(holds):
+        members = [dist.get_process_group_ranks(data_parallel)[number] for number in ranks]
+        sharing = dist.new_group(members, use_local_synchronization=True) if len(ranks) > 1 else None
+    return RankGroups(
+        counts=tuple(map(tuple, counts.tolist())),
+        sizes=tuple(counts[ranks.index(rank)].tolist()),
+        totals=tuple(counts.sum(0).tolist()),
+        sharing=sharing,
+        data_parallel=data_parallel,
+        weight=counts.shape[1] / holds.shape[1] / len(ranks),
+        micro_batches=layout.micro_batches,
+    )
 
 
 def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
     """Change the class of the batch normalization layers, in place. Parameters, names and hooks stay the same.
 
     DistributedDataParallel, if it wraps `net`, does not broadcast their running statistics: each rank has its own.
-
-    Raises:
-        UserError: if the `forward` of a layer is not that of its class.
     """
     buffers: list[str] = []
     for name, norm in net.named_modules():
         if not isinstance(norm, _BatchNorm) or isinstance(norm, GroupedBatchNorm):
             continue
-        if "forward" in vars(norm):
-            raise UserError(
-                f"{name}.forward is replaced in the layer itself: give the layer a class of its own instead"
-            )
         norm.class_before, norm.groups = type(norm), groups  # type: ignore[assignment]
         norm.is_first_pass, norm.passes = True, 0  # type: ignore[assignment]
         norm.__class__ = _grouped_class(norm.class_before)
@@ -61,7 +108,7 @@ def revert_norm_groups(net: nn.Module) -> None:
     for norm in list(grouped_norms(net)):
         norm.__class__ = norm.class_before  # type: ignore[assignment]
         # `forward` is there if the layer itself was compiled, with the methods of the other class.
-        for name in ("class_before", "groups", "is_first_pass", "passes", "count_before", "is_normalized", "forward"):
+        for name in ("class_before", "groups", "is_first_pass", "passes", "is_normalized", "forward"):
             vars(norm).pop(name, None)
 
 
@@ -87,35 +134,42 @@ def average_statistics(net: nn.Module) -> None:
 class GroupedBatchNorm(_BatchNorm):
     """Batch normalization over groups, of an (n, channels, ...) input whose samples are ordered by group.
 
+    A layer keeps its own forward pass, also one such as that of timm's BatchNormAct2d: its `F.batch_norm` normalizes by
+    group, and its `num_batches_tracked` counts once per optimizer step.
+
     Attributes:
         groups: the groups of this rank.
         class_before: the class of the layer before `apply_norm_groups`.
         is_first_pass: whether the next forward pass in training is the first one of its optimizer step.
         passes: number of forward passes of this step, if it has several micro-batches and the layer is not compiled.
+        is_normalized: whether the forward pass called `F.batch_norm` with the running statistics of the layer.
     """
 
     groups: RankGroups
     class_before: type[_BatchNorm]
     is_first_pass: bool
     passes: int
+    is_normalized: bool
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        self.class_before._check_input_dim(self, input)
-
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self._needs_groups(input):
-            return super().forward(input)
-        self._check_input_dim(input)
-        if self.is_first_pass and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        return self.normalize(input, self.weight, self.bias, self.momentum, self.eps)
+            return super().forward(input, *args, **kwargs)
+        self.is_normalized = False
+        with _BatchNormCalls(self):
+            output: Any = super().forward(input, *args, **kwargs)
+        if not self.is_normalized:
+            raise UserError(
+                f"{type(self).__name__}.forward does not call F.batch_norm with its own running_mean: divide it into "
+                "nn.BatchNorm2d and other layers, or set trainer.sync_batchnorm=false, which is another experiment"
+            )
+        return output
 
     def _needs_groups(self, input: Tensor) -> bool:
         # One group that a process holds in one piece is what torch's layer normalizes, with fewer kernels.
         return self.training and not (self.groups.counts == ((len(input),),) and self.groups.micro_batches == 1)
 
     def normalize(
-        self, input: Tensor, weight: Any = None, bias: Any = None, momentum: Any = 0.1, eps: float = 1e-5, **_: Any
+        self, input: Tensor, weight: Any = None, bias: Any = None, momentum: float = 0.1, eps: float = 1e-5, **_: Any
     ) -> Tensor:
         """Return the output, and move the running statistics. The arguments are those of `F.batch_norm`."""
         normalize = self._normalize_alone if self.groups.sharing is None else self._normalize_shared
@@ -124,22 +178,13 @@ class GroupedBatchNorm(_BatchNorm):
         return output
 
     def _rows_per_group(self, input: Tensor) -> list[int]:
-        """Return the rows of each group: its samples, or several rows of each sample if there is one group.
-
-        Raises:
-            UserError: if it is unknown to which group a row belongs, or if a group has a single value per channel.
-        """
+        """Return the rows of each group: its samples, or several rows of each sample if there is one group."""
         sizes, samples = self.groups.sizes, sum(self.groups.sizes)
         rows, rest = divmod(len(input), samples)
         if rest or (rows > 1 and len(sizes) > 1):
             raise UserError(
                 f"a batch normalization layer gets {len(input)} rows for {samples} samples, so their groups are "
                 "unknown: set data.norm_groups=1, which is another experiment"
-            )
-        if min(self.groups.totals) * rows * input[0, 0].numel() == 1:
-            raise UserError(
-                "a batch normalization layer gets one value per channel and group: set fewer data.norm_groups, or a "
-                "larger data.batch_size"
             )
         return [size * rows for size in sizes]
 
@@ -168,12 +213,10 @@ class GroupedBatchNorm(_BatchNorm):
         return output, torch.stack([mean, var * values / (values - 1)], 1)
 
     @torch.no_grad()
-    def _update_running(self, moments: Tensor, momentum: Any) -> None:
+    def _update_running(self, moments: Tensor, momentum: float) -> None:
         """Add the mean of the groups' moments, in the first pass after the old values have decayed."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+        if self.running_mean is None or self.running_var is None:
             return
-        if momentum is None:  # the mean over all steps; a tensor, because a number would have to wait for the GPU
-            momentum = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
         micro_batches, moments = self.groups.micro_batches, moments.mean(0).to(self.running_mean.dtype)
         for running, moment in zip((self.running_mean, self.running_var), moments, strict=True):
             if micro_batches == 1:
@@ -198,46 +241,21 @@ class GroupedBatchNorm(_BatchNorm):
             )
 
 
-class _GroupedOwnForward(GroupedBatchNorm):
-    """A layer that keeps its own forward pass, such as timm's BatchNormAct2d: `F.batch_norm` in it normalizes by group.
-
-    Attributes:
-        count_before: `num_batches_tracked` before the step; every pass of the step counts from there.
-        is_normalized: whether the forward pass called `F.batch_norm` with the running statistics of the layer.
-    """
-
-    count_before: Tensor
-    is_normalized: bool
-
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self._needs_groups(input):
-            return self.class_before.forward(self, input, *args, **kwargs)
-        if self.is_first_pass and self.num_batches_tracked is not None:
-            self.count_before = self.num_batches_tracked.clone()
-        elif self.num_batches_tracked is not None:
-            self.num_batches_tracked.copy_(self.count_before)
-        self.is_normalized = False
-        with _BatchNormCalls(self):
-            output: Any = self.class_before.forward(self, input, *args, **kwargs)
-        if not self.is_normalized:
-            raise UserError(
-                f"{type(self).__name__}.forward does not call F.batch_norm with its own running_mean: divide it into "
-                "nn.BatchNorm2d and other layers, or set trainer.sync_batchnorm=false, which is another experiment"
-            )
-        return output
-
-
 class _BatchNormCalls(TorchFunctionMode):
     """Context in which `F.batch_norm`, with the running statistics of a layer, normalizes by group."""
 
-    def __init__(self, norm: _GroupedOwnForward) -> None:
+    def __init__(self, norm: GroupedBatchNorm) -> None:
         super().__init__()
         self.norm = norm
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = dict(zip(_PARAMETERS, args, strict=False)) | (kwargs or {})
-        if func is not F.batch_norm or call["running_mean"] is not self.norm.running_mean:
+        if func in _ADDITIONS and args[0] is self.norm.num_batches_tracked and not self.norm.is_first_pass:
+            return args[0]  # this step is counted
+        if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
+        call = dict(zip(_PARAMETERS, args, strict=False)) | (kwargs or {})
+        if call["running_mean"] is not self.norm.running_mean:
+            return func(**call)
         self.norm.is_normalized = True
         return self.norm.normalize(**call) if call.get("training") else func(**call)
 
@@ -245,9 +263,7 @@ class _BatchNormCalls(TorchFunctionMode):
 @functools.cache
 def _grouped_class(before: Any) -> type[GroupedBatchNorm]:
     """Return the class of a layer of class `before` that normalizes over groups."""
-    if before.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
-        return GroupedBatchNorm
-    return type(before.__name__, (_GroupedOwnForward, before), {})
+    return type(before.__name__, (GroupedBatchNorm, before), {})
 
 
 @device_constant

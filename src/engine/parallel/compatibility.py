@@ -9,12 +9,7 @@ from src.engine.utils.errors import UserError
 
 
 def check_can_train(strategy: Any, module: L.LightningModule) -> None:
-    """Check that the strategy can train the module: with manual optimization each rank needs a full replica.
-
-    Raises:
-        UserError: if the module uses manual optimization and the strategy keeps no full replicas, the module lacks an
-            attribute that the strategy needs, such as `loss`, or the strategy would lose the hooks of a parameter.
-    """
+    """Check that the strategy can train the module: with manual optimization each rank needs a full replica."""
     name, module_name = type(strategy).__name__.removesuffix("Strategy").lower(), type(module).__name__
     if not module.automatic_optimization and not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
         raise UserError(
@@ -28,10 +23,6 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
             )
     # FSDP makes new parameters, also of the stages of a pipeline, and pickling for spawned processes drops hooks.
     if "fsdp" in (name, getattr(strategy, "data_parallel", "")) or name == "ddpspawn":
-        hooked = [
-            weight_name
-            for weight_name, weight in module.named_parameters()
-            if weight._backward_hooks or weight._post_accumulate_grad_hooks
-        ]
-        if hooked:
-            raise UserError(f"this strategy would lose the hook of the parameter {hooked[0]}: use strategy=ddp")
+        for weight_name, weight in module.named_parameters():
+            if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+                raise UserError(f"this strategy would lose the hook of the parameter {weight_name}: use strategy=ddp")

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from src.engine.observe.recording import communication
-from src.engine.utils.errors import UserError, suggest
+from src.engine.utils.errors import UserError, check_choice
 
 
 def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -64,9 +64,6 @@ class DDP(DDPStrategy):
         gradient_as_bucket_view: gradients are views of the communication buckets, which saves one copy of them.
         shares: relative numbers of samples of the ranks, for devices of unequal speed; null means equal ones.
         **kwargs: further arguments of DistributedDataParallel, such as `bucket_cap_mb`.
-
-    Raises:
-        UserError: if there is no such hook, a number is too small, or options exclude each other.
     """
 
     def __init__(
@@ -84,15 +81,10 @@ class DDP(DDPStrategy):
         super().__init__(model_averaging_period=model_averaging_period, **kwargs)
         self.comm_hook, self.comm_start_step, self.shard_optimizer = comm_hook, comm_start_step, shard_optimizer
         self.matrix_approximation_rank, self.shares = matrix_approximation_rank, shares
-        if comm_hook is not None and comm_hook not in HOOKS:
-            raise UserError(f"strategy.comm_hook={comm_hook} is no hook: {suggest(comm_hook, HOOKS)}")
-        if comm_start_step < 2 or model_averaging_period < 1 or matrix_approximation_rank < 1:
-            raise UserError(
-                "strategy.comm_start_step must be at least 2, because DDP fixes its buckets in the first step; "
-                "strategy.model_averaging_period and strategy.matrix_approximation_rank must be at least 1"
-            )
-        if comm_hook == "post_local_sgd" and shard_optimizer:
-            raise UserError("strategy.shard_optimizer=true needs equal weights, but post_local_sgd lets them differ")
+        if comm_hook is not None:
+            check_choice("strategy.comm_hook", comm_hook, HOOKS)
+        if comm_start_step < 2:
+            raise UserError(f"strategy.comm_start_step={comm_start_step}: DDP fixes its buckets first; give 2 or more")
 
     reduce = communication()(DDPStrategy.reduce)
 
@@ -101,14 +93,6 @@ class DDP(DDPStrategy):
         return super().distributed_sampler_kwargs | {"shares": self.shares}
 
     def setup(self, trainer: L.Trainer) -> None:
-        self._check_options(trainer)
-        if self.comm_hook == "post_local_sgd":
-            # torch's model averaging returns contiguous weights.
-            self.lightning_module.to(memory_format=torch.contiguous_format)
-        super().setup(trainer)
-
-    def _check_options(self, trainer: L.Trainer) -> None:
-        """Check the options against the device, the precision, the callbacks and the module of the run."""
         if self.comm_hook == "bf16" and self.root_device.type == "cpu":
             raise UserError("strategy.comm_hook=bf16: gloo, which CPUs use, does not reduce that type; take fp16")
         if self.comm_hook == "post_local_sgd":
@@ -116,15 +100,14 @@ class DDP(DDPStrategy):
                 raise UserError("callbacks.ema averages each rank's own weights under post_local_sgd: leave out one")
             if not self.lightning_module.automatic_optimization:
                 raise UserError("strategy.comm_hook=post_local_sgd averages the weights of one optimizer; take fp16")
+            # torch's model averaging returns contiguous weights.
+            self.lightning_module.to(memory_format=torch.contiguous_format)
         if self.comm_hook in ("powersgd", "post_local_sgd") and self.precision_plugin.precision == "16-mixed":
             raise UserError(
                 f"strategy.comm_hook={self.comm_hook} cannot handle the overflows of trainer.precision=16-mixed: "
                 "take bf16-mixed"
             )
-        if self._ddp_kwargs.get("static_graph") and trainer.accumulate_grad_batches > 1:
-            raise UserError(
-                "strategy.static_graph=true allows one backward pass per step: set it to false to accumulate"
-            )
+        super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         self._averaged = [(name, weight, weight.requires_grad) for name, weight in model.named_parameters()]
@@ -136,9 +119,7 @@ class DDP(DDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         model = cast(DistributedDataParallel, self.model)
-        may_skip = (
-            model.find_unused_parameters or model.static_graph or not self.lightning_module.automatic_optimization
-        )
+        may_skip = model.find_unused_parameters or not self.lightning_module.automatic_optimization
         if not may_skip and model.require_backward_grad_sync:
             self._check_gradients()
 
@@ -163,9 +144,6 @@ class DDP(DDPStrategy):
 
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # false alarm: ZeRO wraps the optimizer
             optimizers = self.optimizers
-            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-            if any(group.get("fused") or group.get("capturable") for group in groups):
-                raise UserError("strategy.shard_optimizer=true keeps step counts on the CPU: take no fused optimizer")
             self.optimizers = [
                 ZeroRedundancyOptimizer([dict(group) for group in optimizer.param_groups], type(optimizer))
                 for optimizer in optimizers
@@ -211,11 +189,6 @@ class DDP(DDPStrategy):
 
 
 def auto(devices: int | list[int], num_nodes: int) -> DDP | str:
-    """Return the argument of `Trainer(strategy=...)`.
-
-    Args:
-        devices: number of devices per node, or their indices.
-        num_nodes: number of nodes.
-    """
+    """Return the argument of `Trainer(strategy=...)` for a number of devices per node, or their indices."""
     count = devices if isinstance(devices, int) else len(devices)
     return DDP() if count * num_nodes > 1 else "auto"

@@ -32,9 +32,6 @@ class FSDP(ShardedStateStrategy):
             `trainer.precision=bf16-mixed` is different: it is autocast, as under every strategy.
         reduce_dtype: type in which gradients are reduced; null means their own type.
         **kwargs: arguments of ShardedStateStrategy.
-
-    Raises:
-        UserError: if `replicas` does not divide the number of ranks, or there is no such type.
     """
 
     def __init__(
@@ -65,11 +62,7 @@ class FSDP(ShardedStateStrategy):
         self._device_mesh = mesh if self.replicas > 1 else mesh["shard"]
 
     def parallelize(self, module: L.LightningModule) -> None:
-        """Shard each network of the module; each of its blocks is gathered on its own.
-
-        Raises:
-            UserError: if a parameter belongs to the module itself, outside of its networks, or to two of them.
-        """
+        """Shard each network of the module; each of its blocks is gathered on its own."""
         networks = list(_networks(module))
         uses = Counter(weight for net in networks for weight in net.parameters())
         for name, weight in module.named_parameters():
@@ -83,11 +76,7 @@ class FSDP(ShardedStateStrategy):
             self._shard(net)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step of the module.
-
-        Raises:
-            UserError: if it reads shards, as a penalty on the weights does: its gradient would be that of a shard.
-        """
+        """Run the step of the module, whose loss must not read shards: a penalty would have the gradient of a shard."""
         try:
             output = super().training_step(*args, **kwargs)
             loss, cause = output.get("loss") if isinstance(output, Mapping) else output, None

@@ -13,12 +13,7 @@ from src.engine.utils.tensors import to_full_tensor
 
 @communication()
 def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
-    """Replace the gradients with their means over the ranks of `group`, in one all-reduce.
-
-    Args:
-        group: ranks that hold replicas.
-        gradients: tensors of any shape, in the same order on every rank; changed in place.
-    """
+    """Replace the gradients with their means over the ranks of `group`, which hold replicas, in one all-reduce."""
     if dist.get_world_size(group) == 1:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(dist.get_world_size(group))
@@ -28,13 +23,7 @@ def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
 
 
 def clip_by_norm_over(group: dist.ProcessGroup, optimizer: Optimizer, clip_val: float) -> None:
-    """Clip the gradients in place, by their norm over the parameters of all ranks of `group`.
-
-    Args:
-        group: ranks that hold different parts of the network.
-        optimizer: holds the parameters of this rank.
-        clip_val: largest norm after clipping.
-    """
+    """Clip the gradients to a norm over all ranks of `group`, which hold different parts of the network."""
     parameters = [parameter for param_group in optimizer.param_groups for parameter in param_group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     squared_norm = to_full_tensor(nn.utils.get_total_norm(gradients)) ** 2

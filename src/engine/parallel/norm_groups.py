@@ -11,9 +11,9 @@ from src.engine.parallel.batch_norm import (
     apply_norm_groups,
     average_statistics,
     grouped_norms,
+    rank_groups,
     revert_norm_groups,
 )
-from src.engine.parallel.rank_groups import rank_groups
 from src.engine.utils.errors import UserError
 
 

@@ -11,14 +11,12 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.optim import Optimizer
 
 from src.engine.observe.recording import communication
 from src.engine.state import sharded
-from src.engine.state.integrity import corruption_error, read_checkpoint
-from src.engine.state.io import write_error
-from src.engine.state.optimizer_state import merge, shard, shard_like
-from src.engine.utils.tensors import to_full_tensor, with_versions
+from src.engine.state.io import read_checkpoint, write_error
+from src.engine.state.optimizer_state import merge, shard_like
+from src.engine.utils.tensors import to_full_tensor
 
 # In these methods FSDP2 gathers the weights of a block, or reduces its gradients.
 for _name in ("pre_forward", "pre_backward", "post_backward"):
@@ -29,7 +27,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
     """A strategy that writes and reads the checkpoint of a single process, although each rank holds a part.
 
     It restores the weights before the network is sharded or split, and the optimizer state, by parameter name,
-    afterwards. Any strategy can therefore read a checkpoint of any other.
+    afterwards. Any strategy can therefore read a checkpoint of any other. Until a checkpoint is written, each rank has
+    its own state in it.
 
     Args:
         sharded_checkpoints: each rank writes its part into a folder beside the checkpoint file
@@ -43,7 +42,13 @@ class ShardedStateStrategy(ModelParallelStrategy):
         super().__init__(save_distributed_checkpoint=False, **kwargs)
         self.sharded_checkpoints, self.shares = sharded_checkpoints, shares
         self._full_names: list[str] = []  # all tensors of the full network, in order; empty until it is parallelized
-        self._versions: dict[str, Any] = {}  # an empty state dict with the versions of the modules of the full network
+
+    # Those of ModelParallelStrategy require `configure_model`, and number the parameters as the rank holds them.
+    setup = Strategy.setup
+    lightning_module_state_dict = Strategy.lightning_module_state_dict
+    optimizer_state = Strategy.optimizer_state
+    load_optimizer_state_dict = Strategy.load_optimizer_state_dict
+    reduce = communication()(ModelParallelStrategy.reduce)
 
     @abstractmethod
     def parallelize(self, module: L.LightningModule) -> None:
@@ -69,32 +74,12 @@ class ShardedStateStrategy(ModelParallelStrategy):
     def lightning_restore_optimizer(self) -> bool:
         return True
 
-    def setup(self, trainer: L.Trainer) -> None:
-        Strategy.setup(self, trainer)  # skips ModelParallelStrategy.setup, which requires `configure_model`
-
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if not self._full_names:  # test after fit finds the network parallelized already
-            full = model.state_dict()
-            self._full_names, self._versions = list(full), with_versions({}, full)
+            self._full_names = list(model.state_dict())
             assert self.lightning_module is not None
             self.parallelize(self.lightning_module)
         return model
-
-    reduce = communication()(ModelParallelStrategy.reduce)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        own = self.lightning_module.state_dict()
-        if self.sharded_checkpoints:
-            return own
-        return self._merge_ranks(self._to_full_tensors(own))
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = optimizer.state_dict()
-        if self.sharded_checkpoints:
-            return state
-        moments = {number: self._to_full_tensors(values) for number, values in state["state"].items()}
-        return merge(self.gather_state(state | {"state": moments}), self._full_names)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.sharded_checkpoints:
@@ -103,43 +88,33 @@ class ShardedStateStrategy(ModelParallelStrategy):
                 sharded.save_shards(checkpoint, folder)
             except OSError as error:  # every rank gets the error of the rank that failed
                 raise write_error(Path(filepath), error) from error
-            checkpoint = self._without_tensors(checkpoint) | {sharded.SHARDS: folder.name}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+            checkpoint = sharded.map_tensors(checkpoint, _without_memory) | {sharded.SHARDS: folder.name}
+        else:
+            checkpoint = sharded.map_tensors(checkpoint, self._to_full_tensor)
+        super().save_checkpoint(self._merge_ranks(checkpoint), filepath, storage_options)
 
-    def _without_tensors(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint of the full network with meta tensors, on rank zero. Every rank must call it."""
-        own = sharded.map_tensors(
-            checkpoint, lambda _, tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        )
+    def _to_full_tensor(self, tensor: Tensor) -> Tensor | None:
+        """Gather a tensor into CPU memory (a collective); return none on ranks that own no state."""
+        full = to_full_tensor(tensor)
+        return full.cpu() if self.owns_state else None
+
+    def _merge_ranks(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint of the full network, on rank zero; every rank must call it."""
+        merged = dict(checkpoint)
+        positions = {name: position for position, name in enumerate(self._full_names)}
         for section in sharded.WEIGHTS:
-            if section in own:
-                own[section] = self._merge_ranks(own[section])
-        if "optimizer_states" in own:
-            own["optimizer_states"] = [
-                merge(self.gather_state(state), self._full_names) for state in own["optimizer_states"]
-            ]
-        return own
-
-    def _to_full_tensors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Gather full tensors into CPU memory, one at a time; return none on ranks that own no state."""
-        full_tensors = {}
-        for name, value in tensors.items():
-            full = to_full_tensor(value)  # a collective
-            if self.owns_state:
-                full_tensors[name] = full.cpu() if isinstance(full, Tensor) else full
-        return full_tensors
-
-    def _merge_ranks(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Merge the tensors of all ranks, in the order of the full network, on rank zero; elsewhere return none."""
-        merged: dict[str, Tensor] = {}
-        for part in self.gather_state(own):
-            merged |= part
-        ordered = {name: merged[name] for name in self._full_names} if self.is_global_zero else {}
-        return with_versions(ordered, self._versions)
+            if section in checkpoint:
+                parts = self.gather_state(checkpoint[section])
+                tensors = [item for part in parts for item in part.items()]
+                # A tensor that a callback has added comes last.
+                merged[section] = dict(sorted(tensors, key=lambda item: positions.get(item[0], len(positions))))
+        if "optimizer_states" in checkpoint:
+            states = [self.gather_state(state) for state in checkpoint["optimizer_states"]]
+            merged["optimizer_states"] = [merge(parts, self._full_names) for parts in states]
+        return merged
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self._checkpoint_path = Path(checkpoint_path)
-        checkpoint = read_checkpoint(checkpoint_path, moments=False)
+        checkpoint = read_checkpoint(checkpoint_path)
         if self._full_names:  # the network is parallelized already, as for predict after test
             checkpoint["state_dict"] = self._shard_weights(checkpoint["state_dict"])
         return checkpoint
@@ -152,16 +127,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
         """Return the part of the full tensors that this rank holds."""
         assert self.lightning_module is not None
         own = self.lightning_module.state_dict()
-        parts = {name: shard_like(saved[name], tensor) for name, tensor in own.items() if name in saved}
-        return with_versions(parts, saved)
+        return {name: shard_like(saved[name], tensor) for name, tensor in own.items() if name in saved}
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        saved = zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
-        states = [shard(state, optimizer) for state, optimizer in saved]
-        if sharded.SHARDS in checkpoint:
-            try:
-                sharded.load_shards({"optimizer_states": states}, self._checkpoint_path, dict(checkpoint))
-            except Exception as error:  # a corrupt file can raise any exception
-                raise corruption_error(self._checkpoint_path, error) from error
-        for state, optimizer in zip(states, self.optimizers, strict=True):
-            optimizer.load_state_dict(state)
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-
-from src.engine.utils.tensors import with_versions
+from torch.utils._pytree import tree_map_only
 
 SHARDS = "shards"
 WEIGHTS = ("state_dict", "training_state_dict")  # `src/engine/run/ema.py` adds the second
@@ -32,46 +31,26 @@ def new_folder(file: Path) -> Path:
 def save_shards(checkpoint: dict[str, Any], folder: Path) -> None:
     """Write the tensors of a checkpoint; each rank writes its own. Every rank must call it."""
     try:
-        dcp.save(named_tensors(checkpoint), checkpoint_id=folder, no_dist=not dist.is_initialized())
+        dcp.save(_tensors_by_name(checkpoint), checkpoint_id=folder, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:
         raise _rank_error(error) from error
 
 
-def load_full(checkpoint: dict[str, Any], file: Path, moments: bool = True) -> dict[str, Any]:
-    """Return the checkpoint with full tensors, read from its folder if it is sharded. Each rank can call it alone.
-
-    `moments=False` does not read the state of the optimizers.
-    """
+def load_full(checkpoint: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return the checkpoint with full tensors, read from its folder if it is sharded. Each rank can call it alone."""
     if not isinstance(checkpoint, dict) or SHARDS not in checkpoint:  # a file may contain any object
         return checkpoint
-    wanted = {name: checkpoint[name] for name in WEIGHTS if name in checkpoint}
-    if moments and "optimizer_states" in checkpoint:
-        wanted["optimizer_states"] = checkpoint["optimizer_states"]
-    full = map_tensors(wanted, lambda _, tensor: torch.empty_like(tensor, device="cpu"))
-    load_shards(full, file, checkpoint)
-    return checkpoint | full
-
-
-def load_shards(wanted: dict[str, Any], file: Path, checkpoint: dict[str, Any]) -> None:
-    """Read the tensors of `wanted` in place from the folder of a checkpoint.
-
-    Args:
-        wanted: part of a checkpoint, with full or sharded tensors to fill.
-        file: the checkpoint file.
-        checkpoint: content of the file.
-
-    Raises:
-        FileNotFoundError: if the folder does not exist.
-    """
     folder = file.parent / checkpoint[SHARDS]
     if not (folder / ".metadata").is_file():
         raise FileNotFoundError(f"its folder {folder.name} does not exist")
+    full = map_tensors(checkpoint, lambda tensor: torch.empty_like(tensor, device="cpu"))
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # reading needs no process group
-            dcp.load(named_tensors(wanted), checkpoint_id=folder, no_dist=True)
+            dcp.load(_tensors_by_name(full), checkpoint_id=folder, no_dist=True)
     except dcp.CheckpointException as error:
         raise _rank_error(error) from error
+    return full
 
 
 def _rank_error(error: dcp.CheckpointException) -> Exception:
@@ -85,11 +64,7 @@ def _rank_error(error: dcp.CheckpointException) -> Exception:
 
 
 def check_shards(checkpoint: dict[str, Any], file: Path) -> None:
-    """Check that the folder of a sharded checkpoint has all tensors, without reading them.
-
-    Raises:
-        FileNotFoundError: if a file is missing or too short.
-    """
+    """Raise a FileNotFoundError if the folder of a sharded checkpoint lacks tensors; they are not read."""
     if SHARDS in checkpoint:
         folder = file.parent / checkpoint[SHARDS]
         for stored in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
@@ -118,39 +93,29 @@ def _folder_name(file: Path) -> str | None:
         return None
 
 
-def named_tensors(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of weights and optimizers by names that are the same on every rank."""
-    tensors: dict[str, Tensor] = {}
-    map_tensors(checkpoint, tensors.setdefault)
-    return tensors
-
-
-def map_tensors(checkpoint: dict[str, Any], function: Callable[[str, Tensor], Any]) -> dict[str, Any]:
-    """Return the checkpoint with `function(name, tensor)` in place of each tensor of weights and optimizers."""
-    result = dict(checkpoint)
+def map_tensors(checkpoint: dict[str, Any], function: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """Return the checkpoint with `function(tensor)` in place of each tensor of weights and optimizers."""
+    mapped = dict(checkpoint)
     for section in WEIGHTS:
         if section in checkpoint:
-            tensors = checkpoint[section].items()
-            mapped = {name: function(f"{section}.{name}", tensor) for name, tensor in tensors}
-            result[section] = with_versions(mapped, checkpoint[section])
+            mapped[section] = tree_map_only(Tensor, function, checkpoint[section])
     if "optimizer_states" in checkpoint:
-        states = enumerate(checkpoint["optimizer_states"])
-        result["optimizer_states"] = [_map_moments(state, f"optimizer_states.{i}", function) for i, state in states]
-    return result
+        mapped["optimizer_states"] = [
+            state | {"state": tree_map_only(Tensor, function, state["state"])}
+            for state in checkpoint["optimizer_states"]
+        ]
+    return mapped
 
 
-def _map_moments(state: dict[str, Any], prefix: str, function: Callable[[str, Tensor], Any]) -> dict[str, Any]:
-    """Return an optimizer's state with `function(name, tensor)` in place of each tensor.
+def _tensors_by_name(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of weights and optimizers by names that are the same on every rank.
 
-    The name contains the parameter's name instead of its index, which differs between ranks.
+    The name of a moment contains that of its parameter, whose index differs between ranks.
     """
-    names: dict[int, str] = {}
-    for group in state["param_groups"]:
-        names.update(zip(group["params"], group["param_names"], strict=True))
-    mapped: dict[int, dict[str, Any]] = {}
-    for index, moments in state["state"].items():
-        mapped[index] = dict(moments)
-        for key, value in moments.items():
-            if isinstance(value, Tensor):
-                mapped[index][key] = function(f"{prefix}.{names[index]}.{key}", value)
-    return state | {"state": mapped}
+    values = {f"{section}.{name}": value for section in WEIGHTS for name, value in checkpoint.get(section, {}).items()}
+    for number, state in enumerate(checkpoint.get("optimizer_states", [])):
+        for group in state["param_groups"]:
+            for name, index in zip(group["param_names"], group["params"], strict=True):
+                moments = state["state"].get(index, {})
+                values |= {f"optimizer_states.{number}.{name}.{key}": value for key, value in moments.items()}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}

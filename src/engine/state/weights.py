@@ -2,27 +2,23 @@
 
 import logging
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils._pytree import tree_leaves
 
-from src.engine.state.integrity import read_run_checkpoint, read_weights
+from src.engine.state.io import read_run_checkpoint, read_weights
 from src.engine.state.run_files import checkpoint_file
 from src.engine.utils.errors import UserError
 from src.engine.utils.targets import target_nodes
-from src.engine.utils.tensors import with_versions
 
 _log = logging.getLogger(__name__)
-_DATA_STATES = ("OrderedData", "ImageDataModule")  # keys of the names of the classes; earlier versions wrote the second
 
 
 def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.Module, DictConfig, list[str]]:
@@ -34,11 +30,8 @@ def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.
         path: a checkpoint, or a run folder with its latest one.
         option: where the user gave the path, for error messages.
         trust: packages besides `src.models` whose functions and classes the checkpoint may call.
-
-    Raises:
-        UserError: if there is no checkpoint, or this code cannot or must not build its network.
     """
-    checkpoint = read_run_checkpoint(checkpoint_file(Path(path)), option, moments=False)
+    checkpoint = read_run_checkpoint(checkpoint_file(Path(path)), option)
     config: Any = OmegaConf.create(checkpoint.get("config", ""))
     if any("${" in str(value) for value in tree_leaves(OmegaConf.to_container(config))):
         raise UserError(f"refused: the configuration in {option}={path} has interpolations, which a run never saves")
@@ -49,8 +42,7 @@ def load_network(path: str, option: str, trust: Sequence[str] = ()) -> tuple[nn.
     except (HydraException, OmegaConfBaseException, ImportError, RuntimeError) as error:
         cause = str(error).splitlines()[0]
         raise UserError(f"{option}={path} is not a checkpoint of a classifier: {cause}") from error
-    states = [checkpoint[key] for key in _DATA_STATES if key in checkpoint]
-    return net, config, states[0].get("classes", []) if states else []
+    return net, config, checkpoint.get("OrderedData", {}).get("classes", [])
 
 
 def _build_trusted(node: DictConfig, packages: Sequence[str], origin: str) -> Any:
@@ -67,17 +59,11 @@ def _build_trusted(node: DictConfig, packages: Sequence[str], origin: str) -> An
 
 
 def _is_in(target: str, packages: Sequence[str]) -> bool:
-    """Return whether a target is in the packages, where a file may only import it from another of their files."""
-    module, _, name = target.rpartition(".")
-    if not any(f"{module}.".startswith(f"{package}.") for package in packages):
+    """Return whether the packages define a target, and do not only import it."""
+    prefixes = tuple(f"{package}." for package in packages)
+    if not target.startswith(prefixes):
         return False
-    try:
-        if find_spec(module) is None:
-            return False
-    except ImportError:  # the path goes on behind a file
-        return False
-    definition = getattr(getattr(import_module(module), name, None), "__module__", None) or ""
-    return any(f"{definition}.".startswith(f"{package}.") for package in packages)
+    return f"{getattr(get_object(target), '__module__', '')}.".startswith(prefixes)
 
 
 def load_initial_weights(module: nn.Module, path: str) -> None:
@@ -100,7 +86,7 @@ def load_initial_weights(module: nn.Module, path: str) -> None:
             f"init_from={path} contains another network than this run's `model`: they differ in {mismatched[0]}"
         )
     fitting = {name: saved[name] for name in own if name not in resized}
-    module.load_state_dict(with_versions(fitting, saved), strict=False)
+    module.load_state_dict(fitting, strict=False)
     if resized:
         there, here = len(saved[resized[0]]), len(own[resized[0]])
         _log.info("init_from: %s classes there, %s here: %s start afresh", there, here, " and ".join(resized))

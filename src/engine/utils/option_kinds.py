@@ -28,7 +28,7 @@ HARDWARE = """
     trainer.use_distributed_sampler trainer.strategy trainer.logger trainer.callbacks trainer.plugins
     trainer.default_root_dir trainer.model_registry
     strategy._target_ strategy.devices strategy.num_nodes strategy.single_process strategy.shares
-    strategy.shard_optimizer strategy.bucket_cap_mb strategy.static_graph strategy.gradient_as_bucket_view
+    strategy.shard_optimizer strategy.bucket_cap_mb strategy.gradient_as_bucket_view
     strategy.replicas strategy.reshard_after_forward strategy.sharded_checkpoints strategy.stages strategy.schedule
     strategy.microbatches strategy.split strategy.data_parallel strategy.accelerator strategy.parallel_devices
     strategy.cluster_environment strategy.checkpoint_io strategy.precision_plugin

@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from src.engine.config.folder import CONFIG, newest_checkpoint, run_folder, unique_name
-from src.engine.state.integrity import check_is_complete
+from src.engine.state.io import check_is_complete
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import read_events
 from tests.support.commands import PARITY, TINY, error_line, run_here, steps

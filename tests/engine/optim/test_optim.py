@@ -11,8 +11,15 @@ import torch
 from torch import nn
 
 from src.engine.optim import groups
-from src.engine.optim.groups import build_optimizer, override_hyperparameters, scaling_factor
-from src.engine.optim.schedules import constant, cosine, lr_multiplier, multi_step, one_cycle
+from src.engine.optim.groups import build_optimizer, scaling_factor
+from src.engine.optim.schedules import (
+    constant,
+    cosine,
+    lr_multiplier,
+    multi_step,
+    one_cycle,
+    override_hyperparameters,
+)
 from src.engine.run.module import Module
 from src.engine.state.optimizer_state import shard
 from src.engine.utils.errors import UserError

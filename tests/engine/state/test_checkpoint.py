@@ -1,19 +1,16 @@
 """Weights of another run as a start, and the tensors in a checkpoint file."""
 
 import logging
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
-from torch import Tensor
 
 from src.engine.run.experiment import assemble
-from src.engine.state.integrity import read_weights
-from src.engine.state.io import AtomicCheckpointIO
-from src.engine.state.weights import _is_in, load_network
+from src.engine.state.io import AtomicCheckpointIO, read_weights
+from src.engine.state.weights import load_network
 from src.engine.utils.errors import UserError
 from tests.support.runs import compose, fit
 
@@ -119,63 +116,3 @@ def test_resumed_run_ignores_init_from(trained: Path, small: list[str], folder: 
     first = fit(compose(folder, *task, "trainer.max_epochs=1"))
     second = fit(compose(folder, *task, f"ckpt_path={folder}/checkpoints/last.ckpt", "trainer.max_epochs=2"))
     assert all(torch.equal(second.initial[name], tensor) for name, tensor in first.final.items())
-
-
-class OnGPU(Tensor):
-    """A tensor that only `cpu` turns into a plain one, in which it stands for a tensor of a GPU."""
-
-    is_cpu = False
-
-    def cpu(self, *_: object, **__: object) -> Tensor:
-        return self.clone().as_subclass(Tensor)
-
-
-def test_a_checkpoint_has_tensors_of_the_cpu_only(tmp_path: Path) -> None:
-    def state(on_gpu: bool) -> dict[str, object]:
-        weights, mean = (torch.arange(4.0).as_subclass(OnGPU if on_gpu else Tensor) for _ in range(2))
-        optimizer = {"state": {0: {"exp_avg": mean, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
-        sections = {"optimizer_states": [optimizer], "powersgd": {"memory": (mean,)}}
-        return {"state_dict": OrderedDict({"net.weight": weights}), **sections}
-
-    checkpoint = state(on_gpu=True) | {"sharded": torch.empty(3, device="meta")}
-    AtomicCheckpointIO().save_checkpoint(checkpoint, tmp_path / "last.ckpt")
-    assert type(checkpoint["state_dict"]["net.weight"]) is OnGPU  # type: ignore[index]
-    saved = torch.load(tmp_path / "last.ckpt")  # refuses a subclass
-    assert saved.pop("sharded").is_meta
-    assert str(saved) == str(state(on_gpu=False))
-
-
-def test_tied_weights_of_a_gpu_are_saved_once(tmp_path: Path) -> None:
-    weight = torch.ones(4).as_subclass(OnGPU)
-    weights = {"embedding": weight.detach(), "head": weight.detach(), "other": weight.detach().clone()}
-    AtomicCheckpointIO().save_checkpoint({"state_dict": weights}, tmp_path / "last.ckpt")
-    saved = torch.load(tmp_path / "last.ckpt")["state_dict"]
-    assert len({tensor.data_ptr() for tensor in saved.values()}) == 2
-
-
-@pytest.mark.parametrize(
-    "options", [[], ["strategy=fsdp"], ["strategy=fsdp", "strategy.sharded_checkpoints=true"], ["callbacks=ema"]]
-)
-def test_present_weights_are_not_migrated(options: list[str], small: list[str], folder: Path) -> None:
-    """A checkpoint keeps the version of each module, by which the module migrates old weights."""
-    task = [*small, "data.batch_size=32", *options, "model._target_=tests.support.networks.versioned"]
-    fit(compose(folder, *task, "trainer.max_steps=1"))
-    file = f"{folder}/checkpoints/last.ckpt"
-    load_network(file, "run", ["tests"])
-    fit(compose(folder / "started", *task, f"init_from={file}", "trainer.max_steps=1"))
-    fit(compose(folder / "resumed", *task, f"ckpt_path={file}", "trainer.max_steps=2"))
-
-
-@pytest.mark.parametrize(
-    ("target", "packages", "expected"),
-    [
-        ("src.models.resnet9.resnet9", ["src.models"], True),
-        ("src.models.classifier.build_optimizer", ["src.models"], False),
-        ("src.models.classifier.partial", ["src.models"], False),
-        ("torch.nn.Linear", ["torch"], True),
-        ("torch.nn.os.system", ["torch"], False),
-    ],
-)
-def test_trusted_code_is_defined_in_the_packages(target: str, packages: list[str], expected: bool) -> None:
-    """A package may re-export its own code, as torch.nn does."""
-    assert _is_in(target, packages) is expected
