@@ -1,14 +1,24 @@
-"""The blocks of a network, between which a pipeline can cut it, with their cost."""
+"""The forward pass of a network as a graph of its blocks, between which a pipeline can cut it.
 
-import math
-from collections.abc import Sequence
+torch.distributed.pipelining has a tracer as well. It exports the operations inside the blocks, in training mode only,
+and so replaces the modules: dropout, synchronized batch normalization and evaluation would be lost.
+"""
+
+import inspect
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.flop_counter import FlopCounterMode
 
 from src.engine.determinism.recomputation import block_names
-from src.engine.parallel.pipeline.graph import trace
+from src.engine.determinism.samples import generator_states
+from src.engine.utils.errors import UserError
+
+_ADVICE = "make the network an nn.Sequential of its blocks, or use strategy=ddp or fsdp"
 
 
 @dataclass
@@ -21,7 +31,7 @@ class Block:
         tensors: its parameters, and the running statistics of its normalization, by their name in the network.
         flops: FLOPs of the forward pass.
         outputs: nodes whose values later blocks use; for the last block, the node of the logits.
-        bytes_sent: bytes of these values; infinite if one of them is no activation, so that no stage can end here.
+        can_end_stage: whether these values are activations, with a row for each sample.
     """
 
     name: str
@@ -29,15 +39,11 @@ class Block:
     tensors: dict[str, Tensor]
     flops: int
     outputs: list[fx.Node]
-    bytes_sent: float
+    can_end_stage: bool
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters.values())
 
     @property
     def is_trained(self) -> bool:
@@ -51,33 +57,22 @@ def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
 
     Args:
         net: network with its blocks as children.
-        images: (n, channels, height, width) micro-batch of random images.
+        images: (n, channels, height, width) micro-batch.
 
     Raises:
         UserError: if the forward pass is no graph of calls of the blocks.
     """
-    graph = trace(net, list(block_names(net)), images)
-    image, *nodes, result = graph.nodes
-    groups = _group_by_call(nodes)
-    activations = _depending_on(image, nodes)
+    image, *nodes, _ = _trace(net, list(block_names(net)), images).nodes
+    done: dict[fx.Node, None] = {image: None}
     blocks: list[Block] = []
-    for number, group in enumerate(groups):
-        earlier = [image, *(node for before in groups[: number + 1] for node in before if node.op != "get_attr")]
-        later = {node for after in groups[number + 1 :] for node in after}
-        outputs = [node for node in earlier if later & node.users.keys()] if later else result.all_input_nodes
-        flops = sum(node.meta["flops"] for node in group)
-        sent = _bytes_sent(outputs, len(images)) if activations.issuperset(outputs) else math.inf
-        blocks.append(Block(_unique_name(group, blocks), group, _tensors(net, group), flops, outputs, sent))
+    for group in _group_by_call(nodes):
+        done |= dict.fromkeys(node for node in group if node.op != "get_attr")
+        outputs = [node for node in done if node.users.keys() - done.keys()]
+        called = [str(node.target) for node in group if node.op == "call_module"]
+        name, flops = called[0] if called else "forward", sum(node.meta["flops"] for node in group)
+        can_end = all(node.meta["is_activation"] for node in outputs)
+        blocks.append(Block(name, group, _tensors(net, group, called), flops, outputs, can_end))
     return blocks
-
-
-def _depending_on(image: fx.Node, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes whose values depend on the images; others have no samples, whatever their shape."""
-    found = {image}
-    for node in nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _group_by_call(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
@@ -90,33 +85,101 @@ def _group_by_call(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     return groups
 
 
-def _bytes_sent(outputs: Sequence[fx.Node], samples: int) -> float:
-    total = 0
-    for node in outputs:
-        value = node.meta["value"]
-        if value is None or not value.is_floating_point() or value.shape[:1] != (samples,):
-            return math.inf
-        total += value.nbytes
-    return total
-
-
-def _unique_name(group: Sequence[fx.Node], blocks: Sequence[Block]) -> str:
-    """Return the name of the module that a group calls; a later call of the same module has a number."""
-    called = next((str(node.target) for node in group if node.op == "call_module"), "forward")
-    calls = 1 + sum(block.name.partition("#")[0] == called for block in blocks)
-    return f"{called}#{calls}" if calls > 1 else called
-
-
-def _tensors(net: nn.Module, group: Sequence[fx.Node]) -> dict[str, Tensor]:
+def _tensors(net: nn.Module, group: Sequence[fx.Node], called: Sequence[str]) -> dict[str, Tensor]:
     """Return the parameters of a group of nodes, and running statistics: of the called modules, and of the network."""
-    called = [str(node.target) for node in group if node.op == "call_module"]
     read = [str(used.target) for node in group for used in node.all_input_nodes if used.op == "get_attr"]
     every: dict[str, Tensor] = dict(net.named_parameters(remove_duplicate=False))
-    for name, module in net.named_modules(remove_duplicate=False):
-        if isinstance(module, _NormBase):
-            every |= {f"{name}.{buffer}": tensor for buffer, tensor in module.named_buffers()}
+    every |= {name: buffer for name, buffer in net.named_buffers(remove_duplicate=False) if "running_" in name}
+    inside = tuple(f"{module}." for module in called)
+    return {name: tensor for name, tensor in every.items() if name in read or name.startswith(inside)}
+
+
+class _BlockTracer(fx.Tracer):
+    """Tracer that records a call of a block as one node."""
+
+    proxy_buffer_attributes = True  # otherwise a value computed from a buffer would be a constant
+
+    def __init__(self, blocks: Sequence[str]) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name in self.blocks
+
+
+def _trace(net: nn.Module, blocks: Sequence[str], images: Tensor) -> fx.Graph:
+    """Return the measured graph of the forward pass: calls of the blocks, and operations between them."""
+    if len(inspect.signature(net.forward).parameters) != 1:
+        raise UserError(f"a pipeline passes one tensor to the forward pass of `model`: {_ADVICE}")
+    with set_mode(net, training=True):
+        in_training = str(_record(net, blocks))
+    with set_mode(net, training=False):
+        graph = _record(net, blocks)
+        result = _measure(net, graph, images)
+    if str(graph) != in_training:
+        raise UserError(
+            "the forward pass of `model` is another in training than in evaluation, outside of its blocks: use layers "
+            f"such as nn.Dropout instead of functions, or {_ADVICE}"
+        )
+    if not isinstance(result, Tensor):
+        raise UserError(f"the forward pass of `model` must return one tensor for a pipeline: {_ADVICE}")
+    return graph
+
+
+def _record(net: nn.Module, blocks: Sequence[str]) -> fx.Graph:
+    attributes, random_state = set(vars(net)), generator_states()
+    try:
+        graph = _BlockTracer(blocks).trace(net)
+    except Exception as error:  # the forward pass may do anything with the tracer's objects
+        cause = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"the forward pass of `model` cannot be traced ({cause}): {_ADVICE}") from error
+    if generator_states() != random_state or set(vars(net)) != attributes:  # the tracer keeps constants in the network
+        raise UserError(
+            "the forward pass of `model` draws random numbers or creates tensors outside of its blocks: register "
+            f"tensors as buffers, or {_ADVICE}"
+        )
+    return graph
+
+
+def _measure(net: nn.Module, graph: fx.Graph, images: Tensor) -> Any:
+    """Run a graph; each node gets its FLOPs, and a meta tensor like its value.
+
+    `fx.Interpreter.run` would make a progress bar, whose semaphore a process that is killed leaves behind.
+    """
+    interpreter = fx.Interpreter(net, graph=graph)
+    interpreter.args_iter = iter([images])
+    for node in graph.nodes:
+        with FlopCounterMode(display=False) as counter:
+            value = interpreter.env[node] = interpreter.run_node(node)
+        node.meta["flops"] = counter.get_total_flops()
+        # Other values have no samples, whatever their shape.
+        depends = node.op == "placeholder" or any(used.meta["depends"] for used in node.all_input_nodes)
+        node.meta["depends"], node.meta["is_activation"] = depends, False
+        if isinstance(value, Tensor):
+            node.meta["value"] = torch.empty_like(value, device="meta").detach()
+            node.meta["is_activation"] = depends and value.is_floating_point() and value.shape[:1] == images.shape[:1]
+    return value
+
+
+@contextmanager
+def set_mode(net: nn.Module, training: bool) -> Iterator[None]:
+    """Set the mode of all modules, and restore each module's own mode."""
+    before = {module: module.training for module in net.modules()}
+    net.train(training)
+    try:
+        yield
+    finally:
+        for module, was_training in before.items():
+            module.training = was_training
+
+
+def constants(net: nn.Module, blocks: Collection[str]) -> dict[str, Any]:
+    """Return the numbers and strings, by name, that the graph of a network has as constants."""
+    inside = tuple(f"{name}." for name in blocks)
     return {
-        name: tensor
-        for name, tensor in every.items()
-        if name in read or any(name.startswith(f"{module}.") for module in called)
+        f"{name}.{key}": value
+        for name, module in net.named_modules()
+        if not f"{name}.".startswith(inside)  # the network, or a module that holds blocks
+        for key, value in vars(module).items()
+        if isinstance(value, int | float | str) and key != "training"
     }

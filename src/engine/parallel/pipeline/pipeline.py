@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -27,16 +28,12 @@ from src.engine.determinism.dropout import dropouts
 from src.engine.determinism.random_functions import sample_random
 from src.engine.observe.recording import communication, computation
 from src.engine.parallel.gradients import average_over, clip_by_norm_over, take_gradients
-from src.engine.parallel.pipeline.blocks import Block, ordered_blocks
-from src.engine.parallel.pipeline.contract import check_loss, check_module, input_of_network
-from src.engine.parallel.pipeline.graph import constants, modules_around
-from src.engine.parallel.pipeline.rehearsal import check_stages
+from src.engine.parallel.pipeline.blocks import Block, constants, ordered_blocks
+from src.engine.parallel.pipeline.rehearsal import check_module, check_stages, input_of_network, without_log
 from src.engine.parallel.pipeline.schedules import build_schedule, schedule_spec
-from src.engine.parallel.pipeline.simulation import bubble, simulate
 from src.engine.parallel.pipeline.split import cut, format_table
 from src.engine.parallel.pipeline.stage import (
     Stage,
-    StageForward,
     build_stage,
     called_modules,
     join_samples,
@@ -63,9 +60,6 @@ class Pipeline(ShardedStateStrategy):
         split: `auto`, or the names of the blocks before which to cut.
         data_parallel: `ddp` gives each replica full stages, and `fsdp` shards each stage over the replicas (FSDP2).
         **kwargs: arguments of ShardedStateStrategy.
-
-    Raises:
-        UserError: if an option does not suit the ranks, the blocks, the micro-batches or the precision.
     """
 
     module_needs: ClassVar = {
@@ -94,8 +88,8 @@ class Pipeline(ShardedStateStrategy):
         self._parameters: list[nn.Parameter] = []  # the parameters of these stages
         self._batch: Any = None  # the current training batch, whose tensors are (microbatches, n, ...)
         self._input_shape = torch.Size()  # of a sample, as the network gets it
-        self._losses: list[Tensor] = []  # of the micro-batches of the current step, on the rank of the last stage
-        self._has_run = False  # whether the schedule has run in the current step
+        self._sent: list[list[Tensor]] = []  # meta tensors like the outputs of each stage
+        self._losses: list[Tensor] | None = None  # of the micro-batches, on the last stage's rank; None before they run
         self._has_compared = False  # the sum of these losses with that of `training_step`
         self._random_calls = 0  # calls of random functions in a forward pass of the network in training
         self._draws = False  # whether it has such calls, or dropout layers
@@ -144,84 +138,78 @@ class Pipeline(ShardedStateStrategy):
         check_module(module)
         net = cast(nn.Module, module.net)
         self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
-        if self._is_sharded or self.spec.needs_channels_first(net, self.root_device):  # FSDP supports no other format
+        # FSDP supports no other format, and torch's GroupNorm would crash: docs/upstream/group_norm.md.
+        if self._is_sharded or (self.spec.splits_backward and self.root_device.type == "cpu"):
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         inputs, batch = self._example(module)
-        stages = self._cut(net, inputs)
-        shapes = stage_shapes(stages)
-        every = [Stage(net, blocks, stage_inputs(stages, number)) for number, blocks in enumerate(stages)]
         with self.precision_plugin.forward_context():
-            self._random_calls = check_stages(net, every, inputs, self.schedule, self.spec.splits_backward)
-            check_loss(module, torch.rand_like(shapes[-1][0], device=self.root_device), batch)
+            blocks = ordered_blocks(net, inputs)
+        self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
+        stages = cut(blocks, len(self._stage_to_rank), self.split)
+        every = [Stage(net, blocks, stage_inputs(stages, number)) for number, blocks in enumerate(stages)]
+        with self.precision_plugin.forward_context(), without_log(module):
+            check_stages(net, every, inputs, lambda outputs: cast(Any, module).loss(outputs, batch), self.schedule)
+        for number, stage in enumerate(every):
+            stage.calls_before = sum(before.calls for before in every[:number])
+        self._random_calls = sum(stage.calls for stage in every)
         self._draws = self._random_calls > 0 or bool(dropouts(net))
         ranks = enumerate(self._stage_to_rank)
         self._own_stages = {number: every[number] for number, rank in ranks if rank == self._pipeline_rank}
         remove_other_stages(net, stages, self._own_stages)
-        self._modules_around = modules_around(net, called_modules(stages))
-        self._constants = constants(self._modules_around)
+        self._called = called_modules(blocks)
+        self._constants = constants(net, self._called)
         if self._is_sharded:
             for stage in self._own_stages.values():
                 shard_stage(net, stage, self._replicas)
+        shapes = stage_shapes(stages)
+        self._input_shape, self._sent = shapes[0][0].shape[1:], shapes[1:]
         torch_stages = [
             build_stage(stage, number, shapes, self._group, self.root_device)
             for number, stage in self._own_stages.items()
         ]
         self._torch_schedule = build_schedule(self.schedule, torch_stages, self.microbatches, self._loss)
-        self._stage_forward = StageForward(self._own_stages, self._stage_to_rank, shapes, self._group, self.root_device)
         self._parameters = list(module.parameters())
         net.forward = self._forward
         if self.is_global_zero:
             self._log_stages(stages)
 
     def _example(self, module: L.LightningModule) -> tuple[Tensor, Any]:
-        """Return a micro-batch of inputs of the network, random ones if it takes floats, and of the data."""
+        """Return a micro-batch of the inputs of the network, and of the data."""
         data = cast(Any, module.trainer).datamodule
         count = data.layout.samples_per_batch if data.has_training_data else 2 * self.microbatches
         batch = self.precision_plugin.convert_input(data.example_batch(count))
         batch = data.transfer_batch_to_device(data.on_before_batch_transfer(batch, 0), self.root_device, 0)
         batch = data.on_after_batch_transfer(batch, 0)
-        full = input_of_network(module, batch)
-        self._input_shape = full.shape[1:]
-        inputs = split_samples(full, self.microbatches)[0]
-        if inputs.is_floating_point():
-            random = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0))
-            inputs = random.to(next(cast(nn.Module, module.net).parameters()))
+        inputs = split_samples(input_of_network(module, batch), self.microbatches)[0].contiguous()
         return inputs, tree_map_only(Tensor, lambda values: split_samples(values, self.microbatches)[0], batch)
 
-    def _cut(self, net: nn.Module, inputs: Tensor) -> list[list[Block]]:
-        """Return the blocks of each stage, for a micro-batch of inputs, and assign the stages to ranks."""
-        with self.precision_plugin.forward_context():
-            blocks = ordered_blocks(net, inputs)
-        self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
-        return cut(blocks, len(self._stage_to_rank), self.split)
-
     def _log_stages(self, stages: list[list[Block]]) -> None:
-        simulated = bubble(simulate(self.schedule, self.device_mesh["pipeline"].size(), self.microbatches))
-        title = f"  pipeline: {self.schedule}, {self.microbatches} micro-batches, simulated bubble {simulated:.1%}"
+        bubble = self.spec.bubble(self.device_mesh["pipeline"].size(), self.microbatches)
+        title = f"  pipeline: {self.schedule}, {self.microbatches} micro-batches, bubble of at least {bubble:.1%}"
         _log.info("\n".join([title, *format_table(stages, self._stage_to_rank)]))
 
-    def _loss(self, outputs: Tensor, number: Tensor) -> Tensor:
+    def _loss(self, outputs: tuple[Tensor], number: Tensor) -> Tensor:
         """Return the loss of micro-batch `number`, a CPU tensor because the schedule splits a tensor of targets."""
         micro_batch = tree_map_only(Tensor, lambda values: values[int(number)], self._batch)
         module = cast(Any, self.lightning_module)
         with computation():
-            loss = module.loss(outputs, micro_batch)
+            loss = module.loss(outputs[0], micro_batch)
         # A Batch has weights, whose sum over the micro-batches is 1.
         return loss if isinstance(self._batch, Batch) else loss / self.microbatches
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._batch = tree_map_only(Tensor, lambda values: split_samples(values, self.microbatches), batch)
-        self._has_run = False
+        self._losses = None
         try:
             result = super().training_step(batch, *args, **kwargs)
         finally:
             self._batch = None
-        losses, self._losses = self._losses, []
         returned = result["loss"] if isinstance(result, dict) else result
-        if self._has_run and not self._has_compared and isinstance(returned, Tensor):
+        if self._losses is not None and not self._has_compared and isinstance(returned, Tensor):
             self._has_compared = True
-            trained = torch.stack(losses).detach().sum() if losses else returned.detach()
+            trained = torch.stack(self._losses).detach().sum() if self._losses else returned.detach()
             self._check_loss(torch.stack([returned.detach(), trained]).double())
+        self._losses = None
         return result
 
     def _check_loss(self, own: Tensor) -> None:
@@ -230,25 +218,21 @@ class Pipeline(ShardedStateStrategy):
         Args:
             own: the returned loss; and the trained one, on the rank of the last stage.
         """
-        name = type(self.lightning_module).__name__
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(ranks, own, group=self._group)
         returned, trained = torch.stack(ranks)[:, 0], ranks[self._stage_to_rank[-1]][1]
-        if not torch.allclose(returned, returned[0], rtol=1e-5, equal_nan=True):
-            raise UserError(
-                f"strategy=pipeline: the loss of {name}.training_step reads more than outputs and batch, because the "
-                f"ranks get {returned.tolist()}: leave out terms of the weights, which are on other ranks, or use "
-                "strategy=ddp"
-            )
-        if not torch.isclose(returned[0], trained, rtol=0.02, atol=1e-6, equal_nan=True):
+        is_same = torch.allclose(returned, returned[0], rtol=1e-5, equal_nan=True)  # not if it reads a rank's weights
+        if not (is_same and torch.isclose(returned[0], trained, rtol=0.02, atol=1e-6, equal_nan=True)):
+            name = type(self.lightning_module).__name__
             raise UserError(
                 f"strategy=pipeline trains the mean of {name}.loss(outputs, batch), {float(trained):.6g} here, but "
-                f"training_step returns {float(returned[0]):.6g}: let it return that loss, or use strategy=ddp or fsdp"
+                f"training_step returns {returned.tolist()} on the ranks: let it return that loss, without terms of "
+                "the weights, or use strategy=ddp or fsdp"
             )
 
     def _check_constants(self) -> None:
         """Check that no number has changed which the graph of the network has as a constant."""
-        for name, value in constants(self._modules_around).items():
+        for name, value in constants(cast(Any, self.lightning_module).net, self._called).items():
             if value != self._constants.get(name):
                 raise UserError(
                     f"strategy=pipeline: `net.{name.removeprefix('.')}` has changed to {value}, which the stages "
@@ -259,16 +243,13 @@ class Pipeline(ShardedStateStrategy):
         """Run the schedule on the inputs of the network; return its (samples, ...) outputs on every rank.
 
         `_gradients` gets the new gradients; those of the parameters stay as they were.
-
-        Raises:
-            UserError: if this is the second run in a training step.
         """
-        if self._has_run:
+        if self._losses is not None:
             raise UserError(
                 f"strategy=pipeline: {type(self.lightning_module).__name__}.training_step calls its `net` twice: call "
                 "it once, or use strategy=ddp or fsdp"
             )
-        self._has_run = True
+        self._losses = []
         self._check_constants()
         accumulated = take_gradients(self._parameters, keep=self._accumulate > 1)
         if self._draws:
@@ -282,20 +263,46 @@ class Pipeline(ShardedStateStrategy):
         self._gradients = [(weight, weight.grad) for weight in self._parameters if weight.grad is not None]
         for weight, gradient in zip(self._parameters, accumulated, strict=True):
             weight.grad = gradient
-        return self._stage_forward.to_all(outputs, len(inputs))
+        return self._broadcast(-1, outputs, len(inputs))[0]
 
-    def _run_passes(self, inputs: Tensor) -> Tensor | None:
+    def _run_passes(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the forward and backward passes on the inputs of one micro-batch after the other.
 
         Returns:
-            The (samples, ...) outputs in the order of the batch, on the rank of the last stage.
+            The (samples, ...) outputs in the order of the batch, on the rank of the last stage; elsewhere nothing.
         """
         first = (inputs,) if self._stage_to_rank[0] == self._pipeline_rank else ()
         if self._stage_to_rank[-1] != self._pipeline_rank:
             self._torch_schedule.step(*first)
-            return None
-        outputs = self._torch_schedule.step(*first, target=torch.arange(self.microbatches), losses=self._losses)
-        return join_samples(outputs.detach().unflatten(0, (self.microbatches, -1)))
+            return ()
+        (outputs,) = self._torch_schedule.step(*first, target=torch.arange(self.microbatches), losses=self._losses)
+        return (join_samples(outputs.detach().unflatten(0, (self.microbatches, -1))),)
+
+    def _run_stages(self, inputs: Tensor) -> Tensor:
+        """Evaluate one stage after the other, each on its rank; return the outputs of the network on every rank."""
+        values: tuple[Tensor, ...] = (inputs,)
+        for number in range(len(self._stage_to_rank)):
+            stage = self._own_stages.get(number)
+            values = self._broadcast(number, stage(*values) if stage else (), len(inputs))
+            if stage and stage.calls:  # the stages before it have not drawn theirs on this rank
+                raise sample_random.refusal("the evaluation of a pipeline's stage")
+            if isinstance(stage, FSDPModule):
+                stage.reshard()
+        return values[0]
+
+    def _broadcast(self, number: int, own: tuple[Tensor, ...], samples: int) -> tuple[Tensor, ...]:
+        """Return the outputs of stage `number` on every rank of the pipeline.
+
+        Args:
+            number: number of the stage; -1 means the last one.
+            own: these outputs, on the rank that has computed them.
+            samples: their number of samples.
+        """
+        empty = (torch.empty(samples, *x.shape[1:], dtype=x.dtype, device=self.root_device) for x in self._sent[number])
+        values = own or tuple(empty)
+        for value in values:
+            dist.broadcast(value, group=self._group, group_src=self._stage_to_rank[number])
+        return values
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Add the gradients of the schedule to the parameters, averaged over the replicas."""
@@ -311,18 +318,14 @@ class Pipeline(ShardedStateStrategy):
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def _forward(self, inputs: Tensor) -> Tensor:
-        """Return the outputs of the network: those of the schedule in training, otherwise those of `StageForward`.
-
-        Raises:
-            UserError: if the inputs of a sample have another shape than those by which the network was cut.
-        """
+        """Return the outputs of the network: those of the schedule in training, otherwise those of `_run_stages`."""
         if inputs.shape[1:] != self._input_shape:
             raise UserError(
                 f"strategy=pipeline: the network was cut for samples of shape {list(self._input_shape)}, and gets "
                 f"{list(inputs.shape[1:])}: pad all samples to one shape, or use strategy=ddp or fsdp"
             )
         if self._batch is None:
-            return self._stage_forward(inputs)
+            return self._run_stages(inputs)
         with communication():  # between the passes a rank waits
             return self._run_schedule(inputs)
 

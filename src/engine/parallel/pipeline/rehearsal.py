@@ -1,46 +1,92 @@
 """A training step of the full network and of its stages, on every rank before training: they must be equal.
 
-A tracer does not see `torch.no_grad()` or the backward pass of an `autograd.Function`, and a schedule computes the
-backward pass in its own way.
+A tracer does not see `torch.no_grad()` or the backward pass of an `autograd.Function`, a schedule computes the backward
+pass in its own way, and a loss may read weights, most of which are on other ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
+import lightning as L
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
 from src.engine.determinism.dropout import dropouts, set_keys
 from src.engine.determinism.random_functions import sample_random
 from src.engine.parallel.batch_norm import grouped_norms
-from src.engine.parallel.pipeline.graph import set_mode
+from src.engine.parallel.pipeline.blocks import set_mode
+from src.engine.parallel.pipeline.schedules import SCHEDULES
 from src.engine.parallel.pipeline.stage import Stage
 from src.engine.utils.errors import UserError
 
 
-def check_stages(net: nn.Module, stages: Sequence[Stage], inputs: Tensor, schedule: str, splits_backward: bool) -> int:
-    """Check that the stages train like the network, and number their calls of random functions.
+def check_module(module: L.LightningModule) -> None:
+    """Check that the module trains the parameters of `net` only, with the strategy's backward pass."""
+    for hook in ("backward", "configure_gradient_clipping"):
+        if is_overridden(hook, module):
+            raise UserError(
+                f"strategy=pipeline computes gradients without {type(module).__name__}.{hook}, and each rank holds "
+                "those of its stages: use trainer.gradient_clip_val, or strategy=ddp or fsdp"
+            )
+    for name, weight in module.named_parameters():
+        if weight.requires_grad and not name.startswith("net."):
+            raise UserError(
+                f"strategy=pipeline trains the parameters of `net`, and {name} is not one of them: move it into "
+                "the network, or use strategy=ddp"
+            )
+
+
+class _Input(BaseException):
+    """Carries what a module gives its network; no `except Exception` of a user stops it."""
+
+
+def _raise_input(*args: Any, **kwargs: Any) -> Tensor:
+    raise _Input(*args, *kwargs.values())
+
+
+def input_of_network(module: Any, batch: Any) -> Tensor:
+    """Return what `training_step` gives the network for a batch, (n, ...)."""
+    found: tuple[Any, ...] = ()
+    with without_log(module), mock.patch.object(module.net, "forward", _raise_input):
+        try:
+            module.training_step(batch, 0)
+        except _Input as called:
+            found = called.args
+    if len(found) != 1 or not isinstance(found[0], Tensor):
+        raise UserError(
+            f"strategy=pipeline: {type(module).__name__}.training_step must call its `net` with one tensor; use "
+            "strategy=ddp or fsdp for other networks"
+        )
+    return found[0]
+
+
+def without_log(module: L.LightningModule) -> Any:
+    """Return a context in which the module can log although no trainer's loop runs."""
+    return mock.patch.multiple(module, log=mock.Mock(), log_dict=mock.Mock())
+
+
+def check_stages(
+    net: nn.Module, stages: Sequence[Stage], inputs: Tensor, loss: Callable[[Tensor], Tensor], schedule: str
+) -> None:
+    """Check that the stages train like the network.
 
     Args:
         net: the full network, whose gradients are deleted.
         stages: all its stages.
-        inputs: a micro-batch of random inputs.
-        schedule: name of the schedule, for the error.
-        splits_backward: whether the schedule computes the gradients of the weights in a separate pass.
-
-    Returns:
-        The number of calls of random functions in the forward pass.
+        inputs: a micro-batch of inputs.
+        loss: maps its outputs to the loss.
+        schedule: key of `SCHEDULES`.
 
     Raises:
         UserError: if the stages cannot be run, or an output, gradient or buffer is another.
     """
-    before = sample_random.calls
-    expected = _observe(net, inputs, lambda: _train_network(net, inputs))
-    calls = sample_random.calls - before
+    splits_backward = SCHEDULES[schedule].splits_backward
+    expected = _observe(net, len(inputs), lambda: _train_network(net, inputs.clone(), loss))
     try:
-        found = _observe(net, inputs, lambda: _train_stages(stages, inputs, splits_backward))
+        found = _observe(net, len(inputs), lambda: _train_stages(stages, inputs.clone(), loss, splits_backward))
     except Exception as error:  # a schedule may not support anything that a network contains
         cause = str(error.__cause__ or error).strip().splitlines()[0]
         raise UserError(
@@ -48,71 +94,66 @@ def check_stages(net: nn.Module, stages: Sequence[Stage], inputs: Tensor, schedu
             "strategy.schedule=interleaved_1f1b or 1f1b, or strategy=ddp"
         ) from error
     precision = torch.finfo(expected["outputs"].dtype).eps ** 0.5
-    floats = {name: value for name, value in expected.items() if name not in dict(net.named_buffers())}
-    smallest = precision * max(_norm(value) for value in floats.values())
-    for name in expected | found:
-        one, other = expected.get(name), found.get(name)
-        if not _are_close(one, other, precision, smallest):
+    buffers = dict(net.named_buffers())  # a mask may have infinite values
+    smallest = precision * max(_norm(value) for name, value in expected.items() if name not in buffers)
+    for name, one in expected.items():
+        other = found[name]
+        tolerance = precision * (_norm(one) + smallest)
+        if not (torch.equal(one, other) or _norm(one.double() - other.double()) <= tolerance):
             raise UserError(
                 f"the stages of `model` do not train like the network: {name} is another, as with torch.no_grad() or "
-                "an autograd.Function outside of the blocks. Move it into a block, or use strategy=ddp or fsdp"
+                "an autograd.Function outside of the blocks, or a loss that reads weights. Move it into a block, or "
+                "use strategy=ddp or fsdp"
             )
-    return calls
-
-
-def _are_close(one: Tensor | None, other: Tensor | None, precision: float, smallest: float) -> bool:
-    """Return whether two values agree to rounding; those of a value that is missing are zeros."""
-    if one is None or other is None:
-        return all(_norm(value) <= precision * smallest for value in (one, other) if value is not None)
-    if torch.equal(one, other):  # a mask may have infinite values
-        return True
-    return _norm(one.double() - other.double()) <= precision * (_norm(one) + smallest)
 
 
 def _norm(value: Tensor) -> float:
     return float(value.double().norm())
 
 
-def _train_network(net: nn.Module, inputs: Tensor) -> Tensor:
-    outputs = net(inputs.clone())
-    outputs.backward(_direction(outputs))
+def _train_network(net: nn.Module, inputs: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    outputs = net(inputs)
+    loss(outputs).backward()
     return outputs
 
 
-def _train_stages(stages: Sequence[Stage], inputs: Tensor, splits_backward: bool) -> Tensor:
+def _train_stages(
+    stages: Sequence[Stage], inputs: Tensor, loss: Callable[[Tensor], Tensor], splits_backward: bool
+) -> Tensor:
     """Run the forward and the backward passes of all stages as a schedule does; return the outputs."""
-    before, passes = sample_random.calls, []
-    values: tuple[Tensor, ...] = (inputs.clone(),)
+    values: tuple[Tensor, ...] = (inputs,)
+    passes = []
     for number, stage in enumerate(stages):
-        stage.calls_before = sample_random.calls - before
-        values = tuple(value.detach().requires_grad_(number > 0) for value in values)
-        results = stage(*values)
-        passes.append((stage, results if isinstance(results, tuple) else (results,), values))
-        values = passes[-1][1]
-    outputs = values[0].detach().clone()
-    gradients: Any = (_direction(outputs),)
-    for stage, results, values in reversed(passes):
+        received = tuple(value.detach().requires_grad_(number > 0) for value in values)
+        values = stage(*received)
+        passes.append((stage, values, received))
+    outputs = values[0].detach().requires_grad_()
+    gradients: Any = torch.autograd.grad(loss(outputs), outputs)
+    for stage, values, received in reversed(passes):
         if stage is stages[0] or not splits_backward:
-            gradients = stage_backward(results, gradients, values)
+            gradients = stage_backward(values, gradients, received)
         else:
-            gradients, groups = stage_backward_input(list(results), list(gradients), list(values), stage.parameters())
+            gradients, groups = stage_backward_input(list(values), list(gradients), list(received), stage.parameters())
             stage_backward_weight(stage.parameters(), groups)
-    return outputs
+    return outputs.detach()
 
 
-def _direction(outputs: Tensor) -> Tensor:
-    """Return gradients of the outputs, not all equal: a normalization would make a constant zero."""
-    return torch.linspace(-1, 1, outputs.numel(), dtype=outputs.dtype, device=outputs.device).view(outputs.shape)
+def _observe(net: nn.Module, samples: int, train: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """Return the outputs, gradients and buffers after a training step, of which the network keeps nothing.
 
-
-def _observe(net: nn.Module, inputs: Tensor, train: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Return the outputs, gradients and buffers after a training step, of which the network keeps nothing."""
+    The random numbers are the same each time.
+    """
     buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
-    with _sample_random(net, len(inputs)):
+    keys = torch.arange(samples, device=next(net.parameters()).device)
+    sample_random.begin(lambda: keys, keys.device)
+    sample_random.is_divided = False
+    if layers := dropouts(net):
+        set_keys(layers, keys)
+    with torch.random.fork_rng(devices=[]), sample_random.active(), set_mode(net, training=True):
+        torch.manual_seed(0)
         found = {"outputs": train().detach()}
     for name, weight in net.named_parameters():
-        if weight.grad is not None:
-            found[f"the gradient of {name}"] = weight.grad
+        found[f"the gradient of {name}"] = torch.zeros_like(weight) if weight.grad is None else weight.grad
     for name, buffer in net.named_buffers():
         found[name] = buffer.clone()
         if name in buffers:
@@ -122,16 +163,3 @@ def _observe(net: nn.Module, inputs: Tensor, train: Callable[[], Tensor]) -> dic
         norm.check_passes(1)
         norm.is_first_pass, norm.passes = True, 0
     return found
-
-
-@contextmanager
-def _sample_random(net: nn.Module, samples: int) -> Iterator[None]:
-    """Train, with the same random numbers each time."""
-    keys = torch.arange(samples, device=next(net.parameters()).device)
-    sample_random.begin(lambda: keys, keys.device)
-    sample_random.is_divided = False
-    if layers := dropouts(net):
-        set_keys(layers, keys)
-    with torch.random.fork_rng(devices=[]), sample_random.active(), set_mode(net, training=True):
-        torch.manual_seed(0)
-        yield

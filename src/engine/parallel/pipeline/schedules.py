@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -39,10 +38,10 @@ class ScheduleSpec(NamedTuple):
             return one_way + one_way[::-1]
         return one_way * self.stages_per_rank
 
-    def needs_channels_first(self, net: nn.Module, device: torch.device) -> bool:
-        """Return whether torch's GroupNorm would crash with channels last: docs/upstream/group_norm.md."""
-        crashes = self.splits_backward and device.type == "cpu"
-        return crashes and any(isinstance(module, nn.GroupNorm) for module in net.modules())
+    def bubble(self, ranks: int, microbatches: int) -> float:
+        """Return the least fraction of a step in which the ranks idle, if all passes take as long."""
+        passes = microbatches * self.stages_per_rank * (3 if self.splits_backward else 1)
+        return (ranks - 1) / (passes + ranks - 1)
 
 
 SCHEDULES = {
@@ -55,18 +54,14 @@ SCHEDULES = {
 
 
 def schedule_spec(name: str) -> ScheduleSpec:
-    """Return the schedule of that name.
-
-    Raises:
-        UserError: if there is no such schedule.
-    """
+    """Return the schedule of that name."""
     if name not in SCHEDULES:
         raise UserError(f"strategy.schedule={name} is no schedule: {suggest(name, SCHEDULES)}")
     return SCHEDULES[name]
 
 
 def build_schedule(
-    name: str, stages: list[PipelineStage], microbatches: int, loss: Callable[[Tensor, Tensor], Tensor] | None
+    name: str, stages: list[PipelineStage], microbatches: int, loss: Callable[[Any, Tensor], Tensor] | None
 ) -> Any:
     """Build torch's schedule for the stages of this rank.
 
@@ -74,11 +69,8 @@ def build_schedule(
         name: key of `SCHEDULES`.
         stages: the stages of this rank.
         microbatches: micro-batches per batch.
-        loss: maps (n, classes) logits and a target to a weighted sum over samples. The gradients of the micro-batches
-            therefore add up without scaling. None if the schedule is not executed.
-
-    Raises:
-        UserError: if the schedule does not support that number of micro-batches.
+        loss: maps a tuple of the outputs, and a target, to a weighted sum over samples. The gradients of the
+            micro-batches therefore add up without scaling. None if the schedule is not executed.
     """
     spec = schedule_spec(name)
     stage_or_stages: Any = stages[0] if spec.stages_per_rank == 1 else stages

@@ -3,21 +3,20 @@
 Sample i of a batch belongs to micro-batch i % microbatches (`src/engine/determinism/sampler.py`).
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from src.engine.determinism.dropout import dropouts, set_keys
 from src.engine.determinism.random_functions import sample_random
 from src.engine.observe.recording import pipeline_pass
 from src.engine.parallel.pipeline.blocks import Block
-from src.engine.parallel.pipeline.graph import extract
 
 
 def split_samples(values: Tensor, microbatches: int) -> Tensor:
@@ -31,24 +30,27 @@ def join_samples(values: Tensor) -> Tensor:
 
 
 class Stage(nn.Module):
-    """Consecutive blocks whose inputs and outputs are sent in their memory format, without a copy.
+    """Consecutive blocks, whose outputs are contiguous, since no others can be sent.
 
     Args:
         net: the full network.
         blocks: the blocks in order.
         inputs: nodes whose values are the inputs of the stage.
+
+    Attributes:
+        calls: calls of random functions in the last forward pass.
+        calls_before: such calls in the stages before it.
     """
 
     def __init__(self, net: nn.Module, blocks: Sequence[Block], inputs: Sequence[fx.Node]) -> None:
         super().__init__()
         nodes, outputs = [node for block in blocks for node in block.nodes], blocks[-1].outputs
-        self.body = fx.GraphModule(net, extract(nodes, inputs, outputs))
-        self.calls_before = 0  # calls of random functions in the stages before it
+        self.body = fx.GraphModule(net, _extract(nodes, inputs, outputs))
+        self.calls, self.calls_before = 0, 0
         self._dropouts = dropouts(self)
         self._keys: Tensor | None = None
         self._random_state = torch.empty(0)
-        self._input_permuted = [is_permuted(node) for node in inputs]
-        self._output_permuted = [is_permuted(node) for node in outputs]
+        self._formats = [_memory_format(node) for node in inputs]
 
     def begin(self, keys: Tensor, random_state: Tensor) -> None:
         """Prepare for a batch: the (micro-batches, n) keys of its samples, and the state of torch's generator."""
@@ -62,23 +64,59 @@ class Stage(nn.Module):
         if self._dropouts:
             set_keys(self._dropouts, self._keys[number])
 
-    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        received = zip(inputs, self._input_permuted, strict=True)
-        results = self.body(*(_Received.apply(x, permuted) for x, permuted in received))
-        sent = zip(results if isinstance(results, tuple) else (results,), self._output_permuted, strict=True)
-        outputs = tuple(_Sent.apply(x, permuted) for x, permuted in sent)
-        return outputs if len(outputs) > 1 else outputs[0]
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        before = sample_random.calls
+        results = self.body(*(_Transit.apply(x, form) for x, form in zip(inputs, self._formats, strict=True)))
+        self.calls = sample_random.calls - before
+        return tuple(_Transit.apply(result, torch.contiguous_format) for result in results)
 
 
-def is_permuted(node: fx.Node) -> bool:
-    """Return whether a value is sent as (n, height, width, channels): what is sent must be contiguous.
+def _extract(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
+    """Return the graph of some consecutive nodes.
 
-    That is so for a value in channels last. The images come from the data, not from another stage.
+    Args:
+        nodes: the nodes, in order.
+        inputs: earlier nodes, whose values are the arguments.
+        outputs: nodes whose values are returned. An input among them is copied, because a schedule detaches what a
+            stage returns in place.
     """
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in inputs}
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copy)  # and, before it, a parameter of the network itself
+        return copies[node]
+
+    for node in nodes:
+        if node.op != "get_attr":
+            copy(node)
+    graph.output(tuple(graph.call_method("clone", (copies[x],)) if x in inputs else copies[x] for x in outputs))
+    return graph
+
+
+def _memory_format(node: fx.Node) -> torch.memory_format:
+    """Return the format in which a value left the last stage's layers; channels last is lost when it is sent."""
     value: Tensor = node.meta["value"]
-    if node.op == "placeholder" or value.is_contiguous():
-        return False
-    return value.is_contiguous(memory_format=torch.channels_last)
+    if value.dim() == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+class _Transit(torch.autograd.Function):
+    """Change the memory format of what a stage receives or sends; the gradient is contiguous, so that it can be sent.
+
+    The result is no view for autograd. A block may change a received value in place, and schedules detach the output of
+    a stage in place, which fails for a view (`stage_backward_input` in torch/distributed/pipelining/_backward.py).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, memory_format: torch.memory_format) -> Tensor:
+        return value.contiguous(memory_format=memory_format).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.contiguous(), None
 
 
 def remove_other_stages(net: nn.Module, stages: Sequence[Sequence[Block]], own: Container[int]) -> None:
@@ -91,12 +129,17 @@ def remove_other_stages(net: nn.Module, stages: Sequence[Sequence[Block]], own: 
     """
     kept = [block for number, blocks in enumerate(stages) if number in own for block in blocks]
     others = [block for number, blocks in enumerate(stages) if number not in own for block in blocks]
-    for name in called_modules([others]) - called_modules([kept]):
+    for name in called_modules(others) - called_modules(kept):
         net.set_submodule(name, nn.Identity())
     remaining = {name for name, _ in net.named_parameters()}
     for name in remaining & {name for block in others for name in block.parameters}:
         module, _, parameter = name.rpartition(".")
         delattr(net.get_submodule(module), parameter)
+
+
+def called_modules(blocks: Iterable[Block]) -> set[str]:
+    """Return the names of the modules that the graph of some blocks calls."""
+    return {str(node.target) for block in blocks for node in block.nodes if node.op == "call_module"}
 
 
 def shard_stage(net: nn.Module, stage: Stage, mesh: DeviceMesh) -> None:
@@ -117,18 +160,7 @@ def stage_inputs(stages: Sequence[Sequence[Block]], number: int) -> list[fx.Node
 def stage_shapes(stages: Sequence[Sequence[Block]]) -> list[list[Tensor]]:
     """Return meta tensors like the inputs of each stage, and the output of the last, as they are sent."""
     sent = [stage_inputs(stages, 0), *(blocks[-1].outputs for blocks in stages)]
-    return [[_sent_like(node) for node in nodes] for nodes in sent]
-
-
-def _sent_like(node: fx.Node) -> Tensor:
-    value: Tensor = node.meta["value"]
-    return value.permute(0, 2, 3, 1) if is_permuted(node) else value.contiguous()
-
-
-def called_modules(stages: Iterable[Iterable[Block]]) -> set[str]:
-    """Return the names of the modules that the graphs of some stages call."""
-    nodes = [node for blocks in stages for block in blocks for node in block.nodes]
-    return {str(node.target) for node in nodes if node.op == "call_module"}
+    return [[node.meta["value"].contiguous() for node in nodes] for nodes in sent]
 
 
 def build_stage(
@@ -168,99 +200,3 @@ class RecordedStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with pipeline_pass(self.stage_index, bwd_chunk_id, "W"):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-
-
-class _Received(torch.autograd.Function):
-    """Map what a stage receives to its input: from (n, height, width, channels) to channels last, without a copy.
-
-    The result is no view of a leaf, so that a block may change it in place. Only contiguous gradients can be sent.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, received: Tensor, permuted: bool) -> Tensor:
-        ctx.permuted = permuted
-        return received.permute(0, 3, 1, 2).detach() if permuted else received.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return (gradient.permute(0, 2, 3, 1) if ctx.permuted else gradient).contiguous(), None
-
-
-class _Sent(torch.autograd.Function):
-    """Map the output of a stage to what it sends: from channels last to (n, height, width, channels), without a copy.
-
-    The result is not a view for autograd. Schedules detach the output of a stage in place, which fails for a view
-    (`stage_backward_input` in torch/distributed/pipelining/_backward.py).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, permuted: bool) -> Tensor:
-        ctx.permuted = permuted
-        return (output.permute(0, 2, 3, 1) if permuted else output).contiguous().detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.permute(0, 3, 1, 2) if ctx.permuted else gradient, None
-
-
-class StageForward:
-    """The forward pass of a network whose stages are on the ranks of a group. Every rank must call it.
-
-    Args:
-        stages: the stages of this rank by their number.
-        stage_to_rank: rank of each stage in the group.
-        shapes: meta tensors with shape and type of the inputs of each stage, and of the output of the last. Their batch
-            size has no meaning.
-        group: ranks of the pipeline.
-        device: device of this rank.
-    """
-
-    def __init__(
-        self,
-        stages: Mapping[int, nn.Module],
-        stage_to_rank: Sequence[int],
-        shapes: Sequence[Sequence[Tensor]],
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self.stages, self.stage_to_rank, self.shapes = stages, stage_to_rank, shapes
-        self.group, self.device = group, device
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """Map the inputs of n samples to the (n, ...) outputs of the network, on every rank."""
-        values: tuple[Tensor, ...] = (inputs,)
-        last = len(self.stage_to_rank) - 1
-        for number, stage in self.stages.items():
-            own_rank = self.stage_to_rank[number]
-            if number > 0 and self.stage_to_rank[number - 1] != own_rank:
-                values = self._empty(number, len(inputs))
-                for value in values:
-                    dist.recv(value, group=self.group, group_src=self.stage_to_rank[number - 1])
-            result = self._run(stage, values)
-            values = result if isinstance(result, tuple) else (result,)
-            if isinstance(stage, FSDPModule):
-                stage.reshard()
-            if number < last and self.stage_to_rank[number + 1] != own_rank:
-                for value in values:
-                    dist.send(value, group=self.group, group_dst=self.stage_to_rank[number + 1])
-        return self.to_all(values[0] if last in self.stages else None, len(inputs))
-
-    @staticmethod
-    def _run(stage: nn.Module, values: tuple[Tensor, ...]) -> Any:
-        calls = sample_random.calls
-        result = stage(*values)
-        if sample_random.calls > calls:  # the stages before it have not drawn theirs on this rank
-            raise sample_random.refusal("the evaluation of a pipeline's stage")
-        return result
-
-    def to_all(self, outputs: Tensor | None, count: int) -> Tensor:
-        """Broadcast the (count, ...) outputs of the last stage; other ranks pass None."""
-        outputs = self._empty(-1, count)[0] if outputs is None else outputs.contiguous()
-        dist.broadcast(outputs, group=self.group, group_src=self.stage_to_rank[-1])
-        return outputs
-
-    def _empty(self, number: int, count: int) -> tuple[Tensor, ...]:
-        """Return empty tensors for the inputs of stage `number`, with `count` samples; -1 means the outputs."""
-        return tuple(
-            torch.empty(count, *like.shape[1:], dtype=like.dtype, device=self.device) for like in self.shapes[number]
-        )

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
+from scripts.dev.pictures.simulation import Action, Pass, bubble, order_of_passes, simulate, simulate_order
 from src.engine.parallel.pipeline.schedules import SCHEDULES
-from src.engine.parallel.pipeline.simulation import Action, Pass, bubble, order_of_passes, simulate, simulate_order
 from src.engine.utils.errors import UserError
 
 SIZES = [(1, 2), (2, 2), (2, 8), (4, 4), (4, 8), (4, 12)]  # ranks, micro-batches
