@@ -10,6 +10,10 @@ from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from torch import nn
+
+from src.engine.parallel.pipeline.schedules import SCHEDULES, build_schedule
+
 _DURATIONS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
@@ -43,15 +47,8 @@ def order_of_passes(schedule: str, ranks: int, microbatches: int) -> list[list[A
         schedule: key of `SCHEDULES`.
         ranks: number of ranks of the pipeline.
         microbatches: number of micro-batches of a step.
-
-    Raises:
-        UserError: if the schedule does not exist, or does not support that number of micro-batches.
     """
-    from torch import nn  # late: torch's pipelines take a second, and a recorded order needs none of them
-
-    from src.engine.parallel.pipeline.schedules import build_schedule, schedule_spec
-
-    spec = schedule_spec(schedule)
+    spec = SCHEDULES[schedule]
     num_stages = spec.stages_per_rank * ranks
     stages: Any = [
         SimpleNamespace(group_size=ranks, group_rank=0, num_stages=num_stages, stage_index=k, submod=nn.Identity())
@@ -81,18 +78,7 @@ def _forward_ahead(stage: int, microbatches: int, ahead: int) -> list[Action]:
 
 def simulate(schedule: str, ranks: int, microbatches: int) -> list[list[Pass]]:
     """Return the passes of each rank in a step, with their times. The arguments are those of `order_of_passes`."""
-    return simulate_order(order_of_passes(schedule, ranks, microbatches))
-
-
-def simulate_order(order: list[list[Action]]) -> list[list[Pass]]:
-    """Return the passes of each rank, with their times.
-
-    Args:
-        order: what each rank executes in a step, in that order.
-
-    Raises:
-        ValueError: if passes wait for others that do not exist.
-    """
+    order = order_of_passes(schedule, ranks, microbatches)
     waiting = [deque(actions) for actions in order]
     last_stage = max(action.stage for actions in order for action in actions)
     timeline: list[list[Pass]] = [[] for _ in waiting]
@@ -109,7 +95,7 @@ def simulate_order(order: list[list[Action]]) -> list[list[Pass]]:
             passes.append(Pass(*action, start, start + _DURATIONS[action.kind]))
             ends[_result(action)] = passes[-1].end
         if sum(map(len, waiting)) == remaining:
-            raise ValueError("the passes of a step are not complete")
+            raise ValueError("passes wait for others that do not exist")
     return timeline
 
 

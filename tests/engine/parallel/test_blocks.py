@@ -36,6 +36,7 @@ def test_finds_the_blocks(net: nn.Module, names: list[str]) -> None:
     blocks = ordered_blocks(net, IMAGES)
     assert [block.name for block in blocks] == names
     assert {name for block in blocks for name in block.parameters} == {name for name, _ in net.named_parameters()}
+    assert blocks[0].flops == 2 * 2 * net.get_submodule(names[0]).weight.numel() * 64
     assert net.training
 
 

@@ -58,9 +58,6 @@ def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
     Args:
         net: network with its blocks as children.
         images: (n, channels, height, width) micro-batch.
-
-    Raises:
-        UserError: if the forward pass is no graph of calls of the blocks.
     """
     image, *nodes, _ = _trace(net, list(block_names(net)), images).nodes
     done: dict[fx.Node, None] = {image: None}
@@ -180,6 +177,6 @@ def constants(net: nn.Module, blocks: Collection[str]) -> dict[str, Any]:
         f"{name}.{key}": value
         for name, module in net.named_modules()
         if not f"{name}.".startswith(inside)  # the network, or a module that holds blocks
-        for key, value in vars(module).items()
+        for key, value in (vars(type(module)) | vars(module)).items()  # a class may have the default of an attribute
         if isinstance(value, int | float | str) and key != "training"
     }

@@ -138,15 +138,16 @@ class Pipeline(ShardedStateStrategy):
         check_module(module)
         net = cast(nn.Module, module.net)
         self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
-        # FSDP supports no other format, and torch's GroupNorm would crash: docs/upstream/group_norm.md.
-        if self._is_sharded or (self.spec.splits_backward and self.root_device.type == "cpu"):
+        # torch's GroupNorm would crash with channels last: docs/upstream/group_norm.md. FSDP supports no other format.
+        crashes = self.spec.splits_backward and self.root_device.type == "cpu"
+        if self._is_sharded or (crashes and any(isinstance(part, nn.GroupNorm) for part in net.modules())):
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         inputs, batch = self._example(module)
         with self.precision_plugin.forward_context():
             blocks = ordered_blocks(net, inputs)
         self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
         stages = cut(blocks, len(self._stage_to_rank), self.split)
-        every = [Stage(net, blocks, stage_inputs(stages, number)) for number, blocks in enumerate(stages)]
+        every = [Stage(net, part, stage_inputs(stages, number)) for number, part in enumerate(stages)]
         with self.precision_plugin.forward_context(), without_log(module):
             check_stages(net, every, inputs, lambda outputs: cast(Any, module).loss(outputs, batch), self.schedule)
         for number, stage in enumerate(every):
@@ -232,12 +233,12 @@ class Pipeline(ShardedStateStrategy):
 
     def _check_constants(self) -> None:
         """Check that no number has changed which the graph of the network has as a constant."""
-        for name, value in constants(cast(Any, self.lightning_module).net, self._called).items():
-            if value != self._constants.get(name):
-                raise UserError(
-                    f"strategy=pipeline: `net.{name.removeprefix('.')}` has changed to {value}, which the stages "
-                    "do not see: register it as a buffer and change that in place, or use strategy=ddp or fsdp"
-                )
+        now = constants(cast(Any, self.lightning_module).net, self._called)
+        for name, value in now.items() - self._constants.items():
+            raise UserError(
+                f"strategy=pipeline: `net.{name.removeprefix('.')}` has changed to {value}, which the stages do not "
+                "see: register it as a buffer and change that in place, or use strategy=ddp or fsdp"
+            )
 
     def _run_schedule(self, inputs: Tensor) -> Tensor:
         """Run the schedule on the inputs of the network; return its (samples, ...) outputs on every rank.
@@ -255,28 +256,17 @@ class Pipeline(ShardedStateStrategy):
         if self._draws:
             keys, random_state = sample_random.keys, torch.get_rng_state()
             for stage in self._own_stages.values():
-                stage.begin(split_samples(keys, self.microbatches).contiguous(), random_state)
+                stage.keys, stage.random_state = split_samples(keys, self.microbatches).contiguous(), random_state
+        in_order, numbers = split_samples(inputs, self.microbatches).flatten(0, 1), torch.arange(self.microbatches)
         with torch.enable_grad():
-            outputs = self._run_passes(split_samples(inputs, self.microbatches).flatten(0, 1))
+            outputs = self._torch_schedule.step(in_order, target=numbers, losses=self._losses)
         if self._draws:
             sample_random.begin_micro_batch(keys, random_state, self._random_calls)
         self._gradients = [(weight, weight.grad) for weight in self._parameters if weight.grad is not None]
         for weight, gradient in zip(self._parameters, accumulated, strict=True):
             weight.grad = gradient
-        return self._broadcast(-1, outputs, len(inputs))[0]
-
-    def _run_passes(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the forward and backward passes on the inputs of one micro-batch after the other.
-
-        Returns:
-            The (samples, ...) outputs in the order of the batch, on the rank of the last stage; elsewhere nothing.
-        """
-        first = (inputs,) if self._stage_to_rank[0] == self._pipeline_rank else ()
-        if self._stage_to_rank[-1] != self._pipeline_rank:
-            self._torch_schedule.step(*first)
-            return ()
-        (outputs,) = self._torch_schedule.step(*first, target=torch.arange(self.microbatches), losses=self._losses)
-        return (join_samples(outputs.detach().unflatten(0, (self.microbatches, -1))),)
+        own = () if outputs is None else (join_samples(outputs[0].detach(), self.microbatches),)
+        return self._broadcast(-1, own, len(inputs))[0]
 
     def _run_stages(self, inputs: Tensor) -> Tensor:
         """Evaluate one stage after the other, each on its rank; return the outputs of the network on every rank."""
@@ -291,13 +281,7 @@ class Pipeline(ShardedStateStrategy):
         return values[0]
 
     def _broadcast(self, number: int, own: tuple[Tensor, ...], samples: int) -> tuple[Tensor, ...]:
-        """Return the outputs of stage `number` on every rank of the pipeline.
-
-        Args:
-            number: number of the stage; -1 means the last one.
-            own: these outputs, on the rank that has computed them.
-            samples: their number of samples.
-        """
+        """Return the outputs of a stage for some samples on every rank; `own` has them on the rank of the stage."""
         empty = (torch.empty(samples, *x.shape[1:], dtype=x.dtype, device=self.root_device) for x in self._sent[number])
         values = own or tuple(empty)
         for value in values:

@@ -5,6 +5,7 @@ pass in its own way, and a loss may read weights, most of which are on other ran
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -39,22 +40,16 @@ def check_module(module: L.LightningModule) -> None:
             )
 
 
-class _Input(BaseException):
-    """Carries what a module gives its network; no `except Exception` of a user stops it."""
-
-
-def _raise_input(*args: Any, **kwargs: Any) -> Tensor:
-    raise _Input(*args, *kwargs.values())
+class _Called(BaseException):
+    """Ends a step where it calls its network; no `except Exception` of a user stops it."""
 
 
 def input_of_network(module: Any, batch: Any) -> Tensor:
     """Return what `training_step` gives the network for a batch, (n, ...)."""
-    found: tuple[Any, ...] = ()
-    with without_log(module), mock.patch.object(module.net, "forward", _raise_input):
-        try:
-            module.training_step(batch, 0)
-        except _Input as called:
-            found = called.args
+    forward_raises = mock.patch.object(module.net, "forward", side_effect=_Called)
+    with without_log(module), forward_raises as forward, suppress(_Called):
+        module.training_step(batch, 0)
+    found = [value for call in forward.call_args_list for value in (*call.args, *call.kwargs.values())]
     if len(found) != 1 or not isinstance(found[0], Tensor):
         raise UserError(
             f"strategy=pipeline: {type(module).__name__}.training_step must call its `net` with one tensor; use "
@@ -71,7 +66,7 @@ def without_log(module: L.LightningModule) -> Any:
 def check_stages(
     net: nn.Module, stages: Sequence[Stage], inputs: Tensor, loss: Callable[[Tensor], Tensor], schedule: str
 ) -> None:
-    """Check that the stages train like the network.
+    """Check that the stages can be run, with the outputs, gradients and buffers of the network.
 
     Args:
         net: the full network, whose gradients are deleted.
@@ -79,9 +74,6 @@ def check_stages(
         inputs: a micro-batch of inputs.
         loss: maps its outputs to the loss.
         schedule: key of `SCHEDULES`.
-
-    Raises:
-        UserError: if the stages cannot be run, or an output, gradient or buffer is another.
     """
     splits_backward = SCHEDULES[schedule].splits_backward
     expected = _observe(net, len(inputs), lambda: _train_network(net, inputs.clone(), loss))

@@ -24,9 +24,9 @@ def split_samples(values: Tensor, microbatches: int) -> Tensor:
     return values.unflatten(0, (-1, microbatches)).transpose(0, 1)
 
 
-def join_samples(values: Tensor) -> Tensor:
-    """Undo `split_samples`: return (microbatches, n, ...) values in the order of the batch, (samples, ...)."""
-    return values.transpose(0, 1).flatten(0, 1)
+def join_samples(values: Tensor, microbatches: int) -> Tensor:
+    """Return the (samples, ...) values of one micro-batch after the other in the order of the batch."""
+    return values.unflatten(0, (microbatches, -1)).transpose(0, 1).flatten(0, 1)
 
 
 class Stage(nn.Module):
@@ -40,6 +40,8 @@ class Stage(nn.Module):
     Attributes:
         calls: calls of random functions in the last forward pass.
         calls_before: such calls in the stages before it.
+        keys: (micro-batches, n) keys of the samples of the batch; None if no random number is drawn.
+        random_state: state of torch's generator before the batch.
     """
 
     def __init__(self, net: nn.Module, blocks: Sequence[Block], inputs: Sequence[fx.Node]) -> None:
@@ -48,21 +50,17 @@ class Stage(nn.Module):
         self.body = fx.GraphModule(net, _extract(nodes, inputs, outputs))
         self.calls, self.calls_before = 0, 0
         self._dropouts = dropouts(self)
-        self._keys: Tensor | None = None
-        self._random_state = torch.empty(0)
+        self.keys: Tensor | None = None
+        self.random_state = torch.empty(0)
         self._formats = [_memory_format(node) for node in inputs]
-
-    def begin(self, keys: Tensor, random_state: Tensor) -> None:
-        """Prepare for a batch: the (micro-batches, n) keys of its samples, and the state of torch's generator."""
-        self._keys, self._random_state = keys, random_state
 
     def begin_micro_batch(self, number: int) -> None:
         """Draw random numbers for the samples of a micro-batch; in its backward pass, a block may be computed again."""
-        if self._keys is None:
+        if self.keys is None:
             return
-        sample_random.begin_micro_batch(self._keys[number], self._random_state, self.calls_before)
+        sample_random.begin_micro_batch(self.keys[number], self.random_state, self.calls_before)
         if self._dropouts:
-            set_keys(self._dropouts, self._keys[number])
+            set_keys(self._dropouts, self.keys[number])
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         before = sample_random.calls
@@ -166,15 +164,7 @@ def stage_shapes(stages: Sequence[Sequence[Block]]) -> list[list[Tensor]]:
 def build_stage(
     stage: Stage, number: int, shapes: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None, device: torch.device
 ) -> PipelineStage:
-    """Build torch's stage with known shapes; shape inference would update the batch statistics once more.
-
-    Args:
-        stage: the stage as a module.
-        number: its number.
-        shapes: meta tensors like the inputs of each stage, and the output of the last.
-        group: ranks of the pipeline.
-        device: device of this rank.
-    """
+    """Build torch's stage with the known `stage_shapes`; inference would update the batch statistics once more."""
     received = tuple(like.detach().requires_grad_(number > 0) for like in shapes[number])  # images need no gradient
     sent = tuple(like.detach().requires_grad_() for like in shapes[number + 1])
     return RecordedStage(stage, number, len(shapes) - 1, device, input_args=received, output_args=sent, group=group)
