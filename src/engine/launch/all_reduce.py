@@ -15,7 +15,7 @@ from torch import Tensor
 
 from src.engine.launch.external import detect_cluster_environment
 from src.engine.utils.errors import UserError
-from src.engine.utils.process_group import close_process_group
+from src.engine.utils.process import close_process_group
 
 _TIMEOUT = 60.0  # seconds for the ranks to get ready, and as many for their communication
 _SIZE = 16 << 20  # float32 numbers, 64 MiB

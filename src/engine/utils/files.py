@@ -1,5 +1,6 @@
-"""Files that appear complete or not at all, and files to which a running process appends JSON objects."""
+"""Locks, files that appear complete or not at all, and files to which a running process appends JSON objects."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,6 +13,16 @@ from typing import Any
 from filelock import FileLock
 
 from src.engine.utils.errors import UserError
+
+_LOCKS = Path("/tmp")  # the same for all processes of a machine, whatever their TMPDIR
+
+
+def named_lock(name: str) -> FileLock:
+    """Return a lock between the processes of one user on one machine, which ends with the process that holds it.
+
+    It is a context manager that waits for the lock. Its file is empty, and remains.
+    """
+    return FileLock(_LOCKS / f"train-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()}.lock")
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def test_an_error_in_the_users_code_has_a_short_traceback(
     log = tmp_path / "run" / "logs" / "rank0.log"
     header, folded, *last = err.splitlines()[-6:]
     assert header == "Traceback (most recent call last):"
-    assert re.fullmatch(r"  \.\.\. \d\d frames of .*lightning, src/engine, torch \.\.\.", folded)
+    assert folded == "  ... frames of libraries and of src/engine ..."
     assert last == [
         f'  File "{tmp_path}/mine.py", line 4, in training_step',
         "    raise ValueError('here')",

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from src.engine.doctor import examination
 from src.engine.doctor.examination import Finding, check_all_reduce, run_check
 from src.engine.launch import all_reduce
-from src.engine.launch.failures import RankFailedError
+from src.engine.launch.outcome import RankFailedError
 from src.engine.utils.errors import UserError
 from tests.support.commands import error_line, run, run_here
 
