@@ -17,7 +17,7 @@ from src.engine.utils.errors import UserError
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
 
-_STORE_TIMEOUT = timedelta(minutes=10)  # for the slowest node to start
+_TIMEOUT = timedelta(minutes=10)  # for the slowest node to start
 
 
 def detect_cluster_environment() -> ClusterEnvironment | None:
@@ -33,7 +33,7 @@ def detect_cluster_environment() -> ClusterEnvironment | None:
     return None
 
 
-def connect_ranks(env: ClusterEnvironment, timeout: timedelta = _STORE_TIMEOUT) -> dist.Store:
+def connect_ranks(env: ClusterEnvironment) -> dist.Store:
     """Return a store that all ranks share: that of torchrun's agent, or else one of rank zero.
 
     With `multi_tenant`, the process group later uses the same server (torch/distributed/rendezvous.py). A temporary
@@ -42,7 +42,7 @@ def connect_ranks(env: ClusterEnvironment, timeout: timedelta = _STORE_TIMEOUT) 
     is_server = env.global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port, ranks = env.main_address, env.main_port, env.world_size()
     try:
-        return dist.TCPStore(address, port, ranks, is_server, timeout, wait_for_workers=False, multi_tenant=True)
+        return dist.TCPStore(address, port, ranks, is_server, _TIMEOUT, wait_for_workers=False, multi_tenant=True)
     except dist.DistNetworkError as error:
         if not is_server:
             raise
