@@ -39,20 +39,22 @@ def connect_ranks(env: ClusterEnvironment) -> dist.Store:
     With `multi_tenant`, the process group later uses the same server (torch/distributed/rendezvous.py). A temporary
     process group would leave addresses behind that break Lightning's own.
     """
-    is_server = env.global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = env.global_rank() == 0 and not is_of_agent
     address, port, ranks = env.main_address, env.main_port, env.world_size()
     try:
-        return dist.TCPStore(address, port, ranks, is_server, _TIMEOUT, wait_for_workers=False, multi_tenant=True)
+        store = dist.TCPStore(address, port, ranks, is_server, _TIMEOUT, wait_for_workers=False, multi_tenant=True)
     except dist.DistNetworkError as error:
         if not is_server:
             raise
         raise UserError(f"cannot listen on port {port} of this host: set MASTER_PORT to another port") from error
+    # The agent's store keeps the keys of an earlier start. Without it, the hosts may count their starts differently.
+    start = os.environ["TORCHELASTIC_RESTART_COUNT"] if is_of_agent else "0"
+    return dist.PrefixStore(f"configuration/{start}", store)
 
 
 def share_config(store: dist.Store, rank: int, world_size: int, cfg: DictConfig) -> DictConfig:
     """Resolve rank zero's composed configuration, and return it on every rank; a user error is raised on every rank."""
-    # The store of torchrun's agent keeps the keys of an earlier start.
-    store = dist.PrefixStore(f"configuration/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
     store.set(f"composed/{rank}", OmegaConf.to_yaml(cfg, sort_keys=True))
     if rank == 0:
         result: DictConfig | UserError
