@@ -12,9 +12,9 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 
-from src.engine.launch.external import connect_ranks, detect_cluster_environment
+from src.engine.launch.external import connect_ranks
 from src.engine.utils.errors import UserError
-from src.engine.utils.process import close_process_group
+from src.engine.utils.process import close_process_group, detect_cluster_environment
 
 _TIMEOUT = 60.0  # seconds for the ranks to get ready, and as many for their communication
 _SIZE = 16 << 20  # float32 numbers, 64 MiB
@@ -22,11 +22,7 @@ _REPEATS = 5
 
 
 def measure_all_reduce(cfg: DictConfig) -> dict[str, float]:
-    """Reduce a tensor over all ranks; return the numbers of `processes`, `hosts` and `bytes`, and its mean `seconds`.
-
-    Raises:
-        UserError: if a rank does not get ready, the communication hangs, or the result is wrong.
-    """
+    """Reduce a tensor over all ranks; return the numbers of `processes`, `hosts` and `bytes`, and mean `seconds`."""
     # The last resort, as this thread may hang in a call of the driver. Descriptor 2 is stderr, also in a notebook.
     faulthandler.dump_traceback_later(3 * _TIMEOUT, exit=True, file=2)
     env = detect_cluster_environment()

@@ -20,19 +20,6 @@ if TYPE_CHECKING:
 _TIMEOUT = timedelta(minutes=10)  # for the slowest node to start
 
 
-def detect_cluster_environment() -> ClusterEnvironment | None:
-    """Return the environment of torchrun or SLURM, or None if neither started this process as one of several ranks."""
-    if not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"} & os.environ.keys():
-        return None
-    from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-
-    if TorchElasticEnvironment.detect():
-        return TorchElasticEnvironment()
-    if SLURMEnvironment.detect() and int(os.environ.get("SLURM_NTASKS", 1)) > 1:
-        return SLURMEnvironment(auto_requeue=False)
-    return None
-
-
 def connect_ranks(env: ClusterEnvironment) -> dist.Store:
     """Return a store that all ranks share: that of torchrun's agent, or else one of rank zero.
 

@@ -37,10 +37,7 @@ _FOLDED_FRAMES = re.compile(rf'(?:  File "(?:{_LIBRARIES}|{_ENGINE}).*\n(?:(?!  
 
 
 class RankFailedError(RuntimeError):
-    """A rank failed for a reason other than a user error.
-
-    The message has its rank, its error and the path of its log.
-    """
+    """A rank failed for another reason than a user error; the message has its number, its error and its log."""
 
 
 class RankDiedError(RankFailedError):
@@ -50,15 +47,11 @@ class RankDiedError(RankFailedError):
 def exit_rank(error: Exception, run_dir: str, rank: int, terminal: TextIO | None = None) -> NoReturn:
     """Report the error, and end this rank, whose process group is open.
 
+    If torchrun or SLURM started it, `terminal` gets one line; the project's own launcher prints one itself.
+
     The interpreter's own exit would wait for the other ranks, which wait for this one in a collective: Lightning
     destroys an NCCL group in an exit handler (`_init_dist_connection` in lightning/fabric/utilities/distributed.py).
     With gloo the exit may abort.
-
-    Args:
-        error: what the rank raised.
-        run_dir: the run folder.
-        rank: the number of this rank.
-        terminal: gets one line if torchrun or SLURM started this rank; the project's launcher prints one itself.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -112,9 +105,7 @@ def fold_frames(trace: str) -> str:
 def first_failure(failed: Any, run_dir: str) -> Exception:
     """Return the exception to raise for the rank that failed first.
 
-    Args:
-        failed: elastic's ChildFailedError, which has the rank that ended first.
-        run_dir: the run folder.
+    Elastic's ChildFailedError `failed` has the rank that ended first, which may be another one.
     """
     rank, failure = failed.get_first_failure()
     died = RankDiedError(f"rank {rank} died ({failure.message}); its log is {log_file(run_dir, rank)}")

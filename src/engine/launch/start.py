@@ -19,10 +19,11 @@ from omegaconf import DictConfig
 
 from src.engine.config.devices import device_count, runs_in_single_process
 from src.engine.config.resolve import resolve_config
-from src.engine.launch.external import connect_ranks, detect_cluster_environment, share_config
+from src.engine.launch.external import connect_ranks, share_config
 from src.engine.launch.outcome import exit_rank, run_recorded
 from src.engine.launch.workers import launch_workers, run_rank
 from src.engine.utils.errors import UserError
+from src.engine.utils.process import detect_cluster_environment
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -40,9 +41,6 @@ def launch(
         around_workers: context manager around the processes that this launcher starts; it gets the resolved
             configuration.
         keep_trainer: gets the trainer after the run if this process is a rank.
-
-    Raises:
-        UserError: if a rank raised one; the launcher has already stopped the other ranks.
     """
     if env := detect_cluster_environment():
         return _join_started_ranks(env, cfg, keep_trainer)

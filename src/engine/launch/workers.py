@@ -150,12 +150,7 @@ def _stopped(cfg: DictConfig) -> signals.Stopped:
 
 
 def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
-    """Run one rank in this new process; return its metrics, or the number of the signal that ended the run.
-
-    Args:
-        cfg: the resolved configuration.
-        launcher: process id of the launcher.
-    """
+    """Run one rank in this new process; return its metrics, or the number of the signal that ended the run."""
     signals.prepare_started_process(launcher)
     _silence_launchers()
     rank = int(os.environ["RANK"])

@@ -1,18 +1,38 @@
-"""A rank's process: its memory, and the timeouts and the end of its process groups."""
+"""A rank's process: who started it, its memory, and the timeouts and the end of its process groups."""
+
+from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import sys
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # the constants of glibc's malloc.h
 _RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
 _PAUSE = 0.05  # seconds, so that gloo's threads can take the GIL
 _MARGIN = timedelta(minutes=5)
+
+
+def detect_cluster_environment() -> ClusterEnvironment | None:
+    """Return the environment of torchrun or SLURM, or None if neither started this process as one of several ranks."""
+    if not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"} & os.environ.keys():
+        return None
+    from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+
+    if TorchElasticEnvironment.detect():
+        return TorchElasticEnvironment()
+    if SLURMEnvironment.detect() and int(os.environ.get("SLURM_NTASKS", 1)) > 1:
+        return SLURMEnvironment(auto_requeue=False)
+    return None
 
 
 def tune_malloc() -> bool:
