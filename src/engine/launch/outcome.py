@@ -45,7 +45,7 @@ class RankDiedError(RankFailedError):
 
 
 def exit_rank(error: Exception, run_dir: str, rank: int, terminal: TextIO | None = None) -> NoReturn:
-    """Report the error, and end this rank, whose process group is open.
+    """Report the error, and end this rank, whose process group may be open.
 
     If torchrun or SLURM started it, `terminal` gets one line; the project's own launcher prints one itself.
 

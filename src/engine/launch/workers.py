@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
 
 from src.engine.config.devices import device_count, runs_in_single_process
@@ -15,7 +14,6 @@ from src.engine.config.folder import with_newest_checkpoint
 from src.engine.launch.outcome import (
     REPORT_FILE,
     RankFailedError,
-    append_traceback,
     exit_rank,
     first_failure,
     fold_frames,
@@ -24,7 +22,6 @@ from src.engine.launch.outcome import (
 )
 from src.engine.state.run_files import stop_message
 from src.engine.utils import signals
-from src.engine.utils.errors import UserError
 from src.engine.utils.process import close_process_group
 from src.engine.utils.rank_log import connect_debugger, log_to_folder
 
@@ -162,11 +159,7 @@ def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
     except signals.Stopped as stopped:
         return stopped.number
     except Exception as error:
-        if dist.is_initialized():
-            exit_rank(error, cfg.run_dir, rank)
-        if not isinstance(error, UserError):
-            append_traceback(error, cfg.run_dir, rank)
-        raise  # the elastic launcher's wrapper reports it
+        exit_rank(error, cfg.run_dir, rank)
 
 
 def _remove_launcher_variables() -> None:

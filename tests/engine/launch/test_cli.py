@@ -22,6 +22,7 @@ from tests.support.runs import compose
     [
         ("model=null", "model=null: give one of airbench, mlp"),
         ("logger.wandb.nam=x", "logger.wandb.nam is no option here; did you mean"),
+        ("model.hiden=[4]", "model.hiden is no option here"),
         (
             "trainer.deterministic=warn",
             "(+trainer.deterministic=... adds it to the configuration)",
@@ -69,11 +70,6 @@ def test_says_that_hydra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hydra", None)  # as if it were not installed
     _, err = run_here(code=1)
     assert "has no Hydra: run `make install`, then `source .venv/bin/activate`" in error_line(err)
-
-
-def test_unknown_option_of_a_chosen_network() -> None:
-    _, err = run_here("model=mlp", "model.hiden=[4]", code=1)
-    assert "model.hiden is no option here; did you mean model.hidden?" in error_line(err)
 
 
 def test_unknown_options_of_a_sweep(tmp_path: Path) -> None:
