@@ -48,7 +48,7 @@ def log_to_folder(run_dir: str | Path, rank: int) -> None:
         handlers.append(TerminalHandler())
     else:
         _redirect_output(file)
-    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=handlers, force=True)
     logging.captureWarnings(True)
     for pattern in _IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", f".*{pattern}")
