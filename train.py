@@ -30,7 +30,7 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
         from src.engine.sweeps.job import run_job
 
         return run_job(cfg)
-    from src.engine.launch.failures import short_traceback
+    from src.engine.launch.outcome import describe
     from src.engine.launch.start import launch
 
     try:
@@ -41,11 +41,8 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
             remove_if_unused(Path(folder))
         if TRACEBACK_WANTED:
             raise
-        message = f"error: {error}" if isinstance(error, UserError) else short_traceback(error, folder)
-        if not message:
-            raise
         # Hydra would print all overrides above any other exception.
-        raise SystemExit(message) from None
+        raise SystemExit(describe(error, folder)) from None
 
 
 if __name__ == "__main__":

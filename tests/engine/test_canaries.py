@@ -58,7 +58,7 @@ def test_loop_counters_that_a_resumption_rewrites_exist() -> None:
 
 
 def test_elastic_reports_failures_as_we_read_them() -> None:
-    """src/engine/launch/failures.py reads a failed rank's message and traceback from there."""
+    """src/engine/launch/outcome.py reads a failed rank's message and traceback from there."""
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=-9, error_file="/nonexistent")
     assert failure.error_file_data["message"]
     assert "SIGKILL" in failure.message

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scripts.dev.dry_gpu.device import DEVICES
-from src.engine.utils.consensus import RankConsensus
+from src.engine.utils.steps import RankConsensus
 
 
 def start_process_group(rank: int, world: int) -> None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from scripts.dev.dry_gpu.compiler import is_in_compiled_graph
 from scripts.dev.dry_gpu.synchronizations import SYNCHRONIZATIONS
-from src.engine.utils.log_points import is_log_point
+from src.engine.utils.steps import is_log_point
 
 PHASES = ["data", "forward and loss", "backward", "optimizer", "callbacks"]
 # These allocate or describe tensors, and launch nothing. (Views have a property of their own.)

@@ -18,7 +18,7 @@ from src.data.augment.pixels import crop_and_flip, normalize, sample_keys
 from src.data.sources.cifar import CIFAR10
 from src.engine.determinism.hashing import permutation
 from src.engine.optim.schedules import one_cycle
-from src.engine.utils.memory import tune_malloc
+from src.engine.utils.process import tune_malloc
 from src.models.mlp import mlp
 from src.models.resnet9 import resnet9
 

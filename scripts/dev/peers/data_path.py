@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from scripts.dev.peers.common import MEAN, STD, Marks, arguments
 from src.data.sources.cifar import CIFAR10
 from src.engine import build, compose
-from src.engine.utils.memory import tune_malloc
+from src.engine.utils.process import tune_malloc
 
 _MEAN, _STD = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
 

@@ -21,7 +21,7 @@ from scripts.dev.peers.common import (
     memory_format_of,
     set_up,
 )
-from src.engine.utils.process_group import close_process_group
+from src.engine.utils.process import close_process_group
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from scripts.dev.peers.common import (
     join_process_group,
     set_up,
 )
-from src.engine.utils.process_group import close_process_group
+from src.engine.utils.process import close_process_group
 
 _BLOCKS = 2  # of the first stage: the cut is before `layer2`
 

@@ -1,15 +1,18 @@
 """Programs that run in processes of their own, with a time limit."""
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 TIMED_OUT = None  # the exit code of a command that was ended at its limit
 _GRACE = 40.0  # seconds from SIGTERM to SIGKILL; torchrun kills a stopped worker after 30
+_PAUSE = 0.05  # seconds between two looks at a process
 
 
 def python(*arguments: object, processes: int = 1) -> list[str]:
@@ -25,7 +28,7 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
-def run_limited(command: list[str], log: Path, limit: float | None = None) -> int | None:
+def run_limited(command: list[str], log: Path, limit: float = math.inf) -> int | None:
     """Run a command in the repository root with its output in `log`, and end its process group.
 
     Returns:
@@ -37,15 +40,24 @@ def run_limited(command: list[str], log: Path, limit: float | None = None) -> in
             command, cwd=ROOT, env=environment, stdout=stream, stderr=stream, start_new_session=True
         )
     try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        _signal_group(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)
-        return TIMED_OUT
+        is_in_time = _ends_within(process.pid, limit)
+        if not is_in_time:
+            _signal_group(process.pid, signal.SIGTERM)
+            _ends_within(process.pid, _GRACE)
     finally:
         _signal_group(process.pid, signal.SIGKILL)
-        process.wait()
+        code = process.wait()
+    return code if is_in_time else TIMED_OUT
+
+
+def _ends_within(process: int, seconds: float) -> bool:
+    """Wait until a process has ended; a handler that raises in `Popen.wait` would leave its lock locked."""
+    deadline = time.monotonic() + seconds
+    while os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_PAUSE)
+    return True
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

@@ -1,6 +1,6 @@
 """`doctor=true`: check this host and the configuration, reduce a tensor over all ranks, and print the findings.
 
-The first process of each host checks the host. Under torchrun or srun, rank zero prints all its findings, and the other
+The first process of each host checks the host. Under torchrun or srun, rank zero prints all findings, and the other
 ranks print their problems.
 """
 
@@ -9,10 +9,9 @@ import platform
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -26,39 +25,25 @@ from rich.text import Text
 from src.engine.config.build import build
 from src.engine.config.devices import resolve_devices, runs_in_single_process
 from src.engine.config.folder import PROJECT, remove_if_unused
-from src.engine.launch.external import detect_cluster_environment
-from src.engine.launch.failures import RankFailedError
+from src.engine.launch.outcome import RankFailedError
 from src.engine.launch.start import launch
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import check_can_store
+from src.engine.utils.process import detect_cluster_environment
 
-_PYPROJECT = PROJECT / "pyproject.toml"
 _SHOWN = ("Python", "torch", "lightning", "hydra-core", "wandb")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _SHARED_MEMORY = Path("/dev/shm")
 _MIN_SHARED_MEMORY = 512 << 20  # bytes; Docker's default is 64 MiB
 _CHECKPOINTS = 2_000_000_000  # bytes that should be free
 _WANDB_TIMEOUT = 8  # seconds for an answer of the server
-_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+_STYLES = {"ok": "green", "error": "bold red"}
 
-
-class Finding(NamedTuple):
-    """What a check has found. With a warning, the run works, but not as well as it could; an error prevents it."""
-
-    status: Literal["ok", "warning", "error"]
-    text: str  # also what to do, unless the status is "ok"
-
-
-Check = Callable[[DictConfig], Iterator[Finding]]
+Check = Callable[[DictConfig], str]  # returns what is fine; a UserError says what to do
 
 
 def examine(cfg: DictConfig) -> None:
-    """Run all checks and print their findings.
-
-    Raises:
-        UserError: if this is a sweep.
-        SystemExit: with code 1, if there is an error.
-    """
+    """Run all checks and print their findings; exit with code 1 if there is an error."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise UserError("doctor=true checks a single run: leave out -m")
     env = detect_cluster_environment()
@@ -66,53 +51,44 @@ def examine(cfg: DictConfig) -> None:
     has_failed = False
     for name, check in CHECKS.items():
         if local_rank == 0 or check is check_all_reduce:
-            findings = list(run_check(check, cfg))
-            _print(name, findings, rank)
-            has_failed |= any(finding.status == "error" for finding in findings)
+            status, text = run_check(check, cfg)
+            has_failed |= status == "error"
+            if rank == 0 or status != "ok":
+                _print(name, status, f"rank {rank} on {socket.gethostname()}: {text}" if rank else text)
     remove_if_unused(Path(HydraConfig.get().runtime.output_dir))
     if has_failed:
         raise SystemExit(1)
 
 
-def run_check(check: Check, cfg: DictConfig) -> Iterator[Finding]:
-    """Yield the findings of a check. An exception becomes one, so that the remaining checks still run."""
+def run_check(check: Check, cfg: DictConfig) -> tuple[str, str]:
+    """Return the status and the text of a check. After an exception the remaining checks still run."""
     try:
-        yield from check(cfg)
+        return "ok", check(cfg)
     except UserError as error:
-        yield Finding("error", str(error))
+        return "error", str(error)
     except Exception as error:
-        yield Finding("error", f"the check failed: {type(error).__name__}: {error}")
+        return "error", f"the check failed: {type(error).__name__}: {error}"
 
 
-def _print(name: str, findings: list[Finding], rank: int) -> None:
-    """Print the problems of a check; on rank zero also what is fine, if there is no problem."""
-    problems = [finding for finding in findings if finding.status != "ok"]
-    source = f"rank {rank} on {socket.gethostname()}: " if rank else ""
+def _print(name: str, status: str, text: str) -> None:
     table = Table.grid(padding=(0, 2))  # one for each check: the all-reduce may take a minute
-    for status, text in problems or (findings if rank == 0 else []):
-        table.add_row(Text(f"{status:<7}", _STYLES[status]), f"{name:<10}", Text(source + " ".join(text.split())))
-    if table.rows:
-        Console().print(table)
+    table.add_row(Text(f"{status:<7}", _STYLES[status]), f"{name:<10}", Text(" ".join(text.split())))
+    Console().print(table)
 
 
-def check_versions(cfg: DictConfig) -> Iterator[Finding]:
+def check_versions(cfg: DictConfig) -> str:
     """Check Python and the packages against pyproject.toml, without an import, which would execute the package."""
-    for requirement, reason in _requirements():
+    project = (PROJECT / "pyproject.toml").read_text()
+    python = re.findall(r'^requires-python = "(.+?)"', project, re.MULTILINE)[0]
+    packages = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)[0]
+    for requirement in map(Requirement, [f"Python{python}", *re.findall(r'^ +"(.+?)"', packages, re.MULTILINE)]):
         version = _installed(requirement.name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
-            wanted = f"{requirement} is required ({reason})" if reason else f"{requirement} is required"
-            what_to_do = "remove .venv and run `make install` (PYTHON=python3.12 chooses another Python)"
-            yield Finding("error", f"{requirement.name} {version or 'is missing'}, but {wanted}: {what_to_do}")
-    yield Finding("ok", ", ".join(f"{name} {_installed(name)}" for name in _SHOWN))
-
-
-def _requirements() -> list[tuple[Requirement, str]]:
-    """Return Python and the dependencies of the project, each with its comment in pyproject.toml."""
-    text = _PYPROJECT.read_text()
-    python, reason = re.findall(r'^requires-python = "(.+?)"(?: # (.*))?', text, re.MULTILINE)[0]
-    block = re.findall(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)[0]
-    listed = [(f"Python{python}", reason), *re.findall(r'"(.+?)",(?: # (.*))?', block)]
-    return [(Requirement(words), reason) for words, reason in listed]
+            raise UserError(
+                f"{requirement.name} {version or 'is missing'}, but {requirement} is required: remove .venv and run "
+                "`make install` (PYTHON=python3.12 chooses another Python)"
+            )
+    return ", ".join(f"{name} {_installed(name)}" for name in _SHOWN)
 
 
 def _installed(name: str) -> str | None:
@@ -124,7 +100,7 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def check_devices(cfg: DictConfig) -> Iterator[Finding]:
+def check_devices(cfg: DictConfig) -> str:
     """Check that torch can use the GPUs of this host, and that there are as many as configured."""
     if cfg.trainer.accelerator != "cpu" and _NVIDIA_DRIVER.exists() and not torch.cuda.is_available():
         raise UserError(
@@ -133,11 +109,10 @@ def check_devices(cfg: DictConfig) -> Iterator[Finding]:
         )
     accelerator, count = _accelerator_and_count(cfg)
     if accelerator != "cuda":
-        yield Finding("ok", f"{accelerator}, {count} process(es)")
-        return
+        return f"{accelerator}, {count} process(es)"
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     models = sorted({f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus})
-    yield Finding("ok", f"{count} of {len(gpus)} x {' and '.join(models)}; torch for CUDA {torch.version.cuda}")
+    return f"{count} of {len(gpus)} x {' and '.join(models)}; torch for CUDA {torch.version.cuda}"
 
 
 def _accelerator_and_count(cfg: DictConfig) -> tuple[str, int]:
@@ -146,55 +121,49 @@ def _accelerator_and_count(cfg: DictConfig) -> tuple[str, int]:
     return accelerator, devices if isinstance(devices, int) else len(devices)
 
 
-def check_slurm(cfg: DictConfig) -> Iterator[Finding]:
-    """Check nodes, tasks and CPU cores of the SLURM job; the text names the option of sbatch to change."""
+def check_slurm(cfg: DictConfig) -> str:
+    """Check nodes and tasks of the SLURM job; the text names the option of sbatch to change."""
     if "SLURM_JOB_ID" not in os.environ:
-        yield Finding("ok", "not in a SLURM job")
-        return
+        return "not in a SLURM job"
     _, devices = _accelerator_and_count(cfg)
     nodes, tasks = cfg.trainer.num_nodes, int(os.environ.get("SLURM_NTASKS", 1))
     is_task_a_rank = tasks > 1 and "TORCHELASTIC_RUN_ID" not in os.environ  # otherwise it starts all ranks of its host
     needed_tasks = devices if is_task_a_rank and not runs_in_single_process(cfg) else 1
     job_nodes = int(os.environ.get("SLURM_NNODES", nodes))
     if job_nodes != nodes or (is_task_a_rank and tasks != nodes * needed_tasks):
-        found = f"the job has {tasks} task(s) on {job_nodes} node(s)"
-        configured = f"trainer.devices={devices} and trainer.num_nodes={nodes}"
-        yield Finding("error", f"{found}, but {configured}: set --nodes={nodes} --ntasks-per-node={needed_tasks}")
-    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", len(os.sched_getaffinity(0))))
-    needed_cores = (1 if is_task_a_rank else devices) * (1 + cfg.data.num_workers)
-    if cores < needed_cores:
-        processes = f"{needed_cores} processes, with those of data.num_workers"
-        yield Finding("warning", f"a task has {cores} core(s) for {processes}: set --cpus-per-task={needed_cores}")
-    yield Finding("ok", f"job {os.environ['SLURM_JOB_ID']}, {tasks} task(s)")
+        raise UserError(
+            f"the job has {tasks} task(s) on {job_nodes} node(s), but trainer.devices={devices} and "
+            f"trainer.num_nodes={nodes}: set --nodes={nodes} --ntasks-per-node={needed_tasks}"
+        )
+    return f"job {os.environ['SLURM_JOB_ID']}, {tasks} task(s)"
 
 
-def check_disk(cfg: DictConfig) -> Iterator[Finding]:
+def check_disk(cfg: DictConfig) -> str:
     """Check the run folder, and /dev/shm, through which NCCL and the workers of a DataLoader pass data."""
     is_used = cfg.data.num_workers > 0 or torch.cuda.device_count() > 1
     if is_used and _SHARED_MEMORY.exists() and shutil.disk_usage(_SHARED_MEMORY).free < _MIN_SHARED_MEMORY:
-        found = f"{_SHARED_MEMORY} has less than {_MIN_SHARED_MEMORY >> 20} MiB free"
-        what_to_do = "start the container with --ipc=host or --shm-size=1g"
-        yield Finding("error", f"{found}, too little for NCCL and for data.num_workers: {what_to_do}")
+        raise UserError(
+            f"{_SHARED_MEMORY} has less than {_MIN_SHARED_MEMORY >> 20} MiB free, too little for NCCL and for "
+            "data.num_workers: start the container with --ipc=host or --shm-size=1g"
+        )
     folder = Path(HydraConfig.get().runtime.output_dir)
-    yield Finding("ok", f"{check_can_store(folder, 'run_dir', _CHECKPOINTS)} in {folder}")
+    return f"{check_can_store(folder, 'run_dir', _CHECKPOINTS)} in {folder}"
 
 
-def check_data(cfg: DictConfig) -> Iterator[Finding]:
+def check_data(cfg: DictConfig) -> str:
     """Prepare the images as a run does, by download or generation, and read the test set."""
     if "source" not in cfg.data:
-        yield Finding("ok", f"{cfg.data._target_} prepares its data when a run starts")
-        return
+        return f"{cfg.data._target_} prepares its data when a run starts"
     source, root = build(cfg.data.source), Path(cfg.data.root).expanduser()
     source.prepare(root)
     _, labels = source.load(root, "test")
-    yield Finding("ok", f"{source.description}: {len(labels)} test images")
+    return f"{source.description}: {len(labels)} test images"
 
 
-def check_wandb(cfg: DictConfig) -> Iterator[Finding]:
+def check_wandb(cfg: DictConfig) -> str:
     """Check the W&B key and the connection, unless the run is offline."""
     if "wandb" not in cfg.logger:
-        yield Finding("ok", "not used: there is no logger.wandb")
-        return
+        return "not used: there is no logger.wandb"
     import wandb
 
     from src.engine.observe.wandb import online_or_offline
@@ -210,15 +179,12 @@ def check_wandb(cfg: DictConfig) -> Iterator[Finding]:
         ) from None
     finally:
         wandb.teardown()
-    asked = os.environ.get("WANDB_MODE")
-    if mode == "offline" and asked in (None, "", "online"):
-        what_to_do = "run `wandb login`, or set WANDB_API_KEY"
-        yield Finding("error" if asked else "warning", f"offline, because no API key is configured: {what_to_do}")
-    else:
-        yield Finding("ok", f"{mode}{account}")
+    if mode == "offline" and os.environ.get("WANDB_MODE") != "offline":
+        return "offline, because no API key is configured: run `wandb login`, or set WANDB_API_KEY"
+    return f"{mode}{account}"
 
 
-def check_all_reduce(cfg: DictConfig) -> Iterator[Finding]:
+def check_all_reduce(cfg: DictConfig) -> str:
     """Start the ranks, or join those that torchrun or srun started, and measure the bandwidth between them.
 
     The options that would resume or restart a run are off, because one may be in progress in the run folder.
@@ -236,7 +202,7 @@ def check_all_reduce(cfg: DictConfig) -> Iterator[Finding]:
     processes, hosts, size, seconds = (measured[name] for name in ("processes", "hosts", "bytes", "seconds"))
     bandwidth = 2 * (processes - 1) / processes * size / seconds  # of a process in a ring, `busbw` of nccl-tests
     place = f"{processes} process(es) on {hosts} host(s)"
-    yield Finding("ok", f"{place}, {size / 2**20:.0f} MiB in {1e3 * seconds:.1f} ms, {bandwidth / 1e9:.2f} GB/s")
+    return f"{place}, {size / 2**20:.0f} MiB in {1e3 * seconds:.1f} ms, {bandwidth / 1e9:.2f} GB/s"
 
 
 CHECKS: dict[str, Check] = {

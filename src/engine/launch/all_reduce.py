@@ -2,7 +2,6 @@
 
 import faulthandler
 import multiprocessing
-import os
 import socket
 import time
 from datetime import timedelta
@@ -13,9 +12,9 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 
-from src.engine.launch.external import detect_cluster_environment
+from src.engine.launch.external import connect_ranks
 from src.engine.utils.errors import UserError
-from src.engine.utils.process_group import close_process_group
+from src.engine.utils.process import close_process_group, detect_cluster_environment
 
 _TIMEOUT = 60.0  # seconds for the ranks to get ready, and as many for their communication
 _SIZE = 16 << 20  # float32 numbers, 64 MiB
@@ -23,21 +22,17 @@ _REPEATS = 5
 
 
 def measure_all_reduce(cfg: DictConfig) -> dict[str, float]:
-    """Reduce a tensor over all ranks; return the numbers of `processes`, `hosts` and `bytes`, and its mean `seconds`.
-
-    Raises:
-        UserError: if a rank does not get ready, the communication hangs, or the result is wrong.
-    """
+    """Reduce a tensor over all ranks; return the numbers of `processes`, `hosts` and `bytes`, and mean `seconds`."""
     # The last resort, as this thread may hang in a call of the driver. Descriptor 2 is stderr, also in a notebook.
     faulthandler.dump_traceback_later(3 * _TIMEOUT, exit=True, file=2)
+    env = detect_cluster_environment()
+    rank, world_size, local_rank = (env.global_rank(), env.world_size(), env.local_rank()) if env else (0, 1, 0)
+    store = dist.PrefixStore("doctor", connect_ranks(env)) if env else dist.HashStore()
+    values = torch.ones(_SIZE, device=_device(cfg, local_rank))
     try:
-        rank, world_size, local_rank, store = _connect()
-        store.set(f"host/{rank}", socket.gethostname())
-        values = torch.ones(_SIZE, device=_device(cfg, local_rank))
         hosts = _wait_for_ranks(store, rank, world_size)
         with ThreadPool(1) as pool:  # a call of NCCL that hangs cannot be interrupted
             seconds = pool.apply_async(_time_all_reduce, (values, store, rank, world_size)).get(_TIMEOUT)
-        close_process_group()
     except multiprocessing.TimeoutError:
         raise UserError(
             f"the ranks on {', '.join(hosts)} are ready, but their all-reduce does not end in {_TIMEOUT:.0f} s: set "
@@ -46,19 +41,8 @@ def measure_all_reduce(cfg: DictConfig) -> dict[str, float]:
         ) from None
     finally:
         faulthandler.cancel_dump_traceback_later()
+    close_process_group()
     return {"processes": world_size, "hosts": len(hosts), "bytes": values.nbytes, "seconds": seconds}
-
-
-def _connect() -> tuple[int, int, int, dist.Store]:
-    """Return rank, world size, local rank, and a store that all ranks share."""
-    env = detect_cluster_environment()
-    if env is None:
-        return 0, 1, 0, dist.HashStore()
-    rank, world_size = env.global_rank(), env.world_size()
-    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    limit = timedelta(seconds=_TIMEOUT)
-    store = dist.TCPStore(env.main_address, env.main_port, world_size, is_server, limit, wait_for_workers=False)
-    return rank, world_size, env.local_rank(), dist.PrefixStore("doctor", store)
 
 
 def _device(cfg: DictConfig, local_rank: int) -> torch.device:
@@ -70,21 +54,16 @@ def _device(cfg: DictConfig, local_rank: int) -> torch.device:
 
 def _wait_for_ranks(store: dist.Store, rank: int, world_size: int) -> list[str]:
     """Wait until every rank has a tensor on its device; return the names of the hosts, or raise a UserError."""
-    store.set(f"ready/{rank}", "")
+    store.set(f"ready/{rank}", socket.gethostname())
     keys = [f"ready/{other}" for other in range(world_size)]
     try:
         store.wait(keys, timedelta(seconds=_TIMEOUT))
     except dist.DistStoreError:
-        missing = [f"rank {other} on {_host(store, other)}" for other, key in enumerate(keys) if not store.check([key])]
+        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
         raise UserError(
-            f"no answer after {_TIMEOUT:.0f} s from {', '.join(missing)}: see `nvidia-smi` and `dmesg` there"
+            f"no answer after {_TIMEOUT:.0f} s from rank {', '.join(missing)}: see `nvidia-smi` and `dmesg` on its host"
         ) from None
-    return sorted({_host(store, other) for other in range(world_size)})
-
-
-def _host(store: dist.Store, rank: int) -> str:
-    key = f"host/{rank}"
-    return store.get(key).decode() if store.check([key]) else "an unknown host, where it has not started"
+    return sorted({store.get(key).decode() for key in keys})
 
 
 def _time_all_reduce(values: Tensor, store: dist.Store, rank: int, world_size: int) -> float:

@@ -1,60 +1,172 @@
-"""Record how a run ended, if its rank zero could not: what failed, which rank died, or which signal came."""
+"""The end of a run: the error that is shown when ranks fail, the record of it, and the page of the run.
 
+A rank that loses another one fails as well. It therefore waits for some seconds before it exits: the launcher first
+sees the exit of a rank that died without a report, and ends the others.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import sysconfig
+import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from signal import SIGINT, Signals
+from typing import Any, NoReturn, TextIO
 
 from filelock import Timeout
 from omegaconf import DictConfig
 
-from src.engine.launch.failures import RankDiedError, RankFailedError
-from src.engine.launch.report import run_report
+from src.engine.config.folder import PROJECT, remove_if_unused
+from src.engine.state.jobs import is_sweep
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_end, append_event, append_kill, last_logged_step
-from src.engine.utils.locks import named_lock
+from src.engine.utils.files import named_lock, read_json_lines
+from src.engine.utils.rank_log import log_file
 from src.engine.utils.signals import Stopped
 
-_WAIT = 5.0  # seconds in which the processes of a killed start end
+REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of a rank's report
+_EXIT_DELAY = 3.0  # seconds; torchrun and this launcher look at the ranks ten times a second
+_LOCK_TIMEOUT = 5.0  # seconds in which the processes of a killed start end
+_LIBRARIES = rf".*(?:site|dist)-packages/|{re.escape(sysconfig.get_path('stdlib'))}/|<"
+_ENGINE = rf"(?:{re.escape(str(PROJECT))}/)?(?:src/engine/|train\.py)"
+_FOLDED_FRAMES = re.compile(rf'(?:  File "(?:{_LIBRARIES}|{_ENGINE}).*\n(?:(?!  File ) .*\n)*)+')
 
 
-@contextmanager
-def run_recorded(cfg: DictConfig, is_recorder: bool = True) -> Iterator[None]:
-    """Record that an earlier process of the run was killed, then how this one ends, and write the page of the run.
+class RankFailedError(RuntimeError):
+    """A rank failed for another reason than a user error; the message has its number, its error and its log."""
 
-    Args:
-        cfg: the resolved configuration.
-        is_recorder: whether this process records the run; one of each run does.
 
-    Raises:
-        UserError: if another process of this machine records the same run.
+class RankDiedError(RankFailedError):
+    """A rank ended without an error of its own: a signal killed its process, or a library exited."""
+
+
+def exit_rank(error: Exception, run_dir: str, rank: int, terminal: TextIO | None = None) -> NoReturn:
+    """Report the error, and end this rank, whose process group may be open.
+
+    If torchrun or SLURM started it, `terminal` gets one line; the project's own launcher prints one itself.
+
+    The interpreter's own exit would wait for the other ranks, which wait for this one in a collective: Lightning
+    destroys an NCCL group in an exit handler (`_init_dist_connection` in lightning/fabric/utilities/distributed.py).
+    With gloo the exit may abort.
     """
-    if not is_recorder:
-        yield
-        return
-    with _only_start(cfg.run_dir):
-        append_kill(cfg.run_dir)
-        with run_report(cfg):
-            try:
-                yield
-            except BaseException as error:
-                append_end(cfg.run_dir, *_event_and_reason(error))
-                raise
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if REPORT_FILE in os.environ:  # before the sockets close, because their end fails other ranks
+        get_error_handler().record_exception(error)
+    is_for_user = isinstance(error, UserError)
+    if not is_for_user:
+        append_traceback(error, run_dir, rank)
+    if rank > 0 or not is_for_user:
+        # torchrun ends this rank meanwhile, if another one has died or has printed the user error of all ranks.
+        time.sleep(_EXIT_DELAY)
+    if terminal and not is_for_user:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"error: rank {rank} failed ({reason}); its log is {log_file(run_dir, rank)}", file=terminal, flush=True)
+    elif terminal and rank == 0:
+        print(f"error: {error}", file=terminal, flush=True)
+        remove_if_unused(Path(run_dir))
+    logging.shutdown()
+    os._exit(1)
 
 
-@contextmanager
-def _only_start(run_dir: str) -> Iterator[None]:
-    lock = named_lock(f"run {Path(run_dir).resolve()}")
+def append_traceback(error: Exception, run_dir: str, rank: int) -> None:
+    """Append the whole traceback to the log of a rank."""
+    log = log_file(run_dir, rank)
+    with contextlib.suppress(OSError):  # such as a full disk, which must not hide the error
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as file:
+            traceback.print_exception(error, file=file)
+
+
+def describe(error: Exception, run_dir: str) -> str:
+    """Return what the terminal shows of an error: one line for a user error, otherwise the user's frames.
+
+    The log of the rank has the whole traceback.
+    """
+    if isinstance(error, UserError | RankFailedError):  # the second has the rank's traceback and log in its message
+        return fold_frames(f"error: {error}").rstrip()
+    append_traceback(error, run_dir, rank=0)
+    return f"{fold_frames(''.join(traceback.format_exception(error)))}full traceback: {log_file(run_dir, 0)}"
+
+
+def fold_frames(trace: str) -> str:
+    """Return the text of tracebacks with one line for successive frames of libraries and of src/engine.
+
+    A text without a frame of the user's files is returned as it is: the error is a bug of the template.
+    """
+    folded = _FOLDED_FRAMES.sub("  ... frames of libraries and of src/engine ...\n", trace)
+    return folded if '\n  File "' in folded else trace
+
+
+def first_failure(failed: Any, run_dir: str) -> Exception:
+    """Return the exception to raise for the rank that failed first.
+
+    Elastic's ChildFailedError `failed` has the rank that ended first, which may be another one.
+    """
+    rank, failure = failed.get_first_failure()
+    died = RankDiedError(f"rank {rank} died ({failure.message}); its log is {log_file(run_dir, rank)}")
+    if failure.exitcode < 0:  # killed by a signal
+        return died
+    if hang := _describe_hang(run_dir):
+        return RankFailedError(hang)
+    reports = Path(failure.error_file).parent.parent.glob("*/error.json")
+    for file in sorted(reports, key=lambda file: file.stat().st_mtime_ns):
+        for line in read_json_lines(file):  # none, if the rank was killed while it wrote them
+            error = line["message"]
+            # Lightning's spawn launcher puts a worker's traceback before its user error.
+            _, is_for_user, message = error["message"].rpartition(f"{UserError.__name__}: ")
+            if is_for_user:
+                return UserError(message.strip())
+            rank = int(file.parent.name)
+            trace = error["extraInfo"]["py_callstack"]
+            log = log_file(run_dir, rank)
+            return RankFailedError(f"rank {rank} failed ({error['message']}); its log is {log}\n{trace}")
+    return died
+
+
+def remove_stacks(run_dir: str) -> None:
+    """Move the stacks that the ranks of an earlier start have left to the ends of their logs."""
+    for file in (Path(run_dir) / "logs").glob("rank*.stack"):
+        with file.with_suffix(".log").open("a") as log:
+            log.write(file.read_text())
+        file.unlink()
+
+
+def _describe_hang(run_dir: str) -> str:
+    """Return a line with the files of the stacks, or nothing if the timer of no rank has run out."""
+    files = sorted((Path(run_dir) / "logs").glob("rank*.stack"))
+    written = [file.name for file in files if file.stat().st_size]
+    if not written:
+        return ""
+    silent = [file.stem.replace("rank", "rank ") for file in files if not file.stat().st_size]
+    end = f"; {', '.join(silent)} wrote none (the process was stopped, or is stuck in the kernel)" if silent else ""
+    return f"no step within launch.timeout; stacks are in {run_dir}/logs: {', '.join(written)}{end}"
+
+
+@contextlib.contextmanager
+def run_recorded(cfg: DictConfig) -> Iterator[None]:
+    """Record that an earlier process of the run was killed, then how this one ends, and write the page of the run."""
+    lock = named_lock(f"run {Path(cfg.run_dir).resolve()}")
     try:
-        lock.acquire(timeout=_WAIT)
+        lock.acquire(timeout=_LOCK_TIMEOUT)
     except Timeout:
         raise UserError(
-            f"run_dir={run_dir}: another start of this run is in progress on this machine: stop it, or choose another "
-            "folder"
+            f"run_dir={cfg.run_dir}: another start of this run is in progress on this machine: stop it, or choose "
+            "another folder"
         ) from None
+    append_kill(cfg.run_dir)
     try:
         yield
+    except BaseException as error:
+        append_end(cfg.run_dir, *_event_and_reason(error))
+        raise
     finally:
+        if cfg.report and not cfg.doctor:
+            write_report(Path(cfg.run_dir))
         lock.release()
 
 
@@ -74,3 +186,18 @@ def _event_and_reason(error: BaseException) -> tuple[str, str]:
     if isinstance(error, RankFailedError):  # stacks follow in further lines
         return "killed" if isinstance(error, RankDiedError) else "failed", lines[0]
     return "failed", lines[-1] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[-1]}"
+
+
+def write_report(folder: Path) -> None:
+    """Write the page of a sweep, or of a run that has logged anything; print one line if that is not possible."""
+    try:
+        if is_sweep(folder) or (folder / "metrics.csv").is_file():
+            # Here, so that a template without src/engine/report trains as well.
+            from src.engine.report.write import write_page_of
+
+            write_page_of(folder)
+    except ModuleNotFoundError as error:
+        print(f"no report.html: {error}; pip install '.[report]', or set report=false", file=sys.stderr)
+    except Exception as error:  # a run must not fail, nor lose its own error, because of its report
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"warning: no report.html ({reason}); try python -m scripts.report {folder}", file=sys.stderr)

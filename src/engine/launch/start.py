@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from src.engine.config.devices import device_count, runs_in_single_process
 from src.engine.config.resolve import resolve_config
-from src.engine.launch.external import connect_ranks, detect_cluster_environment, share_config
-from src.engine.launch.failures import exit_started_rank
-from src.engine.launch.outcome import run_recorded
-from src.engine.launch.rank import run_rank
-from src.engine.launch.workers import launch_workers
+from src.engine.launch.external import connect_ranks, share_config
+from src.engine.launch.outcome import exit_rank, run_recorded
+from src.engine.launch.workers import launch_workers, run_rank
 from src.engine.utils.errors import UserError
+from src.engine.utils.process import detect_cluster_environment
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -42,15 +41,18 @@ def launch(
         around_workers: context manager around the processes that this launcher starts; it gets the resolved
             configuration.
         keep_trainer: gets the trainer after the run if this process is a rank.
-
-    Raises:
-        UserError: if a rank raised one; the launcher has already stopped the other ranks.
     """
     if env := detect_cluster_environment():
         return _join_started_ranks(env, cfg, keep_trainer)
     cfg = resolve_config(cfg)
     devices = device_count(cfg.trainer)
-    _check_can_start(cfg, devices)
+    if (nodes := cfg.trainer.num_nodes) > 1:
+        command = shlex.join(["train.py", *HydraConfig.get().overrides.task])
+        raise UserError(
+            f"trainer.num_nodes={nodes}: this command starts processes on its own host only. Give each host this "
+            f"command, with the name of the first one for HOST: torchrun --nnodes={nodes} --nproc-per-node={devices} "
+            f"--rdzv-backend=c10d --rdzv-endpoint=HOST:29500 {command}"
+        )
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if devices == 1 and not is_sweep and not cfg.launch.max_restarts:
         with run_recorded(cfg):
@@ -63,40 +65,19 @@ def _join_started_ranks(
     env: ClusterEnvironment, cfg: DictConfig, keep_trainer: Callable[[Any], None] | None
 ) -> dict[str, float]:
     """Run this process as one of the ranks that torchrun or SLURM started; only rank zero prints a user error."""
-    rank, composed = env.global_rank(), OmegaConf.to_yaml(cfg)
+    rank = env.global_rank()
     try:
-        cfg = share_config(connect_ranks(env), rank, env.world_size(), composed, lambda: resolve_config(cfg))
+        store = connect_ranks(env)  # it lives as long as the run, because the process group may use its server
+        cfg = share_config(store, rank, env.world_size(), cfg)
     except UserError:
         if rank > 0:
             raise SystemExit(1) from None
         raise
     with os.fdopen(os.dup(2), "w") as terminal:  # above rank zero, stderr becomes the rank's log
         try:
-            with run_recorded(cfg, is_recorder=rank == 0):
+            with run_recorded(cfg) if rank == 0 else nullcontext():
                 return run_rank(cfg, rank, keep_trainer)
         except Exception as error:
             if dist.is_initialized():
-                exit_started_rank(error, cfg.run_dir, rank, terminal)
+                exit_rank(error, cfg.run_dir, rank, terminal)
             raise
-
-
-def _check_can_start(cfg: DictConfig, devices: int) -> None:
-    """Check that all ranks are on this host, and that this build of torch can connect them."""
-    nodes = cfg.trainer.num_nodes
-    if nodes > 1 and (runs_in_single_process(cfg) or HydraConfig.get().mode == RunMode.MULTIRUN):
-        raise UserError(
-            f"trainer.num_nodes={nodes}: a run of strategy=dp or ddp_spawn, and a job of a sweep, is on one host: "
-            "set it to 1"
-        )
-    if nodes > 1:
-        command = shlex.join(["train.py", *HydraConfig.get().overrides.task])
-        raise UserError(
-            f"trainer.num_nodes={nodes}: this command starts processes on its own host only. Give each host this "
-            f"command, with the name of the first one for HOST: torchrun --nnodes={nodes} --nproc-per-node={devices} "
-            f"--rdzv-backend=c10d --rdzv-endpoint=HOST:29500 {command}"
-        )
-    if devices > 1 and not dist.is_available():
-        raise UserError(
-            f"trainer.devices={devices} needs torch.distributed, which this build of torch lacks: "
-            "install one that has it, or set trainer.devices=1"
-        )

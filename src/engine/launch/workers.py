@@ -1,25 +1,68 @@
-"""Run all ranks in new processes of this host, with torch's elastic launcher."""
+"""Run a rank in this process, or all ranks in new processes of this host, with torch's elastic launcher."""
 
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from omegaconf import DictConfig
 
-from src.engine.config.devices import runs_in_single_process
+from src.engine.config.devices import device_count, runs_in_single_process
 from src.engine.config.folder import with_newest_checkpoint
-from src.engine.launch.failures import REPORT_FILE, RankFailedError, exit_worker, first_failure, remove_stacks
-from src.engine.launch.outcome import record_restart
-from src.engine.launch.rank import run_rank
-from src.engine.launch.tracebacks import append_traceback, fold_frames
+from src.engine.launch.outcome import (
+    REPORT_FILE,
+    RankFailedError,
+    exit_rank,
+    first_failure,
+    fold_frames,
+    record_restart,
+    remove_stacks,
+)
 from src.engine.state.run_files import stop_message
 from src.engine.utils import signals
-from src.engine.utils.errors import UserError
-from src.engine.utils.rank_log import connect_debugger
+from src.engine.utils.process import close_process_group
+from src.engine.utils.rank_log import connect_debugger, log_to_folder
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
+
+
+def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | None = None) -> dict[str, float]:
+    """Run the experiment in this process; return the final metrics, and give `keep_trainer` the trainer.
+
+    With doctor=true, measure an all-reduce instead.
+
+    After an error the process group stays open: closing it would fail the other ranks before this one has reported its
+    error, and NCCL might wait for them.
+    """
+    if cfg.doctor:
+        from src.engine.launch.all_reduce import measure_all_reduce
+
+        return measure_all_reduce(cfg)
+    from src.engine.run.experiment import run  # late: it imports Lightning, which a mere launcher never uses
+
+    log_to_folder(cfg.run_dir, rank)
+    if device_count(cfg.trainer) > 1 and not runs_in_single_process(cfg):
+        torch.set_num_threads(max(1, _cores_per_rank(device_count(cfg.trainer))))
+    try:
+        metrics = run(cfg, keep_trainer)
+    except signals.Stopped:  # all ranks stop at the same step, so closing fails none of them
+        close_process_group()
+        raise
+    close_process_group()
+    return metrics
+
+
+def _cores_per_rank(ranks: int) -> int:
+    """Return the CPU cores for each of the ranks of this node; torch would use all of them in each process.
+
+    GPU ranks need them as well, for data that is read or transformed on the host. A rank that SLURM started has cores
+    of its own.
+    """
+    if "SLURM_CPUS_PER_TASK" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return int(os.environ["SLURM_CPUS_PER_TASK"])
+    return len(os.sched_getaffinity(0)) // ranks
 
 
 def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
@@ -104,12 +147,7 @@ def _stopped(cfg: DictConfig) -> signals.Stopped:
 
 
 def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
-    """Run one rank in this new process; return its metrics, or the number of the signal that ended the run.
-
-    Args:
-        cfg: the resolved configuration.
-        launcher: process id of the launcher.
-    """
+    """Run one rank in this new process; return its metrics, or the number of the signal that ended the run."""
     signals.prepare_started_process(launcher)
     _silence_launchers()
     rank = int(os.environ["RANK"])
@@ -121,11 +159,7 @@ def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
     except signals.Stopped as stopped:
         return stopped.number
     except Exception as error:
-        if not isinstance(error, UserError):
-            append_traceback(error, cfg.run_dir, rank)
-        if dist.is_initialized():
-            exit_worker(error)
-        raise  # the elastic launcher's wrapper reports it
+        exit_rank(error, cfg.run_dir, rank)
 
 
 def _remove_launcher_variables() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from src.engine.utils.errors import UserError
-from src.engine.utils.log_points import is_log_point
+from src.engine.utils.steps import is_log_point
 from src.engine.utils.tensors import to_local
 
 

@@ -13,8 +13,8 @@ from src.engine.observe.flops import flops_per_sample, peak_flops
 from src.engine.observe.ranks import RankComparison
 from src.engine.observe.recording import synchronize
 from src.engine.observe.timeline import Timeline
-from src.engine.utils.log_points import is_log_point
-from src.engine.utils.memory import peak_memory_mib
+from src.engine.utils.process import peak_memory_mib
+from src.engine.utils.steps import is_log_point
 
 _log = logging.getLogger(__name__)
 

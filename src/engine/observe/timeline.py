@@ -22,8 +22,8 @@ from src.engine.observe.recording import (
     synchronize,
 )
 from src.engine.utils.files import append_json_line
-from src.engine.utils.log_points import is_log_point
-from src.engine.utils.memory import peak_memory_mib
+from src.engine.utils.process import peak_memory_mib
+from src.engine.utils.steps import is_log_point
 
 _log = logging.getLogger(__name__)
 _ACTIVITIES, _PAUSES = ("data", "forward_backward", COMMUNICATION, "optimizer"), ("validation", "save")

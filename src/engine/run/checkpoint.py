@@ -9,8 +9,8 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
 from src.engine.state.run_files import LAST
-from src.engine.utils.consensus import RankConsensus
 from src.engine.utils.errors import UserError
+from src.engine.utils.steps import RankConsensus
 
 
 class LastCheckpoint(Checkpoint):

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from src.engine.utils.errors import UserError
-from src.engine.utils.log_points import is_log_point
+from src.engine.utils.steps import is_log_point
 from src.engine.utils.tensors import to_local
 
 _log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from src.engine.run.trainer_patches import patch_trainer
 from src.engine.state.weights import load_initial_weights
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_event
-from src.engine.utils.memory import tune_malloc
+from src.engine.utils.process import tune_malloc
 from src.engine.utils.signals import Stopped
 
 _log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from src.engine.utils.log_points import is_log_point
+from src.engine.utils.steps import is_log_point
 from src.engine.utils.tensors import upcast_half
 
 

@@ -9,8 +9,8 @@ import lightning as L
 
 from src.engine.state.run_files import CHECKPOINTS, LAST, stop_message
 from src.engine.utils import signals
-from src.engine.utils.consensus import RankConsensus
 from src.engine.utils.events import append_event
+from src.engine.utils.steps import RankConsensus
 
 _log = logging.getLogger(__name__)
 

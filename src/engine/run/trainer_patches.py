@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 
-from src.engine.utils.log_points import is_log_point
+from src.engine.utils.steps import is_log_point
 
 
 def patch_trainer(trainer: L.Trainer) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import lightning as L
 
 from src.engine.utils.errors import UserError
-from src.engine.utils.process_group import set_timeouts_after
+from src.engine.utils.process import set_timeouts_after
 from src.engine.utils.rank_log import stack_file
 
 _INTERVAL = 1.0  # seconds between two starts of the timer, each of which takes some 50 microseconds

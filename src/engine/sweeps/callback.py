@@ -22,7 +22,7 @@ class SweepReport(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._sweep_pid = os.getpid()  # the sweep's process, also where a launcher unpickles this object
-        from src.engine.launch.external import detect_cluster_environment
+        from src.engine.utils.process import detect_cluster_environment
 
         if env := detect_cluster_environment():
             message = "error: -m: a sweep starts the processes of its jobs, so start it without torchrun or srun"
@@ -44,7 +44,7 @@ class SweepReport(Callback):
 
     def _report(self, config: DictConfig) -> bool:
         """Print the tables and write the page; return whether every job has finished."""
-        from src.engine.launch.report import write_if_possible
+        from src.engine.launch.outcome import write_report
         from src.engine.state.jobs import read_jobs
         from src.engine.sweeps.table import report
 
@@ -53,5 +53,5 @@ class SweepReport(Callback):
             return False
         is_complete = report(folder)
         if config.report:
-            write_if_possible(folder)
+            write_report(folder)
         return is_complete

@@ -1,17 +1,20 @@
 """Devices of concurrent jobs of a sweep: each job gets GPUs or CPU cores that no other job uses."""
 
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
+from filelock import Timeout
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from src.engine.config.devices import device_count
-from src.engine.utils.locks import acquire_locks
+from src.engine.utils.files import named_lock
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_PAUSE = 0.2  # seconds between two attempts to get a lock
 
 
 @contextmanager
@@ -34,7 +37,7 @@ def reserve_devices(cfg: DictConfig) -> Iterator[None]:
 def _reserve_cores(count: int) -> Iterator[None]:
     """Reserve one core for each process, or all cores if there are fewer."""
     before = sorted(os.sched_getaffinity(0))
-    with acquire_locks([f"core {core}" for core in before], min(count, len(before))) as locks:
+    with _acquire_locks([f"core {core}" for core in before], min(count, len(before))) as locks:
         os.sched_setaffinity(0, [int(name.split()[1]) for name in locks])
         try:
             yield
@@ -52,10 +55,10 @@ def _reserve_gpus(devices: int | list[int]) -> Iterator[None]:
     visible = before.split(",") if before else [str(index) for index in range(torch.accelerator.device_count())]
     if not isinstance(devices, int):
         # CUDA_VISIBLE_DEVICES stays as it is, because the listed indices refer to it.
-        with acquire_locks([f"gpu {visible[index]}" for index in devices], len(devices)):
+        with _acquire_locks([f"gpu {visible[index]}" for index in devices], len(devices)):
             yield
         return
-    with acquire_locks([f"gpu {gpu}" for gpu in visible], devices) as locks:
+    with _acquire_locks([f"gpu {gpu}" for gpu in visible], devices) as locks:
         os.environ[_VISIBLE] = ",".join(name.split()[1] for name in locks)
         try:
             yield
@@ -63,3 +66,23 @@ def _reserve_gpus(devices: int | list[int]) -> Iterator[None]:
             os.environ.pop(_VISIBLE)
             if before is not None:
                 os.environ[_VISIBLE] = before
+
+
+@contextmanager
+def _acquire_locks(names: list[str], count: int) -> Iterator[list[str]]:
+    """Wait until `count` of the named locks are free, hold them, and yield their names.
+
+    Only one process at a time acquires locks, which prevents a deadlock.
+    """
+    acquired: list[str] = []
+    with ExitStack() as stack:
+        with named_lock("gathering"):
+            while len(acquired) < count:
+                for name in names:
+                    if name not in acquired and len(acquired) < count:
+                        with suppress(Timeout):  # another process holds it
+                            stack.enter_context(named_lock(name).acquire(blocking=False))
+                            acquired.append(name)
+                if len(acquired) < count:
+                    time.sleep(_PAUSE)
+        yield sorted(acquired, key=names.index)

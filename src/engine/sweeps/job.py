@@ -18,13 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 from src.engine.config.build import check_options
 from src.engine.config.folder import is_rank_zero
 from src.engine.config.resolve import resolve_config
+from src.engine.launch.outcome import fold_frames
 from src.engine.launch.start import launch
-from src.engine.launch.tracebacks import fold_frames
 from src.engine.state.jobs import DONE, Job
 from src.engine.sweeps.devices import reserve_devices
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
-from src.engine.utils.locks import named_lock
+from src.engine.utils.files import named_lock
 
 
 def run_job(cfg: DictConfig) -> float:

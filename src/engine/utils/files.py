@@ -1,5 +1,6 @@
-"""Files that appear complete or not at all, and files to which a running process appends JSON objects."""
+"""Locks, files that appear complete or not at all, and files to which a running process appends JSON objects."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,14 +14,20 @@ from filelock import FileLock
 
 from src.engine.utils.errors import UserError
 
+_LOCKS = Path("/tmp")  # the same for all processes of a machine, whatever their TMPDIR
+
+
+def named_lock(name: str) -> FileLock:
+    """Return a lock between the processes of one user on one machine, which ends with the process that holds it.
+
+    It is a context manager that waits for the lock. Its file is empty, and remains.
+    """
+    return FileLock(_LOCKS / f"train-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()}.lock")
+
 
 @contextmanager
 def file_lock(file: Path) -> Iterator[Path]:
-    """Create the folder of `file`, and hold the lock for creating the file.
-
-    Raises:
-        UserError: if the folder is not writable.
-    """
+    """Create the folder of `file`, and hold the lock for creating the file."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock"):
@@ -31,10 +38,7 @@ def file_lock(file: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_write(file: Path) -> Iterator[Path]:
-    """Yield a temporary path; on success, sync it and rename it to `file`.
-
-    On an exception, remove it and leave `file`.
-    """
+    """Yield a temporary path; on success, sync it and rename it to `file`. On an exception, remove it."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         yield temporary
@@ -52,9 +56,6 @@ def check_can_store(folder: Path, option: str, size: int) -> str:
         folder: the folder, which is not created.
         option: the option that sets it.
         size: bytes that should be free.
-
-    Raises:
-        UserError: if the folder is not writable, the user's quota is used up, or too little space is free.
     """
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
     try:

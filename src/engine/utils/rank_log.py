@@ -42,12 +42,13 @@ def log_to_folder(run_dir: str | Path, rank: int) -> None:
     """Send the log of this process to `run_dir/logs/rankN.log`, and above rank zero also its stdout and stderr."""
     file = log_file(run_dir, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
-    handlers = [_file_handler(file)]
+    handlers: list[logging.Handler] = [logging.FileHandler(file)]
+    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     if rank == 0:
-        handlers.append(_terminal_handler())
+        handlers.append(TerminalHandler())
     else:
         _redirect_output(file)
-    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=handlers, force=True)
     logging.captureWarnings(True)
     for pattern in _IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", f".*{pattern}")
@@ -56,24 +57,19 @@ def log_to_folder(run_dir: str | Path, rank: int) -> None:
         logging.getLogger(name).propagate = True
 
 
-def connect_debugger(rank: int) -> None:
-    """Let `breakpoint()` in rank zero read the terminal, which multiprocessing closes; the other ranks pass over it."""
-    if not os.isatty(0):
-        return
-    if rank == 0:
-        sys.stdin = os.fdopen(0, closefd=False)
-    else:
-        os.environ.setdefault("PYTHONBREAKPOINT", "0")
+def _redirect_output(file: Path) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
 
 
-def _file_handler(file: Path) -> logging.Handler:
-    handler = logging.FileHandler(file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    return handler
-
-
-class _TerminalHandler(logging.StreamHandler[TextIO]):
+class TerminalHandler(logging.StreamHandler[TextIO]):
     """Handler that looks up stdout for each message, because a progress bar replaces it, to print above the bar."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.name.startswith(_SHOWN) or record.levelno >= logging.WARNING
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stdout
@@ -86,16 +82,11 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
         get_console().print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
-def _terminal_handler() -> logging.Handler:
-    handler = _TerminalHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(lambda record: record.name.startswith(_SHOWN) or record.levelno >= logging.WARNING)
-    return handler
-
-
-def _redirect_output(file: Path) -> None:
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(descriptor, stream.fileno())
-    os.close(descriptor)
+def connect_debugger(rank: int) -> None:
+    """Let `breakpoint()` in rank zero read the terminal, which multiprocessing closes; the other ranks pass over it."""
+    if not os.isatty(0):
+        return
+    if rank == 0:
+        sys.stdin = os.fdopen(0, closefd=False)
+    else:
+        os.environ.setdefault("PYTHONBREAKPOINT", "0")

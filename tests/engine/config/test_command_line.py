@@ -95,12 +95,6 @@ def test_user_errors_found_by_several_ranks(strategy: str, devices: int, small: 
     assert "data.batch_size=28 or 32" in error_line(err)
 
 
-def test_refuses_torch_without_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    _, err = run_here("trainer.devices=2", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}/run", code=1)
-    assert "needs torch.distributed" in error_line(err)
-
-
 def test_full_disk_is_a_one_line_error(small: list[str], tmp_path: Path) -> None:
     """A limit on the size of files stands for a full disk: writing fails in the same place."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -133,7 +127,7 @@ def test_an_error_in_the_users_code_has_a_short_traceback(
     log = tmp_path / "run" / "logs" / "rank0.log"
     header, folded, *last = err.splitlines()[-6:]
     assert header == "Traceback (most recent call last):"
-    assert re.fullmatch(r"  \.\.\. \d\d frames of .*lightning, src/engine, torch \.\.\.", folded)
+    assert folded == "  ... frames of libraries and of src/engine ..."
     assert last == [
         f'  File "{tmp_path}/mine.py", line 4, in training_step',
         "    raise ValueError('here')",

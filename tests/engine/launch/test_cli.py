@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,9 +12,6 @@ from omegaconf import OmegaConf
 
 from src.engine.config.folder import CONFIG, remove_if_unused, run_and_sweep_id
 from src.engine.config.resolve import source_revision
-from src.engine.launch.external import check_same_options
-from src.engine.launch.rank import run_rank
-from src.engine.utils.errors import UserError
 from src.engine.utils.overrides import quote
 from tests.support.commands import ROOT, TINY, error_line, run_here
 from tests.support.runs import compose
@@ -26,6 +22,7 @@ from tests.support.runs import compose
     [
         ("model=null", "model=null: give one of airbench, mlp"),
         ("logger.wandb.nam=x", "logger.wandb.nam is no option here; did you mean"),
+        ("model.hiden=[4]", "model.hiden is no option here"),
         (
             "trainer.deterministic=warn",
             "(+trainer.deterministic=... adds it to the configuration)",
@@ -73,11 +70,6 @@ def test_says_that_hydra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hydra", None)  # as if it were not installed
     _, err = run_here(code=1)
     assert "has no Hydra: run `make install`, then `source .venv/bin/activate`" in error_line(err)
-
-
-def test_unknown_option_of_a_chosen_network() -> None:
-    _, err = run_here("model=mlp", "model.hiden=[4]", code=1)
-    assert "model.hiden is no option here; did you mean model.hidden?" in error_line(err)
 
 
 def test_unknown_options_of_a_sweep(tmp_path: Path) -> None:
@@ -141,13 +133,6 @@ def test_ranks_above_zero_remove_no_folder(tmp_path: Path, monkeypatch: pytest.M
     assert tmp_path.is_dir()
 
 
-def test_processes_may_give_options_in_another_order() -> None:
-    composed = [b"a: 1\nb: 2\n", b"b: 2\na: 1\n", b"a: 1\nb: 3\n"]
-    check_same_options(composed[:2])
-    with pytest.raises(UserError, match="process 2 was started with b=3, process 0 with b=2"):
-        check_same_options(composed)
-
-
 def test_several_hosts_need_a_launcher_on_each(small: list[str], folder: Path) -> None:
     """The message has the command; options with special characters are quoted."""
     words = ["strategy=ddp", "trainer.num_nodes=2", "trainer.devices=4", "trainer.accelerator=cpu", "tags=[a b]"]
@@ -155,13 +140,6 @@ def test_several_hosts_need_a_launcher_on_each(small: list[str], folder: Path) -
     torchrun = "torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py"
     assert f"{torchrun} {' '.join(words[:-1])} 'tags=[a b]'" in error_line(err)
     assert not folder.exists()
-
-
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "dp"])
-def test_one_process_per_host_is_on_one_host(strategy: str, small: list[str], folder: Path) -> None:
-    words = [f"strategy={strategy}", "trainer.num_nodes=2", "trainer.accelerator=cpu"]
-    _, err = run_here(*words, *small, f"run_dir={folder}", code=1)
-    assert "trainer.num_nodes=2: a run of strategy=dp or ddp_spawn, and a job" in error_line(err)
 
 
 def test_compare_refuses_folders_without_a_run(tmp_path: Path) -> None:
@@ -180,25 +158,6 @@ def test_no_warning_where_validation_is_off_on_purpose(small: list[str], folder:
     out, err = run_here("debug=overfit", *words, f"run_dir={folder}")
     assert "done: " in out
     assert "Total length" not in out + err
-
-
-@pytest.mark.parametrize(
-    ("reason", "error", "message"),
-    [
-        ("operator torchvision::nms does not exist", UserError, "the installed torchvision is not for torch .*::nms"),
-        ("another reason", RuntimeError, "another reason"),
-    ],
-)
-def test_torchvision_for_another_torch_is_one_line(
-    reason: str, error: type[Exception], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Broken(ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            raise RuntimeError(reason)
-
-    monkeypatch.setitem(sys.modules, "src.engine.run.experiment", Broken("src.engine.run.experiment"))
-    with pytest.raises(error, match=message):
-        run_rank(compose(folder), rank=0)
 
 
 def test_revision_is_read_without_writing_to_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from scripts.report import main, write
 from src.engine.launch.outcome import run_recorded
-from src.engine.launch.report import run_report
 from src.engine.report.write import write_page_of
 from src.engine.state.jobs import Job
 from src.engine.utils.events import append_event
@@ -26,34 +26,24 @@ def config(folder: Path, **options: bool) -> DictConfig:
 
 def test_written_after_an_error(tmp_path: Path) -> None:
     page = write_run(tmp_path / "run") / "report.html"
-    with suppress(KeyError), run_report(config(page.parent)):
-        page.unlink()  # of a run that continues, as a kill may have ended it
+    with suppress(KeyError), run_recorded(config(page.parent)):
         raise KeyError("of the run")
     assert page.is_file()
-
-
-def test_the_next_start_after_a_kill_shows_the_kill(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    append_event(folder, "resume", 100)
-    with run_recorded(config(folder)):
-        assert "no end was recorded" in (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize("options", [{"report": False}, {"doctor": True}], ids=str)
 def test_not_written(tmp_path: Path, options: dict[str, bool]) -> None:
     folder = write_run(tmp_path / "run")
-    with run_report(config(folder, **options)):
-        pass
-    with run_recorded(config(folder), is_recorder=False):
+    with run_recorded(config(folder, **options)):
         pass
     empty = tmp_path / "empty"
     empty.mkdir()
-    with run_report(config(empty)):  # refused before it has logged anything
+    with run_recorded(config(empty)):  # refused before it has logged anything
         pass
     assert not list(tmp_path.rglob("report.html"))
 
 
-@pytest.mark.parametrize("part", ["src.engine.report.write.write_page_of", "src.engine.launch.report.is_sweep"])
+@pytest.mark.parametrize("part", ["src.engine.report.write.write_page_of", "src.engine.launch.outcome.is_sweep"])
 def test_an_error_of_the_report_is_one_line(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,19 +51,21 @@ def test_an_error_of_the_report_is_one_line(
         raise ValueError("two\nlines")
 
     monkeypatch.setattr(part, fail)
-    with pytest.raises(KeyError, match="of the run"), run_report(config(write_run(tmp_path / "run"))):
+    with pytest.raises(KeyError, match="of the run"), run_recorded(config(write_run(tmp_path / "run"))):
         raise KeyError("of the run")
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(";")[0] for line in lines] == 2 * ["warning: no report.html (ValueError: two lines)"]
+    assert [line.partition(";")[0] for line in lines] == ["warning: no report.html (ValueError: two lines)"]
 
 
 def test_without_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("src.engine.launch.report.find_spec", lambda name: None)
-    with run_report(config(write_run(tmp_path / "run"))):
+    for name in list(sys.modules):
+        if name.startswith(("plotly", "src.engine.report.")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "plotly", None)  # as if it were not installed
+    with run_recorded(config(write_run(tmp_path / "run"))):
         pass
-    assert capsys.readouterr().err.splitlines() == [
-        "no report.html: it needs plotly, which pip install '.[report]' adds"
-    ]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"no report.html: .*plotly.*; pip install '.\[report\]', or set report=false", line)
 
 
 def test_runs_and_jobs_share_plotly(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from hydra_plugins.optuna_sweeper import search_space
 from src.engine.config.folder import job_folder
-from src.engine.launch import rank
+from src.engine.launch import workers
 from src.engine.state.jobs import Job
 from src.engine.sweeps.devices import _reserve_gpus
 from src.engine.sweeps.table import report
-from src.engine.utils.locks import named_lock
+from src.engine.utils.files import named_lock
 
 SPAWN = mp.get_context("spawn")
 
@@ -102,7 +102,7 @@ SLURM_TASK |= {"SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "6"}
         ({"accelerator": "cuda", "devices": [0, 1, 3]}, False, {}, 3),
         ({"accelerator": "cuda", "devices": 16}, False, {}, 1),
         ({"accelerator": "cuda", "devices": 4}, False, SLURM_TASK, 6),  # of its own
-        ({"accelerator": "cuda", "devices": 4}, False, SLURM_TASK | {"SLURM_NTASKS": "1"}, 2),  # four ranks in one task
+        ({"accelerator": "cuda", "devices": 4}, False, SLURM_TASK | {"TORCHELASTIC_RUN_ID": "x"}, 2),  # of one task
         ({"accelerator": "cuda", "devices": 4}, True, {}, None),
         ({"accelerator": "cuda", "devices": 1}, False, {}, None),
     ],
@@ -115,7 +115,7 @@ def test_ranks_divide_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     numbers: list[int] = []
-    monkeypatch.setattr(rank, "log_to_folder", lambda *_: None)
+    monkeypatch.setattr(workers, "log_to_folder", lambda *_: None)
     monkeypatch.setattr("src.engine.run.experiment.run", lambda *_: {})
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
@@ -123,7 +123,7 @@ def test_ranks_divide_the_cores(
         monkeypatch.setenv(name, variables[name])
     strategy = {"single_process": single_process}
     cfg = {"run_dir": "", "doctor": False, "trainer": trainer, "strategy": strategy}
-    rank.run_rank(OmegaConf.create(cfg), rank=0)
+    workers.run_rank(OmegaConf.create(cfg), rank=0)
     assert numbers == ([] if threads is None else [threads])
 
 

@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys, torch
-from src.engine.utils.memory import tune_malloc
+from src.engine.utils.process import tune_malloc
 
 kept = tune_malloc() if sys.argv[1] == "keep" else None
 net = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])

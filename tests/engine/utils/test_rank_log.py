@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import model_summary
 from rich.file_proxy import FileProxy
 
 from src.engine.config import main
-from src.engine.utils.rank_log import _terminal_handler
+from src.engine.utils.rank_log import TerminalHandler
 
 COMMAND = f"wandb sync /{'a-long-folder/' * 8}host:100:key:/"  # ":100:" is also the name of an emoji
 
@@ -26,7 +26,7 @@ def test_a_progress_bar_does_not_change_lines(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(console, "file", Terminal())
     monkeypatch.setattr(console, "_width", 60)
     monkeypatch.setattr(sys, "stdout", FileProxy(console, Terminal()))
-    _terminal_handler().handle(logging.makeLogRecord({"name": "src.test", "msg": COMMAND}))
+    TerminalHandler().handle(logging.makeLogRecord({"name": "src.test", "msg": COMMAND}))
     assert console.file.getvalue() == f"{COMMAND}\n"
 
 
@@ -34,7 +34,7 @@ def test_shows_the_table_of_a_model_summary(monkeypatch: pytest.MonkeyPatch) -> 
     """Lightning logs it, and the other messages of Lightning are in the file only."""
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     for logger in (model_summary.log, logging.getLogger("lightning.pytorch.trainer")):
-        monkeypatch.setattr(logger, "handlers", [_terminal_handler()])
+        monkeypatch.setattr(logger, "handlers", [TerminalHandler()])
     logging.getLogger("lightning.pytorch.trainer").info("another message")
     model_summary.ModelSummary.summarize([("Name", ["net"])], 7, 7, 1.0, {"train": 1, "eval": 0}, 0)
     assert "Total params" in sys.stdout.getvalue()

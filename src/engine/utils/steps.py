@@ -1,4 +1,4 @@
-"""Decisions that all ranks take at the same step."""
+"""Steps at which training metrics are logged, and decisions that all ranks take at the same step."""
 
 import time
 from collections.abc import Callable
@@ -7,6 +7,16 @@ import lightning as L
 import torch
 
 _MAX_INTERVAL = 200  # steps between two polls; a larger number would delay a poll if steps become slower
+
+
+def is_log_point(trainer: L.Trainer, step: int) -> bool:
+    """Return whether training metrics are logged at an optimizer step: the first, the last, and each interval's end.
+
+    Args:
+        trainer: `log_every_n_steps` is the interval, and `last_step` the last step, which `RunDescription` sets.
+        step: number of the step, counted from one: `trainer.global_step` after the step, one more before it.
+    """
+    return step % trainer.log_every_n_steps == 0 or step == 1 or step == getattr(trainer, "last_step", None)
 
 
 class RankConsensus:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import os
 import time
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from src.engine.launch import failures
+from src.engine.config.folder import PROJECT
+from src.engine.launch import outcome
 from src.engine.utils.errors import UserError
 from src.engine.utils.rank_log import log_file, stack_file
 
@@ -37,7 +37,7 @@ def report(folder: Path, rank: int, message: str, seconds: int) -> None:
 
 
 def first_failure(folder: Path, exitcode: int = 1) -> Exception:
-    return failures.first_failure(Failed(folder, exitcode), str(folder))
+    return outcome.first_failure(Failed(folder, exitcode), str(folder))
 
 
 def test_earliest_report_counts(tmp_path: Path) -> None:
@@ -47,19 +47,8 @@ def test_earliest_report_counts(tmp_path: Path) -> None:
     assert str(error) == f"rank 1 failed (ValueError: no such layer); its log is {log_file(tmp_path, 1)}\nTraceback"
 
 
-def test_report_that_a_kill_has_cut_does_not_count(tmp_path: Path) -> None:
-    report(tmp_path, 0, LOST, seconds=20)
-    report(tmp_path, 1, "ValueError: no such layer", seconds=10)
-    cut = tmp_path / "errors" / "1" / "error.json"
-    cut.write_text(cut.read_text()[:-5])
-    assert str(first_failure(tmp_path)).startswith(f"rank 0 failed ({LOST})")
-    (tmp_path / "errors" / "0" / "error.json").write_text("")
-    assert isinstance(first_failure(tmp_path), failures.RankDiedError)
-
-
 def test_user_error_in_the_traceback_of_a_spawned_process(tmp_path: Path) -> None:
-    """It counts before the error of a rank that lost the first one, whose report may have the same time."""
-    report(tmp_path, 0, LOST, seconds=10)
+    report(tmp_path, 0, LOST, seconds=20)
     report(tmp_path, 1, "ProcessRaisedException: Traceback:\n  File\nsrc.errors.UserError: set x=1\n", seconds=10)
     error = first_failure(tmp_path)
     assert isinstance(error, UserError)
@@ -71,7 +60,7 @@ def test_rank_that_dies_reports_nothing(exitcode: int, tmp_path: Path) -> None:
     if exitcode < 0:
         report(tmp_path, 1, LOST, seconds=10)
     error = first_failure(tmp_path, exitcode)
-    assert isinstance(error, failures.RankDiedError)
+    assert isinstance(error, outcome.RankDiedError)
     assert str(error).startswith("rank 0 died (exit code)")
 
 
@@ -84,8 +73,8 @@ def test_names_the_stacks_of_hung_ranks(tmp_path: Path) -> None:
     error = first_failure(tmp_path)
     hint = "rank10.stack; rank 2 wrote none (the process was stopped, or is stuck in the kernel)"
     assert str(error) == f"no step within launch.timeout; stacks are in {tmp_path}/logs: {hint}"
-    assert failures.short_traceback(error, str(tmp_path)) == f"error: {error}"
-    failures.remove_stacks(str(tmp_path))
+    assert outcome.describe(error, str(tmp_path)) == f"error: {error}"
+    outcome.remove_stacks(str(tmp_path))
     assert log_file(tmp_path, 10).read_text() == "Timeout (0:00:08)!\n  File"
     assert "rank 0 failed" in str(first_failure(tmp_path))
 
@@ -97,12 +86,12 @@ def end(error: Exception, rank: int, folder: Path, monkeypatch: pytest.MonkeyPat
         raise SystemExit(code)
 
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(failures, "_EXIT_DELAY", 0.2)
+    monkeypatch.setattr(outcome, "_EXIT_DELAY", 0.2)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
     monkeypatch.setenv("RANK", str(rank))
     terminal = io.StringIO()
     with pytest.raises(SystemExit, match="1"):
-        failures.exit_started_rank(error, str(folder / "run"), rank, terminal)
+        outcome.exit_rank(error, str(folder / "run"), rank, terminal)
     message: Any = json.loads((folder / "error.json").read_text())["message"]["message"]
     assert message == f"{type(error).__name__}: {error}", "the report for torchrun"
     return terminal.getvalue()
@@ -119,14 +108,32 @@ def test_started_rank_prints_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_user_error_is_printed_by_rank_zero_which_removes_the_run_folder(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other ranks wait, because torchrun ends rank zero when one exits."""
     log_file(tmp_path / "run", rank).parent.mkdir(parents=True)
-    caplog.set_level(logging.INFO)
     began = time.monotonic()
     printed = end(UserError("set x=1"), rank, tmp_path, monkeypatch)
     assert (time.monotonic() - began > 0.2) == (rank > 0)
     assert printed == ("" if rank else "error: set x=1\n")
-    assert caplog.messages == (["error: set x=1"] if rank else [])  # rank zero would print it twice
     assert (tmp_path / "run").exists() == (rank > 0)
+
+
+LIGHTNING = '  File "/x/.venv/lib/python3.11/site-packages/lightning/call.py", line 3, in call\n    f(\n    ^^\n'
+ENGINE = f'  File "{PROJECT}/src/engine/run/module.py", line 4, in log_step\n    self.log()\n'
+JSON = f'  File "{json.__file__}", line 5, in loads\n  [Previous line repeated 2 more times]\n'
+MODEL = f'  File "{PROJECT}/src/models/mlp.py", line 6, in forward\n    self.net(x)\n'
+FOLDED = "  ... frames of libraries and of src/engine ...\n"
+HEADER, MESSAGE = "Traceback (most recent call last):\n", "ValueError: a\n  b\n"
+
+
+def test_folds_frames_that_are_not_the_users_in_each_cause() -> None:
+    cause = "\nThe above exception was the direct cause of the following exception:\n\n"
+    trace = HEADER + LIGHTNING + ENGINE + MODEL + JSON + MESSAGE + cause + HEADER + LIGHTNING + MESSAGE
+    folded = HEADER + FOLDED + MODEL + FOLDED + MESSAGE + cause + HEADER + FOLDED + MESSAGE
+    assert outcome.fold_frames(trace) == folded
+
+
+def test_a_bug_of_the_template_keeps_its_traceback() -> None:
+    trace = HEADER + LIGHTNING + ENGINE + MESSAGE
+    assert outcome.fold_frames(trace) == trace
