@@ -9,7 +9,7 @@ from wandb_workspaces import expr
 
 from scripts.dashboard import panels
 
-_IMAGES = ("images/samples", "images/val_mistakes", "images/test_mistakes")
+_IMAGES = ("images/samples",)
 _TRAINING = expr.Metric("JobType") == "train"  # evaluations and predictions are runs of their own
 # W&B keeps the values of each top-level key of a configuration below `value`.
 _STRATEGY, _BATCH, _SWEEP = "runtime.value.strategy", "global_batch_size.value", "runtime.value.sweep_id"

@@ -1,15 +1,12 @@
 """Run folders with every file that a run can record, written without a run."""
 
-import base64
 import csv
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from PIL import Image
 
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 _START = 1_770_000_000.0  # UNIX seconds
@@ -120,17 +117,7 @@ def _evaluation() -> dict[str, Any]:
         "classes": CLASSES,
         "confusion": confusion.tolist(),
         "calibration": {"error": 0.061, "bins": bins},
-        "mistakes": [_mistake(index, rng) for index in range(30)],
     }
-
-
-def _mistake(index: int, rng: np.random.Generator) -> dict[str, Any]:
-    stream = io.BytesIO()
-    Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(stream, "PNG")
-    image = base64.b64encode(stream.getvalue()).decode()
-    label, predicted = index % 10, (index + 3) % 10
-    probability = 0.999 - index / 100
-    return {"sample_index": index, "label": label, "predicted": predicted, "probability": probability, "image": image}
 
 
 def _write_lines(file: Path, lines: list[dict[str, Any]]) -> None:

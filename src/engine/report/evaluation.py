@@ -1,18 +1,15 @@
-"""What the newest evaluation of a split shows: confusion matrix, accuracy of each class, calibration, mistakes."""
+"""What the newest evaluation of a split shows: confusion matrix, accuracy of each class, calibration."""
 
-import re
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
-from src.engine.report.page import CATEGORIES, Section, chart, macros, new_figure, number, parts
+from src.engine.report.page import CATEGORIES, Section, chart, new_figure, number, parts
 from src.engine.report.run_folder import Floats
 
-_BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 _SPLIT_NAMES = {"test": "Test", "val": "Validation"}
 _HEAT = [[stop, f"var(--heat{index})"] for index, stop in enumerate((0, 0.08, 0.35, 0.7, 1))]
-_FIRST_MISTAKES = 24  # the others are behind a click
 _MOST_CLASSES = 200  # of a matrix; that of a thousand is 20 MB, and its cells are smaller than a pixel
 _MOST_LABELED = 20  # classes of a matrix whose cells have room for a number
 
@@ -27,13 +24,9 @@ def evaluation_section(split: str, evaluation: dict[str, Any]) -> Section:
         charts.append(_class_chart(confusion, classes))
     if bins := [bin for bin in (evaluation.get("calibration") or {}).get("bins", []) if bin.get("count")]:
         charts.append(_calibration_chart(bins, evaluation["calibration"].get("error")))
-    body = parts.grid(charts, "narrow")
-    if mistakes := [_mistake(one, classes) for one in evaluation.get("mistakes") or [] if _has_image(one)]:
-        images = macros("run").mistakes(mistakes[:_FIRST_MISTAKES], mistakes[_FIRST_MISTAKES:])
-        body += parts.grid([images])
     step = evaluation.get("step")
     note = f"The newest evaluation, at step {step:,}." if isinstance(step, int) else ""
-    return Section(f"{_SPLIT_NAMES.get(split, split)} set", body, note)
+    return Section(f"{_SPLIT_NAMES.get(split, split)} set", parts.grid(charts, "narrow"), note)
 
 
 def _confusion_chart(confusion: Floats, classes: list[str]) -> Markup:
@@ -107,18 +100,3 @@ def _calibration_chart(bins: list[dict[str, Any]], error: float | None) -> Marku
     if error is not None:
         note = f"Expected calibration error {number(100 * error)} %. {note}"
     return chart(figure, "Calibration", note)
-
-
-def _has_image(mistake: dict[str, Any]) -> bool:
-    return bool(_BASE64.fullmatch(str(mistake.get("image") or "")))
-
-
-def _mistake(mistake: dict[str, Any], classes: list[str]) -> tuple[Any, str, str, float, str]:
-    """Return the sample, the image, the predicted class with its probability, and the label."""
-    label, predicted = (_class_name(mistake.get(key), classes) for key in ("label", "predicted"))
-    probability = float(mistake.get("probability") or 0)
-    return mistake.get("sample_index", ""), mistake["image"], predicted, probability, label
-
-
-def _class_name(index: Any, classes: list[str]) -> str:
-    return classes[index] if isinstance(index, int) and 0 <= index < len(classes) else str(index)

@@ -91,7 +91,6 @@ def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "<b>$title")
     evaluation = json.loads((folder / "evaluation" / "test.json").read_text())
     evaluation["classes"][0] = attack
-    evaluation["mistakes"][0]["image"] = f'"{attack}'
     (folder / "evaluation" / "test.json").write_text(json.dumps(evaluation))
     reason = f"{attack} no file \udce4.csv"  # the name of a file that is not UTF-8
     append_event(folder, "failed", 3, reason, 1.9e9, command=[attack])

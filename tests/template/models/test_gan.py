@@ -1,8 +1,6 @@
 """The GAN is the same under every strategy that can train it, resumes, and is evaluated by a classifier."""
 
 import csv
-import io
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from src.engine.config.build import build
 from src.engine.determinism.hashing import hash_ints, normal
@@ -127,9 +124,9 @@ def test_noise_is_normal_and_fixed_by_the_sample() -> None:
     assert torch.equal(normal(keys[order], 100), noise[order])
 
 
-def test_samples_are_laid_out_in_a_square_and_logged_as_images(small: list[str], folder: Path) -> None:
+def test_samples_are_laid_out_in_a_square_and_logged_as_an_image(small: list[str], folder: Path) -> None:
     folder /= "logged_samples"  # the run's id must be unique in this process
-    options = ["logger=[wandb,tensorboard]", "trainer.accelerator=cpu", "trainer.max_epochs=1"]
+    options = ["logger=wandb", "trainer.accelerator=cpu", "trainer.max_epochs=1"]
     cfg = compose(folder, *TASK, *small, *SHORT, *options, "callbacks.samples.count=16", quiet=False)
     run(cfg)
     written = np.asarray(Image.open(folder / "samples" / "step000005.png"))
@@ -142,13 +139,6 @@ def test_samples_are_laid_out_in_a_square_and_logged_as_images(small: list[str],
     assert torch.equal(second_row_third, (samples[6] * 255).round().to(torch.uint8))
     (sent,) = folder.glob("wandb/offline-run-*/files/media/images/images/samples_*.png")
     assert np.array_equal(np.asarray(Image.open(sent)), written)
-    assert (Path(sys.executable).parent / "tensorboard").exists(), "the documented command"
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    (shown,) = events.Images("images/samples")
-    assert shown.step == 5
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(shown.encoded_image_string))), written)
-    logged = (folder / "metrics.csv").read_text().partition("\n")[0].split(",")
-    assert set(events.Tags()["scalars"]) >= set(logged) - {"step"}, "the same scalars"
 
 
 def test_real_images_are_nearer_to_real_ones_than_noise(small: list[str], folder: Path) -> None:
