@@ -18,7 +18,6 @@ def learning() -> list[Any]:
         wr.BarPlot(title="test/acc by strategy", metrics=["test/acc"], groupby=STRATEGY, groupby_rangefunc="minmax"),
         _lines("lr"),
         _lines("optim/grad_norm", log_y=True),
-        _lines("optim/update_ratio", log_y=True),
     ]
 
 

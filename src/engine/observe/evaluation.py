@@ -83,7 +83,13 @@ class Evaluation(L.Callback):
         self._sums = EvaluationSums(len(data.classes), pl_module.device)
 
     def on_validation_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Add a batch: a Batch, or a pair of images and targets without the padding."""
         expected = (len(batch[0]), len(self._sums.confusion))
@@ -111,10 +117,14 @@ class Evaluation(L.Callback):
         pl_module.log_dict({name: torch.tensor(value) for name, value in metrics.items()}, sync_dist=True)
         if trainer.sanity_checking or trainer.fast_dev_run or not trainer.is_global_zero:
             return
-        trained = trainer.fit_loop.epoch_loop._batches_that_stepped  # `global_step` is zero in a test's own process
-        step = trained if self._loaded_step is None else self._loaded_step
-        facts = {"classes": data.classes, "confusion": confusion.tolist(), "calibration": calibration}
-        evaluation = {"step": step} | facts
+        # `global_step` is zero in a process that is spawned for the test.
+        trained = trainer.global_step or trainer.fit_loop.epoch_loop._batches_that_stepped
+        evaluation = {
+            "step": trained if self._loaded_step is None else self._loaded_step,
+            "classes": data.classes,
+            "confusion": confusion.tolist(),
+            "calibration": calibration,
+        }
         file = Path(trainer.default_root_dir) / "evaluation" / f"{stage}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as temporary:

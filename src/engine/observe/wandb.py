@@ -108,7 +108,7 @@ class WandbLogger(loggers.WandbLogger):
         labels, predictions = counts.nonzero().repeat_interleave(counts[counts > 0], dim=0).T.tolist()
         bins = [row for row in evaluation["calibration"]["bins"] if row["count"]]
         confidence, accuracy = ([row[key] for row in bins] for key in ("confidence", "accuracy"))
-        charts = {
+        charts: dict[str, Any] = {
             f"images/{stage}_confusion_matrix": wandb.plot.confusion_matrix(
                 y_true=labels,
                 preds=predictions,

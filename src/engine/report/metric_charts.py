@@ -28,7 +28,6 @@ _TITLES = {
     "calibration_error": "Calibration error",
     "val_class": "Accuracy of each class, validation",
     "optim/grad_norm": "Gradient norm, before clipping",
-    "optim/update_ratio": "Norm of the update / norm of the weights",
     "throughput/samples_per_sec": "Images per second",
     "throughput/step_ms": "Step time, ms",
     "throughput/data_fraction": "Part of a step for data",
