@@ -100,30 +100,16 @@ class WandbLogger(loggers.WandbLogger):
 
     @rank_zero_only
     def log_evaluation(self, stage: str, evaluation: dict[str, Any]) -> None:
-        """Log the confusion matrix and the calibration of `callbacks.evaluation` as charts of a stage, val or test."""
+        """Log the confusion matrix of `callbacks.evaluation` as a chart of a stage, val or test."""
         import wandb
 
         counts = torch.tensor(evaluation["confusion"])
         # wandb's chart takes the label and the prediction of each sample.
         labels, predictions = counts.nonzero().repeat_interleave(counts[counts > 0], dim=0).T.tolist()
-        bins = [row for row in evaluation["calibration"]["bins"] if row["count"]]
-        confidence, accuracy = ([row[key] for row in bins] for key in ("confidence", "accuracy"))
-        charts: dict[str, Any] = {
-            f"images/{stage}_confusion_matrix": wandb.plot.confusion_matrix(
-                y_true=labels,
-                preds=predictions,
-                class_names=evaluation["classes"],
-                title=f"Confusion matrix, {stage}",
-            ),
-            f"images/{stage}_calibration": wandb.plot.line_series(
-                xs=confidence,
-                ys=[accuracy, confidence],
-                keys=["accuracy", "perfect calibration"],
-                title=f"Calibration, {stage}",
-                xname="probability",
-            ),
-        }
-        self.log_metrics(charts, evaluation["step"])
+        chart: Any = wandb.plot.confusion_matrix(
+            y_true=labels, preds=predictions, class_names=evaluation["classes"], title=f"Confusion matrix, {stage}"
+        )
+        self.log_metrics({f"images/{stage}_confusion_matrix": chart}, evaluation["step"])
 
     def _scan_and_log_checkpoints(self, checkpoint_callback: ModelCheckpoint) -> None:
         # Lightning gives all callbacks one name, so the alias "best" would move from best.ckpt to last.ckpt.

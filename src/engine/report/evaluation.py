@@ -1,11 +1,11 @@
-"""What the newest evaluation of a split shows: confusion matrix, accuracy of each class, calibration."""
+"""What the newest evaluation of a split shows: confusion matrix and accuracy of each class."""
 
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
-from src.engine.report.page import CATEGORIES, Section, chart, new_figure, number, parts
+from src.engine.report.page import CATEGORIES, Section, chart, new_figure, parts
 from src.engine.report.run_folder import Floats
 
 _SPLIT_NAMES = {"test": "Test", "val": "Validation"}
@@ -22,8 +22,6 @@ def evaluation_section(split: str, evaluation: dict[str, Any]) -> Section:
     if confusion.ndim == 2 and confusion.shape == (len(classes), len(classes)) and confusion.sum():
         charts += [_confusion_chart(confusion, classes)] if len(classes) <= _MOST_CLASSES else []
         charts.append(_class_chart(confusion, classes))
-    if bins := [bin for bin in (evaluation.get("calibration") or {}).get("bins", []) if bin.get("count")]:
-        charts.append(_calibration_chart(bins, evaluation["calibration"].get("error")))
     step = evaluation.get("step")
     note = f"The newest evaluation, at step {step:,}." if isinstance(step, int) else ""
     return Section(f"{_SPLIT_NAMES.get(split, split)} set", parts.grid(charts, "narrow"), note)
@@ -77,26 +75,3 @@ def _class_chart(confusion: Floats, classes: list[str]) -> Markup:
     figure.update_xaxes(range=[0, 1.15], tickvals=[0, 0.5, 1], tickformat=".0%")
     left_out = f" The {len(order)} lowest of {len(seen)}." if len(order) < len(seen) else ""
     return chart(figure, "Accuracy of each class", f"The lowest first.{left_out}")
-
-
-def _calibration_chart(bins: list[dict[str, Any]], error: float | None) -> Markup:
-    counts = [bin["count"] for bin in bins]
-    figure = new_figure(400, hovermode="closest")
-    dotted = {"color": "var(--muted)", "dash": "dot", "width": 1}
-    figure.add_scatter(x=[0, 1], y=[0, 1], mode="lines", line=dotted, hoverinfo="skip")
-    figure.add_scatter(
-        x=[bin["confidence"] for bin in bins],
-        y=[bin["accuracy"] for bin in bins],
-        mode="lines+markers",
-        line={"color": "var(--s1)", "width": 1.7},
-        marker={"color": "var(--s1)", "size": 6 + 16 * np.sqrt(np.array(counts) / max(counts)), "line": {"width": 0}},
-        customdata=counts,
-        hovertemplate="confidence %{x:.1%}, accuracy %{y:.1%}, %{customdata:,} images<extra></extra>",
-        cliponaxis=False,
-    )
-    figure.update_xaxes(title="mean confidence", range=[0, 1], tickformat=".0%")
-    figure.update_yaxes(title="accuracy", range=[0, 1], tickformat=".0%")
-    note = "Below the dotted line the network is too confident. A larger point stands for more images."
-    if error is not None:
-        note = f"Expected calibration error {number(100 * error)} %. {note}"
-    return chart(figure, "Calibration", note)
