@@ -1,6 +1,5 @@
 """Log the norm of the gradients."""
 
-
 import lightning as L
 import torch
 from torch import Tensor

@@ -1,22 +1,27 @@
 """Measure training speed, data-loading time and peak memory, and compare the ranks."""
 
 import logging
-from collections import defaultdict
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 
 from src.engine.observe.flops import flops_per_sample, peak_flops
-from src.engine.observe.ranks import RankComparison
-from src.engine.observe.recording import synchronize
+from src.engine.observe.recording import RecordedStep, synchronize
 from src.engine.observe.timeline import Timeline
 from src.engine.utils.log_points import is_log_point
 from src.engine.utils.memory import peak_memory_mib
 
 _log = logging.getLogger(__name__)
+_MIN_GAIN = 0.05  # fraction of a step; below it, ranks differ by chance
+_MIN_LOG_POINTS = 3
+_MAX_LOG_POINTS = 1000  # the newest ones: 100,000 of 64 ranks would take 200 MiB in each process
 
 
 class Throughput(L.Callback):
@@ -29,7 +34,9 @@ class Throughput(L.Callback):
     and the module has a method `loss`, which a GAN has not.
 
     With several processes, `ranks/` has their memory and, if `callbacks.timeline` records steps, the time for which
-    they work in a step; training ends with a message about a rank for which the others wait (`ranks.py`).
+    they work in a step; training ends with a message about a rank for which the others wait. Ranks that train in
+    lockstep take equally long for a step, because the fast ones wait for the slow ones in collectives. A slow rank is
+    therefore found by its busy time, the time of a step in which it does not wait.
 
     Validation, checkpoints and logging are not counted. Times are host times. They are exact only over the interval
     between two log points, where the host waits for the GPU.
@@ -43,7 +50,7 @@ class Throughput(L.Callback):
         self._peak_flops: float | None = None  # of one device, per second
         self._step_flops: float | None = None  # over all processes
         self._reports: list[dict[str, float]] = []
-        self._ranks = RankComparison()
+        self._busy: deque[Tensor] = deque(maxlen=_MAX_LOG_POINTS)  # (ranks, 2): seconds of work, and of the step
         self._batch_start: float | None  # of the latest batch; None if a pause interrupted it
         self._batch_end: float | None  # of the latest batch; None while it runs and after a pause
         self._reset_timers()
@@ -53,11 +60,12 @@ class Throughput(L.Callback):
         if stage == "fit" and trainer.is_global_zero:
             self._peak_flops = self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(trainer, pl_module)
             if getattr(pl_module, "takes_batch", False) and hasattr(pl_module, "loss"):
-                sample_flops = flops_per_sample(pl_module, data.input_shape)
+                sample_flops = flops_per_sample(pl_module.net, data.input_shape)
                 self._step_flops = sample_flops * data.global_batch_size if sample_flops else None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._reports, self._ranks = [], RankComparison()
+        self._reports = []
+        self._busy.clear()
 
     def on_train_batch_start(self, *_: Any) -> None:
         now = perf_counter()
@@ -91,7 +99,7 @@ class Throughput(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._reports and trainer.is_global_zero:
             _log.info("  throughput, the median of %d log points\n%s", len(self._reports), self._summary())
-            if slowest := self._ranks.summary():
+            if slowest := slowest_rank(self._busy):
                 _log.info(slowest)
 
     def _reset_timers(self) -> None:
@@ -110,7 +118,8 @@ class Throughput(L.Callback):
     def _report(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Report the measurement. Every rank must call it, because the ranks are compared."""
         timeline = next((callback for callback in trainer.callbacks if isinstance(callback, Timeline)), None)
-        ranks = self._ranks.compare(trainer, timeline and timeline.recorded, peak_memory_mib(module.device))
+        recorded = timeline.recorded if timeline else None
+        ranks = self._compare_ranks(trainer, recorded, peak_memory_mib(module.device))
         report = {"peak_memory_mib": ranks["memory_mib_max"]}
         if self._batches:
             gap = self._gap_seconds / max(1, self._gaps)
@@ -128,6 +137,18 @@ class Throughput(L.Callback):
             module.log_dict({f"ranks/{name}": torch.tensor(value) for name, value in ranks.items()})
         self._reports.append(report)
 
+    def _compare_ranks(self, trainer: L.Trainer, recorded: RecordedStep | None, memory_mib: float) -> dict[str, float]:
+        """Gather the recorded step and the peak memory of all ranks; return the metrics `ranks/...`."""
+        busy, step = (recorded.busy_seconds, recorded.seconds) if recorded else (math.nan, math.nan)
+        own = torch.tensor([busy, step, memory_mib], device=trainer.strategy.root_device)
+        gathered = trainer.strategy.all_gather(own).view(-1, 3).cpu()
+        memory = gathered[:, 2]
+        metrics = {"memory_mib_max": float(memory.max()), "memory_mib_min": float(memory.min())}
+        if len(gathered) > 1 and not gathered.isnan().any():
+            self._busy.append(gathered[:, :2])
+            metrics |= _busy_metrics(gathered[:, :2])
+        return metrics
+
     def _summary(self) -> str:
         values = defaultdict(list)
         for report in self._reports:
@@ -137,3 +158,31 @@ class Throughput(L.Callback):
         if self._step_flops:
             rows["gflop_per_step"] = self._step_flops / 1e9
         return "\n".join(f"    {name:<16}  {value:.4g}" for name, value in rows.items())
+
+
+def slowest_rank(measured: Iterable[Tensor]) -> str | None:
+    """Return a message that names the slowest rank, by the medians of the log points, if others wait for it."""
+    steps = list(measured)
+    if len(steps) < _MIN_LOG_POINTS:
+        return None
+    metrics = _busy_metrics(torch.stack(steps).median(0).values)
+    if metrics["gain"] < _MIN_GAIN:
+        return None
+    return (
+        f"  rank {metrics['slowest']:.0f} is the slowest: it works {metrics['busy_ms_max']:.1f} ms per step, "
+        f"the median rank {metrics['busy_ms_median']:.1f} ms;\n"
+        f"  if it were as fast as the median, a step would be {metrics['gain']:.0%} shorter"
+    )
+
+
+def _busy_metrics(measured: Tensor) -> dict[str, float]:
+    """Return metrics of the (ranks, 2) seconds of work and of the step; the lower median of an even number of ranks.
+
+    `slowest` is the rank that works longest, and `gain` the fraction of a step that would be saved if it were as fast
+    as the median of all ranks.
+    """
+    busy, step = measured.T
+    typical, longest = float(busy.median()), float(busy.max())
+    gain = (longest - typical) / float(step.max())
+    slowest = float(busy.argmax())
+    return {"busy_ms_max": 1000 * longest, "busy_ms_median": 1000 * typical, "slowest": slowest, "gain": gain}
