@@ -33,7 +33,7 @@ def write_if_possible(folder: Path) -> None:
             print("no report.html: it needs plotly, which pip install '.[report]' adds", file=sys.stderr)
             return
         # Here, so that a template without src/engine/report trains as well.
-        from src.engine.report.write import write_page_of
+        from src.engine.report import write_page_of
 
         write_page_of(folder)
     except ModuleNotFoundError as error:

@@ -9,9 +9,18 @@ import numpy as np
 from markupsafe import Markup
 
 from src.engine.report.evaluation import evaluation_section
-from src.engine.report.metric_charts import group_names, median, metric_chart, title
-from src.engine.report.page import Section, duration_text, macros, number, parts, write_page
-from src.engine.report.rank_charts import slowest_rank, time_charts
+from src.engine.report.metric_charts import group_names, median, metric_chart
+from src.engine.report.page import (
+    CATEGORIES,
+    Section,
+    chart,
+    duration_text,
+    macros,
+    new_figure,
+    number,
+    parts,
+    write_page,
+)
 from src.engine.report.run_folder import Curve, RunFolder
 
 REPORT = "report.html"
@@ -25,6 +34,15 @@ _STATUS = {
 _MOST_CURVES = 10  # of a chart; the accuracies of a hundred classes are in the section of the evaluation
 _HIDDEN = "runtime."  # options that the program has set
 _SECTIONS = ("throughput", "ranks")  # first parts of the names of metrics that have sections of their own
+_ACTIVITIES = {  # of a rank: labels and colors
+    "data": ("data", "var(--s10)"),
+    "forward_backward": ("forward and backward", "var(--s1)"),
+    "communication": ("communication", "var(--s2)"),
+    "optimizer": ("optimizer", "var(--s3)"),
+    "validation": ("validation", "var(--s5)"),
+    "save": ("save", "var(--s4)"),
+    "other": ("other", "var(--idle)"),
+}
 
 
 def write_run_page(folder: Path, scripts: Path | None) -> Path:
@@ -32,8 +50,8 @@ def write_run_page(folder: Path, scripts: Path | None) -> Path:
     run = RunFolder(folder)
     sections = [
         _curve_section(run),
-        _speed_section(run),
-        _rank_section(run),
+        Section("Speed and memory", parts.grid(_charts(_groups(run, "throughput")))),
+        Section("Ranks", parts.grid(_rank_charts(run))),
         *(evaluation_section(split, evaluation) for split, evaluation in run.evaluations.items()),
         Section("Configuration", _settings(run)),
         Section("Events", macros("run").events(run.events)),
@@ -79,10 +97,10 @@ def _groups(run: RunFolder, section: str) -> dict[str, dict[str, Curve]]:
     return {name: groups[name] for name in names if section == (prefixes[name] if prefixes[name] in _SECTIONS else "")}
 
 
-def _charts(run: RunFolder, groups: dict[str, dict[str, Curve]]) -> list[Markup]:
+def _charts(groups: dict[str, dict[str, Curve]]) -> list[Markup]:
     """Return the charts of the groups that have a course, and not too many curves."""
     return [
-        metric_chart(group, curves, run.events)
+        metric_chart(group, curves)
         for group, curves in groups.items()
         if len(curves) <= _MOST_CURVES and any(len(curve.values) > 1 for curve in curves.values())
     ]
@@ -93,28 +111,28 @@ def _curve_section(run: RunFolder) -> Section:
     single = [next(iter(curves.items())) for curves in groups.values() if len(curves) == 1]
     rows = [(name, float(curve.values[0]), int(curve.steps[0])) for name, curve in single if len(curve.values) == 1]
     once = parts.card("Logged once", parts.table(("metric", "value", "step"), rows)) if rows else ""
-    body = parts.grid([*_charts(run, groups), once]).strip() or parts.muted("No metric was logged.")
+    body = parts.grid([*_charts(groups), once]).strip() or parts.muted("No metric was logged.")
     note = "Training values are those of single steps; a bold line is the mean of sections of a long curve."
     return Section("Learning", body, note)
 
 
-def _speed_section(run: RunFolder) -> Section:
-    groups = _groups(run, "throughput")
-    found = {name: curve.finite() for curves in groups.values() for name, curve in curves.items()}
-    rows = [
-        (title(name), float(np.median(values)), float(values.min()), float(values.max()))
-        for name, values in found.items()
-        if len(values)
-    ]
-    table = parts.table(("", "median", "lowest", "highest"), rows)
-    medians = parts.card("Medians over the log points", table) if rows else ""
-    return Section("Speed and memory", parts.grid([medians, *_charts(run, groups)]))
+def _rank_charts(run: RunFolder) -> list[Markup]:
+    times = [_time_chart(run.rank_seconds)] if run.rank_seconds else []
+    return [*times, *_charts(_groups(run, "ranks"))]
 
 
-def _rank_section(run: RunFolder) -> Section:
-    groups = _groups(run, "ranks")
-    groups.pop("ranks/slowest", None)
-    return Section("Ranks", parts.grid([*time_charts(run.timelines), *_charts(run, groups)]), slowest_rank(run.curves))
+def _time_chart(rank_seconds: dict[int, dict[str, float]]) -> Markup:
+    """Return the chart of the seconds of each activity, one bar per rank."""
+    names = [f"rank {rank}" for rank in rank_seconds]
+    height = 84 + len(names) * min(30, max(8, 700 // len(names)))  # the bars are thinner if there are many
+    figure = new_figure(height, barmode="stack", hovermode="y unified", bargap=0.35, yaxis=CATEGORIES)
+    for activity, (label, color) in _ACTIVITIES.items():
+        seconds = [spent.get(activity, 0.0) for spent in rank_seconds.values()]
+        marker = {"color": color, "line": {"width": 0}}
+        if any(seconds):
+            figure.add_bar(x=seconds, y=names, name=label, orientation="h", marker=marker, hovertemplate="%{x:.1f} s")
+    figure.update_xaxes(title="seconds")
+    return chart(figure, "Where the time goes", "Sum over the recorded intervals of each rank.", wide=True)
 
 
 def duration(events: list[dict[str, Any]]) -> float | None:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from scripts.report import main, write
 from src.engine.launch.outcome import run_recorded
 from src.engine.launch.report import run_report
-from src.engine.report.write import write_page_of
+from src.engine.report import write_page_of
 from src.engine.state.jobs import Job
 from src.engine.utils.events import append_event
 from tests.support.commands import ROOT
@@ -53,7 +53,7 @@ def test_not_written(tmp_path: Path, options: dict[str, bool]) -> None:
     assert not list(tmp_path.rglob("report.html"))
 
 
-@pytest.mark.parametrize("part", ["src.engine.report.write.write_page_of", "src.engine.launch.report.is_sweep"])
+@pytest.mark.parametrize("part", ["src.engine.report.write_page_of", "src.engine.launch.report.is_sweep"])
 def test_an_error_of_the_report_is_one_line(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
