@@ -28,18 +28,18 @@ class Throughput(L.Callback):
     """Logs the speed of the steps since the last log point under `throughput/`, and a summary when training ends.
 
     `samples_per_sec`: images per second over all processes. `step_ms`: milliseconds of one optimizer step.
-    `data_fraction`: fraction of a step between the end of a batch and the start of the next, when the host fetches,
-    transfers and augments data. `peak_memory_mib`: largest memory of any process: allocated tensors on a GPU, resident
-    set size on a CPU. `mfu`: model FLOPs utilization (Chowdhery et al., "PaLM", 2022), if the device's peak is known
-    and the module has a method `loss`, which a GAN has not.
+    `data_fraction`: fraction of a step for fetching, transferring and augmenting data, if `callbacks.timeline` records
+    steps. `peak_memory_mib`: largest memory of any process: allocated tensors on a GPU, resident set size on a CPU.
+    `mfu`: model FLOPs utilization (Chowdhery et al., "PaLM", 2022), if the device's peak is known and the
+    module has a method `loss`, which a GAN has not.
 
     With several processes, `ranks/` has their memory and, if `callbacks.timeline` records steps, the time for which
     they work in a step; training ends with a message about a rank for which the others wait. Ranks that train in
     lockstep take equally long for a step, because the fast ones wait for the slow ones in collectives. A slow rank is
     therefore found by its busy time, the time of a step in which it does not wait.
 
-    Validation, checkpoints and logging are not counted. Times are host times. They are exact only over the interval
-    between two log points, where the host waits for the GPU.
+    Validation and checkpoints are not counted. Times are host times over the interval between two log points, where the
+    host waits for the GPU.
 
     Args:
         peak_tflops: peak TFLOP/s of one device in the run's precision, if Lightning's figure is missing or wrong.
@@ -51,9 +51,8 @@ class Throughput(L.Callback):
         self._step_flops: float | None = None  # over all processes
         self._reports: list[dict[str, float]] = []
         self._busy: deque[Tensor] = deque(maxlen=_MAX_LOG_POINTS)  # (ranks, 2): seconds of work, and of the step
-        self._batch_start: float | None  # of the latest batch; None if a pause interrupted it
-        self._batch_end: float | None  # of the latest batch; None while it runs and after a pause
-        self._reset_timers()
+        self._seconds, self._steps = 0.0, 0  # since the last log point, without pauses
+        self._running_since: float | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule
@@ -64,31 +63,24 @@ class Throughput(L.Callback):
                 self._step_flops = sample_flops * data.global_batch_size if sample_flops else None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._reports = []
+        self._reports, self._seconds, self._steps, self._running_since = [], 0.0, 0, None
         self._busy.clear()
 
     def on_train_batch_start(self, *_: Any) -> None:
-        now = perf_counter()
-        if self._batch_end is not None:
-            self._gap_seconds += now - self._batch_end
-            self._gaps += 1
-        self._batch_start, self._batch_end = now, None
+        if self._running_since is None:
+            self._running_since = perf_counter()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        is_step_complete = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        should_report = is_step_complete and is_log_point(trainer, trainer.global_step)
-        if should_report:
-            synchronize(pl_module.device)  # the GPU's queue belongs to the steps since the last log point
-        self._batch_end = perf_counter()
-        if self._batch_start is not None:
-            self._batch_seconds += self._batch_end - self._batch_start
-            self._batches += 1
-        if should_report:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        self._steps += 1
+        if is_log_point(trainer, trainer.global_step):
+            self._pause(pl_module.device)
             if trainer.global_step > 1 or trainer.log_every_n_steps == 1:  # the first step is a warm-up
                 self._report(trainer, pl_module)
-            self._reset_timers()
+            self._seconds, self._steps, self._running_since = 0.0, 0, perf_counter()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._pause(pl_module.device)
@@ -102,35 +94,26 @@ class Throughput(L.Callback):
             if slowest := slowest_rank(self._busy):
                 _log.info(slowest)
 
-    def _reset_timers(self) -> None:
-        """Start a new measurement at the next batch."""
-        self._batch_start = self._batch_end = None
-        self._batch_seconds = self._gap_seconds = 0.0  # sums over batches, and over the gaps between them
-        self._batches = self._gaps = 0
-
     def _pause(self, device: torch.device) -> None:
-        """Continue the measurement at the next batch, without the time until then."""
-        if self._batch_start is not None and self._batch_end is not None:
-            synchronize(device)  # the GPU's queue belongs to the batch, not to the validation or the checkpoint
-            self._batch_seconds += perf_counter() - self._batch_end
-        self._batch_start = self._batch_end = None
+        """Stop the clock until the next batch."""
+        if self._running_since is not None:
+            synchronize(device)  # the GPU's queue belongs to the steps, not to what follows
+            self._seconds += perf_counter() - self._running_since
+        self._running_since = None
 
     def _report(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Report the measurement. Every rank must call it, because the ranks are compared."""
         timeline = next((callback for callback in trainer.callbacks if isinstance(callback, Timeline)), None)
         recorded = timeline.recorded if timeline else None
         ranks = self._compare_ranks(trainer, recorded, peak_memory_mib(module.device))
-        report = {"peak_memory_mib": ranks["memory_mib_max"]}
-        if self._batches:
-            gap = self._gap_seconds / max(1, self._gaps)
-            batch = self._batch_seconds / self._batches + gap
-            step = batch * trainer.accumulate_grad_batches
-            report |= {"samples_per_sec": trainer.datamodule.global_batch_size / step, "step_ms": 1000 * step}
-            if self._gaps:  # there are none with a log point at each batch
-                report["data_fraction"] = gap / batch
-            if self._peak_flops and self._step_flops:
-                devices = trainer.num_devices * trainer.num_nodes  # `strategy=dp` has several in one process
-                report["mfu"] = self._step_flops / step / devices / self._peak_flops
+        step = self._seconds / self._steps
+        report = {"samples_per_sec": trainer.datamodule.global_batch_size / step, "step_ms": 1000 * step}
+        report["peak_memory_mib"] = ranks["memory_mib_max"]
+        if recorded and recorded.seconds:
+            report["data_fraction"] = recorded.spans.get("data", 0.0) / recorded.seconds
+        if self._peak_flops and self._step_flops:
+            devices = trainer.num_devices * trainer.num_nodes  # `strategy=dp` has several in one process
+            report["mfu"] = self._step_flops / step / devices / self._peak_flops
         # Tensors on the CPU, so that logging them does not wait for the GPU.
         module.log_dict({f"throughput/{name}": torch.tensor(value) for name, value in report.items()})
         if trainer.world_size > 1:

@@ -250,10 +250,8 @@ def fit_slow(cfg: Any, place: str, rank: int) -> list[str]:
 
 CONVOLUTIONS = ["model=resnet9", "model.width=2"]  # they wait in batch normalization
 SLOW_CASES = [
-    ("ddp", "forward", []),
     ("ddp", "data", CONVOLUTIONS),
     ("fsdp", "forward", []),
-    ("fsdp", "loss", []),
     ("pipeline", "loss", []),
 ]
 
