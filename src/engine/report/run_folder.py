@@ -101,8 +101,7 @@ class RunFolder:
     @property
     def experiment(self) -> str | None:
         """The fingerprint of its experiment; None in a run of an earlier version."""
-        recorded = self.config.get("experiment")
-        return str(recorded) if recorded else None
+        return self.config.get("experiment")
 
     @property
     def started(self) -> dict[str, Any]:
@@ -122,10 +121,7 @@ class RunFolder:
 
     @property
     def world_size(self) -> int | None:
-        if recorded := self.started.get("world_size"):
-            return int(recorded)
-        devices, nodes = self.config.get("trainer.devices"), self.config.get("trainer.num_nodes", 1)
-        return devices * nodes if isinstance(devices, int) and isinstance(nodes, int) else None
+        return self.started.get("world_size")
 
 
 def _activity_seconds(file: Path) -> dict[str, float]:
