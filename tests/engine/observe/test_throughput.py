@@ -82,7 +82,7 @@ def test_measures_all_but_validation_and_checkpoints(
     logged = rows(folder)
     assert len(logged) == 6, "every fourth of 22 steps, and the last one"
     for row in logged:
-        assert 25 <= row["throughput/step_ms"] <= 30
+        assert 20 < row["throughput/step_ms"] < 30.1
         assert row["throughput/samples_per_sec"] == pytest.approx(32000 / row["throughput/step_ms"])
         assert 0 < row["throughput/data_fraction"] < 1
         assert 50 < row["throughput/peak_memory_mib"] < 50_000
