@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 TEMPLATES = Path(__file__).parent / "templates"
-CATEGORIES = {"autorange": "reversed", "showgrid": False, "type": "category"}  # an axis of names, the first on top
 
 
 @dataclass
