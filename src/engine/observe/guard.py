@@ -31,9 +31,10 @@ def _start(logger: Logger) -> bool:
 def _guard_methods(logger: Logger) -> None:
     """Replace the methods on the object alone, so that callbacks still find the logger by its class."""
     for name in dir(logger):
-        method = getattr(logger, name)
-        if callable(method) and (name in _GUARDED or name.startswith("log_")):
-            setattr(logger, name, _guard(method, f"{type(logger).__name__}.{name}"))
+        if name in _GUARDED or name.startswith("log_"):
+            method = getattr(logger, name)
+            if callable(method):
+                setattr(logger, name, _guard(method, f"{type(logger).__name__}.{name}"))
 
 
 def _guard(method: Callable[..., Any], name: str) -> Callable[..., Any]:
