@@ -109,8 +109,8 @@ class Throughput(L.Callback):
         step = self._seconds / self._steps
         report = {"samples_per_sec": trainer.datamodule.global_batch_size / step, "step_ms": 1000 * step}
         report["peak_memory_mib"] = ranks["memory_mib_max"]
-        if recorded and recorded.seconds:
-            report["data_fraction"] = recorded.spans.get("data", 0.0) / recorded.seconds
+        if recorded and recorded.spans.get("data"):  # a save may have interrupted the recording
+            report["data_fraction"] = recorded.spans["data"] / recorded.seconds
         if self._peak_flops and self._step_flops:
             devices = trainer.num_devices * trainer.num_nodes  # `strategy=dp` has several in one process
             report["mfu"] = self._step_flops / step / devices / self._peak_flops

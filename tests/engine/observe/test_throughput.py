@@ -81,10 +81,11 @@ def test_measures_all_but_validation_and_checkpoints(
     trainer.fit(module, datamodule=data)
     logged = rows(folder)
     assert len(logged) == 6, "every fourth of 22 steps, and the last one"
+    assert [row for row in logged if "throughput/data_fraction" in row]
     for row in logged:
         assert 20 < row["throughput/step_ms"] < 30.1
         assert row["throughput/samples_per_sec"] == pytest.approx(32000 / row["throughput/step_ms"])
-        assert 0 < row["throughput/data_fraction"] < 1
+        assert 0 < row.get("throughput/data_fraction", 0.5) < 1, "a save may interrupt the recorded step"
         assert 50 < row["throughput/peak_memory_mib"] < 50_000
         assert "throughput/mfu" not in row
 
