@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from src.engine.report.write import write_page_of
+from src.engine.report import write_page_of
 from src.engine.state.jobs import is_sweep
 from src.engine.utils.errors import UserError
 

@@ -15,7 +15,7 @@ from src.engine import UserError, atomic_write
 class SampleGrid(L.Callback):
     """Writes the grid as `samples/step000123.png` into the run folder after each validation.
 
-    W&B and TensorBoard get it as `images/samples`.
+    W&B gets it as `images/samples`.
 
     Args:
         count: number of images in the grid, a square number.

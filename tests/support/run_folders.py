@@ -1,15 +1,12 @@
 """Run folders with every file that a run can record, written without a run."""
 
-import base64
 import csv
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from PIL import Image
 
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 _START = 1_770_000_000.0  # UNIX seconds
@@ -111,26 +108,7 @@ def _passes(rank: int, ranks: int, microbatches: int = 4) -> list[list[Any]]:
 def _evaluation() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     confusion = rng.integers(0, 12, (10, 10)) + np.diag(rng.integers(60, 100, 10))
-    bins: list[dict[str, Any]] = [{"count": 0, "confidence": None, "accuracy": None} for _ in range(15)]
-    for index in range(4, 15):
-        middle = (index + 0.5) / 15
-        bins[index] = {"count": int(3 ** (index - 4)), "confidence": middle, "accuracy": middle**1.3}
-    return {
-        "step": 600,
-        "classes": CLASSES,
-        "confusion": confusion.tolist(),
-        "calibration": {"error": 0.061, "bins": bins},
-        "mistakes": [_mistake(index, rng) for index in range(30)],
-    }
-
-
-def _mistake(index: int, rng: np.random.Generator) -> dict[str, Any]:
-    stream = io.BytesIO()
-    Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(stream, "PNG")
-    image = base64.b64encode(stream.getvalue()).decode()
-    label, predicted = index % 10, (index + 3) % 10
-    probability = 0.999 - index / 100
-    return {"sample_index": index, "label": label, "predicted": predicted, "probability": probability, "image": image}
+    return {"step": 600, "classes": CLASSES, "confusion": confusion.tolist()}
 
 
 def _write_lines(file: Path, lines: list[dict[str, Any]]) -> None:

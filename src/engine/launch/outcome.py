@@ -193,7 +193,7 @@ def write_report(folder: Path) -> None:
     try:
         if is_sweep(folder) or (folder / "metrics.csv").is_file():
             # Here, so that a template without src/engine/report trains as well.
-            from src.engine.report.write import write_page_of
+            from src.engine.report import write_page_of
 
             write_page_of(folder)
     except ModuleNotFoundError as error:

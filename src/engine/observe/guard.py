@@ -13,11 +13,8 @@ _GUARDED = ("after_save_checkpoint", "finalize", "save", "watch")  # and all met
 
 
 def start_loggers(loggers: Iterable[Logger]) -> list[Logger]:
-    """Start each logger. Leave out a logger that fails, and guard the methods of the others."""
-    started = [logger for logger in loggers if _start(logger)]
-    for logger in started:
-        _guard_methods(logger)
-    return started
+    """Start each logger. Leave out one that fails, and guard the methods of the others."""
+    return [logger for logger in loggers if _start(logger)]
 
 
 def _start(logger: Logger) -> bool:
@@ -27,6 +24,7 @@ def _start(logger: Logger) -> bool:
     except Exception as error:
         _warn(f"{type(logger).__name__} cannot start, and training continues without it", error)
         return False
+    _guard_methods(logger)
     return True
 
 
@@ -40,26 +38,23 @@ def _guard_methods(logger: Logger) -> None:
 
 
 def _guard(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a method that warns of its first failure, and does nothing after three failures in a row.
+    """Return a method that warns if it fails, and does nothing after three failures in a row.
 
     Without that limit, training would wait at each log point for a server that is down; MLflow retries for minutes.
     """
-    failures, has_warned = 0, False
+    failures = 0
 
     @wraps(method)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        nonlocal failures, has_warned
+        nonlocal failures
         if failures == _MAX_FAILURES:
             return None
         try:
             result = method(*args, **kwargs)
         except Exception as error:
             failures += 1
-            if failures == _MAX_FAILURES:
-                _warn(f"{name} failed {failures} times in a row, and training continues without it", error)
-            elif not has_warned:
-                _warn(f"{name} failed, and training continues", error)
-            has_warned = True
+            outcome = "is not called again" if failures == _MAX_FAILURES else "failed"
+            _warn(f"{name} {outcome}, and training continues", error)
             return None
         failures = 0
         return result

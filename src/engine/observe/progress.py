@@ -1,17 +1,13 @@
 """A progress bar that fits a terminal of 80 columns, and costs nothing between its refreshes."""
 
-import logging
-from importlib.util import find_spec
 from time import monotonic
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
-from rich import get_console
 from rich.progress import TimeRemainingColumn
 from rich.table import Column
 
-_log = logging.getLogger(__name__)
 _OTHER_COLUMNS = 38  # characters of all columns but the metrics, with a bar of 4
 
 
@@ -23,12 +19,6 @@ class ProgressBar(RichProgressBar):
     """
 
     _refreshed_at = 0.0
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if self.is_enabled and get_console().is_jupyter and not find_spec("ipywidgets"):
-            _log.info("no progress bar, because this notebook lacks a package: pip install ipywidgets")
-            self.disable()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -4,7 +4,9 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,6 @@ from src.engine.utils.process import peak_memory_mib
 from src.engine.utils.steps import is_log_point
 
 _log = logging.getLogger(__name__)
-_ACTIVITIES, _PAUSES = ("data", "forward_backward", COMMUNICATION, "optimizer"), ("validation", "save")
 
 
 class Timeline(L.Callback):
@@ -66,7 +67,7 @@ class Timeline(L.Callback):
             return
         self._file = self.folder / f"rank{trainer.global_rank}.jsonl"
         self._device, self._last_step, self._start = pl_module.device, trainer.global_step, time.time()
-        self._seconds = dict.fromkeys(_PAUSES, 0.0)  # of validation and saving in this interval
+        self._pauses: dict[str, float] = defaultdict(float)  # seconds of validation and saving in this interval
         process = {"rank": trainer.global_rank, "host": platform.node(), "pid": os.getpid(), "start": self._start}
         self._write("process", process)
         trainer.save_checkpoint = partial(self._save, trainer.save_checkpoint)  # type: ignore[method-assign]
@@ -93,18 +94,17 @@ class Timeline(L.Callback):
         set_recording(None)
         step = trainer.global_step
         if is_log_point(trainer, step):
-            self._write_interval(step, getattr(pl_module, "rank_loss", None))
+            self._write_interval(step)
         if is_log_point(trainer, step + 2):  # then the next step is the one before a log point
             self._record("data")
             self._recorded_step = step + 1
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._file:
-            self._validation_start = self._begin_span()
+        self._validation = self._pause("validation")
+        self._validation.__enter__()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._file:
-            self._end_span("validation", self._validation_start)
+        self._validation.__exit__(None, None, None)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write what followed the last log point, such as the last validation."""
@@ -118,18 +118,21 @@ class Timeline(L.Callback):
 
     def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint by `Trainer.save_checkpoint`, which has a hook before, but none after."""
-        start = self._begin_span()
-        save(*args, **kwargs)
-        self._end_span("save", start)
+        with self._pause("save"):
+            save(*args, **kwargs)
 
-    def _begin_span(self) -> float:
+    @contextmanager
+    def _pause(self, name: str) -> Iterator[None]:
+        """Measure what is no part of a step."""
+        if self._file is None:
+            yield
+            return
         synchronize(self._device)  # the GPU's queue belongs to the steps before
-        return time.time()
-
-    def _end_span(self, name: str, start: float) -> None:
+        start = time.time()
+        yield
         synchronize(self._device)
         seconds = time.time() - start
-        self._seconds[name] += seconds
+        self._pauses[name] += seconds
         self._write("span", {"name": name, "start": start, "seconds": round(seconds, 6)})
         if recording := current_recording():  # this is no part of the step, so it begins anew
             self._record(recording.activity)
@@ -138,7 +141,7 @@ class Timeline(L.Callback):
         self._recording = StepRecording(self._device, activity)
         set_recording(self._recording)
 
-    def _write_interval(self, step: int, loss: float | None = None) -> None:
+    def _write_interval(self, step: int) -> None:
         synchronize(self._device)
         self.recorded = self._recording.resolve() if self._recording else None
         if self.recorded and self.recorded.passes:
@@ -147,20 +150,16 @@ class Timeline(L.Callback):
         now = time.time()
         interval = {"step": step, "steps": step - self._last_step, "start": self._start, "seconds": now - self._start}
         spans = self._spans(now - self._start)
-        measured = {"spans": spans, "peak_memory_mib": peak_memory_mib(self._device)}
-        self._write("interval", interval | measured | ({} if loss is None else {"loss": loss}))
+        self._write("interval", interval | {"spans": spans, "peak_memory_mib": peak_memory_mib(self._device)})
         self._last_step, self._start, self._recording = step, now, None
-        self._seconds = dict.fromkeys(_PAUSES, 0.0)
+        self._pauses.clear()
 
     def _spans(self, seconds: float) -> dict[str, float]:
         """Return the seconds of each activity; those of the recorded step are scaled to the interval."""
-        training = seconds - sum(self._seconds.values())
-        spans = dict.fromkeys(_ACTIVITIES, 0.0)
-        if self.recorded and self.recorded.seconds:
-            spans |= {name: training * part / self.recorded.seconds for name, part in self.recorded.spans.items()}
-        else:
-            spans["other"] = training
-        return {name: round(value, 6) for name, value in (spans | self._seconds).items()}
+        training = seconds - sum(self._pauses.values())
+        recorded = self.recorded.spans if self.recorded and self.recorded.seconds else {"other": 1.0}
+        spans = {name: training * part / sum(recorded.values()) for name, part in recorded.items()}
+        return {name: round(value, 6) for name, value in (spans | self._pauses).items()}
 
     def _write(self, kind: str, line: dict[str, Any]) -> None:
         """Append a line. If that fails, such as on a full disk, training continues without the timeline."""

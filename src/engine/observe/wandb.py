@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
-from src.engine.utils.errors import UserError, suggest
+from src.engine.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
-_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 _INIT_TIMEOUT = 20.0  # seconds
 
 
@@ -42,7 +42,8 @@ class WandbLogger(loggers.WandbLogger):
         **options: Any,
     ) -> None:
         given = options.pop("settings", None) or {}
-        _check_options(log_model, given, options)
+        if "api_key" in given:  # config.yaml, checkpoints and W&B would have it
+            raise UserError("logger.wandb.settings.api_key: leave it out; run `wandb login`, or set WANDB_API_KEY")
         settings = {
             "silent": True,
             "console": "off",
@@ -69,7 +70,7 @@ class WandbLogger(loggers.WandbLogger):
 
         Path(str(self.save_dir)).mkdir(parents=True, exist_ok=True)
         try:
-            mode = "offline" if self._offline else online_or_offline()
+            mode = "offline" if self._offline else self._wandb_init.get("mode") or online_or_offline()
             if mode == "online":
                 self._wandb_init["mode"] = mode
                 run = super().experiment
@@ -99,30 +100,21 @@ class WandbLogger(loggers.WandbLogger):
 
     @rank_zero_only
     def log_evaluation(self, stage: str, evaluation: dict[str, Any]) -> None:
-        """Log what `callbacks.evaluation` records of a stage, val or test, as charts, a table and images."""
-        from src.engine.observe.evaluation_media import wandb_media  # late: callbacks=evaluation can be deleted
+        """Log the confusion matrix of `callbacks.evaluation` as a chart of a stage, val or test."""
+        import wandb
 
-        self.log_metrics(wandb_media(stage, evaluation), evaluation["step"])
+        counts = torch.tensor(evaluation["confusion"])
+        # wandb's chart takes the label and the prediction of each sample.
+        labels, predictions = counts.nonzero().repeat_interleave(counts[counts > 0], dim=0).T.tolist()
+        chart: Any = wandb.plot.confusion_matrix(
+            y_true=labels, preds=predictions, class_names=evaluation["classes"], title=f"Confusion matrix, {stage}"
+        )
+        self.log_metrics({f"images/{stage}_confusion_matrix": chart}, evaluation["step"])
 
     def _scan_and_log_checkpoints(self, checkpoint_callback: ModelCheckpoint) -> None:
         # Lightning gives all callbacks one name, so the alias "best" would move from best.ckpt to last.ckpt.
         self._checkpoint_name = f"model-{self.version}" + ("" if checkpoint_callback.monitor else "-last")
         super()._scan_and_log_checkpoints(checkpoint_callback)
-
-
-AsyncWandbLogger = WandbLogger  # its name in the config.yaml of runs of earlier versions
-
-
-def _check_options(log_model: Any, settings: dict[str, Any], options: dict[str, Any]) -> None:
-    mode = os.environ.get("WANDB_MODE")
-    if log_model not in (False, True, "all"):
-        raise UserError(f"logger.wandb.log_model={log_model}: give false, true or all")
-    if "mode" in options:
-        raise UserError("logger.wandb.mode has no effect: set logger.wandb.offline=true or WANDB_MODE")
-    if "api_key" in settings:  # config.yaml, checkpoints and W&B would have it
-        raise UserError("logger.wandb.settings.api_key: leave it out; run `wandb login`, or set WANDB_API_KEY")
-    if mode and mode not in _MODES:
-        raise UserError(f"WANDB_MODE={mode}: {suggest(mode, _MODES)}")
 
 
 def _define_metrics(run: Any) -> None:

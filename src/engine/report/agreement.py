@@ -14,7 +14,6 @@ import numpy as np
 from src.engine.report.run_folder import Curve, RunFolder
 
 _METRIC = "train/loss"
-_DIVISION = ("trainer.devices", "trainer.num_nodes", "strategy._target_", "strategy.stages", "strategy.shares")
 # Relative: at the first step, and at most.
 _TIGHT, _LOGGED_IN_FLOAT32, _FLOAT32, _LOW = (1e-9, 1e-9), (1e-5, 1e-5), (1e-5, 0.5), (1e-2, 0.5)
 
@@ -54,24 +53,11 @@ def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Ve
         count = f"{len(gap.steps)} log points"
         return Verdict(f"{experiment} {name} and {first_name} have one curve, up to rounding ({count}).", False)
     at = beyond[0]
-    where = _ranks_that_part(run, first, int(gap.steps[at]), float(allowed[at]))
-    measured = f"{_METRIC} differs by {gap.values[at]:.1e}, relative{where}; rounding explains {allowed[at]:.1e}"
+    measured = f"{_METRIC} differs by {gap.values[at]:.1e}, relative; rounding explains {allowed[at]:.1e}"
     sentence = f"{experiment} {name} parts from {first_name} at step {gap.steps[at]:.0f}: {measured}."
     if run.world_size != first.world_size:
         sentence += f" A module of your own logs {_METRIC} with sync_dist=True: without it, the value is rank zero's."
     return Verdict(sentence, True)
-
-
-def _ranks_that_part(run: RunFolder, first: RunFolder, step: int, allowed: float) -> str:
-    """Return which ranks have other losses, if both runs divide a batch among their ranks alike and recorded them."""
-    pairs = list(zip(run.timelines, first.timelines, strict=False))
-    is_alike = all(run.config.get(name) == first.config.get(name) for name in _DIVISION)
-    is_recorded = all(step in timeline.losses for pair in pairs for timeline in pair)
-    if not is_alike or not is_recorded or not 1 < len(pairs) == run.world_size:
-        return ""
-    losses = [(ours.rank, ours.losses[step], theirs.losses[step]) for ours, theirs in pairs]
-    ranks = [str(rank) for rank, ours, theirs in losses if not abs(ours - theirs) <= allowed * abs(theirs)]
-    return f", on rank {' and '.join(ranks)}" if len(ranks) < len(pairs) else ", on all ranks"
 
 
 def _bounds(*runs: RunFolder) -> tuple[float, float]:

@@ -8,24 +8,15 @@ import numpy as np
 from markupsafe import Markup
 
 from src.engine.report.agreement import difference, verdicts
-from src.engine.report.metric_charts import downsample, median, style_value_axis, title
-from src.engine.report.page import (
-    Section,
-    chart,
-    macros,
-    new_figure,
-    parts,
-    series_color,
-    write_page,
-)
-from src.engine.report.run_folder import Curve, Floats, RunFolder
+from src.engine.report.metric_charts import downsample, median, style_value_axis
+from src.engine.report.page import Section, chart, macros, new_figure, parts, series_color, write_page
+from src.engine.report.run_folder import Curve, RunFolder
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 SAME = 1e-9  # relative difference up to which two curves in float64 are the same
 _EXACT = 1e-17  # where the axis shows a difference of zero, below the rounding of float64
-_TICKS = (-15, -12, -9, -6, -3, 0)  # powers of ten of the axis of differences
 _COMPARED = ("train/loss", "val/loss", "val/acc")
 
 
@@ -33,11 +24,7 @@ def write_comparison(runs: list[RunFolder], file: Path, scripts: Path | None) ->
     """Write the comparison of several runs with the first one. `scripts` is that of `write_page`."""
     names = labels(runs)
     compared = [metric for metric in _COMPARED if all(metric in run.curves for run in runs)]
-    charts = []
-    for metric in compared:
-        is_first = metric == compared[0]
-        figure = comparison_figure(metric, runs, names, 560 if is_first else 440)
-        charts.append(chart(figure, f"{title(metric.rpartition('/')[2])}: {metric}", wide=is_first))
+    charts = [chart(comparison_figure(metric, runs, names, 500), metric, wide=True) for metric in compared]
     page = macros("comparison")
     sections = [
         Section(
@@ -63,20 +50,15 @@ def labels(runs: list[RunFolder]) -> list[str]:
     return next((names for names in choices if len(set(names)) == len(runs)), choices[-1])
 
 
-def _largest(curve: Curve, first: Curve) -> float | None:
-    gaps = difference(curve, first).finite()
-    return float(gaps.max()) if len(gaps) else None
-
-
 def _run_table(runs: list[RunFolder], names: list[str]) -> Markup:
     rows: list[list[Any]] = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         label = macros("comparison").run(name, series_color(index))
-        both = "train/loss" in run.curves and "train/loss" in runs[0].curves
-        gap = _largest(run.curves["train/loss"], runs[0].curves["train/loss"]) if both else None
+        both = [one.curves["train/loss"] for one in (run, runs[0]) if "train/loss" in one.curves]
+        gaps = difference(*both).finite() if len(both) == 2 else ()
         last = [float(run.curves[name].values[-1]) if name in run.curves else None for name in ("val/acc", "test/acc")]
         speed, memory = (median(run.curves, f"throughput/{key}") for key in ("samples_per_sec", "peak_memory_mib"))
-        rows.append([label, run.name, run.experiment or "–", gap, *last, speed, memory])
+        rows.append([label, run.name, run.experiment or "–", max(map(float, gaps), default=None), *last, speed, memory])
     columns = ["run", "folder", "experiment", "largest difference", "val/acc", "test/acc", "images per second"]
     return parts.table([*columns, "memory, MiB"], rows, sortable=True)
 
@@ -91,11 +73,11 @@ def comparison_figure(metric: str, runs: list[RunFolder], names: list[str], heig
         style = {"line": {"color": series_color(index), "width": width}, "marker": {"size": width + 5}}
         mode = "lines" if len(curve.values) > 1 else "markers"
         figure.add_scatter(x=curve.steps, y=curve.values, name=name, mode=mode, **style)
-    gaps = [difference(run.curves[metric], runs[0].curves[metric]) for run in runs[1:]]
-    for index, (gap, name) in enumerate(zip(gaps, names[1:], strict=True), 1):
-        _add_difference(figure, gap, name, series_color(index))
-    figure.update_layout(xaxis={"anchor": "y2", "title": "step"})
-    figure.update_layout(yaxis={"domain": [0.5, 1], "title": metric}, yaxis2=_difference_axis(gaps))
+        if index:
+            _add_difference(figure, difference(run.curves[metric], runs[0].curves[metric]), name, series_color(index))
+    figure.update_layout(xaxis={"anchor": "y2", "title": "step"}, yaxis={"domain": [0.5, 1], "title": metric})
+    axis = {"type": "log", "dtick": 3, "exponentformat": "power", "tickfont": {"size": 11}}
+    figure.update_layout(yaxis2=axis | {"domain": [0, 0.42], "title": "relative difference"})
     style_value_axis(figure, metric, [run.curves[metric] for run in runs])
     _mark_same(figure)
     return figure
@@ -103,34 +85,17 @@ def comparison_figure(metric: str, runs: list[RunFolder], names: list[str], heig
 
 def _add_difference(figure: "go.Figure", gap: Curve, name: str, color: str) -> None:
     shown = downsample(gap)
-    values = np.where(shown.values == 0, _EXACT, shown.values)
     figure.add_scatter(
         x=shown.steps,
-        y=values,
-        customdata=shown.values,
+        y=np.maximum(shown.values, _EXACT),
         yaxis="y2",
         name=name,
         showlegend=False,
-        mode="lines+markers" if len(values) < 60 else "lines",
+        mode="lines+markers" if len(shown.values) < 60 else "lines",
         line={"color": color, "width": 1.4},
         marker={"color": color, "size": 5},
-        hovertemplate="%{customdata:.2e}",
+        hovertemplate="%{y:.2e}",
     )
-
-
-def _difference_axis(gaps: list[Curve]) -> dict[str, Any]:
-    """Return the axis of the differences: from zero, which stands below the smallest number, past the largest one."""
-    finite: list[Floats] = [gap.finite() for gap in gaps if len(gap.finite())]
-    highest = max([1e-7, *(float(values.max()) * 10 for values in finite)])
-    return {
-        "domain": [0, 0.42],
-        "type": "log",
-        "range": [np.log10(_EXACT) - 0.6, np.log10(highest)],
-        "tickvals": [_EXACT, *(10.0**power for power in _TICKS)],
-        "ticktext": ["equal", *(f"10<sup>{power}</sup>" if power else "1" for power in _TICKS)],
-        "tickfont": {"size": 11},
-        "title": "relative difference",
-    }
 
 
 def _mark_same(figure: "go.Figure") -> None:

@@ -1,14 +1,13 @@
-"""Charts of the columns of metrics.csv: long curves with fewer points, and the events of the run as lines."""
+"""Charts of the columns of metrics.csv; long curves have fewer points."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
-from numpy.typing import NDArray
 
 from src.engine.report.page import chart, new_figure, series_color
-from src.engine.report.run_folder import Curve, Floats
+from src.engine.report.run_folder import Curve
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -17,39 +16,9 @@ BUCKETS = 600  # of a long curve, each with its smallest and its largest value; 
 _NOISY = 400  # points from which a curve is pale, with the mean of each of `_MEANS` sections upon it
 _MEANS = 100
 _WIDE_RANGE = 50  # largest value / smallest value from which an axis is logarithmic
-_FLAT = 1e-6  # range / largest value up to which the values are the same for the eye
 _FRACTIONS = ("acc", "val_class", "data_fraction", "gain", "mfu")  # last parts of the names of metrics from 0 to 1
 _SPLITS = ("train", "val", "test")
 _COLORS = {"train": "var(--s1)", "val": "var(--s2)", "test": "var(--s4)"}
-_TITLES = {
-    "loss": "Loss",
-    "acc": "Accuracy",
-    "lr": "Learning rate",
-    "calibration_error": "Calibration error",
-    "val_class": "Accuracy of each class, validation",
-    "optim/grad_norm": "Gradient norm, before clipping",
-    "optim/update_ratio": "Norm of the update / norm of the weights",
-    "throughput/samples_per_sec": "Images per second",
-    "throughput/step_ms": "Step time, ms",
-    "throughput/data_fraction": "Part of a step for data",
-    "throughput/peak_memory_mib": "Peak memory, MiB",
-    "throughput/mfu": "Model FLOPs utilization",
-    "ranks/busy_ms": "Busy time of the ranks per step, ms",
-    "ranks/gain": "Part of a step that a balanced load would save",
-    "ranks/slowest": "Slowest rank",
-    "ranks/memory_mib": "Memory of the ranks, MiB",
-}
-_EVENT_COLORS = {
-    "resume": "var(--accent)",
-    "restart": "var(--accent)",
-    "stopped": "var(--warn)",
-    "failed": "var(--bad)",
-    "killed": "var(--bad)",
-}
-
-
-def title(metric: str) -> str:
-    return _TITLES.get(metric, metric)
 
 
 def median(curves: dict[str, Curve], name: str) -> float | None:
@@ -71,34 +40,25 @@ def group_names(names: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def is_wide(values: Floats) -> bool:
-    """Return whether a logarithmic axis shows the values better: all are positive and their range is wide."""
-    finite = values[np.isfinite(values)]
-    return len(finite) > 0 and bool(finite.min() > 0 and finite.max() / finite.min() > _WIDE_RANGE)
-
-
-def metric_chart(metric: str, curves: dict[str, Curve], events: list[dict[str, Any]]) -> Markup:
+def metric_chart(metric: str, curves: dict[str, Curve]) -> Markup:
     """Return the chart of one group of metrics, given as curves by name."""
     figure = new_figure(260)
     for index, (name, curve) in enumerate(curves.items()):
         _add_curve(figure, name, curve, _COLORS.get(name.partition("/")[0], series_color(index)))
     figure.update_xaxes(title="step", rangemode="tozero")
     style_value_axis(figure, metric, curves.values())
-    mark_events(figure, events)
-    return chart(figure, title(metric), _note(curves))
+    return chart(figure, metric, _note(curves))
 
 
 def style_value_axis(figure: "go.Figure", metric: str, curves: Iterable[Curve]) -> None:
-    """Set the axis of a metric's values: in percent, from zero, or logarithmic; rounding errors do not fill it."""
+    """Set the axis of a metric's values: in percent, from zero, or logarithmic if positive values have a wide range."""
     values = np.concatenate([curve.finite() for curve in curves])
     axis: dict[str, Any] = {}
     if metric.rpartition("/")[2] in _FRACTIONS:
         axis = {"tickformat": ".3~%", "hoverformat": ".2%", "rangemode": "tozero"}
     elif metric.startswith(("throughput/", "ranks/")):
         axis = {"rangemode": "tozero"}
-    elif len(values) and np.ptp(values) < _FLAT * np.abs(values).max():
-        axis = {"range": sorted((0.95 * values[0], 1.05 * values[0]))}
-    elif metric != "lr" and is_wide(values):  # Plotly draws the powers larger than other ticks
+    elif metric != "lr" and len(values) and 0 < _WIDE_RANGE * values.min() < values.max():
         axis = {"type": "log", "dtick": 1, "exponentformat": "power", "tickfont": {"size": 10}}
     figure.update_layout(yaxis=axis)
 
@@ -125,22 +85,14 @@ def _add_curve(figure: "go.Figure", name: str, curve: Curve, color: str) -> None
 
 
 def _note(curves: dict[str, Curve]) -> str:
-    """Return the metric's name, and which points the chart leaves out because they are not finite."""
-    parts = [] if len(curves) > 1 else [name for name in curves if title(name) != name]
+    """Return which points the chart leaves out because they are not finite."""
+    parts = []
     for name, curve in curves.items():
         finite = np.isfinite(curve.values)
         if not finite.all():
             first = int(curve.steps[~finite][0])
             parts.append(f"{name} is not finite at {int((~finite).sum())} points, first at step {first}")
     return "; ".join(parts)
-
-
-def mark_events(figure: "go.Figure", events: list[dict[str, Any]]) -> None:
-    """Draw a line at the step of each event between start and end; the section of the events names them."""
-    for event in events:
-        color = _EVENT_COLORS.get(event["event"])
-        if color and event.get("step") is not None:
-            figure.add_vline(event["step"], line={"color": color, "width": 1, "dash": "dot"})
 
 
 def downsample(curve: Curve, buckets: int = BUCKETS) -> Curve:
@@ -152,22 +104,17 @@ def downsample(curve: Curve, buckets: int = BUCKETS) -> Curve:
     if len(values) <= 2 * buckets:
         return Curve(curve.steps, values)
     kept = {0, len(values) - 1}
-    for bucket in _buckets(len(values), buckets):
-        finite = bucket[np.isfinite(values[bucket])]
-        kept |= {finite[values[finite].argmin()], finite[values[finite].argmax()]} if len(finite) else {bucket[0]}
+    for bucket in np.array_split(np.arange(len(values)), buckets):
+        ascending = bucket[np.argsort(values[bucket])]  # nan comes last
+        largest = np.isfinite(values[bucket]).sum() - 1
+        kept |= {ascending[0], ascending[largest]}
     chosen = sorted(kept)
     return Curve(curve.steps[chosen], values[chosen])
 
 
-def means(curve: Curve, buckets: int) -> Curve:
-    """Return the mean step and the mean of the finite values of each bucket; nan if there is none."""
-    sections = [Curve(curve.steps[bucket], curve.values[bucket]) for bucket in _buckets(len(curve.values), buckets)]
-    finite = [section.finite() for section in sections]
+def means(curve: Curve, sections: int) -> Curve:
+    """Return the mean step and the mean of the finite values of each section; nan if there is none."""
+    split = [np.array_split(part, sections) for part in curve]
+    finite = [Curve(steps, values).finite() for steps, values in zip(*split, strict=True)]
     values = [values.mean() if len(values) else np.nan for values in finite]
-    return Curve(np.array([section.steps.mean() for section in sections]), np.array(values))
-
-
-def _buckets(points: int, buckets: int) -> list[NDArray[np.intp]]:
-    """Return the indices of the points in at most so many buckets of equal size; the last one may be smaller."""
-    size = -(-points // buckets)
-    return np.split(np.arange(points), range(size, points, size))
+    return Curve(np.array([steps.mean() for steps in split[0]]), np.array(values))

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 TEMPLATES = Path(__file__).parent / "templates"
-CATEGORIES = {"autorange": "reversed", "showgrid": False, "type": "category"}  # an axis of names, the first on top
 
 
 @dataclass
@@ -130,7 +129,7 @@ def write_page(
         sections=[section for section in sections if section.body.strip()],
         version=version("plotly"),
         time=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
-        script_link=os.path.relpath(_shared_plotly(file.parent, scripts), file.parent) if scripts else "",
+        script_link=os.path.relpath(_shared_plotly(scripts), file.parent) if scripts else "",
         plotlyjs="" if scripts else Markup(get_plotlyjs()),  # its own text never has the end of a script element
     )
     with atomic_write(file) as temporary:
@@ -138,12 +137,11 @@ def write_page(
     return file
 
 
-def _shared_plotly(folder: Path, scripts: Path) -> Path:
-    """Write Plotly's JavaScript, unless it is there; where `scripts` is not writable, into the page's own folder."""
+def _shared_plotly(scripts: Path) -> Path:
+    """Write Plotly's JavaScript into a folder, unless it is there; return its file."""
     from plotly.offline import get_plotlyjs
 
-    parent = scripts if os.access(scripts, os.W_OK) else folder
-    file = parent / f"plotly-{version('plotly')}.min.js"
+    file = scripts / f"plotly-{version('plotly')}.min.js"
     if not file.is_file():
         with atomic_write(file) as temporary:
             temporary.write_text(get_plotlyjs())

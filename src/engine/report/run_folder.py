@@ -4,7 +4,6 @@ import csv
 import json
 import os
 from collections import defaultdict
-from dataclasses import dataclass, field
 from functools import cached_property
 from math import nan
 from pathlib import Path
@@ -19,7 +18,6 @@ from src.engine.utils.files import read_json_lines
 from src.engine.utils.overrides import flatten_config
 
 Floats = NDArray[np.float64]
-OTHER = "other"  # the activity of the time that no other one covers
 ENDS = ("finished", "stopped", "failed", "killed")
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -49,9 +47,8 @@ def read_metrics(file: Path) -> dict[str, Curve]:
     """Return the curve of each column of metrics.csv, without empty cells and rows that have no step."""
     if not file.is_file():
         return {}
-    with file.open(newline="", errors="replace") as stream:
-        lines = (line.replace("\0", "") for line in stream)  # a crash of the machine may leave zeros
-        rows = [row for row in csv.DictReader(lines) if None not in row.values()]  # a kill may have cut the last one
+    with file.open(newline="") as stream:
+        rows = [row for row in csv.DictReader(stream) if None not in row.values()]  # a kill may have cut the last one
     curves = {}
     for name in rows[0] if rows else ():
         logged = [(_to_float(row["step"]), _to_float(row[name])) for row in rows if row["step"] and row[name]]
@@ -66,15 +63,6 @@ def _to_float(cell: str) -> float:
         return float(cell)
     except ValueError:
         return nan
-
-
-@dataclass
-class RankTimeline:
-    """The records of one rank: the seconds of each activity, and its own loss by the step of metrics.csv."""
-
-    rank: int
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    losses: dict[int, float] = field(default_factory=dict)
 
 
 class RunFolder:
@@ -105,16 +93,15 @@ class RunFolder:
         return {split: evaluation for split, evaluation in found.items() if evaluation}
 
     @cached_property
-    def timelines(self) -> list[RankTimeline]:
-        """The timelines in the order of the ranks."""
-        files = (self.path / "timeline").glob("rank*.jsonl")
-        return sorted((_timeline(file) for file in files), key=lambda timeline: timeline.rank)
+    def rank_seconds(self) -> dict[int, dict[str, float]]:
+        """The seconds of each activity by rank, in the order of the ranks."""
+        files = {int(file.stem.removeprefix("rank")): file for file in (self.path / "timeline").glob("rank*.jsonl")}
+        return {rank: _activity_seconds(file) for rank, file in sorted(files.items())}
 
     @property
     def experiment(self) -> str | None:
         """The fingerprint of its experiment; None in a run of an earlier version."""
-        recorded = self.config.get("experiment")
-        return str(recorded) if recorded else None
+        return self.config.get("experiment")
 
     @property
     def started(self) -> dict[str, Any]:
@@ -134,21 +121,14 @@ class RunFolder:
 
     @property
     def world_size(self) -> int | None:
-        if recorded := self.started.get("world_size"):
-            return int(recorded)
-        devices, nodes = self.config.get("trainer.devices"), self.config.get("trainer.num_nodes", 1)
-        return devices * nodes if isinstance(devices, int) and isinstance(nodes, int) else None
+        return self.started.get("world_size")
 
 
-def _timeline(file: Path) -> RankTimeline:
-    number = file.stem.removeprefix("rank")
-    timeline = RankTimeline(int(number) if number.isdigit() else 0)
-    for record in read_json_lines(file):
-        if isinstance(record.get("loss"), float):
-            timeline.losses[record["step"] - 1] = record["loss"]
-        if record.get("kind") == "interval" and record.get("seconds"):
-            spans = record.get("spans") or {}
-            for activity, seconds in spans.items():
-                timeline.seconds[activity] += seconds
-            timeline.seconds[OTHER] += max(0.0, record["seconds"] - sum(spans.values()))
-    return timeline
+def _activity_seconds(file: Path) -> dict[str, float]:
+    """Return the seconds of each activity, over all intervals of a rank's timeline."""
+    seconds: dict[str, float] = defaultdict(float)
+    for line in read_json_lines(file):
+        if line.get("kind") == "interval":
+            for activity, part in line["spans"].items():
+                seconds[activity] += part
+    return dict(seconds)

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
-from src.engine.report.evaluation import evaluation_section
-from src.engine.report.metric_charts import group_names, median, metric_chart, title
-from src.engine.report.page import Section, duration_text, macros, number, parts, write_page
-from src.engine.report.rank_charts import slowest_rank, time_charts
+from src.engine.report.metric_charts import group_names, median, metric_chart
+from src.engine.report.page import Section, chart, duration_text, macros, new_figure, number, parts, write_page
 from src.engine.report.run_folder import Curve, RunFolder
 
 REPORT = "report.html"
@@ -23,8 +22,22 @@ _STATUS = {
     "": ("", "no end recorded"),
 }
 _MOST_CURVES = 10  # of a chart; the accuracies of a hundred classes are in the section of the evaluation
+_SPLIT_NAMES = {"test": "Test", "val": "Validation"}
+_HEAT = [[stop, f"var(--heat{index})"] for index, stop in enumerate((0, 0.08, 0.35, 0.7, 1))]
+_MOST_CLASSES = 200  # of a matrix; that of a thousand is 20 MB, and its cells are smaller than a pixel
+_MOST_LABELED = 20  # classes of a matrix whose cells have room for a number, and of the table of the lowest accuracies
 _HIDDEN = "runtime."  # options that the program has set
 _SECTIONS = ("throughput", "ranks")  # first parts of the names of metrics that have sections of their own
+_CATEGORIES = {"autorange": "reversed", "showgrid": False, "type": "category"}  # an axis of names, the first on top
+_ACTIVITIES = {  # of a rank: labels and colors
+    "data": ("data", "var(--s10)"),
+    "forward_backward": ("forward and backward", "var(--s1)"),
+    "communication": ("communication", "var(--s2)"),
+    "optimizer": ("optimizer", "var(--s3)"),
+    "validation": ("validation", "var(--s5)"),
+    "save": ("save", "var(--s4)"),
+    "other": ("other", "var(--idle)"),
+}
 
 
 def write_run_page(folder: Path, scripts: Path | None) -> Path:
@@ -32,9 +45,9 @@ def write_run_page(folder: Path, scripts: Path | None) -> Path:
     run = RunFolder(folder)
     sections = [
         _curve_section(run),
-        _speed_section(run),
-        _rank_section(run),
-        *(evaluation_section(split, evaluation) for split, evaluation in run.evaluations.items()),
+        Section("Speed and memory", parts.grid(_charts(_groups(run, "throughput")))),
+        Section("Ranks", parts.grid(_rank_charts(run))),
+        *(_evaluation_section(split, evaluation) for split, evaluation in run.evaluations.items()),
         Section("Configuration", _settings(run)),
         Section("Events", macros("run").events(run.events)),
     ]
@@ -79,10 +92,10 @@ def _groups(run: RunFolder, section: str) -> dict[str, dict[str, Curve]]:
     return {name: groups[name] for name in names if section == (prefixes[name] if prefixes[name] in _SECTIONS else "")}
 
 
-def _charts(run: RunFolder, groups: dict[str, dict[str, Curve]]) -> list[Markup]:
+def _charts(groups: dict[str, dict[str, Curve]]) -> list[Markup]:
     """Return the charts of the groups that have a course, and not too many curves."""
     return [
-        metric_chart(group, curves, run.events)
+        metric_chart(group, curves)
         for group, curves in groups.items()
         if len(curves) <= _MOST_CURVES and any(len(curve.values) > 1 for curve in curves.values())
     ]
@@ -93,28 +106,67 @@ def _curve_section(run: RunFolder) -> Section:
     single = [next(iter(curves.items())) for curves in groups.values() if len(curves) == 1]
     rows = [(name, float(curve.values[0]), int(curve.steps[0])) for name, curve in single if len(curve.values) == 1]
     once = parts.card("Logged once", parts.table(("metric", "value", "step"), rows)) if rows else ""
-    body = parts.grid([*_charts(run, groups), once]).strip() or parts.muted("No metric was logged.")
+    body = parts.grid([*_charts(groups), once]).strip() or parts.muted("No metric was logged.")
     note = "Training values are those of single steps; a bold line is the mean of sections of a long curve."
     return Section("Learning", body, note)
 
 
-def _speed_section(run: RunFolder) -> Section:
-    groups = _groups(run, "throughput")
-    found = {name: curve.finite() for curves in groups.values() for name, curve in curves.items()}
-    rows = [
-        (title(name), float(np.median(values)), float(values.min()), float(values.max()))
-        for name, values in found.items()
-        if len(values)
-    ]
-    table = parts.table(("", "median", "lowest", "highest"), rows)
-    medians = parts.card("Medians over the log points", table) if rows else ""
-    return Section("Speed and memory", parts.grid([medians, *_charts(run, groups)]))
+def _rank_charts(run: RunFolder) -> list[Markup]:
+    times = [_time_chart(run.rank_seconds)] if run.rank_seconds else []
+    return [*times, *_charts(_groups(run, "ranks"))]
 
 
-def _rank_section(run: RunFolder) -> Section:
-    groups = _groups(run, "ranks")
-    groups.pop("ranks/slowest", None)
-    return Section("Ranks", parts.grid([*time_charts(run.timelines), *_charts(run, groups)]), slowest_rank(run.curves))
+def _time_chart(rank_seconds: dict[int, dict[str, float]]) -> Markup:
+    """Return the chart of the seconds of each activity, one bar per rank."""
+    names = [f"rank {rank}" for rank in rank_seconds]
+    height = 84 + len(names) * min(30, max(8, 700 // len(names)))  # the bars are thinner if there are many
+    figure = new_figure(height, barmode="stack", hovermode="y unified", bargap=0.35, yaxis=_CATEGORIES)
+    for activity, (label, color) in _ACTIVITIES.items():
+        seconds = [spent.get(activity, 0.0) for spent in rank_seconds.values()]
+        marker = {"color": color, "line": {"width": 0}}
+        if any(seconds):
+            figure.add_bar(x=seconds, y=names, name=label, orientation="h", marker=marker, hovertemplate="%{x:.1f} s")
+    figure.update_xaxes(title="seconds")
+    return chart(figure, "Where the time goes", "Sum over the recorded intervals of each rank.", wide=True)
+
+
+def _evaluation_section(split: str, evaluation: dict[str, Any]) -> Section:
+    """Return the section of one split: its confusion matrix, and the classes with the lowest accuracies."""
+    classes, confusion = evaluation["classes"], np.array(evaluation["confusion"])
+    counts, correct = confusion.sum(axis=1), confusion.diagonal()
+    per_class = zip(classes, counts.tolist(), correct.tolist(), strict=True)
+    rows = sorted(((name, count, hits / count) for name, count, hits in per_class if count), key=lambda row: row[2])
+    table = parts.table(("class", "images", "accuracy"), rows[:_MOST_LABELED], sortable=True)
+    matrix = [_confusion_chart(confusion, classes)] if len(classes) <= _MOST_CLASSES else []
+    body = parts.grid([*matrix, parts.card("Lowest accuracies", table)], "narrow")
+    return Section(f"{_SPLIT_NAMES[split]} set", body, f"The newest evaluation, at step {evaluation['step']:,}.")
+
+
+def _confusion_chart(confusion: NDArray[np.int64], classes: list[str]) -> Markup:
+    share = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    few = len(classes) <= _MOST_LABELED
+    figure = new_figure(400, hovermode="closest")
+    figure.add_heatmap(
+        z=share,
+        customdata=confusion,
+        x=classes,
+        y=classes,
+        zmin=0,
+        zmax=1,
+        colorscale=_HEAT,
+        showscale=False,
+        xgap=1 if few else 0,
+        ygap=1 if few else 0,
+        text=[[f"{count:,}" if count else "" for count in row] for row in confusion] if few else None,
+        texttemplate="%{text}" if few else None,
+        textfont={"size": 11},
+        hovertemplate="%{y} taken for %{x}: %{customdata:,.0f} (%{z:.1%})<extra></extra>",
+    )
+    axis = {"type": "category", "showgrid": False, "showticklabels": len(classes) < 40}
+    figure.update_xaxes(axis | {"title": "predicted", "tickangle": -45})
+    figure.update_yaxes(axis | {"title": "true", "autorange": "reversed"})
+    total = f"{confusion.sum():,} images, {np.trace(confusion) / confusion.sum():.2%} of them right"
+    return chart(figure, "Confusion matrix", f"{total}. Shades are fractions of a row.")
 
 
 def duration(events: list[dict[str, Any]]) -> float | None:

@@ -14,11 +14,9 @@ class Module(L.LightningModule):
 
     Attributes:
         takes_batch: the data module then passes on a `Batch`; any other module gets (image, target).
-        rank_loss: the first metric of `log_step` on this rank alone, at the newest log point.
     """
 
     takes_batch = True
-    rank_loss: float | None = None
     _step_sums: Tensor | None = None  # of the metrics, over the step's micro-batches
 
     def setup(self, stage: str) -> None:
@@ -36,7 +34,7 @@ class Module(L.LightningModule):
         """Log the means of a training step over the global batch, and the learning rate.
 
         Args:
-            metrics: sums over this rank's samples of the micro-batch times their weights; the first is the loss.
+            metrics: sums over this rank's samples of the micro-batch times their weights.
             batch_idx: number of the micro-batch.
         """
         values = torch.stack([value.detach() for value in metrics.values()])
@@ -45,9 +43,7 @@ class Module(L.LightningModule):
         if (batch_idx + 1) % micro_batches:
             return
         own, self._step_sums = self._step_sums / micro_batches, None
-        # The progress bar needs the values on the CPU. One copy has those of all ranks, and those of this rank.
-        means, own = torch.stack([self.trainer.strategy.reduce(own.clone(), reduce_op="mean"), own]).cpu()
-        self.rank_loss = float(own[0])
+        means = self.trainer.strategy.reduce(own, reduce_op="mean").cpu()  # the progress bar needs them there
         for name, mean in zip(metrics, means, strict=True):
             self.log(name, mean, prog_bar=name == "train/loss")
         # Lightning would copy a Python number to the GPU, and back when it writes the log.

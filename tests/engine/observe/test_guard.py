@@ -83,8 +83,8 @@ def test_method_that_keeps_failing_is_not_called_again(method: str, caplog: pyte
     assert logger.calls[method] == 3
     assert all(logger.calls[name] == 4 for name in METHODS if name != method)
     assert caplog.messages == [
-        f"Fragile.{method} failed, and training continues: {ERROR} {method}",
-        f"Fragile.{method} failed 3 times in a row, and training continues without it: {ERROR} {method}",
+        f"Fragile.{method} {outcome}, and training continues: {ERROR} {method}"
+        for outcome in ("failed", "failed", "is not called again")
     ]
 
 
@@ -97,7 +97,7 @@ def test_single_failures_cost_only_their_call(caplog: pytest.LogCaptureFixture) 
         logger.fails = [] if step % 3 == 2 else ["log_metrics"]
         logger.log_metrics({"loss": step}, step)
     assert logger.rows == [{"loss": step} for step in (2, 5, 8, 11)]
-    assert len(caplog.messages) == 1
+    assert not [message for message in caplog.messages if "not called again" in message]
 
 
 def test_run_continues_without_a_failed_logger(
@@ -117,10 +117,8 @@ def test_run_continues_without_a_failed_logger(
         "trainer.log_every_n_steps=1",
     ]
     assert "test/acc" in run(compose(folder, *small, *options))
-    assert [record.getMessage() for record in caplog.records if "failed" in record.getMessage()] == [
-        f"TensorBoardLogger.log_metrics failed{outcome}: OSError: No space left on device"
-        for outcome in (", and training continues", " 3 times in a row, and training continues without it")
-    ]
+    outcome = "TensorBoardLogger.log_metrics is not called again, and training continues"
+    assert f"{outcome}: OSError: No space left on device" in caplog.messages
     assert "train/loss" in (folder / "metrics.csv").read_text()
 
 

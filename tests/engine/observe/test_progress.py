@@ -70,21 +70,6 @@ def test_only_the_last_metrics_are_cut(screen: io.StringIO) -> None:
     assert line.endswith("…")
 
 
-@pytest.mark.parametrize("is_jupyter", [False, True])
-def test_notebook_without_widgets_has_no_bar(
-    is_jupyter: bool, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rich would warn at each refresh, and show an empty bar."""
-    rich.reconfigure(file=screen, force_jupyter=is_jupyter)
-    monkeypatch.setattr("src.engine.observe.progress.find_spec", lambda _: None)
-    bar, trainer = ProgressBar(4), SimpleNamespace(is_global_zero=True)
-    with caplog.at_level("INFO"):
-        for stage in ("fit", "test"):
-            bar.setup(trainer, None, stage)  # type: ignore[arg-type]
-    assert bar.is_disabled == is_jupyter
-    assert len(caplog.messages) == is_jupyter
-
-
 class Speaks(L.Callback):
     """Logs while the bar is shown."""
 

@@ -59,22 +59,10 @@ def test_mode_follows_the_credentials(cases: Cases, tmp_path: Path) -> None:
     assert result.stderr.count("no API key is configured: run `wandb login`") == len(without_key)
 
 
-@pytest.mark.parametrize(
-    ("mode", "options", "message"),
-    [
-        ("onlin", {}, "WANDB_MODE=onlin: did you mean online"),
-        ("", {"mode": "disabled"}, r"logger.wandb.mode has no effect: set .* WANDB_MODE"),
-        # It would be in config.yaml, events.jsonl, report.html, every checkpoint and W&B's own copy.
-        ("", {"settings": {"api_key": 40 * "a"}}, r"logger.wandb.settings.api_key: leave it out; .* WANDB_API_KEY"),
-        ("", {"log_model": "best"}, "logger.wandb.log_model=best: give false, true or all"),
-        ("", {"log_model": 3}, "logger.wandb.log_model=3: give false, true or all"),
-    ],
-    ids=["unknown mode", "mode", "key", "log_model", "a number"],
-)
-def test_refuses(mode: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", mode)
-    with pytest.raises(UserError, match=message):
-        WandbLogger("project", "id", "folder", "name", **options)
+def test_refuses_a_key_among_the_options() -> None:
+    """It would be in config.yaml, events.jsonl, report.html, every checkpoint and W&B's own copy."""
+    with pytest.raises(UserError, match=r"logger.wandb.settings.api_key: leave it out; .* WANDB_API_KEY"):
+        WandbLogger("project", "id", "folder", "name", settings={"api_key": 40 * "a"})
 
 
 def test_settings_of_the_user_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -100,12 +88,10 @@ def test_an_online_run_shows_its_address(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     url = "https://wandb.ai/me/cifar/runs/1"
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setattr("src.engine.observe.wandb.online_or_offline", lambda: "online")
     used = property(lambda logger: SimpleNamespace(url=url, **logger._wandb_init))
     monkeypatch.setattr(loggers.WandbLogger, "experiment", used)
     with caplog.at_level("INFO"):
-        assert WandbLogger("project", "id", str(tmp_path), "name").experiment.mode == "online"
+        assert WandbLogger("project", "id", str(tmp_path), "name", mode="online").experiment.mode == "online"
     assert caplog.messages == [f"wandb: {url}"]
 
 
@@ -174,11 +160,7 @@ def test_published_callbacks_find_wandb_beside_tensorboard(
     assert written == expected | {"run_id": "two_loggers"}
     history = [name for record in records if "history" in record for name in record["history"]["item"]]
     assert {"train/loss", "table._type", "image._type", "direct"} <= set(history)
-    assert {
-        "images/val_confusion_matrix_table._type",
-        "images/val_mistakes._type",
-        "images/test_class_accuracy._type",
-    } <= set(history)
+    assert {f"images/{stage}_confusion_matrix_table._type" for stage in ("val", "test")} <= set(history)
     assert [name for name in history if name.startswith("gradients/")]
     assert history.index("table._type") < history.index("direct") < history.index("train/loss"), "in order"
     configs = [record["config"]["update"] for record in records if "config" in record]

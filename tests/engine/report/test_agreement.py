@@ -2,9 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import yaml
@@ -13,10 +11,7 @@ from scripts.compare import main as compare
 from scripts.report import write
 from src.engine.report.agreement import verdicts
 from src.engine.report.run_folder import Curve, RunFolder
-from tests.support.experiments import SHORT
-from tests.support.pool import Pool
 from tests.support.run_folders import write_run
-from tests.support.runs import compose, fit
 
 STEPS = np.array([0.0, 1.0, 2.0, 50.0])
 
@@ -99,23 +94,3 @@ def test_page_and_command_say_where_runs_part(
     assert "have one curve, up to rounding (60 log points)" in out
     assert "000000" in out
     assert f"{apart} parts from {first} at step 0: train/loss differs by" in out
-
-
-class WrongMachine(L.Callback):
-    """Rank one computes with another first image from a step on."""
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == 1 and trainer.global_step >= 3:
-            batch.image[0].mul_(1.01)
-
-
-def test_names_the_rank_on_which_runs_part(pool: Pool, small: list[str], folder: Path) -> None:
-    task = [*small, "experiment=parity", *SHORT, "strategy=ddp", "trainer.devices=2"]
-    pool.run(2, fit, compose(folder / "good", *task))
-    pool.run(2, fit, compose(folder / "bad", *task), WrongMachine())
-    good, bad = (RunFolder(folder / name) for name in ("good", "bad"))
-    for step, loss in zip(good.curves["train/loss"].steps, good.curves["train/loss"].values, strict=True):
-        assert np.mean([timeline.losses[int(step)] for timeline in good.timelines]) == pytest.approx(loss)
-    (verdict,) = verdicts([good, bad], ["good", "bad"])
-    assert "bad parts from good at step 3: train/loss differs by" in verdict.sentence
-    assert "relative, on rank 1; rounding explains" in verdict.sentence

@@ -8,20 +8,11 @@ import pytest
 
 from src.engine.report.agreement import difference
 from src.engine.report.comparison import labels
-from src.engine.report.metric_charts import (
-    BUCKETS,
-    downsample,
-    group_names,
-    is_wide,
-    mark_events,
-    means,
-    style_value_axis,
-)
+from src.engine.report.metric_charts import BUCKETS, downsample, group_names, means, style_value_axis
 from src.engine.report.page import new_figure
-from src.engine.report.rank_charts import slowest_rank
 from src.engine.report.run_folder import Curve, RunFolder, read_mapping, read_metrics
 from src.engine.report.run_page import duration
-from src.engine.report.sweep import Sweep
+from src.engine.report.sweep_page import Sweep
 from src.engine.state.jobs import Job, seed_rows
 from src.engine.utils.files import read_json_lines
 from tests.support.run_folders import write_run
@@ -44,8 +35,6 @@ def test_metrics_without_a_value_are_left_out(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "missing.csv") == {}
     file.write_text("")
     assert read_metrics(file) == {}
-    file.write_bytes(b"step,train/loss\n1,0.5\n\0\0\0\n2,0.25\n")  # of a machine that crashed
-    assert read_metrics(file)["train/loss"].values.tolist() == [0.5, 0.25]
 
 
 def test_lines_cut_by_a_kill_are_skipped(tmp_path: Path) -> None:
@@ -74,15 +63,9 @@ def test_downsampling_keeps_a_short_curve_and_gaps() -> None:
 
 
 def test_means_of_sections() -> None:
-    mean = means(curve(1, 3, np.nan, 5, np.inf, np.nan, 7), buckets=4)
+    mean = means(curve(1, 3, np.nan, 5, np.inf, np.nan, 7), sections=4)
     assert mean.steps.tolist() == [0.5, 2.5, 4.5, 6]
     assert mean.values == pytest.approx([2, 5, np.nan, 7], nan_ok=True)
-
-
-def test_events_between_start_and_end_are_lines() -> None:
-    events = [{"event": name, "step": step} for name, step in (("killed", 476), ("resume", 474), ("finished", 900))]
-    mark_events(figure := new_figure(100), [START, *events])
-    assert [line.x0 for line in figure.layout.shapes] == [476, 474]
 
 
 def test_charts_share_the_splits_of_a_metric() -> None:
@@ -98,15 +81,9 @@ def test_charts_share_the_splits_of_a_metric() -> None:
 
 
 def test_logarithmic_axis_needs_a_wide_range_of_positive_values() -> None:
-    assert is_wide(np.array([1e-3, 1, np.inf]))
-    assert not is_wide(np.array([0.5, 1]))
-    assert not is_wide(np.array([0, 1e9]))
-    assert not is_wide(np.array([np.nan]))
-
-
-def test_rounding_errors_do_not_fill_the_axis() -> None:
-    style_value_axis(figure := new_figure(100), "val/loss", [curve(2.0), curve(2.0 + 1e-15)])
-    assert figure.layout.yaxis.range == pytest.approx((1.9, 2.1))
+    for values, kind in (((1e-3, 1, np.inf), "log"), ((0.5, 1), None), ((0, 1e9), None), ((np.nan,), None)):
+        style_value_axis(figure := new_figure(100), "val/loss", [curve(*values)])
+        assert figure.layout.yaxis.type == kind
 
 
 def test_difference_is_relative_and_exact_where_curves_are_equal() -> None:
@@ -138,16 +115,10 @@ def test_end_of_a_run(tmp_path: Path) -> None:
     assert (run.status, run.strategy, run.world_size) == ("", "Pipeline", None)
 
 
-def test_seconds_of_a_rank(tmp_path: Path) -> None:
-    seconds = RunFolder(write_run(tmp_path / "run")).timelines[1].seconds
-    assert seconds["validation"] == pytest.approx(2.0)
-    assert seconds["other"] == pytest.approx(60 * 0.04), "what no activity covers"
-
-
-def test_slowest_rank_is_named(tmp_path: Path) -> None:
-    curves = RunFolder(write_run(tmp_path / "run")).curves
-    assert slowest_rank(curves).startswith("Rank 1 was the slowest at 100% of the log points.")
-    assert slowest_rank({}) == ""
+def test_seconds_of_the_ranks(tmp_path: Path) -> None:
+    seconds = RunFolder(write_run(tmp_path / "run")).rank_seconds
+    assert list(seconds) == [0, 1]
+    assert seconds[1]["validation"] == pytest.approx(2.0)
 
 
 def test_sweep_ranks_its_jobs(tmp_path: Path) -> None:
@@ -156,11 +127,11 @@ def test_sweep_ranks_its_jobs(tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
         replace(job, overrides=["seed=0", f"lr={number}"], result=result).write(tmp_path / str(number))
     sweep = Sweep(tmp_path)
-    assert sweep.options == ["lr"]
+    assert sweep.overrides[1] == ["lr=1"]
     assert sweep.falls
-    assert [job.name for job in sweep.ranked] == ["3", "0", "4", "1"]
+    assert sweep.ranked == ["3", "0", "4", "1"]
     (tmp_path / "multirun.yaml").write_text("hydra: {sweeper: {direction: maximize}}")
-    assert [job.name for job in Sweep(tmp_path).ranked] == ["1", "4", "0", "3"]
+    assert Sweep(tmp_path).ranked == ["1", "4", "0", "3"]
 
 
 def test_mean_over_seeds_of_which_one_diverged() -> None:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from scripts.report import main, write
 from src.engine.launch.outcome import run_recorded
-from src.engine.report.write import write_page_of
+from src.engine.report import write_page_of
 from src.engine.state.jobs import Job
 from src.engine.utils.events import append_event
 from tests.support.commands import ROOT
@@ -43,7 +43,7 @@ def test_not_written(tmp_path: Path, options: dict[str, bool]) -> None:
     assert not list(tmp_path.rglob("report.html"))
 
 
-@pytest.mark.parametrize("part", ["src.engine.report.write.write_page_of", "src.engine.launch.outcome.is_sweep"])
+@pytest.mark.parametrize("part", ["src.engine.report.write_page_of", "src.engine.launch.outcome.is_sweep"])
 def test_an_error_of_the_report_is_one_line(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,7 +83,6 @@ def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "<b>$title")
     evaluation = json.loads((folder / "evaluation" / "test.json").read_text())
     evaluation["classes"][0] = attack
-    evaluation["mistakes"][0]["image"] = f'"{attack}'
     (folder / "evaluation" / "test.json").write_text(json.dumps(evaluation))
     reason = f"{attack} no file \udce4.csv"  # the name of a file that is not UTF-8
     append_event(folder, "failed", 3, reason, 1.9e9, command=[attack])
@@ -102,7 +101,7 @@ def test_a_thousand_classes(tmp_path: Path) -> None:
     (folder / "evaluation" / "test.json").write_text(json.dumps(evaluation))
     page = write_page_of(folder)
     assert page.stat().st_size < 1e6
-    assert "The 20 lowest of 1000." in page.read_text()
+    assert page.read_text().count('<td class="number" data-value="1.0">') == 20
 
 
 def test_nothing_but_the_configuration(tmp_path: Path) -> None:
