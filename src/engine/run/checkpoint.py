@@ -1,7 +1,5 @@
 """Save the latest state of a run."""
 
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +7,6 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
 from src.engine.state.run_files import LAST
-from src.engine.utils.consensus import RankConsensus
-from src.engine.utils.errors import UserError
 
 
 class LastCheckpoint(Checkpoint):
@@ -18,48 +14,29 @@ class LastCheckpoint(Checkpoint):
 
     The end of the last epoch is always saved.
 
-    Lightning's ModelCheckpoint does not fit. Its saves at a step or a time replace the save at the end of the epoch, a
-    time interval costs a broadcast at every step, and `save_last` skips epochs in which the monitored metric did not
-    improve. The checkpoint of a step is written when the next step begins, because before that the step's metrics and
-    an epoch's validation are not yet logged.
+    Lightning's ModelCheckpoint does not fit. Its saves at a step replace the save at the end of the epoch, and
+    `save_last` skips epochs in which the monitored metric did not improve. The checkpoint of a step is written when the
+    next step begins, because before that the step's metrics and an epoch's validation are not yet logged.
 
     Args:
         dirpath: folder of the checkpoint.
         every_n_epochs: epochs between saves; None for a save at the end of the run only.
         every_n_train_steps: optimizer steps between additional saves.
-        train_time_interval: time after the last save at which a rank requests another, as the arguments of timedelta,
-            such as {minutes: 10}.
     """
 
     # A logger that uploads checkpoints reads these, as of a ModelCheckpoint that monitors nothing.
     monitor, best_model_score, save_top_k = None, None, 1
 
-    def __init__(
-        self,
-        dirpath: str,
-        every_n_epochs: int | None = 1,
-        every_n_train_steps: int | None = None,
-        train_time_interval: dict[str, float] | None = None,
-    ) -> None:
-        for name, interval in {"every_n_epochs": every_n_epochs, "every_n_train_steps": every_n_train_steps}.items():
-            if interval is not None and interval < 1:
-                raise UserError(f"callbacks.checkpoint.{name}={interval}: give at least 1, or null")
+    def __init__(self, dirpath: str, every_n_epochs: int | None = 1, every_n_train_steps: int | None = None) -> None:
         self.best_model_path = str(Path(dirpath) / LAST)
         self._epoch_interval, self._step_interval = every_n_epochs, every_n_train_steps
-        self._time_interval = _to_seconds(train_time_interval)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._saved_at, self._consensus = time.monotonic(), RankConsensus()
         self._saved_step = trainer.global_step  # a resumed run begins with a state that is saved already
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
-        if batch_idx % trainer.accumulate_grad_batches:
-            return
-        should_save = self._step_interval is not None and trainer.global_step % self._step_interval == 0
-        if self._time_interval is not None:
-            # Every rank must poll at every step, also when the step alone decides.
-            should_save = bool(self._consensus.poll(trainer, self._is_time_over)) or should_save
-        if should_save:
+        is_step_start = batch_idx % trainer.accumulate_grad_batches == 0
+        if self._step_interval and is_step_start and trainer.global_step % self._step_interval == 0:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -74,19 +51,7 @@ class LastCheckpoint(Checkpoint):
         if trainer.fast_dev_run or trainer.global_step == self._saved_step:
             return
         trainer.save_checkpoint(self.best_model_path)
-        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+        self._saved_step = trainer.global_step
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)  # type: ignore[arg-type]
-
-    def _is_time_over(self) -> bool:
-        return time.monotonic() - self._saved_at >= (self._time_interval or 0.0)
-
-
-def _to_seconds(interval: dict[str, float] | None) -> float | None:
-    try:
-        return timedelta(**interval).total_seconds() if interval is not None else None
-    except TypeError:
-        raise UserError(
-            f"callbacks.checkpoint.train_time_interval={interval}: give a time, such as '{{minutes: 10}}', or null"
-        ) from None

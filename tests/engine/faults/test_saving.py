@@ -7,9 +7,7 @@ import lightning as L
 import pytest
 import torch
 
-from src.engine.utils.errors import UserError
-from tests.support.commands import PARITY, TWO
-from tests.support.pool import Pool
+from tests.support.commands import PARITY
 from tests.support.runs import compose, fit
 
 
@@ -70,28 +68,3 @@ def test_saves_by_epochs_and_at_the_end(
     stop = ["callbacks.early_stopping.patience=1"] if "early" in end[0] else []
     cfg = compose(folder, *small, *PARITY, *mlp, *end, *stop, f"callbacks.checkpoint.every_n_epochs={every}")
     assert saved_at(cfg) == expected
-
-
-def test_saves_by_time(pool: Pool, small: list[str], folder: Path) -> None:
-    """Two ranks save together although their clocks differ."""
-    task = [*PARITY, "callbacks.best=null", "callbacks.checkpoint.train_time_interval={milliseconds: 500}"]
-    first, second = pool.run(2, saved_at_with_slow_steps, compose(folder, *small, *task, *TWO))
-    assert first == second
-    assert 1 <= len([step for step in first if step not in (11, 20)]) < 15
-
-
-def saved_at_with_slow_steps(cfg: Any) -> list[int]:
-    from tests.support.callbacks import Slow
-
-    saves = Saves()
-    fit(cfg, saves, Slow(0.1))
-    return saves.steps
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    ["every_n_epochs=0", "every_n_train_steps=0", "train_time_interval=5", "train_time_interval={lunes: 3}"],
-)
-def test_refuses_invalid_intervals(wrong: str, small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=f"callbacks.checkpoint.{wrong.partition('=')[0]}"):
-        fit(compose(folder, *small, *PARITY, f"callbacks.checkpoint.{wrong}"))
