@@ -12,7 +12,7 @@ _MARGIN = timedelta(minutes=5)
 def set_timeouts_after(seconds: float) -> None:
     """Let the collectives of all process groups fail some minutes after `launch.timeout` seconds.
 
-    The timer of `src/engine/run/watchdog.py` then ends the rank that hangs. NCCL would end one that waits for it: by
+    The timer of `src/engine/run/stopping.py` then ends the rank that hangs. NCCL would end one that waits for it: by
     default after half an hour, and after ten minutes in the subgroups of a device mesh, which take no timeout.
     """
     if dist.is_available() and dist.is_initialized():
