@@ -3,7 +3,6 @@
 import csv
 import logging
 import signal
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,22 +33,13 @@ class Result:
     Attributes:
         metrics: last value of each metric, by name.
         folder: the run folder, from which `load_run` reads the network.
-        trainer: Lightning's trainer with the trained module and its data; None if the ranks were other processes.
+        trainer: Lightning's trainer, with its `lightning_module` and `datamodule`; None if the ranks were other
+            processes.
     """
 
     metrics: dict[str, float]
     folder: Path
     trainer: "L.Trainer | None" = None
-
-    @property
-    def module(self) -> "L.LightningModule | None":
-        """The trained module, or None if the ranks were other processes."""
-        return self.trainer.lightning_module if self.trainer else None
-
-    @property
-    def data(self) -> "L.LightningDataModule | None":
-        """The data module with its splits, or None if the ranks were other processes."""
-        return getattr(self.trainer, "datamodule", None)
 
     @property
     def history(self) -> list[dict[str, float]]:
@@ -64,13 +54,8 @@ def compose(*overrides: str) -> DictConfig:
     """Return the configuration of `python train.py OVERRIDES`.
 
     It is read-only, because a run can be continued only if its overrides contain every change.
-
-    Raises:
-        UserError: if an override is invalid.
     """
     words = complete_overrides(overrides)
-    if flags := [word for word in words if word.startswith("-")]:
-        raise UserError(f"{flags[0]} is for the command line: give overrides; for a sweep, call train in a loop")
     with _hydra_initialized(words):
         cfg = hydra.compose("train", words)
     cfg.runtime.overrides = words
@@ -84,8 +69,6 @@ def train(cfg: DictConfig) -> Result:
     Several ranks are new processes, as under train.py: a notebook needs no strategy of its own.
 
     Raises:
-        UserError: if an option is invalid, or training fails for a reason that the user can fix.
-        RankFailedError: if a rank of several failed for another reason.
         KeyboardInterrupt: if the user interrupted the run; `ckpt_path` goes on from where it was saved.
     """
     from src.engine.launch.start import launch
@@ -96,13 +79,11 @@ def train(cfg: DictConfig) -> Result:
         own_copy = cfg.copy()
         OmegaConf.set_readonly(own_copy, False)
         try:
-            metrics = launch(own_copy, _main_not_imported, keep_trainer=trainers.append)
+            metrics = launch(own_copy, keep_trainer=trainers.append)
         except UserError:
             remove_if_unused(folder)
             raise
-    if not trainers:
-        return Result(metrics, folder)
-    return Result(metrics, Path(trainers[0].default_root_dir), trainers[0])
+    return Result(metrics, Path(trainers[0].default_root_dir), trainers[0]) if trainers else Result(metrics, folder)
 
 
 def _make_run_folder(cfg: DictConfig) -> Path:
@@ -132,8 +113,7 @@ def _process_restored() -> Iterator[None]:
         with warnings.catch_warnings():
             yield
     except SystemExit as error:
-        # A run turns an interrupt into an exit, after it has saved, and so does Lightning before a run can save.
-        if error.code != 128 + signal.SIGINT and not isinstance(error.__context__, KeyboardInterrupt):
+        if error.code != 128 + signal.SIGINT:  # a run turns an interrupt into an exit, after it has saved
             raise
         raise KeyboardInterrupt from None
     finally:
@@ -144,19 +124,3 @@ def _process_restored() -> Iterator[None]:
             handler.close()
         root.setLevel(level)
         root.handlers[:] = handlers
-
-
-@contextmanager
-def _main_not_imported(cfg: DictConfig) -> Iterator[None]:
-    """Keep the ranks from importing the caller's file, which would train there again.
-
-    A spawned process imports the main module if it has a name or a file, which for a program from the standard input is
-    "<stdin>" (`get_preparation_data` in multiprocessing/spawn.py).
-    """
-    main = vars(sys.modules["__main__"])
-    hidden: dict[str, Any] = {name: main.pop(name) for name in ("__spec__", "__file__") if name in main}
-    main["__spec__"] = None
-    try:
-        yield
-    finally:
-        main.update(hidden)

@@ -19,7 +19,6 @@ from tests.support.runs import compose
 # The defaults of a run: progress bar, metrics.csv and checkpoints; also a checkpoint by time within an epoch.
 OPTIONS = ["trainer.accelerator=gpu", "trainer.devices=1", "logger=none", "trainer.max_epochs=2", "model.width=4"]
 OPTIONS += ["data.batch_size=32", "trainer.log_every_n_steps=4"]
-OPTIONS += ["callbacks.checkpoint.train_time_interval={seconds: 1000}"]
 
 
 class BetweenLogPoints(L.Callback):

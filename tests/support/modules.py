@@ -134,33 +134,6 @@ class Accumulates(Plain):
         self.log("train/best", self.best.compute())
 
 
-class UnsyncedPlateau(Plain):
-    """ReduceLROnPlateau on a metric that each rank computes for itself."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val/acc", -float(self.current_epoch * self.global_rank))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/acc"}}
-
-
-class PredictsLabels(Plain):
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0]).argmax(1)
-
-
-class PredictsPairs(Plain):
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self(batch[0]), batch[1]
-
-
-class PredictsNothing(Plain):
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        self(batch[0])
-
-
 class Scaled(nn.Module):
     """A convolution and a list of parameters."""
 

@@ -72,6 +72,8 @@ def resnet18_flops(session: Session) -> str:
     options = ["experiment=resnet18", "preset=gpu", "module.compile=false", *(gpu if session.on_gpu else cpu), *length]
     result = run(session, "run", *options)
     per_second = middle(result, "throughput/samples_per_sec")
-    tera = per_second * (flops_per_sample(result.module.net, result.data.image_shape) or 0.0) / 1e12
+    trainer = result.trainer
+    assert trainer
+    tera = per_second * (flops_per_sample(trainer.lightning_module.net, trainer.datamodule.image_shape) or 0.0) / 1e12
     shares = column(result, "throughput/mfu")
     return f"{per_second:,.0f} images/s, {tera:.4g} TFLOP/s, MFU {f'{median(shares):.1%}' if shares else 'unknown'}"

@@ -9,10 +9,8 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.engine.determinism.fingerprint import Experiment, continue_experiment, describe_experiment
-from src.engine.determinism.layout import BatchLayout
 from src.engine.observe.csv import CSVLogger
 from src.engine.observe.guard import start_loggers
 from src.engine.utils.events import append_event
@@ -23,7 +21,8 @@ _log = logging.getLogger(__name__)
 class RunDescription(L.Callback):
     """Logs the resolved configuration, keeps it in every checkpoint as YAML, and prints the banner.
 
-    Every checkpoint also keeps the metrics. When a run resumes, the rows of the steps that it repeats are cut.
+    Every checkpoint also keeps the metrics, and a resumed run has them until it measures its own. The rows of the steps
+    that it repeats are cut.
 
     Args:
         config: the resolved configuration.
@@ -36,13 +35,12 @@ class RunDescription(L.Callback):
         self._loggers = loggers
         self._resumed_at = 0  # optimizer step
         self._restored_metrics: dict[str, float] = {}
-        self._num_parameters, self._num_batch_norms = 0, 0
+        self._num_parameters = 0
         self._experiment: Experiment | None = None  # None without training data
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not self._num_parameters:  # a later setup may find the network sharded or split
             self._num_parameters = sum(weight.numel() for weight in pl_module.parameters())
-            self._num_batch_norms = sum(isinstance(part, _BatchNorm) for part in pl_module.modules())
         data: Any = trainer.datamodule
         if not self._experiment and data.has_training_data:
             self._experiment = describe_experiment(self.config, data)
@@ -50,8 +48,7 @@ class RunDescription(L.Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = OmegaConf.to_yaml(self.config)
         checkpoint["experiment"] = asdict(self._experiment) if self._experiment else None
-        measured = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        checkpoint["metrics"] = self._restored_metrics | measured
+        checkpoint["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training and self._experiment:
@@ -59,9 +56,9 @@ class RunDescription(L.Callback):
             self._resumed_at, self._restored_metrics = checkpoint["global_step"], checkpoint.get("metrics", {})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start_loggers(trainer)
-        self._record_start(trainer, pl_module)
-        trainer.last_step = trainer.datamodule.total_steps
+        for name, value in self._restored_metrics.items():
+            trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
+        self._start(trainer, pl_module, is_first_stage=True)
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 logger.cut(self._resumed_at)
@@ -70,26 +67,25 @@ class RunDescription(L.Callback):
             width = max(map(len, banner))
             _log.info("\n".join(f"  {name:<{width}}  {value}" for name, value in banner.items()))
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore the metrics that this process did not measure; for a finished run, all metrics."""
-        for name, value in self._restored_metrics.items():
-            trainer.callback_metrics.setdefault(name, torch.tensor(value))
-
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start_loggers(trainer)
-        if not self.config.fit:
-            self._record_start(trainer, pl_module)
+        self._start(trainer, pl_module, is_first_stage=not self.config.fit)
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start_loggers(trainer)
-        if not self.config.fit and not self.config.test:
-            self._record_start(trainer, pl_module)
+        self._start(trainer, pl_module, is_first_stage=not (self.config.fit or self.config.test))
 
-    def _record_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Record the start of training, or of an evaluation without training, in `events.jsonl`."""
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # which writes no files
+    def _start(self, trainer: L.Trainer, module: L.LightningModule, is_first_stage: bool) -> None:
+        """Start the loggers in this process, log the configuration, and record the start in `events.jsonl`."""
+        data: Any = trainer.datamodule
+        if not trainer.fast_dev_run:  # Lightning replaces all loggers
+            trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
+        self._loggers = ()
+        settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
+        settings |= {"data_source": data.description, "global_batch_size": data.global_batch_size}
+        for logger in trainer.loggers:
+            logger.log_hyperparams(settings | {"experiment": self._fingerprint})
+        if not is_first_stage or not trainer.is_global_zero or trainer.fast_dev_run:  # which writes no files
             return
-        config, runtime = self.config, cast(dict[str, Any], OmegaConf.to_container(self.config.runtime))
+        config, runtime = self.config, settings["runtime"]
         append_event(
             config.run_dir,
             "resume" if config.fit and config.ckpt_path else "start",
@@ -103,30 +99,18 @@ class RunDescription(L.Callback):
             device=torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else module.device.type,
         )
 
-    def _start_loggers(self, trainer: L.Trainer) -> None:
-        """Start the loggers in this process, and log the configuration."""
-        data: Any = trainer.datamodule
-        settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
-        settings |= {"data_source": data.description, "global_batch_size": data.global_batch_size}
-        if not trainer.fast_dev_run:  # Lightning replaces all loggers
-            trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
-        self._loggers = ()
-        for logger in trainer.loggers:
-            logger.log_hyperparams(settings | {"experiment": self._fingerprint})
-
     def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         data: Any = trainer.datamodule
         batch, group = data.global_batch_size, trainer.optimizers[0].param_groups[0]
-        layout, dp_size = data.layout, data.parallel.dp_size
-        mean_size = batch / layout.micro_batches / dp_size  # uneven shares are larger and smaller
+        micro_batches, dp_size = data.layout.micro_batches, data.parallel.dp_size
+        mean_size = batch / micro_batches / dp_size  # uneven shares are larger and smaller
         scaling = " after scaling" if getattr(module, "lr_scaling", "none") != "none" else ""
         banner = {
             "experiment": self._fingerprint,
             "strategy": f"{self._strategy_name}, {trainer.world_size} process(es) on {module.device.type}",
             "precision": trainer.precision,
             "data": data.description,
-            "batch": f"{batch} = {dp_size} x {layout.micro_batches} micro-batches x {mean_size:g} per device",
-            "batch norm sees": self._batch_norm_samples(layout),
+            "batch": f"{batch} = {dp_size} x {micro_batches} micro-batches x {mean_size:g} per device",
             "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {data.total_steps} steps",
             "parameters": f"{self._num_parameters:,}",
             "run folder": self.config.run_dir,
@@ -142,13 +126,6 @@ class RunDescription(L.Callback):
     @property
     def _strategy_name(self) -> str:
         return str(self.config.strategy._target_).rpartition(".")[2]
-
-    def _batch_norm_samples(self, layout: BatchLayout) -> str:
-        if not self._num_batch_norms:
-            return "nothing: there is none"
-        if not self.config.trainer.sync_batchnorm:
-            return f"{layout.samples_per_batch // layout.parallel.num_microbatches} samples, those of a process"
-        return f"{layout.norm_groups} group(s) of {layout.batch_size / layout.norm_groups:g} samples"
 
 
 def _split_overrides(overrides: list[str]) -> dict[str, list[str | None]]:

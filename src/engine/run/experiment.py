@@ -17,7 +17,6 @@ from src.engine.determinism.ordered_data import OrderedData
 from src.engine.observe.wandb import finish_run, mark_preempted
 from src.engine.parallel.compatibility import check_can_train
 from src.engine.run.trainer import build_trainer
-from src.engine.run.trainer_patches import patch_trainer
 from src.engine.state.weights import load_initial_weights
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_event
@@ -25,18 +24,12 @@ from src.engine.utils.process import tune_malloc
 from src.engine.utils.signals import Stopped
 
 _log = logging.getLogger(__name__)
-# Errors of the user for which Lightning has no exception of its own (`EarlyStopping._validate_condition_metric` and
-# `_AutomaticOptimization._training_step`).
-_REFUSALS = ("Early stopping conditioned on metric", "Skipping the `training_step` by returning None")
+# An error of the user for which Lightning has no exception of its own (`EarlyStopping._validate_condition_metric`).
+_UNKNOWN_METRIC = "Early stopping conditioned on metric"
 
 
 def run(cfg: DictConfig, keep_trainer: Callable[[L.Trainer], None] | None = None) -> dict[str, float]:
-    """Fit, test and predict as configured; return the final metrics by name, and give `keep_trainer` the trainer.
-
-    Raises:
-        UserError: if an option is invalid, or training fails for a reason that the user can fix.
-        Stopped: if a signal ended the run.
-    """
+    """Fit, test and predict as configured; return the final metrics by name, and give `keep_trainer` the trainer."""
     trainer, module, data = assemble(cfg)
     succeeded = False
     try:
@@ -51,7 +44,7 @@ def run(cfg: DictConfig, keep_trainer: Callable[[L.Trainer], None] | None = None
             raise KeyboardInterrupt from None
         raise
     except (MisconfigurationException, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not str(error).startswith(_REFUSALS):
+        if isinstance(error, RuntimeError) and not str(error).startswith(_UNKNOWN_METRIC):
             raise
         raise UserError(f"Lightning refuses this run: {' '.join(str(error).split())}") from error
     finally:
@@ -74,8 +67,6 @@ def _fit_test_predict(
     """Run the configured stages; return the last value of each metric that training and test logged."""
     if cfg.test not in (True, False, "best"):
         raise UserError(f"test={cfg.test}: give true, false or best")
-    if cfg.test == "best" and cfg.fit and not _best_callback(trainer):
-        raise UserError("test=best needs callbacks.best: leave callbacks.best=null out, or set test=true")
     metrics: dict[str, Any] = {}
     if cfg.fit:
         trainer.fit(module, datamodule=data, ckpt_path=cfg.ckpt_path, weights_only=True)
@@ -95,42 +86,29 @@ def _checkpoint_to_test(cfg: DictConfig, trainer: L.Trainer) -> str | None:
         return cfg.ckpt_path
     if cfg.test != "best" or trainer.fast_dev_run:  # which saves nothing
         return None
-    path = _best_callback(trainer).best_model_path
-    if not path:
-        raise UserError("test=best: training has validated nothing, so no checkpoint is the best: set test=true")
-    _log.info("test=best: %s", path)
-    return path
-
-
-def _best_callback(trainer: L.Trainer) -> Any:
-    """Return the callback that keeps the best checkpoint, if one is configured."""
-    return next((callback for callback in trainer.checkpoint_callbacks if getattr(callback, "monitor", None)), None)
+    callbacks: list[Any] = [one for one in trainer.checkpoint_callbacks if getattr(one, "monitor", None)]
+    if not callbacks or not callbacks[0].best_model_path:
+        raise UserError("test=best: training has kept no best checkpoint (callbacks.best): set test=true")
+    _log.info("test=best: %s", callbacks[0].best_model_path)
+    return callbacks[0].best_model_path
 
 
 def _log_end(metrics: dict[str, float], run_dir: str) -> None:
     """Log the metrics, one line per stage, and the folder on its own line, which a terminal does not break."""
-    stages = [
-        ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith(stage))
-        for stage in ("train/", "val/", "test/")
-    ]
-    for line in filter(None, stages):
-        _log.info("%s", line)
+    for stage in ("train/", "val/", "test/"):
+        if measured := [f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith(stage)]:
+            _log.info("%s", ", ".join(measured))
     _log.info("done: everything is in")
     _log.info("%s", run_dir)
 
 
 def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, OrderedData]:
-    """Build the trainer, the module with its initial weights, and the data: the same objects on every rank.
-
-    Raises:
-        UserError: if the configuration does not fit together.
-    """
+    """Build the trainer, the module with its initial weights, and the data: the same objects on every rank."""
     if not isinstance(cfg.seed, int) or cfg.seed < 0:
         raise UserError(f"seed={cfg.seed} is not a seed: give an integer of at least zero")
     L.seed_everything(cfg.seed, verbose=False)
     check_options(cfg)
     trainer = build_trainer(cfg)
-    patch_trainer(trainer)
     if isinstance(trainer.accelerator, CPUAccelerator):
         tune_malloc()
     module = _build_module(cfg, trainer)
@@ -144,17 +122,11 @@ def _build_module(cfg: DictConfig, trainer: L.Trainer) -> L.LightningModule:
     """Build the module with its initial weights, and check that the strategy and the configured stages suit it."""
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
     module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
-    if not getattr(module, "takes_batch", False):
-        trainer.num_sanity_val_steps = 1  # src/engine/run/checks.py then checks its metrics
     use_sample_dropout(module)
     check_can_train(trainer.strategy, module)
-    if cfg.test and not is_overridden("test_step", module):
-        raise UserError(f"test={cfg.test}: {type(module).__name__} has no test_step; add one, or set test=false")
-    if cfg.predict and not is_overridden("predict_step", module):
-        raise UserError(
-            f"predict={cfg.predict}: {type(module).__name__} has no predict_step, which returns class probabilities; "
-            "add one, or choose another `module`"
-        )
+    for stage in ("test", "predict"):
+        if cfg[stage] and not is_overridden(f"{stage}_step", module):
+            raise UserError(f"{stage}={cfg[stage]}: {type(module).__name__} has no {stage}_step: add it")
     if cfg.init_from and not cfg.ckpt_path:
         load_initial_weights(module, cfg.init_from)
     return module

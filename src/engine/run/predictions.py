@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
-from src.engine.utils.errors import UserError
 from src.engine.utils.files import atomic_write
 
 _log = logging.getLogger(__name__)
@@ -28,19 +27,8 @@ class PredictionWriter(BasePredictionWriter):
         self.file = folder / "predictions.csv"
         self._sample_index: list[Tensor] = []
 
-    def on_predict_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._sample_index = []
-
-    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        data: Any = trainer.datamodule
-        expected = (len(data.sample_index), len(data.classes))
-        if (shape := getattr(outputs, "shape", None)) != expected:
-            found = type(outputs).__name__ if shape is None else f"a tensor of shape {list(shape)}"
-            raise UserError(
-                f"predict={data.predict_dir}: {type(pl_module).__name__}.predict_step returns {found}: return the "
-                f"class probabilities of the batch, here a tensor of shape {list(expected)} (images, classes)"
-            )
-        self._sample_index.append(data.sample_index)
+    def on_predict_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._sample_index.append(trainer.datamodule.sample_index)
 
     def write_on_epoch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]

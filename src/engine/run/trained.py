@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from src.engine.state.run_files import CHECKPOINTS
 from src.engine.state.weights import load_network
-from src.engine.utils.errors import UserError, suggest
-from src.engine.utils.image_files import ImageFiles
 
 _IMAGES_AT_ONCE = 256
 
@@ -50,13 +48,7 @@ class Run:
 
     @cached_property
     def predictor(self) -> Predictor:
-        """The network with its normalization, from uint8 images to probabilities.
-
-        Raises:
-            UserError: if the data of the run has another normalization.
-        """
-        if not {"mean", "std"} <= self.config.data.keys():
-            raise UserError("data.mean or data.std is not set in this run: normalize the images, and call `net`")
+        """The network with its normalization, from uint8 images to probabilities."""
         return Predictor(self.net, self.config.data.mean, self.config.data.std).eval()
 
     @torch.no_grad()
@@ -64,17 +56,6 @@ class Run:
         """Return the (n, classes) probabilities of (n, channels, height, width) uint8 images."""
         device = self.predictor.mean.device
         return torch.cat([self.predictor(part.to(device)) for part in images.split(_IMAGES_AT_ONCE)])
-
-    def classify(self, folder: str | Path) -> dict[str, str]:
-        """Return the most probable class of each image file in a folder and its subfolders, by path.
-
-        Raises:
-            UserError: if there is no image in it, or one cannot be read.
-        """
-        images = ImageFiles.in_folder(Path(folder), self.config.data.image_shape, f"folder={folder}")
-        parts = torch.arange(len(images)).split(_IMAGES_AT_ONCE)
-        labels = torch.cat([self.predict(images[part]).argmax(1) for part in parts])
-        return {str(file): self.classes[label] for file, label in zip(images.files, labels.tolist(), strict=True)}
 
 
 def load_run(run: str | Path, checkpoint: str = "last", trust: Sequence[str] = ()) -> Run:
@@ -85,21 +66,9 @@ def load_run(run: str | Path, checkpoint: str = "last", trust: Sequence[str] = (
         checkpoint: name of the checkpoint in the run folder, such as `last` or `best`.
         trust: packages besides `src.models` that a network may come from, such as ["my"]. A checkpoint names the code
             that builds its network, so trust only checkpoints of your own.
-
-    Raises:
-        UserError: if there is no such checkpoint, or its network comes from a package that is not trusted.
     """
-    net, config, classes = load_network(str(_find_checkpoint(Path(run), checkpoint)), "run", trust)
+    path = Path(run).expanduser()
+    file = path / CHECKPOINTS / f"{checkpoint}.ckpt" if path.is_dir() else path
+    net, config, classes = load_network(str(file), "run", trust)
     numbers = [str(number) for number in range(OmegaConf.select(config, "data.num_classes", default=0))]
     return Run(net.eval(), config, classes or numbers)
-
-
-def _find_checkpoint(run: Path, name: str) -> Path:
-    folder = run.expanduser().absolute() / CHECKPOINTS
-    file = folder / f"{name}.ckpt" if folder.is_dir() else run.expanduser()
-    if not file.is_file():
-        names = [found.stem for found in folder.glob("*.ckpt")]
-        if names:
-            raise UserError(f"run={run} has no checkpoint `{name}`: {suggest(name, names)}")
-        raise UserError(f"run={run}: there is no such checkpoint or run folder")
-    return file

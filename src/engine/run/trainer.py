@@ -17,35 +17,23 @@ from src.engine.determinism.resumption import ExactResumption
 from src.engine.observe.csv import CSVLogger
 from src.engine.parallel.norm_groups import NormGroups
 from src.engine.run.checkpoint import LastCheckpoint
-from src.engine.run.checks import RunChecks
 from src.engine.run.description import RunDescription
+from src.engine.run.loop import FiniteCheck, MonitorCheck, OptimizerSteps, patch_trainer
 from src.engine.run.metric_states import MetricStates
 from src.engine.run.predictions import PredictionWriter
-from src.engine.run.preemption import PreemptionHandler
-from src.engine.run.steps import OptimizerSteps
-from src.engine.run.watchdog import Watchdog
+from src.engine.run.stopping import PreemptionHandler, Watchdog
 from src.engine.state.io import AtomicCheckpointIO
 from src.engine.utils.errors import UserError
 from src.engine.utils.overrides import as_typed
 
 _log = logging.getLogger(__name__)
-_OWN_ARGUMENTS = {  # arguments of Lightning's Trainer that `build_trainer` gives
-    "strategy": "use strategy=NAME instead",
-    "callbacks": "use callbacks=NAME instead",
-    "enable_checkpointing": "use callbacks=none instead",
-    "logger": "use logger=NAME instead, or logger=none",
-    "default_root_dir": "use run_dir=FOLDER instead",
-    "plugins": "leave it out, because trainer.precision and `strategy` choose the plugins",
-    "use_distributed_sampler": "leave it out, because the project divides the data among the processes",
-}
+# Arguments of Lightning's Trainer that `build_trainer` gives, or that have no meaning here.
+_OWN_ARGUMENTS = "strategy callbacks enable_checkpointing logger default_root_dir plugins".split()
+_OWN_ARGUMENTS += ["use_distributed_sampler", "overfit_batches"]
 
 
 def build_trainer(cfg: DictConfig) -> L.Trainer:
-    """Build the trainer of a resolved configuration, with the callbacks and plugins that every run needs.
-
-    Raises:
-        UserError: if Lightning refuses an option, or it has no meaning here.
-    """
+    """Build the trainer of a resolved configuration, with the callbacks and plugins that every run needs."""
     _check_options(cfg.trainer)
     folder = Path(cfg.run_dir)
     configured = _configured_callbacks(cfg)
@@ -54,7 +42,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     strategy = OmegaConf.masked_copy(cfg.strategy, [str(key) for key in cfg.strategy if key != NOT_PASSED])
     make_trainer = build(cfg.trainer, _partial_=True)
     try:
-        return make_trainer(
+        trainer = make_trainer(
             strategy=build(strategy),
             callbacks=_all_callbacks(cfg, configured),
             logger=CSVLogger(folder),  # RunDescription puts the configured loggers before it
@@ -80,11 +68,14 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     except (MisconfigurationException, ValueError) as error:
         message = " ".join(str(error).split())
         raise UserError(f"an option of `trainer`, `strategy` or `callbacks` is invalid: {message}") from error
+    patch_trainer(trainer)
+    return trainer
 
 
 def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callback]:
     """Return the callbacks that every run needs, and the configured ones."""
     folder = Path(cfg.run_dir)
+    monitors = {name: getattr(callback, "monitor", None) or "" for name, callback in configured.items()}
     callbacks = [
         # These end the run: a hung rank alone, or all ranks at the same step after a signal.
         Watchdog(folder, cfg.launch.timeout),
@@ -95,7 +86,8 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
         RandomNumbers(cfg.seed),
         BufferCheck(),
         OptimizerSteps(),
-        RunChecks(configured),
+        MonitorCheck({name: monitor for name, monitor in monitors.items() if monitor.startswith("val")}),
+        FiniteCheck(),
         *configured.values(),
     ]
     if cfg.predict:
@@ -108,12 +100,8 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
 def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:
     """Return the configured callbacks by name; the last of them saves the state of all others."""
     callbacks = _build_each(cfg, "callbacks")
-    bars = [name for name, callback in callbacks.items() if isinstance(callback, ProgressBar)]
-    if not cfg.trainer.enable_progress_bar:
-        # Lightning raises an error if it gets a progress bar although the bar is disabled.
-        callbacks = {name: callback for name, callback in callbacks.items() if name not in bars}
-    elif len(bars) > 1:
-        raise UserError(f"{' and '.join(bars)}: Lightning shows one progress bar: set {bars[0]}=null")
+    if not cfg.trainer.enable_progress_bar:  # Lightning refuses a bar that is disabled
+        callbacks = {name: callback for name, callback in callbacks.items() if not isinstance(callback, ProgressBar)}
     return dict(sorted(callbacks.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
 
 
@@ -127,22 +115,19 @@ def _build_each(cfg: DictConfig, group: str) -> dict[str, Any]:
 
 
 def _check_options(trainer: DictConfig) -> None:
-    """Check the options of Lightning's Trainer."""
     if trainer.log_every_n_steps < 1:
         raise UserError(
             f"trainer.log_every_n_steps={trainer.log_every_n_steps} logs nothing and detects no NaN: set at least 1"
         )
-    if trainer.get("overfit_batches"):
-        raise UserError(
-            f"trainer.overfit_batches={trainer.overfit_batches}: use debug=overfit, which trains on one batch"
-        )
-    for name, remedy in _OWN_ARGUMENTS.items():
+    for name in _OWN_ARGUMENTS:
         if name in trainer:
-            raise UserError(f"+trainer.{name}={as_typed(trainer[name])}: {remedy}")
-    interval = trainer.get("val_check_interval")
-    if interval is not None and (not isinstance(interval, int | float) or interval <= 0):
+            raise UserError(
+                f"+trainer.{name}={as_typed(trainer[name])}: the project sets it; leave it out, and use `strategy`, "
+                "`callbacks`, `logger`, run_dir or debug=overfit instead"
+            )
+    if not isinstance(trainer.get("val_check_interval") or 1, int | float):
         # Lightning reads each rank's own clock, so some ranks would validate while others train.
         raise UserError(
-            f"trainer.val_check_interval={interval}: give a number of steps, or a fraction of an epoch; "
-            "ranks cannot validate by the clock"
+            f"trainer.val_check_interval={trainer.val_check_interval}: give a number of steps, or a fraction of an "
+            "epoch; ranks cannot validate by the clock"
         )

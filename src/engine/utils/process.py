@@ -57,7 +57,7 @@ def peak_memory_mib(device: torch.device) -> float:
 def set_timeouts_after(seconds: float) -> None:
     """Let the collectives of all process groups fail some minutes after `launch.timeout` seconds.
 
-    The timer of `src/engine/run/watchdog.py` then ends the rank that hangs. NCCL would end one that waits for it: by
+    The timer of `src/engine/run/stopping.py` then ends the rank that hangs. NCCL would end one that waits for it: by
     default after half an hour, and after ten minutes in the subgroups of a device mesh, which take no timeout.
     """
     if dist.is_initialized():

@@ -1,6 +1,6 @@
 """Signals that ask a run to save and stop: Ctrl-C, and those that schedulers send before they end a job.
 
-A handler only sets a flag; `src/engine/run/preemption.py` reads it between two steps. The flag of a launcher is a file,
+A handler only sets a flag; `src/engine/run/stopping.py` reads it between two steps. The flag of a launcher is a file,
 whose path its workers inherit.
 """
 

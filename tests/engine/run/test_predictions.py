@@ -94,7 +94,7 @@ def test_refuses_files_that_are_no_images(trained: Path, small: list[str], tmp_p
     cfg = compose(folder, *small, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}")
     with pytest.raises(UserError, match="there is no image in it"):
         run(cfg)
-    with pytest.raises(UserError, match="GAN has no predict_step, which returns class probabilities; add one"):
+    with pytest.raises(UserError, match="GAN has no predict_step: add it"):
         run(compose(folder, *small, "experiment=gan", "data.batch_size=16", *PREDICT, f"predict={tmp_path}"))
     (tmp_path / "broken.png").write_bytes(b"\x89PNG and no more")
     with pytest.raises(UserError, match=r"broken.png cannot be read"):

@@ -1,4 +1,4 @@
-"""Early stopping, the k best checkpoints, and the last one."""
+"""Early stopping that a restart does not undo."""
 
 from pathlib import Path
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from src.engine.run.experiment import run
-from src.engine.run.trainer import _configured_callbacks, build_trainer
 from src.engine.utils.errors import UserError
 from tests.support.commands import TWO
 from tests.support.experiments import SHORT, SHORT_EPOCH
@@ -50,9 +49,8 @@ def test_each_validation_counts_once(small: list[str], folder: Path) -> None:
     assert torch.load(last)["global_step"] == 3 * SHORT_EPOCH
 
 
-@pytest.mark.parametrize("option", ["patience=1", "divergence_threshold=2.0"], ids=lambda option: option[:-2])
-def test_stopped_run_stays_stopped_and_keeps_its_rows(option: str, small: list[str], folder: Path) -> None:
-    cfg = compose(folder, *small, *STOPPING, f"{'+' * ('threshold' in option)}callbacks.early_stopping.{option}")
+def test_stopped_run_stays_stopped_and_keeps_its_rows(small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *small, *STOPPING, "+callbacks.early_stopping.divergence_threshold=2.0")
     fit(cfg, test=True)
     rows = (folder / "metrics.csv").read_text()
     cfg.ckpt_path = f"{folder}/checkpoints/last.ckpt"
@@ -72,55 +70,6 @@ def test_stop_deferred_by_min_epochs_survives_a_restart(small: list[str], folder
     assert torch.load(last)["global_step"] == 4 * SHORT_EPOCH
 
 
-@pytest.mark.parametrize(
-    ("without", "remedy"),
-    [
-        ("trainer.limit_val_batches=0", r" \(trainer.limit_val_batches=0\): set trainer.limit_val_batches=1.0, or"),
-        ("data.val_fraction=0", r": give it validation samples \(data.val_fraction, for images\), or"),
-    ],
-)
-def test_early_stopping_needs_validation(without: str, remedy: str, small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=rf"callbacks.early_stopping monitors val/acc, but .* no validation{remedy}"):
-        fit(compose(folder, *small, *STOPPING, without))
-
-
-def test_warns_of_a_best_checkpoint_without_validation(
-    small: list[str], folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    task = [*small, *MLP, "data.val_fraction=0", "trainer.max_epochs=1", "trainer.limit_train_batches=1"]
-    for words, expected in (([], 1), (["callbacks.best=null"], 0)):
-        caplog.clear()
-        fit(compose(folder, *task, *words))
-        assert sum("callbacks.best monitors val/acc" in message for message in caplog.messages) == expected
-    assert (folder / "checkpoints" / "last.ckpt").is_file()
-
-
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        ([], ["best", "progress_bar", "timeline", "throughput", "checkpoint"]),
-        (["callbacks=[default,ema]"], ["best", "progress_bar", "timeline", "throughput", "ema", "checkpoint"]),
-        (["callbacks=top_k", "callbacks.throughput=null"], ["best", "progress_bar", "timeline", "checkpoint"]),
-        (["callbacks=[none,ema]"], ["ema"]),
-    ],
-)
-def test_choices_add_to_the_default_callbacks(words: list[str], names: list[str], folder: Path) -> None:
-    cfg = compose(folder, *words, "trainer.enable_progress_bar=true")
-    assert list(_configured_callbacks(cfg)) == [f"callbacks.{name}" for name in names]
-
-
-def test_a_second_progress_bar_needs_the_first_one_left_out(folder: Path) -> None:
-    words = ["+callbacks.bar._target_=lightning.pytorch.callbacks.RichProgressBar", "trainer.enable_progress_bar=true"]
-    with pytest.raises(UserError, match=r"one progress bar: set callbacks.progress_bar=null$"):
-        _configured_callbacks(compose(folder, *words))
-    assert "callbacks.bar" in _configured_callbacks(compose(folder, *words, "callbacks.progress_bar=null"))
-
-
-def test_no_progress_bar_among_the_callbacks_means_none(folder: Path) -> None:
-    trainer = build_trainer(compose(folder, "callbacks.progress_bar=null", "trainer.enable_progress_bar=true"))
-    assert trainer.progress_bar_callback is None
-
-
 class ScriptedAccuracy(L.Callback):
     """Log given validation accuracies instead of the network's."""
 
@@ -136,18 +85,3 @@ def test_refuses_a_monitor_that_is_not_logged(small: list[str], folder: Path) ->
         task = ["callbacks=[default,early_stopping]", f"callbacks.{name}.monitor={monitor}"]
         with pytest.raises(UserError, match="val/ac"):
             run(compose(folder / name, *small, *MLP, *task, "trainer.max_epochs=1"))
-
-
-def test_keeps_the_k_best_checkpoints_and_the_last(small: list[str], folder: Path) -> None:
-    cfg = compose(
-        folder, *small, *MLP, "callbacks=[default,top_k]", "callbacks.best.save_top_k=2", "trainer.max_epochs=5"
-    )
-    fit(cfg)
-    rows = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
-    column = rows[0].index("val/acc")
-    accuracies = sorted((float(row[column]) for row in rows[1:] if row[column]), reverse=True)
-    assert len(accuracies) == 5
-    names = {file.stem for file in (folder / "checkpoints").iterdir()} - {"last", "previous"}
-    kept = sorted((float(name.partition("-acc")[2]) for name in names), reverse=True)
-    assert kept == pytest.approx(accuracies[:2], abs=1e-4)
-    assert (folder / "checkpoints" / "last.ckpt").is_file()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from src.engine.run.watchdog import Watchdog
+from src.engine.run.stopping import Watchdog
 from src.engine.utils.rank_log import stack_file
 
 
@@ -20,7 +20,7 @@ def watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchd
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)
     callback = Watchdog(tmp_path, 1000.0)
     yield callback
-    callback.teardown(None, None, "fit")  # type: ignore[arg-type]
+    callback.teardown(None, None, "fit")
 
 
 def start(watchdog: Watchdog, rank: int = 0) -> None:
@@ -56,5 +56,5 @@ def test_a_restart_keeps_the_stacks_of_a_hang(watchdog: Watchdog, tmp_path: Path
     stack_file(tmp_path, 0).parent.mkdir()
     stack_file(tmp_path, 0).write_text("Timeout (0:00:08)!\n")
     start(watchdog)
-    watchdog.teardown(None, None, "fit")  # type: ignore[arg-type]
+    watchdog.teardown(None, None, "fit")
     assert stack_file(tmp_path, 0).read_text() == "Timeout (0:00:08)!\n"

@@ -1,0 +1,160 @@
+"""What Lightning's training loop does otherwise here: signals, log points, intervals in steps, and the end of a
+diverged run.
+
+`patch_trainer` names Lightning's lines, relative to
+https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytorch/. When Lightning changes,
+`tests/engine/run/test_loop.py` or `tests/engine/test_canaries.py` fails.
+"""
+
+import math
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+
+from src.engine.determinism.limits import validation_interval
+from src.engine.utils.errors import UserError
+from src.engine.utils.steps import is_log_point
+from src.engine.utils.tensors import to_local
+
+
+def patch_trainer(trainer: L.Trainer) -> None:
+    """Patch the parts of a trainer that results depend on."""
+    signals: Any = trainer._signal_connector
+    loop: Any = trainer.fit_loop.epoch_loop
+    # Lightning's handler of signals broadcasts wherever the signal interrupts the process, so ranks could wait for each
+    # other forever; and every step broadcasts whether a rank received SIGTERM. `src/engine/run/stopping.py` handles
+    # signals. To replace the handler in `on_train_start` would be too late: it is active in the barrier and the sanity
+    # check before. (trainer/connectors/signal_connector.py, lines 45 and 108; loops/training_epoch_loop.py, lines 259
+    # and 300)
+    signals.register_signal_handlers = _do_nothing
+    loop._broadcast_sigterm_tensor = _do_nothing
+    loop._results = _Results(training=True)
+    for evaluation in (loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        evaluation._results = _Results(training=False)
+    trainer._logger_connector.__class__ = _LogPointConnector
+
+
+def _do_nothing(*_: Any) -> None:
+    """Replace a method of Lightning."""
+
+
+class _Results(_ResultCollection):
+    """Counts the samples of a logged mean as floats, and names the reduction of a maximum or minimum.
+
+    Lightning averages the counts over the ranks as integers, which rounds down, and declares a sum for torchmetrics,
+    which `MetricStates` uses. (trainer/connectors/logger_connector/result.py, line 202;
+    fabric/utilities/distributed.py, `_sync_ddp`)
+    """
+
+    def __setitem__(self, name: str, result: _ResultMetric) -> None:
+        super().__setitem__(name, result)
+        if result.is_tensor and result.meta.reduce_fx in (torch.max, torch.min):
+            result._reductions["value"] = result.meta.reduce_fx
+        if "cumulated_batch_size" in result._defaults:
+            result._defaults["cumulated_batch_size"] = torch.tensor(0.0)
+            result.cumulated_batch_size = result.cumulated_batch_size.float()
+
+
+class _LogPointConnector(_LoggerConnector):
+    """Passes the metrics of the first and the last step to the loggers, not only those of each interval.
+
+    (trainer/connectors/logger_connector/logger_connector.py, line 51)
+    """
+
+    @property
+    def should_update_logs(self) -> bool:
+        steps = self.trainer.fit_loop.epoch_loop._batches_that_stepped
+        return super().should_update_logs or (self.trainer.training and is_log_point(self.trainer, steps + 1))
+
+
+class OptimizerSteps(L.Callback):
+    """Converts the intervals of validation and schedulers, and makes up for steps of ReduceLROnPlateau.
+
+    Lightning counts micro-batches. It steps ReduceLROnPlateau after an epoch's checkpoint is saved, and not at all
+    after the first epoch of a restart (`_FitLoop.on_advance_end` and `_TrainingEpochLoop._update_learning_rates` in
+    loops/).
+    """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        data: Any = trainer.datamodule
+        if stage == "fit" and data.evaluated_samples("val"):
+            may_cross_epochs = trainer.check_val_every_n_epoch is None
+            trainer.val_check_interval = validation_interval(
+                trainer.val_check_interval, data.steps_per_epoch, data.accumulate, may_cross_epochs
+            )
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.last_step = trainer.datamodule.total_steps  # `is_log_point` reads it
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step":
+                config.frequency *= trainer.accumulate_grad_batches
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        metrics = trainer.callback_metrics
+        for config in trainer.lr_scheduler_configs:
+            if not config.reduce_on_plateau or config.interval != "epoch" or config.monitor not in metrics:
+                continue
+            if config.scheduler.last_epoch < trainer.current_epoch // config.frequency:
+                pl_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
+
+
+class MonitorCheck(L.Callback):
+    """Lets a sanity check show whether the monitored metrics exist, which Lightning asks after an epoch.
+
+    Args:
+        monitors: the validation metric of each callback that monitors one, by the option of the callback.
+    """
+
+    def __init__(self, monitors: dict[str, str]) -> None:
+        self.monitors = monitors
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not {"val/loss", "val/acc"}.issuperset(self.monitors.values()):
+            trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
+
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        logged = trainer.callback_metrics
+        for name, monitor in self.monitors.items():
+            if logged and monitor not in logged:  # a module may log nothing in the sanity check
+                raise UserError(
+                    f"{name} monitors {monitor}, which validation does not log (it logs {', '.join(logged)}): "
+                    f"set its `monitor` to one of these, or {name}=null"
+                )
+
+
+class FiniteCheck(L.Callback):
+    """Stops a run that has diverged.
+
+    The training loss is checked at every log point, where it is the same on every rank, so that all ranks stop
+    together. All weights are checked before a checkpoint is saved. If ranks hold different weights, one rank may stop
+    alone; the launcher then ends the others.
+    """
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if is_log_point(trainer, trainer.global_step):
+            loss = float(trainer.callback_metrics.get("train/loss", 0.0))
+            if not math.isfinite(loss):
+                raise _divergence(trainer, f"train/loss is {loss}")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let all ranks compute the metrics of the epoch, which communicate, before rank zero's progress bar does."""
+        _ = trainer.callback_metrics
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        _ = trainer.callback_metrics
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        for name, tensor in checkpoint["state_dict"].items():
+            local = to_local(tensor)
+            if local.is_floating_point() and not torch.isfinite(local).all():
+                raise _divergence(trainer, f"{name} is not finite")
+
+
+def _divergence(trainer: L.Trainer, problem: str) -> UserError:
+    return UserError(
+        f"{problem} at step {trainer.global_step}: training diverged; lower optimizer.lr or lengthen "
+        f"scheduler.warmup; {trainer.default_root_dir}/checkpoints keeps the last good checkpoint"
+    )

@@ -1,0 +1,123 @@
+"""End a run: all ranks together after a signal, or a rank alone that makes no progress."""
+
+import contextlib
+import faulthandler
+import logging
+import time
+import traceback
+from pathlib import Path
+from signal import Signals
+from typing import Any, TextIO
+
+import lightning as L
+
+from src.engine.state.run_files import CHECKPOINTS, LAST, stop_message
+from src.engine.utils import signals
+from src.engine.utils.errors import UserError
+from src.engine.utils.events import append_event
+from src.engine.utils.process import set_timeouts_after
+from src.engine.utils.rank_log import stack_file
+from src.engine.utils.steps import RankConsensus
+
+_log = logging.getLogger(__name__)
+_INTERVAL = 1.0  # seconds between two starts of the watchdog's timer, each of which takes some 50 microseconds
+
+
+class PreemptionHandler(L.Callback):
+    """Ends the run between two steps after any rank, or the launcher, has received SIGINT, SIGTERM or SIGUSR1.
+
+    Lightning's own handlers are not installed, because they run collectives wherever the signal interrupts the process.
+    A signal during validation takes effect after it.
+
+    Raises:
+        Stopped: on all ranks at the same step, after `last.ckpt` is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._handlers: dict[int, Any] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._consensus = RankConsensus()
+        self._handlers = signals.install_handlers(signals.on_signal)
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        signals.restore_handlers(self._handlers)
+
+    on_exception = teardown
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
+        """Stop before a step, because the previous step and its validation are then logged and saved."""
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._stop_if_requested(trainer, should_save=not trainer.fast_dev_run)
+
+    def on_test_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        self._stop_if_requested(trainer)
+
+    on_predict_batch_start = on_test_batch_start
+
+    def _stop_if_requested(self, trainer: L.Trainer, should_save: bool = False) -> None:
+        signal_number = self._consensus.poll(trainer, signals.requested)
+        if not signal_number:
+            return
+        if should_save:
+            trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST)
+        if trainer.is_global_zero:
+            _log.info(stop_message(signal_number, self.folder, f" at step {trainer.global_step}"))
+            if not trainer.fast_dev_run:
+                append_event(self.folder, "stopped", trainer.global_step, Signals(signal_number).name)
+        raise signals.Stopped(signal_number)
+
+
+class Watchdog(L.Callback):
+    """Ends this rank if it makes no progress within `timeout` seconds, and writes the stacks of its threads.
+
+    The timer runs in C, so it also runs while Python waits in a collective that never returns. The timeout of a process
+    group does not name the rank that hangs, only one that waited for it.
+
+    Args:
+        folder: the run folder; logs/rankN.stack gets the stacks.
+        timeout: seconds; more than it takes to prepare the data, compile, train a step, or save a checkpoint.
+    """
+
+    def __init__(self, folder: Path, timeout: float) -> None:
+        if not isinstance(timeout, int | float) or timeout <= 0:
+            raise UserError(f"launch.timeout={timeout}: give a number of seconds above zero")
+        self.folder, self.timeout = folder, timeout
+        self._stacks: TextIO | None = None  # open while the timer runs
+        self._last_start = 0.0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        set_timeouts_after(self.timeout)
+        file = stack_file(self.folder, trainer.global_rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._stacks = file.open("a")  # the ranks of an earlier start may have left theirs
+        self._last_start = 0.0
+        self._restart_timer()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Write where this rank waited if it has lost another one, whose timer ran out first."""
+        if self._stacks:
+            with contextlib.suppress(FileNotFoundError):  # a rank that ends removes its empty file meanwhile
+                if any(file.stat().st_size for file in Path(self._stacks.name).parent.glob("rank*.stack")):
+                    traceback.print_exception(exception, file=self._stacks)
+        self.teardown()
+
+    def _restart_timer(self, *_: Any, **__: Any) -> None:
+        """Restart the timer, at most once a second."""
+        now = time.monotonic()
+        if self._stacks and now - self._last_start > _INTERVAL:
+            self._last_start = now
+            faulthandler.dump_traceback_later(self.timeout, exit=True, file=self._stacks)
+
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = _restart_timer
+    on_predict_batch_start = on_save_checkpoint = _restart_timer
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        if self._stacks:
+            faulthandler.cancel_dump_traceback_later()
+            self._stacks.close()
+            file = Path(self._stacks.name)
+            if file.exists() and not file.stat().st_size:
+                file.unlink()
+            self._stacks = None
