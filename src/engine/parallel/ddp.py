@@ -26,13 +26,10 @@ from src.engine.utils.errors import UserError, check_choice
 def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Run the PowerSGD hook, and wait for it on a CPU.
 
-    The hook draws the same numbers on every rank, which `SampleRandom` would take for those of samples.
-
     gloo continues a hook on its own threads. On some ranks its later reductions could then overtake those of other
     buckets.
     """
-    with torch._C.DisableTorchFunction():
-        future = powerSGD_hook(state, bucket)
+    future = powerSGD_hook(state, bucket)
     if not bucket.buffer().is_cuda:
         future.wait()
     return future

@@ -272,13 +272,13 @@ class Pipeline(ShardedStateStrategy):
         self._check_constants()
         accumulated = take_gradients(self._parameters, keep=self._accumulate > 1)
         if self._draws:
-            keys, random_state = sample_random.keys, torch.get_rng_state()
+            keys, seed = sample_random.keys, torch.initial_seed()
             for stage in self._own_stages.values():
-                stage.begin(split_samples(keys, self.microbatches).contiguous(), random_state)
+                stage.begin(split_samples(keys, self.microbatches).contiguous(), seed)
         with torch.enable_grad():
             outputs = self._run_passes(split_samples(inputs, self.microbatches).flatten(0, 1))
         if self._draws:
-            sample_random.begin_micro_batch(keys, random_state, self._random_calls)
+            sample_random.begin_micro_batch(keys, seed + self._random_calls)
         self._gradients = [(weight, weight.grad) for weight in self._parameters if weight.grad is not None]
         for weight, gradient in zip(self._parameters, accumulated, strict=True):
             weight.grad = gradient

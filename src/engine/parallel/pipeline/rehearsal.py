@@ -128,10 +128,11 @@ def _observe(net: nn.Module, inputs: Tensor, train: Callable[[], Tensor]) -> dic
 def _sample_random(net: nn.Module, samples: int) -> Iterator[None]:
     """Train, with the same random numbers each time."""
     keys = torch.arange(samples, device=next(net.parameters()).device)
-    sample_random.begin(lambda: keys, keys.device)
-    sample_random.is_divided = False
     if layers := dropouts(net):
         set_keys(layers, keys)
-    with torch.random.fork_rng(devices=[]), sample_random.active(), set_mode(net, training=True):
+    with torch.random.fork_rng(devices=[]), set_mode(net, training=True):
         torch.manual_seed(0)
+        sample_random.begin(lambda: keys, keys.device, is_divided=True)
         yield
+        sample_random.check()
+    sample_random.end()

@@ -46,19 +46,19 @@ class Stage(nn.Module):
         self.calls_before = 0  # calls of random functions in the stages before it
         self._dropouts = dropouts(self)
         self._keys: Tensor | None = None
-        self._random_state = torch.empty(0)
+        self._seed = 0
         self._input_permuted = [is_permuted(node) for node in inputs]
         self._output_permuted = [is_permuted(node) for node in outputs]
 
-    def begin(self, keys: Tensor, random_state: Tensor) -> None:
-        """Prepare for a batch: the (micro-batches, n) keys of its samples, and the state of torch's generator."""
-        self._keys, self._random_state = keys, random_state
+    def begin(self, keys: Tensor, seed: int) -> None:
+        """Prepare for a batch: the (micro-batches, n) keys of its samples, and the seed of torch's generator."""
+        self._keys, self._seed = keys, seed
 
     def begin_micro_batch(self, number: int) -> None:
         """Draw random numbers for the samples of a micro-batch; in its backward pass, a block may be computed again."""
         if self._keys is None:
             return
-        sample_random.begin_micro_batch(self._keys[number], self._random_state, self.calls_before)
+        sample_random.begin_micro_batch(self._keys[number], self._seed + self.calls_before)
         if self._dropouts:
             set_keys(self._dropouts, self._keys[number])
 
