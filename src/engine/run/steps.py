@@ -5,7 +5,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from src.engine.determinism.limits import validation_interval
+from src.engine.determinism.sampler import validation_interval
 from src.engine.utils.errors import UserError
 
 
