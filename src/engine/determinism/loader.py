@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,8 @@ from src.engine.utils.errors import UserError
 _log = logging.getLogger(__name__)
 EVALUATION = -1  # in place of an epoch
 _PROBED = 8  # samples
-# What the loader of a rank takes over from the user's; `dataset`, `batch_size`, `sampler` and `collate_fn` aside.
-_OPTIONS = ("num_workers", "timeout", "in_order", "prefetch_factor", "persistent_workers")
+# What the loader of a rank takes over from the user's; what makes batches and starts workers aside.
+_OPTIONS = ("timeout", "in_order", "prefetch_factor", "persistent_workers")
 
 
 class RankLoader:
@@ -65,17 +65,10 @@ class RankLoader:
         is_batched = makes_batches(self.dataset)
         is_there = is_batched and self.dataset.move_to(device) and not loader.num_workers
         self._device = device if is_there else None
+        samples = SeededSamples(self.dataset, loader.collate_fn, is_divided)
+        keyed = _KeyedBatches(batches, seed, keep_padding=is_batched)
         options = {name: getattr(loader, name) for name in _OPTIONS}
-        self._loader = DataLoader(
-            SeededSamples(self.dataset, loader.collate_fn, is_divided),
-            batch_sampler=_KeyedBatches(batches, seed, keep_padding=is_batched),  # type: ignore[arg-type]
-            collate_fn=_as_is,
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # a number for workers, which would come from the global generator
-            worker_init_fn=partial(_init_worker, loader.worker_init_fn),
-            multiprocessing_context=_worker_context(loader),
-            **options,
-        )
+        self._loader = fetch(loader, samples, keyed, loader.num_workers, pin_memory=device.type == "cuda", **options)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -120,26 +113,26 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
-def fetch_apart(loader: DataLoader[Any], samples: SeededSamples, batches: list[Tensor]) -> Iterator[Any]:
-    """Yield batches of (2, n) positions and keys as a worker fetches them, if the user's loader has workers.
+def fetch(
+    loader: DataLoader[Any], samples: SeededSamples, batches: Iterable[Tensor], workers: int, **options: Any
+) -> DataLoader[Any]:
+    """Return a loader of batches of (2, n) positions and keys, whose workers start like those of the user's loader.
 
-    Without one, this process would open files that workers then share with each other.
+    Samples that are fetched apart from training need a worker, if training has some: this process would open files that
+    workers then share with each other.
     """
-    yield from DataLoader(
+    # A rank is spawned, and so would be its workers: each would import torch again.
+    context = loader.multiprocessing_context or ("fork" if workers and sys.platform == "linux" else None)
+    return DataLoader(
         samples,
         batch_sampler=batches,  # type: ignore[arg-type]
         collate_fn=_as_is,
-        num_workers=min(1, loader.num_workers),
+        num_workers=workers,
         worker_init_fn=partial(_init_worker, loader.worker_init_fn),
-        multiprocessing_context=_worker_context(loader),
-        generator=torch.Generator(),
+        multiprocessing_context=context,
+        generator=torch.Generator(),  # a number for workers, which would come from the global generator
+        **options,
     )
-
-
-def _worker_context(loader: DataLoader[Any]) -> Any:
-    """Return how workers start. A rank is spawned, and so would be they: each would import torch again."""
-    is_forked = loader.num_workers and sys.platform == "linux"
-    return loader.multiprocessing_context or ("fork" if is_forked else None)
 
 
 def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
@@ -154,7 +147,7 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
     positions = torch.arange(min(_PROBED, len(loader.dataset)))  # type: ignore[arg-type]
     batch = torch.stack([positions, hash_ints(seed, 0, positions)])
     samples = SeededSamples(loader.dataset, loader.collate_fn)
-    (_, first), (_, again) = fetch_apart(loader, samples, [batch, batch])
+    (_, first), (_, again) = fetch(loader, samples, [batch, batch], min(1, loader.num_workers))
     if not are_equal(first, again):
         _log.warning(
             "%s: a sample fetched twice differs, although torch, NumPy and Python are seeded alike. %s has a random "

@@ -22,7 +22,7 @@ from src.engine.determinism.loader import (
     check_loader,
     check_repeatable,
     epoch_order,
-    fetch_apart,
+    fetch,
 )
 from src.engine.determinism.sampler import EvaluationBatches, TrainingBatches, apply_limit, total_steps
 from src.engine.determinism.samples import SeededSamples, makes_batches, refuse_draws, seed_generators
@@ -241,7 +241,8 @@ class OrderedData(L.LightningDataModule):
         """Return a batch of `count` samples, as the loader makes it; they repeat if there are fewer."""
         loader, positions = self._any_loader, torch.arange(count) % len(self._any_loader.dataset)  # type: ignore[arg-type]
         samples = SeededSamples(loader.dataset, loader.collate_fn)
-        ((self._sample_index, batch),) = fetch_apart(loader, samples, [torch.stack([positions, positions])])
+        batches = [torch.stack([positions, positions])]
+        ((self._sample_index, batch),) = fetch(loader, samples, batches, min(1, loader.num_workers))
         return batch
 
     def training_facts(self) -> str:
@@ -312,10 +313,8 @@ class OrderedData(L.LightningDataModule):
 
     def _rank_loader(self, loader: DataLoader[Any], batches: TrainingBatches | EvaluationBatches) -> RankLoader:
         device = self.trainer.strategy.root_device  # the module may not be there yet, if it counts its steps in `setup`
-        return RankLoader(loader, batches, self.run_seed, device, self._set_sample_index, self._is_divided)
-
-    def _set_sample_index(self, positions: Tensor) -> None:
-        self._sample_index = positions
+        on_batch = partial(setattr, self, "_sample_index")
+        return RankLoader(loader, batches, self.run_seed, device, on_batch, self._is_divided)
 
     def _evaluation_loaders(self, name: str) -> Any:
         batches = [(loader, self._evaluation_batches(name, loader)) for loader in self._loaders[name]]

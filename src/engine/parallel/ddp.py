@@ -27,10 +27,12 @@ def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.f
     """Run the PowerSGD hook, and wait for it on a CPU.
 
     gloo continues a hook on its own threads. On some ranks its later reductions could then overtake those of other
-    buckets.
+    buckets. The hook seeds all generators and restores that of the CPU only.
     """
-    future = powerSGD_hook(state, bucket)
-    if not bucket.buffer().is_cuda:
+    buffer = bucket.buffer()
+    with torch.random.fork_rng(devices=[buffer.device] if buffer.is_cuda else []):
+        future = powerSGD_hook(state, bucket)
+    if not buffer.is_cuda:
         future.wait()
     return future
 
