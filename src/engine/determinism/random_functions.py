@@ -27,7 +27,9 @@ from src.engine.utils.errors import UserError
 
 _ATTENTION, _MULTI_HEAD_ATTENTION = F.scaled_dot_product_attention, F.multi_head_attention_forward
 _BERNOULLI = Tensor.bernoulli_
-_OTHERS = "a random function such as torch.randn_like, F.rrelu or the dropout of nn.LSTM"
+_OTHERS = (
+    "a random function such as torch.randn_like, F.rrelu, the dropout of nn.LSTM or F.dropout in a compiled network"
+)
 
 
 class SampleRandom:
@@ -68,10 +70,9 @@ class SampleRandom:
         """Let all functions draw as in torch."""
         self.make_keys, self.is_divided = None, False
 
-    @torch.compiler.disable
     def has_row_per_sample(self, values: Tensor, name: str) -> bool:
-        """Return whether a function draws for the rows of a tensor."""
-        if self.make_keys is None:
+        """Return whether a function draws for the rows of a tensor. In a compiled network torch's own function draws."""
+        if self.make_keys is None or torch.compiler.is_compiling():
             return False
         if values.ndim and len(values) == len(self.keys):
             return True
@@ -79,7 +80,6 @@ class SampleRandom:
             raise self.refusal(f"{name} on a tensor of shape {list(values.shape)}")
         return False
 
-    @torch.compiler.disable
     def keep_mask(self, shape: torch.Size, rate: float) -> Tensor:
         """Return the bool mask of the elements to keep, with a row for each sample."""
         self.check()
@@ -157,7 +157,7 @@ def _attention(
 def _multi_head_attention(query: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Drop attention weights, of which those of a sample's heads are consecutive rows."""
     has_dropout = kwargs.get("training", True) and kwargs.get("dropout_p", *args[9:10])
-    if not (has_dropout and kwargs.get("need_weights", True) and query.ndim == 3):
+    if torch.compiler.is_compiling() or not (has_dropout and kwargs.get("need_weights", True) and query.ndim == 3):
         return _MULTI_HEAD_ATTENTION(query, *args, **kwargs)
 
     def dropout(weights: Tensor, p: float) -> Tensor:  # (samples * heads, targets, sources)
