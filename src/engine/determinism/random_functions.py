@@ -27,9 +27,7 @@ from src.engine.utils.errors import UserError
 
 _ATTENTION, _MULTI_HEAD_ATTENTION = F.scaled_dot_product_attention, F.multi_head_attention_forward
 _BERNOULLI = Tensor.bernoulli_
-_OTHERS = (
-    "a random function such as torch.randn_like, F.rrelu, the dropout of nn.LSTM or F.dropout in a compiled network"
-)
+_OTHERS = "a function such as torch.randn_like, F.rrelu, the dropout of nn.LSTM or F.dropout in a compiled network"
 
 
 class SampleRandom:
@@ -71,7 +69,7 @@ class SampleRandom:
         self.make_keys, self.is_divided = None, False
 
     def has_row_per_sample(self, values: Tensor, name: str) -> bool:
-        """Return whether a function draws for the rows of a tensor. In a compiled network torch's own function draws."""
+        """Return whether a function draws for the rows of a tensor; in a compiled network torch's own draws."""
         if self.make_keys is None or torch.compiler.is_compiling():
             return False
         if values.ndim and len(values) == len(self.keys):

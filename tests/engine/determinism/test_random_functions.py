@@ -100,7 +100,7 @@ def test_drops_as_often_as_torch(rate: float) -> None:
         (lambda x: LSTM(x)[0], "draws numbers that would depend"),
         (
             torch.compile(lambda x: F.dropout(x.sin(), 0.3), backend="aot_eager"),
-            "F.dropout in a compiled network draws",
+            "in a compiled network draws",
         ),
     ],
     ids=["flattened", "tokens first", "permutation", "before dropout", "lstm", "compiled"],
