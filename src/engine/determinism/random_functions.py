@@ -165,7 +165,7 @@ def _multi_head_attention(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         return _MULTI_HEAD_ATTENTION(query, *args, **kwargs)
 
 
-_FUNCTIONS: dict[tuple[Any, str], Callable[..., Any]] = {
+_FUNCTIONS: dict[tuple[Any, str], Any] = {
     **{(F, name): _dropout_of(name) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")},
     (F, "scaled_dot_product_attention"): _attention,
     (F, "multi_head_attention_forward"): _multi_head_attention,
@@ -177,6 +177,13 @@ def intercept() -> None:
     """Put the functions in the place of torch's, which they call outside of a batch."""
     for (owner, name), function in _FUNCTIONS.items():
         setattr(owner, name, function)
+
+
+def release() -> None:
+    """Put torch's functions back."""
+    sample_random.end()
+    for (owner, name), function in _FUNCTIONS.items():
+        setattr(owner, name, function.__wrapped__)
 
 
 class RandomNumbers(L.Callback):
@@ -228,8 +235,11 @@ class RandomNumbers(L.Callback):
     def on_test_batch_end(self, *_: Any) -> None:
         self.on_validation_batch_end()
 
+    def teardown(self, *_: Any) -> None:
+        release()
+
     def on_exception(self, *_: Any) -> None:
-        sample_random.end()
+        release()
 
     def _begin_batch(self, trainer: L.Trainer, number: int) -> None:
         data: Any = trainer.datamodule

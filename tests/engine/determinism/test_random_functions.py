@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from src.engine.determinism.hashing import hash_ints
-from src.engine.determinism.random_functions import intercept, sample_random
+from src.engine.determinism.random_functions import intercept, release, sample_random
 from src.engine.utils.errors import UserError
 
 SAMPLES = 12
@@ -117,6 +117,8 @@ def test_outside_of_a_batch_functions_are_those_of_torch() -> None:
     dropped = F.dropout(TOKENS, 0.3)
     torch.manual_seed(0)
     assert torch.equal(dropped, torch.dropout(TOKENS, 0.3, True))
+    release()
+    assert not hasattr(F.dropout, "__wrapped__")
 
 
 def test_a_block_that_is_computed_again_has_the_same_numbers() -> None:
