@@ -235,7 +235,7 @@ class RandomNumbers(L.Callback):
     def on_test_batch_end(self, *_: Any) -> None:
         self.on_validation_batch_end()
 
-    def teardown(self, *_: Any) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         release()
 
     def on_exception(self, *_: Any) -> None:
