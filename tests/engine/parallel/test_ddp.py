@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from src.engine.parallel import ddp
 from src.engine.parallel.ddp import DDP
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
