@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from src.engine.determinism.recomputation import remember
 from src.engine.utils.compilation import device_constant
 
 _ODD_MULTIPLIER = 0x2545F4914F6CDD1D
@@ -21,6 +20,8 @@ _GOLDEN, _MIX1, _MIX2 = -0x61C88647, 0x7FEB352D, -0x7B935975
 
 class SampleDropout(nn.Dropout):
     """`nn.Dropout` whose mask is a hash of the samples' keys; without a key for each row it is torch's function.
+
+    Unlike a function in place of `F.dropout`, it can be a part of a compiled network.
 
     Attributes:
         keys: (n,) int64, one for each sample of the batch, or None.
@@ -33,49 +34,34 @@ class SampleDropout(nn.Dropout):
     salt: int = 0
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self._uses_keys(input):
+        has_rows = self.sample_hash is not None and len(input) == len(self.sample_hash)
+        if not (self.training and 0 < self.p < 1 and has_rows):
             return super().forward(input)
-        sample_hash = remember(lambda: self.sample_hash)
-        assert sample_hash is not None
-        return input * _keep_mask(sample_hash, input, self.p) / (1 - self.p)
-
-    def _uses_keys(self, input: Tensor) -> bool:
-        return self.keys is not None and self.training and 0 < self.p < 1 and len(input) == len(self.keys)
+        assert self.sample_hash is not None
+        return input * keep_mask(self.sample_hash, input.shape, self.p) / (1 - self.p)
 
 
 class DropPath(SampleDropout):
     """Drops the residual branch of a random subset of the samples: stochastic depth.
 
     Huang et al., "Deep networks with stochastic depth" (2016).
-
-    Attributes:
-        factor: (n,) float32 in every precision, zero for the samples that are dropped and 1 / (1 - p) for the others.
     """
-
-    factor: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return input
-        shape = (len(input), *[1] * (input.ndim - 1))
-        if not self._uses_keys(input):
-            return input * super().forward(input.new_ones(shape))
-        factor = remember(lambda: self.factor)
-        assert factor is not None
-        return input * factor.to(input.dtype).view(shape)
+        return input * super().forward(input.new_ones(len(input), *[1] * (input.ndim - 1)))
 
 
-def drop_elements(keys: Tensor, salt: int, input: Tensor, p: float, inplace: bool = False) -> Tensor:
-    """Drop elements of an (n, ...) input with probability p < 1; (n,) keys and the number of the call decide which."""
-    sample_hash = (((keys ^ salt) * _ODD_MULTIPLIER) >> 32).int()
-    mask = _keep_mask(sample_hash, input, p)
-    return input.mul_(mask).div_(1 - p) if inplace else input * mask / (1 - p)
+def hash_samples(keys: Tensor, salt: int | Tensor) -> Tensor:
+    """Return int32 hashes of the (n,) keys of samples and of the salt of a layer or a call, or (layers, 1) salts."""
+    return (((keys ^ salt) * _ODD_MULTIPLIER) >> 32).int()
 
 
-def _keep_mask(sample_hash: Tensor, input: Tensor, p: float) -> Tensor:
-    """Return the bool mask of the elements of an (n, ...) input to keep, from (n,) hashes."""
-    element_hash = _element_hash(input[0].numel(), sample_hash.device)
-    return (_mix(sample_hash[:, None] ^ element_hash) >= _threshold(p)).view(input.shape)
+def keep_mask(sample_hash: Tensor, shape: torch.Size, rate: float) -> Tensor:
+    """Return the bool mask of the elements of an (n, ...) tensor to keep, from (n,) hashes."""
+    bits = sample_hash[:, None] ^ _element_hash(shape[1:].numel(), sample_hash.device)
+    return (_mix(bits) >= int((rate - 0.5) * 2**32)).view(shape)
 
 
 def _mix(bits: Tensor) -> Tensor:
@@ -86,19 +72,14 @@ def _mix(bits: Tensor) -> Tensor:
     return bits
 
 
-def _threshold(rate: float) -> int:
-    """Return the least int32 hash of the elements to keep."""
-    return int((rate - 0.5) * 2**32)
-
-
 @device_constant
 def _element_hash(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device) * _GOLDEN
 
 
 @device_constant
-def _column(values: tuple[int | float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)[:, None]
+def _salts(salts: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(salts, device=device)[:, None]
 
 
 def use_sample_dropout(net: nn.Module) -> None:
@@ -117,19 +98,7 @@ def dropouts(net: nn.Module) -> list[SampleDropout]:
 
 
 def set_keys(layers: Sequence[SampleDropout], keys: Tensor) -> None:
-    """Set the (n,) int64 keys of the samples in the next forward pass.
-
-    What layers compute from the keys alone is computed for all of them at once: a GPU is busy with the launches.
-    """
-    paths = [layer for layer in layers if isinstance(layer, DropPath)]
-    layers = [*paths, *(layer for layer in layers if not isinstance(layer, DropPath))]
-    salts = _column(tuple(layer.salt for layer in layers), torch.int64, keys.device)
-    hashes = (((keys ^ salts) * _ODD_MULTIPLIER) >> 32).int()
+    """Set the (n,) int64 keys of the samples in the next forward pass."""
+    hashes = hash_samples(keys, _salts(tuple(layer.salt for layer in layers), keys.device))
     for layer, sample_hash in zip(layers, hashes, strict=True):
         layer.keys, layer.sample_hash = keys, sample_hash
-    if paths:
-        rates = tuple(path.p for path in paths)
-        kept = _mix(hashes[: len(paths)].clone()) >= _column(tuple(map(_threshold, rates)), torch.int64, keys.device)
-        factors = kept / _column(tuple(1 - rate for rate in rates), torch.float32, keys.device)
-        for path, factor in zip(paths, factors, strict=True):
-            path.factor = factor

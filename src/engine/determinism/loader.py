@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from src.engine.determinism.hashing import hash_ints, permutation
 from src.engine.determinism.sampler import Batches, TrainingBatches
 from src.engine.determinism.samples import (
-    CollateProbe,
     SeededSamples,
     are_equal,
     makes_batches,
@@ -28,8 +28,8 @@ from src.engine.utils.errors import UserError
 _log = logging.getLogger(__name__)
 EVALUATION = -1  # in place of an epoch
 _PROBED = 8  # samples
-# What the loader of a rank takes over from the user's; `dataset`, `batch_size`, `sampler` and `collate_fn` aside.
-_OPTIONS = ("num_workers", "timeout", "in_order", "prefetch_factor", "persistent_workers")
+# What the loader of a rank takes over from the user's; what makes batches and starts workers aside.
+_OPTIONS = ("timeout", "in_order", "prefetch_factor", "persistent_workers")
 
 
 class RankLoader:
@@ -47,6 +47,7 @@ class RankLoader:
         seed: the seed of the run.
         device: the device of the rank.
         on_batch: gets the (n,) positions of each batch before it is yielded, unless the dataset has `batches`.
+        is_divided: whether a global batch has other batches too.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class RankLoader:
         seed: int,
         device: torch.device,
         on_batch: Callable[[Tensor], None],
+        is_divided: bool = False,
     ) -> None:
         self.dataset: Any = loader.dataset
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
@@ -63,17 +65,10 @@ class RankLoader:
         is_batched = makes_batches(self.dataset)
         is_there = is_batched and self.dataset.move_to(device) and not loader.num_workers
         self._device = device if is_there else None
+        samples = SeededSamples(self.dataset, loader.collate_fn, is_divided)
+        keyed = _KeyedBatches(batches, seed, keep_padding=is_batched)
         options = {name: getattr(loader, name) for name in _OPTIONS}
-        self._loader = DataLoader(
-            SeededSamples(self.dataset, loader.collate_fn),
-            batch_sampler=_KeyedBatches(batches, seed, keep_padding=is_batched),  # type: ignore[arg-type]
-            collate_fn=_as_is,
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # a number for workers, which would come from the global generator
-            worker_init_fn=_WorkerInit(loader.worker_init_fn),
-            multiprocessing_context=_worker_context(loader),
-            **options,
-        )
+        self._loader = fetch(loader, samples, keyed, loader.num_workers, pin_memory=device.type == "cuda", **options)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -118,34 +113,30 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
-def fetch_apart(loader: DataLoader[Any], samples: SeededSamples, batches: list[Tensor]) -> Iterator[Any]:
-    """Yield batches of (2, n) positions and keys as a worker fetches them, if the user's loader has workers.
+def fetch(
+    loader: DataLoader[Any], samples: SeededSamples, batches: Iterable[Tensor], workers: int, **options: Any
+) -> DataLoader[Any]:
+    """Return a loader of batches of (2, n) positions and keys, whose workers start like those of the user's loader.
 
-    Without one, this process would open files that workers then share with each other.
+    Samples that are fetched apart from training need a worker, if training has some: this process would open files that
+    workers then share with each other.
     """
-    yield from DataLoader(
+    # A rank is spawned, and so would be its workers: each would import torch again.
+    context = loader.multiprocessing_context or ("fork" if workers and sys.platform == "linux" else None)
+    return DataLoader(
         samples,
         batch_sampler=batches,  # type: ignore[arg-type]
         collate_fn=_as_is,
-        num_workers=min(1, loader.num_workers),
-        worker_init_fn=_WorkerInit(loader.worker_init_fn),
-        multiprocessing_context=_worker_context(loader),
-        generator=torch.Generator(),
+        num_workers=workers,
+        worker_init_fn=partial(_init_worker, loader.worker_init_fn),
+        multiprocessing_context=context,
+        generator=torch.Generator(),  # a number for workers, which would come from the global generator
+        **options,
     )
 
 
-def _worker_context(loader: DataLoader[Any]) -> Any:
-    """Return how workers start. A rank is spawned, and so would be they: each would import torch again."""
-    is_forked = loader.num_workers and sys.platform == "linux"
-    return loader.multiprocessing_context or ("fork" if is_forked else None)
-
-
-def warn_unless_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
-    """Warn of random numbers that the keys do not determine: of a generator that the dataset owns, or of a batch.
-
-    Raises:
-        UserError: if the order of the sampler is another one each time.
-    """
+def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
+    """Refuse a sampler, and warn of a dataset, with random numbers that the keys do not determine."""
     if not torch.equal(epoch_order(loader.sampler, seed, 0), epoch_order(loader.sampler, seed, 0)):
         raise UserError(
             f"{method}: {type(loader.sampler).__name__} has a random generator of its own, so each process would have "
@@ -154,21 +145,15 @@ def warn_unless_repeatable(loader: DataLoader[Any], seed: int, method: str) -> N
     if makes_batches(loader.dataset):
         return
     positions = torch.arange(min(_PROBED, len(loader.dataset)))  # type: ignore[arg-type]
-    keys = [hash_ints(seed, number, positions) for number in (0, 1, 0)]
-    samples, batches = CollateProbe(loader.dataset, loader.collate_fn), [torch.stack([positions, key]) for key in keys]
-    (_, (draws, first)), _, (_, (_, again)) = fetch_apart(loader, samples, batches)
+    batch = torch.stack([positions, hash_ints(seed, 0, positions)])
+    samples = SeededSamples(loader.dataset, loader.collate_fn)
+    (_, first), (_, again) = fetch(loader, samples, [batch, batch], min(1, loader.num_workers))
     if not are_equal(first, again):
         _log.warning(
             "%s: a sample fetched twice differs, although torch, NumPy and Python are seeded alike. %s has a random "
             "generator or a state of its own, so the curve depends on the number of processes and on restarts: draw "
             "from the global generators instead",
             *(method, type(loader.dataset).__name__),
-        )
-    if draws:
-        _log.warning(
-            "%s: collate_fn draws random numbers for the samples of one process, so the curve depends on the number of "
-            "processes: draw them in the dataset, for each sample",
-            method,
         )
 
 
@@ -186,9 +171,6 @@ def check_loader(loader: Any, method: str) -> None:
             f"{method}: {type(loader.dataset).__name__} is an IterableDataset, whose samples cannot be divided among "
             "processes nor found again after a restart: give a dataset with __getitem__ and __len__"
         )
-    for part in (loader.dataset, loader.sampler):
-        if not hasattr(part, "__len__"):
-            raise UserError(f"{method}: {type(part).__name__} has no __len__: add it, the number of its samples")
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise UserError(f"{method}: {type(loader).__name__} has an __iter__ of its own: return a torch DataLoader")
     if loader.batch_size is None:
@@ -218,18 +200,13 @@ def epoch_order(sampler: Any, seed: int, epoch: int) -> Tensor:
         return torch.tensor(list(sampler), dtype=torch.int64)
 
 
-class _WorkerInit:
-    """Lets a worker outlive stop requests, then calls the user's function."""
-
-    def __init__(self, function: Callable[[int], Any] | None) -> None:
-        self.function = function
-
-    def __call__(self, worker: int) -> None:
-        outlive_stop_requests()
-        info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's, which the function may change
-        if self.function:
-            self.function(worker)
+def _init_worker(function: Callable[[int], Any] | None, worker: int) -> None:
+    """Let a worker outlive stop requests, then call the user's function."""
+    outlive_stop_requests()
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's, which the function may change
+    if function:
+        function(worker)
 
 
 def outlive_stop_requests() -> None:

@@ -1,7 +1,6 @@
 """The data of a run: the engine owns the order of the samples, and a plain LightningDataModule owns the samples."""
 
 import hashlib
-import logging
 from functools import partial
 from typing import Any, cast
 
@@ -17,20 +16,18 @@ from torch.utils.data import DataLoader
 from src.engine.determinism.batch import Batch, as_pair, constant_weights
 from src.engine.determinism.hashing import hash_ints
 from src.engine.determinism.layout import BatchLayout, DataParallelInfo, data_parallel_info
-from src.engine.determinism.limits import apply_limit, total_steps
 from src.engine.determinism.loader import (
     EVALUATION,
     RankLoader,
     check_loader,
+    check_repeatable,
     epoch_order,
-    fetch_apart,
-    warn_unless_repeatable,
+    fetch,
 )
-from src.engine.determinism.sampler import EvaluationBatches, TrainingBatches
-from src.engine.determinism.samples import SeededSamples, generator_states, makes_batches, seed_generators
+from src.engine.determinism.sampler import EvaluationBatches, TrainingBatches, apply_limit, total_steps
+from src.engine.determinism.samples import SeededSamples, makes_batches, refuse_draws, seed_generators
 from src.engine.utils.errors import UserError
 
-_log = logging.getLogger(__name__)
 _LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 _SETUP = -2  # in place of an epoch
 
@@ -69,7 +66,6 @@ class OrderedData(L.LightningDataModule):
         self.prepare_data_per_node = plain.prepare_data_per_node
         self._start = (0, 0)  # the epoch in which training starts, and the number of its samples already trained
         self._training: TrainingBatches | None = None
-        self._has_checked_hooks = False
         self._loaders: dict[str, list[DataLoader[Any]]] = {}  # of each stage, as the DataModule made them
         self._sample_index = torch.empty(0, dtype=torch.int64)
 
@@ -171,7 +167,8 @@ class OrderedData(L.LightningDataModule):
             self._sample_index = batch.sample_index
             batch = self._hook("on_after_batch_transfer")(batch, dataloader_idx)
         else:
-            batch = self._checked_hook(batch, dataloader_idx)
+            with refuse_draws("on_after_batch_transfer", self._is_divided, self._module.device.type):
+                batch = self._hook("on_after_batch_transfer")(batch, dataloader_idx)
         if not self._takes_batch:
             # A prediction keeps its padding, because all ranks gather as many predictions.
             return as_pair(batch, drop_padding=self.trainer.evaluating) if isinstance(batch, Batch) else batch
@@ -199,6 +196,10 @@ class OrderedData(L.LightningDataModule):
     def parallel(self) -> DataParallelInfo:
         """The strategy's division of batches among ranks and micro-batches."""
         return data_parallel_info(self.trainer)
+
+    @property
+    def _is_divided(self) -> bool:
+        return self.parallel.dp_size * self.accumulate > 1
 
     @property
     def global_batch_size(self) -> int:
@@ -240,7 +241,8 @@ class OrderedData(L.LightningDataModule):
         """Return a batch of `count` samples, as the loader makes it; they repeat if there are fewer."""
         loader, positions = self._any_loader, torch.arange(count) % len(self._any_loader.dataset)  # type: ignore[arg-type]
         samples = SeededSamples(loader.dataset, loader.collate_fn)
-        ((self._sample_index, batch),) = fetch_apart(loader, samples, [torch.stack([positions, positions])])
+        batches = [torch.stack([positions, positions])]
+        ((self._sample_index, batch),) = fetch(loader, samples, batches, min(1, loader.num_workers))
         return batch
 
     def training_facts(self) -> str:
@@ -294,7 +296,7 @@ class OrderedData(L.LightningDataModule):
             )
         if not self.steps_per_epoch:
             raise UserError("trainer.limit_train_batches=0 trains nothing: set fit=false instead")
-        warn_unless_repeatable(loader, self.run_seed, f"{type(self.plain).__name__}.train_dataloader")
+        check_repeatable(loader, self.run_seed, f"{type(self.plain).__name__}.train_dataloader")
 
     def _check_evaluation(self, stage: str) -> None:
         """Check that each rank has a sample in each batch, unless padding has a weight of zero; and can be gathered."""
@@ -311,10 +313,8 @@ class OrderedData(L.LightningDataModule):
 
     def _rank_loader(self, loader: DataLoader[Any], batches: TrainingBatches | EvaluationBatches) -> RankLoader:
         device = self.trainer.strategy.root_device  # the module may not be there yet, if it counts its steps in `setup`
-        return RankLoader(loader, batches, self.run_seed, device, self._set_sample_index)
-
-    def _set_sample_index(self, positions: Tensor) -> None:
-        self._sample_index = positions
+        on_batch = partial(setattr, self, "_sample_index")
+        return RankLoader(loader, batches, self.run_seed, device, on_batch, self._is_divided)
 
     def _evaluation_loaders(self, name: str) -> Any:
         batches = [(loader, self._evaluation_batches(name, loader)) for loader in self._loaders[name]]
@@ -341,21 +341,6 @@ class OrderedData(L.LightningDataModule):
         if not self.trainer.training:
             return weight.to(self._module.dtype)
         return constant_weights(len(weight), 1 / self.layout.mean_samples_per_batch, self._module.dtype, weight.device)
-
-    def _checked_hook(self, batch: Any, dataloader_idx: int) -> Any:
-        """Call the user's hook; warn once if it draws random numbers."""
-        hook, device_type = self._hook("on_after_batch_transfer"), self._module.device.type
-        if self._has_checked_hooks or not self.trainer.training:
-            return hook(batch, dataloader_idx)
-        self._has_checked_hooks = True
-        before = generator_states(device_type)
-        batch = hook(batch, dataloader_idx)
-        if generator_states(device_type) != before:
-            _log.warning(
-                "on_after_batch_transfer draws random numbers for the samples of one process, so the curve depends on "
-                "the number of processes: draw them in the dataset, for each sample"
-            )
-        return batch
 
     def _hook(self, name: str) -> Any:
         """Return the DataModule's own hook, or else the module's, as Lightning would choose."""

@@ -73,15 +73,7 @@ def _passes(block: nn.Module) -> tuple["_Pass", "_Pass"]:
 
 def remember(compute: Callable[[], _T]) -> _T:
     """Return the value of `compute`, or in the recomputation of a block the value that it had in the first pass."""
-    return _remember(compute)
-
-
-def _call(compute: Callable[[], _T]) -> _T:
-    return compute()
-
-
-# The function of the current pass. A backward pass may run in another thread, but never at the same time.
-_remember: Callable[[Callable[[], Any]], Any] = _call
+    return compute() if _current is None else _current.remember(compute)
 
 
 class _Pass:
@@ -98,27 +90,30 @@ class _Pass:
         self.buffers: list[Tensor] = []
 
     def __enter__(self) -> None:
+        self._become_current(self)
         self.buffers = [buffer.clone() for buffer in self.block.buffers()]
-        if self.first is None:
-            _set_remember(self._append)
-        else:
-            values = iter(self.first.values)
+        if self.first is not None:
+            self.values = list(self.first.values)
             _restore_buffers(self.block, self.first.buffers)
-            _set_remember(lambda compute: next(values))
 
     def __exit__(self, *_: object) -> None:
-        _set_remember(_call)
+        self._become_current(None)
         if self.first is not None:
             _restore_buffers(self.block, self.buffers)
 
-    def _append(self, compute: Callable[[], Any]) -> Any:
+    def remember(self, compute: Callable[[], Any]) -> Any:
+        if self.first is not None:
+            return self.values.pop(0)
         self.values.append(compute())
         return self.values[-1]
 
+    @staticmethod
+    def _become_current(current: Optional["_Pass"]) -> None:
+        global _current
+        _current = current
 
-def _set_remember(function: Callable[[Callable[[], Any]], Any]) -> None:
-    global _remember
-    _remember = function
+
+_current: _Pass | None = None  # a backward pass may run in another thread, but never at the same time
 
 
 def _restore_buffers(block: nn.Module, values: list[Tensor]) -> None:

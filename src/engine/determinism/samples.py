@@ -1,8 +1,8 @@
 """A map-style dataset of anybody's, whose random transforms are the same on any hardware and after a restart."""
 
 import random
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,15 @@ class SeededSamples(Dataset[Any]):
 
     The global generators of torch, NumPy and Python are seeded with each sample's key before it is fetched, and with
     that of the first sample before they are collated. Workers have no state: the key comes with the position.
+
+    Args:
+        dataset: the samples.
+        collate: makes a batch of samples.
+        is_divided: whether the global batch has other batches too, so that `collate` must not draw random numbers.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.collate = dataset, collate
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], is_divided: bool = False) -> None:
+        self.dataset, self.collate, self.is_divided = dataset, collate, is_divided
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -39,7 +44,8 @@ class SeededSamples(Dataset[Any]):
                 seed_generators(key)
                 items.append(self._fetch(position))
             seed_generators(int(keys[0]))
-            return positions, self._collate(items)
+            with refuse_draws("collate_fn", self.is_divided):
+                return positions, self.collate(items)
 
     def _fetch(self, position: int) -> Any:
         try:
@@ -51,9 +57,6 @@ class SeededSamples(Dataset[Any]):
                     dataset, position = dataset.dataset, dataset.indices[position]
                 error.add_note(f"This is sample {position} of {type(dataset).__name__}.")
             raise
-
-    def _collate(self, items: list[Any]) -> Any:
-        return self.collate(items)
 
 
 def seed_generators(key: int, device_type: str = "cpu") -> None:
@@ -77,13 +80,16 @@ def makes_batches(dataset: Any) -> bool:
     return hasattr(dataset, "batches") and hasattr(dataset, "move_to")
 
 
-class CollateProbe(SeededSamples):
-    """Fetches batches whose first part tells whether `collate` has drawn random numbers."""
-
-    def _collate(self, items: list[Any]) -> Any:
-        before = generator_states()
-        batch = self.collate(items)
-        return generator_states() != before, batch
+@contextmanager
+def refuse_draws(name: str, is_divided: bool, device_type: str = "cpu") -> Iterator[None]:
+    """Raise a UserError if a function draws random numbers for a batch that is a part of the global batch."""
+    before = generator_states(device_type) if is_divided else []
+    yield
+    if is_divided and generator_states(device_type) != before:
+        raise UserError(
+            f"{name} draws random numbers for the samples of one process, so the curve would depend on the number of "
+            "processes: draw them in the dataset, for each sample, or train on one device without accumulation"
+        )
 
 
 def are_equal(a: Any, b: Any) -> bool:

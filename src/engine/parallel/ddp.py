@@ -26,14 +26,13 @@ from src.engine.utils.errors import UserError, check_choice
 def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Run the PowerSGD hook, and wait for it on a CPU.
 
-    The hook draws the same numbers on every rank, which `SampleRandom` would take for those of samples.
-
     gloo continues a hook on its own threads. On some ranks its later reductions could then overtake those of other
-    buckets.
+    buckets. The hook seeds all generators and restores that of the CPU only.
     """
-    with torch._C.DisableTorchFunction():
+    buffer = bucket.buffer()
+    with torch.random.fork_rng(devices=[buffer.device] if buffer.is_cuda else []):
         future = powerSGD_hook(state, bucket)
-    if not bucket.buffer().is_cuda:
+    if not buffer.is_cuda:
         future.wait()
     return future
 

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 
-from src.engine.determinism.limits import validation_interval
+from src.engine.determinism.sampler import validation_interval
 from src.engine.utils.errors import UserError
 from src.engine.utils.steps import is_log_point
 from src.engine.utils.tensors import to_local

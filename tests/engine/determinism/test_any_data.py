@@ -137,11 +137,6 @@ def test_weighted_sampler_is_the_same(short: list[str], pool: Pool, folder: Path
     check_equal(fit_ranks(compose(folder, *words, "strategy=ddp", "trainer.devices=2"), pool, test=True), alone)
 
 
-class Unsized(Dataset[Any]):
-    def __getitem__(self, index: int) -> Any:
-        return torch.zeros(6), torch.zeros(2)
-
-
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         yield from range(64)
@@ -163,11 +158,6 @@ class OwnGenerator(NoisyPoints):
         return self.points[index] + torch.randn(6, generator=self.generator), torch.zeros(2)
 
 
-def collate_with_noise(samples: list[Any]) -> Any:
-    inputs, targets = torch.utils.data.default_collate(samples)
-    return inputs + torch.randn_like(inputs), targets
-
-
 def set_up(made: Any, folder: Path) -> OrderedData:
     """Set a DataModule up that returns `made` for training."""
     plain = RegressionData()
@@ -185,7 +175,6 @@ POINTS: Dataset[Any] = NoisyPoints()
     ("made", "message"),
     [
         (DataLoader(Stream(), 16), "Stream is an IterableDataset"),
-        (DataLoader(Unsized(), 16), "Unsized has no __len__: add it"),
         (DataLoader(POINTS, batch_sampler=[[0, 1], [2, 3]]), "has a batch_sampler of its own"),
         (DataLoader(POINTS, batch_size=None), "or batch_size=None: give batch_size, the samples of an optimizer step"),
         (DataLoader(POINTS, 16, sampler=DistributedSampler(POINTS, 2, 0)), "has a DistributedSampler: leave it out"),
@@ -200,21 +189,14 @@ def test_refuses_what_has_an_order_of_its_own(made: Any, message: str, folder: P
         set_up(made, folder)
 
 
-@pytest.mark.parametrize(
-    ("loader", "message"),
-    [
-        (DataLoader(OwnGenerator(), 16), "OwnGenerator has a random generator or a state of its own"),
-        (DataLoader(POINTS, 16, collate_fn=collate_with_noise), "collate_fn draws random numbers"),
-        (DataLoader(POINTS, 16), None),
-    ],
-)
-def test_warns_of_random_numbers_that_it_cannot_repeat(
-    loader: Any, message: str | None, folder: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("dataset", "warns"), [(OwnGenerator(), True), (POINTS, False)])
+def test_warns_of_a_generator_that_it_cannot_seed(
+    dataset: Any, warns: bool, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING", "src")
-    set_up(loader, folder)
+    set_up(DataLoader(dataset, 16), folder)
     found = [text for name, _, text in caplog.record_tuples if name.startswith("src.")]
-    assert [message in text for text in found] == [True] if message else not found
+    assert ["OwnGenerator has a random generator or a state of its own" in text for text in found] == [True] * warns
 
 
 def test_shows_the_error_of_a_property(folder: Path) -> None:
@@ -319,15 +301,34 @@ class AugmentsOnDevice(RegressionData):
         return batch[0] + torch.randn_like(batch[0]), batch[1]
 
 
+def collate_with_noise(samples: list[Any]) -> Any:
+    inputs, targets = torch.utils.data.default_collate(samples)
+    return inputs + torch.randn_like(inputs), targets
+
+
+class AugmentsInCollate(RegressionData):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.train, self.batch_size_per_device, collate_fn=collate_with_noise, **self.options)
+
+
 def test_a_stage_without_a_loader_is_refused(short: list[str], folder: Path) -> None:
     words = [*short, *PROJECTS["regression"], f"data._target_={__name__}.NoTest", "fit=false"]
     with pytest.raises(UserError, match=r"NoTest has no test_dataloader: add it, or leave this stage out"):
         run(compose(folder, *words))
 
 
-def test_warns_of_random_numbers_for_a_batch(short: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit(compose(folder, *short, *PROJECTS["regression"], f"data._target_={__name__}.AugmentsOnDevice"))
-    assert [message for message in caplog.messages if "on_after_batch_transfer draws random numbers" in message]
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("AugmentsOnDevice", "on_after_batch_transfer"), ("AugmentsInCollate", "collate_fn")],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_refuses_random_numbers_for_a_part_of_the_batch(
+    name: str, function: str, workers: int, short: list[str], folder: Path
+) -> None:
+    words = [*short, *PROJECTS["regression"], f"data._target_={__name__}.{name}", f"+data.num_workers={workers}"]
+    assert fit(compose(folder / "alone", *words)).losses
+    with pytest.raises(UserError, match=f"^{function} draws random numbers for the samples of one process"):
+        fit(compose(folder, *words, "trainer.accumulate_grad_batches=4"))
 
 
 class Unreadable(RegressionData):

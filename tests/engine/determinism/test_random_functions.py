@@ -1,7 +1,6 @@
 """Random functions give a sample the same numbers in any part of the batch, or are refused."""
 
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from src.engine.determinism.hashing import hash_ints
-from src.engine.determinism.random_functions import RandomNumbers, sample_random
+from src.engine.determinism.random_functions import intercept, release, sample_random
 from src.engine.utils.errors import UserError
 
 SAMPLES = 12
@@ -22,19 +21,18 @@ ENCODER = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True).do
 LSTM = nn.LSTM(8, 8, 2, dropout=0.3, batch_first=True).double()
 
 
-@pytest.fixture(autouse=True)
-def _generators() -> Iterator[None]:
-    with torch.random.fork_rng():
-        yield
-
-
 def draw(function: Callable[[Tensor], Tensor], values: Tensor, rows: Tensor) -> Tensor:
-    """Call a function on some samples, in the mode."""
-    sample_random.begin(lambda: hash_ints(0, 0, rows), torch.device("cpu"))
-    sample_random.is_divided, sample_random.checks_all = len(rows) < SAMPLES, True
-    torch.manual_seed(0)
-    with sample_random.active():
-        return function(values[rows]).detach()
+    """Call a function on some samples, in a batch of a run."""
+    intercept()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        sample_random.begin(lambda: hash_ints(0, 0, rows), torch.device("cpu"), is_divided=len(rows) < SAMPLES)
+        try:
+            result = function(values[rows]).detach()
+            sample_random.check()
+        finally:
+            sample_random.end()
+    return result
 
 
 @pytest.mark.parametrize(
@@ -44,21 +42,12 @@ def draw(function: Callable[[Tensor], Tensor], values: Tensor, rows: Tensor) -> 
         (lambda x: F.dropout(x.clone(), 0.3, inplace=True), IMAGES),
         (lambda x: F.dropout(x, 1.0), IMAGES),
         (nn.Dropout2d(0.3), IMAGES),
-        (nn.RReLU(inplace=True), IMAGES),
-        (nn.AlphaDropout(0.3), IMAGES),
-        (nn.RReLU(), IMAGES),
         (lambda x: x * x.new_empty(len(x), 1, 1, 1).bernoulli_(0.6), IMAGES),
-        (lambda x: x + torch.randn_like(x), IMAGES),
-        (lambda x: torch.rand(len(x), 2), IMAGES),
-        (lambda x: torch.randint(0, 1000, (len(x),)), IMAGES),
-        (lambda x: torch.normal(0.0, 1.0, size=(len(x), 3)), IMAGES),
-        (lambda x: F.gumbel_softmax(x[:, :, 0, 0]), IMAGES),
         (lambda x: ATTENTION(x, x, x)[0], TOKENS),
         (lambda x: ATTENTION(x, x, x, need_weights=False)[0], TOKENS),
         (ENCODER, TOKENS),
     ],
-    ids="dropout in_place all dropout2d rrelu_in_place alpha rrelu drop_path noise size integers normal gumbel "
-    "weights sdpa encoder".split(),
+    ids="dropout in_place all dropout2d drop_path weights sdpa encoder".split(),
 )
 def test_a_sample_has_its_numbers_in_any_part_of_the_batch(
     function: Callable[[Tensor], Tensor], values: Tensor
@@ -66,29 +55,55 @@ def test_a_sample_has_its_numbers_in_any_part_of_the_batch(
     full = draw(function, values, torch.arange(SAMPLES))
     for rows in (torch.arange(start, SAMPLES, 3) for start in range(3)):
         assert torch.allclose(draw(function, values, rows), full[rows], rtol=1e-12)
+    assert not torch.allclose(full, values, rtol=1e-12)
 
 
-@pytest.mark.parametrize("function", [torch.randn_like, lambda x: x.clone().normal_(), nn.AlphaDropout(0.3)])
-def test_numbers_do_not_depend_on_the_memory_format(function: Callable[[Tensor], Tensor]) -> None:
-    every, channels_last = torch.arange(SAMPLES), IMAGES.to(memory_format=torch.channels_last)
-    assert torch.equal(draw(function, IMAGES, every), draw(function, channels_last, every))
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": torch.rand(5, 7) > 0.4}, {"scale": 0.3}])
+def test_attention_without_dropped_weights_is_that_of_torch(options: dict[str, Any]) -> None:
+    """Its queries have twice as many heads as its keys."""
+    key, value = (torch.randn(SAMPLES, 2, 7, size, dtype=torch.float64) for size in (6, 3))
+
+    def attend(query: Tensor, rate: float = 0.0) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=rate, enable_gqa=True, **options)
+
+    query = torch.randn(SAMPLES, 4, 5, 6, dtype=torch.float64)
+    assert torch.allclose(draw(lambda x: attend(x, 1e-12), query, torch.arange(SAMPLES)), attend(query))
 
 
-def test_numbers_without_rows_are_those_of_all() -> None:
-    full = draw(lambda x: x * torch.rand(()), IMAGES, torch.arange(SAMPLES))
-    assert torch.equal(draw(lambda x: x * torch.rand(()), IMAGES, torch.arange(4)), full[:4])
-    assert not torch.equal(full, draw(lambda x: x * torch.rand(()) * torch.rand(()), IMAGES, torch.arange(SAMPLES)))
+@pytest.mark.parametrize("rate", [0.1, 0.6])
+def test_drops_as_often_as_torch(rate: float) -> None:
+    """The mean of the outputs is that of the inputs, and calls have different masks."""
+    ones = torch.ones(SAMPLES, 4, 20, 20)
+    query, value = torch.zeros(SAMPLES, 4, 20, 20), torch.ones(SAMPLES, 4, 20, 1)
+    functions: list[Callable[[Tensor], Tensor]] = [
+        lambda x: F.dropout(x, rate),
+        lambda x: F.dropout2d(x.transpose(1, 2).flatten(2)[..., None], rate),
+        lambda x: x.bernoulli_(1 - rate) / (1 - rate),
+        lambda x: F.scaled_dot_product_attention(query, query, value, dropout_p=rate),
+    ]
+    for function in functions:
+        dropped = draw(function, ones, torch.arange(SAMPLES))
+        assert float(dropped.mean()) == pytest.approx(1, abs=0.15)
+        assert float(dropped.std()) > 0
+    twice = draw(lambda x: torch.stack([F.dropout(x, rate), F.dropout(x, rate)]), ones, torch.arange(SAMPLES))
+    one, other = ((twice > 0).double() - (1 - rate)) / (rate * (1 - rate)) ** 0.5
+    assert abs(float((one * other).mean())) < 5 / one.numel() ** 0.5
 
 
 @pytest.mark.parametrize(
     ("function", "name"),
     [
-        (lambda x: F.dropout(x.flatten(0, 1)), r"dropout with shape \[20, 8\]"),
-        (lambda x: F.dropout(x.transpose(0, 1)), r"dropout with shape \[5, 4, 8\]"),
-        (lambda x: x[torch.randperm(len(x))], "randperm"),
-        (lambda x: LSTM(x)[0], "lstm draws"),
+        (lambda x: F.dropout(x.flatten(0, 1)), r"F.dropout on a tensor of shape \[20, 8\]"),
+        (lambda x: F.dropout(x.transpose(0, 1)), r"F.dropout on a tensor of shape \[5, 4, 8\]"),
+        (lambda x: x[torch.randperm(len(x))], "draws numbers that would depend"),
+        (lambda x: F.dropout(x + torch.randn_like(x)), "draws numbers that would depend"),
+        (lambda x: LSTM(x)[0], "draws numbers that would depend"),
+        (
+            torch.compile(lambda x: F.dropout(x.sin(), 0.3), backend="aot_eager"),
+            "in a compiled network draws",
+        ),
     ],
-    ids=["flattened", "tokens first", "permutation", "lstm"],
+    ids=["flattened", "tokens first", "permutation", "before dropout", "lstm", "compiled"],
 )
 def test_refuses_numbers_that_depend_on_the_part(function: Callable[[Tensor], Tensor], name: str) -> None:
     draw(function, TOKENS, torch.arange(SAMPLES))
@@ -96,21 +111,14 @@ def test_refuses_numbers_that_depend_on_the_part(function: Callable[[Tensor], Te
         draw(function, TOKENS, torch.arange(0, SAMPLES, 3))
 
 
-def test_refuses_a_size_that_could_be_of_one_sample() -> None:
-    draw(lambda x: x * torch.rand(1), TOKENS, torch.arange(SAMPLES))
-    with pytest.raises(UserError, match="rand with shape"):
-        draw(lambda x: x * torch.rand(1), TOKENS, torch.arange(1))
-
-
-def test_refuses_a_step_that_draws_in_some_batches_only() -> None:
-    """The first batch tells whether the others need the mode."""
-    trainer: Any = SimpleNamespace(state=SimpleNamespace(stage="train"), lightning_module=nn.Linear(1, 1))
-    step = RandomNumbers(0)._in_mode(trainer, lambda draws: torch.rand(3) if draws else None)
-    sample_random.begin(lambda: torch.arange(3), torch.device("cpu"))
-    sample_random.is_divided = True
-    assert [step(False), step(False)] == [None, None]
-    with pytest.raises(UserError, match="in some batches of an epoch only"):
-        step(True)
+def test_outside_of_a_batch_functions_are_those_of_torch() -> None:
+    intercept()
+    torch.manual_seed(0)
+    dropped = F.dropout(TOKENS, 0.3)
+    torch.manual_seed(0)
+    assert torch.equal(dropped, torch.dropout(TOKENS, 0.3, True))
+    release()
+    assert not hasattr(F.dropout, "__wrapped__")
 
 
 def test_a_block_that_is_computed_again_has_the_same_numbers() -> None:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from src.engine.determinism.random_functions import sample_random
 from src.engine.parallel import ddp
-from src.engine.parallel.ddp import DDP, HOOKS
+from src.engine.parallel.ddp import DDP
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
 from tests.support.comparison import check_replicas, check_resumed, distances
@@ -192,22 +190,3 @@ def test_ranks_refuse_invalid_options(
 )
 def test_auto_is_ddp_on_several_devices(devices: int | list[int], nodes: int, expected: bool) -> None:
     assert isinstance(ddp.auto(devices, nodes), DDP) is expected
-
-
-@pytest.mark.parametrize("samples", [[0, 1, 2], [3, 4, 5]])
-def test_powersgd_draws_the_same_numbers_on_every_rank(samples: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its matrices are as many as the samples of a rank, whose backward pass it is called in."""
-
-    def hook(*_: Any) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(torch.randn(3, 2))
-        return future
-
-    monkeypatch.setattr(ddp, "powerSGD_hook", hook)
-    bucket: Any = SimpleNamespace(buffer=lambda: torch.empty(1))
-    sample_random.begin(lambda: torch.tensor(samples), torch.device("cpu"))
-    monkeypatch.setattr(sample_random, "is_divided", True)
-    with torch.random.fork_rng(), sample_random.active():
-        torch.manual_seed(0)
-        drawn = HOOKS["powersgd"](None, bucket).value()
-    assert torch.equal(drawn, torch.randn(3, 2, generator=torch.Generator().manual_seed(0)))

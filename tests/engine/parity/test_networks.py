@@ -53,6 +53,7 @@ def _on(*places: str, message: str = ANY) -> Refusals:
 
 PIPELINES = _on("pipeline", "hybrid")
 FOUR_STAGES = _on("pipeline x2,", "pipeline x4", message="blocks with parameters to train")
+RANDOM = _on("", message="draws numbers that would depend")
 MICRO_BATCHES = _on("accumulate", "pipeline", "hybrid")
 ORDINARY: dict[str, Refusals] = {
     "UNet": {},
@@ -97,14 +98,14 @@ UNUSUAL: dict[str, Refusals] = {
     "residuals:checkpointed_dropout": {},
     "residuals:checkpointed_dropout_reentrant": PIPELINES,
     "residuals:functional_dropout": {},
-    "residuals:alpha_dropout": {},
+    "residuals:alpha_dropout": RANDOM,
     "residuals:dropout2d": {},
-    "residuals:rrelu": {},
-    "residuals:noise": {},
-    "residuals:random_scale": {},
+    "residuals:rrelu": RANDOM,
+    "residuals:noise": RANDOM,
+    "residuals:random_scale": RANDOM,
     "residuals:python_random": PIPELINES,
     "residuals:numpy_random": PIPELINES,
-    "Reparameterized": PIPELINES,
+    "Reparameterized": PIPELINES | RANDOM,
     "ClassToken:encoder": {},
     "ClassToken:encoder_tokens_first": _on(""),
     "ClassToken:attention_dropout": {},

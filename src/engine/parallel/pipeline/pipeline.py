@@ -254,14 +254,14 @@ class Pipeline(ShardedStateStrategy):
         self._check_constants()
         accumulated = take_gradients(self._parameters, keep=self._accumulate > 1)
         if self._draws:
-            keys, random_state = sample_random.keys, torch.get_rng_state()
+            keys, seed = sample_random.keys, torch.initial_seed()
             for stage in self._own_stages.values():
-                stage.keys, stage.random_state = split_samples(keys, self.microbatches).contiguous(), random_state
+                stage.keys, stage.seed = split_samples(keys, self.microbatches).contiguous(), seed
         in_order, numbers = split_samples(inputs, self.microbatches).flatten(0, 1), torch.arange(self.microbatches)
         with torch.enable_grad():
             outputs = self._torch_schedule.step(in_order, target=numbers, losses=self._losses)
         if self._draws:
-            sample_random.begin_micro_batch(keys, random_state, self._random_calls)
+            sample_random.begin_micro_batch(keys, seed + self._random_calls)
         self._gradients = [(weight, weight.grad) for weight in self._parameters if weight.grad is not None]
         for weight, gradient in zip(self._parameters, accumulated, strict=True):
             weight.grad = gradient

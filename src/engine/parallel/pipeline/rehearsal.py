@@ -137,13 +137,14 @@ def _observe(net: nn.Module, samples: int, train: Callable[[], Tensor]) -> dict[
     """
     buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
     keys = torch.arange(samples, device=next(net.parameters()).device)
-    sample_random.begin(lambda: keys, keys.device)
-    sample_random.is_divided = False
     if layers := dropouts(net):
         set_keys(layers, keys)
-    with torch.random.fork_rng(devices=[]), sample_random.active(), set_mode(net, training=True):
+    with torch.random.fork_rng(devices=[]), set_mode(net, training=True):
         torch.manual_seed(0)
+        sample_random.begin(lambda: keys, keys.device, is_divided=True)
         found = {"outputs": train().detach()}
+        sample_random.check()
+    sample_random.end()
     for name, weight in net.named_parameters():
         found[f"the gradient of {name}"] = torch.zeros_like(weight) if weight.grad is None else weight.grad
     for name, buffer in net.named_buffers():

@@ -41,7 +41,7 @@ class Stage(nn.Module):
         calls: calls of random functions in the last forward pass.
         calls_before: such calls in the stages before it.
         keys: (micro-batches, n) keys of the samples of the batch; None if no random number is drawn.
-        random_state: state of torch's generator before the batch.
+        seed: seed of torch's generator before the batch.
     """
 
     def __init__(self, net: nn.Module, blocks: Sequence[Block], inputs: Sequence[fx.Node]) -> None:
@@ -51,14 +51,14 @@ class Stage(nn.Module):
         self.calls, self.calls_before = 0, 0
         self._dropouts = dropouts(self)
         self.keys: Tensor | None = None
-        self.random_state = torch.empty(0)
+        self.seed = 0
         self._formats = [_memory_format(node) for node in inputs]
 
     def begin_micro_batch(self, number: int) -> None:
         """Draw random numbers for the samples of a micro-batch; in its backward pass, a block may be computed again."""
         if self.keys is None:
             return
-        sample_random.begin_micro_batch(self.keys[number], self.random_state, self.calls_before)
+        sample_random.begin_micro_batch(self.keys[number], self.seed + self.calls_before)
         if self._dropouts:
             set_keys(self._dropouts, self.keys[number])
 
