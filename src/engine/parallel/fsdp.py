@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.engine.parallel.sharded_state import ShardedStateStrategy
 from src.engine.utils.errors import UserError
+from src.engine.utils.process import map_large_blocks
 
 
 class FSDP(ShardedStateStrategy):
@@ -72,6 +73,7 @@ class FSDP(ShardedStateStrategy):
                     f"strategy=fsdp gathers the weights of a network when it is called, but {name} belongs to {owner}: "
                     "move it into one network, or use strategy=ddp"
                 )
+        map_large_blocks()
         for net in networks:
             self._shard(net)
 

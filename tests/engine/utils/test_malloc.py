@@ -1,4 +1,4 @@
-"""A process reuses large freed blocks instead of asking the kernel for new ones."""
+"""A process reuses large freed blocks instead of asking the kernel for new ones; not so under FSDP."""
 
 import subprocess
 import sys
@@ -7,9 +7,11 @@ import pytest
 
 PROGRAM = """
 import resource, sys, torch
-from src.engine.utils.process import tune_malloc
+from src.engine.utils.process import map_large_blocks, tune_malloc
 
-kept = tune_malloc() if sys.argv[1] == "keep" else None
+kept = tune_malloc() if sys.argv[1] != "leave" else None
+if sys.argv[1] == "map again":
+    kept = map_large_blocks()
 net = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])
 inputs = torch.ones(300_000, 32)  # 37 MB between layers
 for step in range(6):
@@ -28,4 +30,6 @@ def test_freed_blocks_are_reused() -> None:
 
     kept, few = faults("keep")
     assert kept == "True"
-    assert few * 3 < faults("leave")[1]
+    again, many = faults("map again")
+    assert again == "True"
+    assert few * 3 < min(many, faults("leave")[1])
