@@ -5,7 +5,6 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import lightning as L
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from src.engine.observe.flops import flops_per_sample, peak_flops
-from src.engine.observe.recording import RecordedStep, synchronize
+from src.engine.observe.recording import RecordedStep
 from src.engine.observe.timeline import Timeline
 from src.engine.utils.process import peak_memory_mib
 from src.engine.utils.steps import is_log_point
@@ -28,18 +27,18 @@ class Throughput(L.Callback):
     """Logs the speed of the steps since the last log point under `throughput/`, and a summary when training ends.
 
     `samples_per_sec`: images per second over all processes. `step_ms`: milliseconds of one optimizer step.
-    `data_fraction`: fraction of a step for fetching, transferring and augmenting data, if `callbacks.timeline` records
-    steps. `peak_memory_mib`: largest memory of any process: allocated tensors on a GPU, resident set size on a CPU.
-    `mfu`: model FLOPs utilization (Chowdhery et al., "PaLM", 2022), if the device's peak is known and the
-    module has a method `loss`, which a GAN has not.
+    `data_fraction`: fraction of a step for fetching, transferring and augmenting data. `peak_memory_mib`: largest
+    memory of any process: allocated tensors on a GPU, resident set size on a CPU. `mfu`: model FLOPs utilization
+    (Chowdhery et al., "PaLM", 2022), if the device's peak is known and the module has a method `loss`, which a
+    GAN has not.
 
-    With several processes, `ranks/` has their memory and, if `callbacks.timeline` records steps, the time for which
-    they work in a step; training ends with a message about a rank for which the others wait. Ranks that train in
-    lockstep take equally long for a step, because the fast ones wait for the slow ones in collectives. A slow rank is
-    therefore found by its busy time, the time of a step in which it does not wait.
+    With several processes, `ranks/` has their memory and the time for which they work in a step; training ends with a
+    message about a rank for which the others wait. Ranks that train in lockstep take equally long for a step, because
+    the fast ones wait for the slow ones in collectives. A slow rank is therefore found by its busy time, the time of a
+    step in which it does not wait.
 
-    Validation and checkpoints are not counted. Times are host times over the interval between two log points, where the
-    host waits for the GPU.
+    `callbacks.timeline` measures the times, without validation and checkpoints, and must stand before this callback;
+    without it, only the memory is logged.
 
     Args:
         peak_tflops: peak TFLOP/s of one device in the run's precision, if Lightning's figure is missing or wrong.
@@ -51,8 +50,6 @@ class Throughput(L.Callback):
         self._step_flops: float | None = None  # over all processes
         self._reports: list[dict[str, float]] = []
         self._busy: deque[Tensor] = deque(maxlen=_MAX_LOG_POINTS)  # (ranks, 2): seconds of work, and of the step
-        self._seconds, self._steps = 0.0, 0  # since the last log point, without pauses
-        self._running_since: float | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule
@@ -63,30 +60,16 @@ class Throughput(L.Callback):
                 self._step_flops = sample_flops * data.global_batch_size if sample_flops else None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._reports, self._seconds, self._steps, self._running_since = [], 0.0, 0, None
+        self._reports = []
         self._busy.clear()
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        if self._running_since is None:
-            self._running_since = perf_counter()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
-            return
-        self._steps += 1
-        if is_log_point(trainer, trainer.global_step):
-            self._pause(pl_module.device)
-            if trainer.global_step > 1 or trainer.log_every_n_steps == 1:  # the first step is a warm-up
-                self._report(trainer, pl_module)
-            self._seconds, self._steps, self._running_since = 0.0, 0, perf_counter()
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._pause(pl_module.device)
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self._pause(pl_module.device)
+        is_step_complete = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        is_warm_up = trainer.global_step == 1 < trainer.log_every_n_steps
+        if is_step_complete and is_log_point(trainer, trainer.global_step) and not is_warm_up:
+            self._report(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._reports and trainer.is_global_zero:
@@ -94,26 +77,19 @@ class Throughput(L.Callback):
             if slowest := slowest_rank(self._busy):
                 _log.info(slowest)
 
-    def _pause(self, device: torch.device) -> None:
-        """Stop the clock until the next batch."""
-        if self._running_since is not None:
-            synchronize(device)  # the GPU's queue belongs to the steps, not to what follows
-            self._seconds += perf_counter() - self._running_since
-        self._running_since = None
-
     def _report(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Report the measurement. Every rank must call it, because the ranks are compared."""
         timeline = next((callback for callback in trainer.callbacks if isinstance(callback, Timeline)), None)
-        recorded = timeline.recorded if timeline else None
+        recorded, step = (timeline.recorded, timeline.step_seconds) if timeline else (None, None)
         ranks = self._compare_ranks(trainer, recorded, peak_memory_mib(module.device))
-        step = self._seconds / self._steps
-        report = {"samples_per_sec": trainer.datamodule.global_batch_size / step, "step_ms": 1000 * step}
-        report["peak_memory_mib"] = ranks["memory_mib_max"]
+        report = {"peak_memory_mib": ranks["memory_mib_max"]}
+        if step:
+            report |= {"samples_per_sec": trainer.datamodule.global_batch_size / step, "step_ms": 1000 * step}
+            if self._peak_flops and self._step_flops:
+                devices = trainer.num_devices * trainer.num_nodes  # `strategy=dp` has several in one process
+                report["mfu"] = self._step_flops / step / devices / self._peak_flops
         if recorded and recorded.spans.get("data"):  # a save may have interrupted the recording
             report["data_fraction"] = recorded.spans["data"] / recorded.seconds
-        if self._peak_flops and self._step_flops:
-            devices = trainer.num_devices * trainer.num_nodes  # `strategy=dp` has several in one process
-            report["mfu"] = self._step_flops / step / devices / self._peak_flops
         # Tensors on the CPU, so that logging them does not wait for the GPU.
         module.log_dict({f"throughput/{name}": torch.tensor(value) for name, value in report.items()})
         if trainer.world_size > 1:

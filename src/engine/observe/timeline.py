@@ -56,7 +56,9 @@ class Timeline(L.Callback):
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        self.recorded: RecordedStep | None = None  # the recorded step of the interval that ended last
+        # Of the interval that ended last: the recorded step, and the seconds per step without validation and saving.
+        self.recorded: RecordedStep | None = None
+        self.step_seconds: float | None = None
         self._file: Path | None = None  # None while nothing is written
         self._recording: StepRecording | None = None  # of this interval; `current_recording` while it goes on
         self._recorded_step = 0  # its number
@@ -148,15 +150,16 @@ class Timeline(L.Callback):
             passes = [[*which, round(start, 6), round(end, 6)] for *which, start, end in self.recorded.passes]
             self._write("passes", {"step": self._recorded_step, "start": self.recorded.start, "passes": passes})
         now = time.time()
-        interval = {"step": step, "steps": step - self._last_step, "start": self._start, "seconds": now - self._start}
-        spans = self._spans(now - self._start)
+        training, steps = now - self._start - sum(self._pauses.values()), step - self._last_step
+        interval = {"step": step, "steps": steps, "start": self._start, "seconds": now - self._start}
+        self.step_seconds = training / steps if steps else None
+        spans = self._spans(training)
         self._write("interval", interval | {"spans": spans, "peak_memory_mib": peak_memory_mib(self._device)})
         self._last_step, self._start, self._recording = step, now, None
         self._pauses.clear()
 
-    def _spans(self, seconds: float) -> dict[str, float]:
-        """Return the seconds of each activity; those of the recorded step are scaled to the interval."""
-        training = seconds - sum(self._pauses.values())
+    def _spans(self, training: float) -> dict[str, float]:
+        """Return the seconds of each activity; those of the recorded step are scaled to the seconds of training."""
         recorded = self.recorded.spans if self.recorded and self.recorded.seconds else {"other": 1.0}
         spans = {name: training * part / sum(recorded.values()) for name, part in recorded.items()}
         return {name: round(value, 6) for name, value in (spans | self._pauses).items()}
@@ -174,7 +177,7 @@ class Timeline(L.Callback):
 
     def _stop(self) -> None:
         set_recording(None)
-        self.recorded = self._recording = self._file = None
+        self.recorded = self.step_seconds = self._recording = self._file = None
 
 
 def _switch(activity: str) -> None:
