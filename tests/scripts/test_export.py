@@ -44,7 +44,7 @@ def test_exports_to_onnx(folder: Path, tmp_path: Path) -> None:
 
 def test_errors_are_one_line(folder: Path) -> None:
     _, err = run_here(str(folder), "--checkpoint=bset", program="scripts.export", code=1)
-    assert "has no checkpoint `bset`" in error_line(err)
+    assert "checkpoints/bset.ckpt" in error_line(err)
 
 
 @pytest.fixture

@@ -156,5 +156,5 @@ class FiniteCheck(L.Callback):
 def _divergence(trainer: L.Trainer, problem: str) -> UserError:
     return UserError(
         f"{problem} at step {trainer.global_step}: training diverged; lower optimizer.lr or lengthen "
-        f"scheduler.warmup; {trainer.default_root_dir}/checkpoints keeps the last good checkpoint"
+        f"scheduler.warmup; the checkpoints in {trainer.default_root_dir}/checkpoints, if any, are from before"
     )

@@ -72,7 +72,7 @@ def test_user_errors_found_by_the_launcher(arguments: list[str], hints: list[str
     ("arguments", "hints"),
     [
         (["data.batch_size=30", "trainer.accumulate_grad_batches=4"], ["data.batch_size=28 or 32"]),
-        (["optimizer.lr=1e30"], ["train/loss is nan", "optimizer.lr", "checkpoint: none yet"]),
+        (["optimizer.lr=1e30"], ["train/loss is nan", "optimizer.lr", "run/checkpoints"]),
         (["data=cifar10", "data.root=/proc/data"], ["/proc/data", "data.root"]),
         (["module.lr_scaling=liner"], ["module.lr_scaling=liner", "linear"]),
     ],
