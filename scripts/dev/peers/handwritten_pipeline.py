@@ -36,8 +36,8 @@ def main() -> None:
     net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # the only one that stages can send
     part = nn.Sequential(*list(net.children())[slice(_BLOCKS) if rank == 0 else slice(_BLOCKS, None)])
 
-    def loss_of(outputs: tuple[Tensor], label: Tensor) -> Tensor:
-        return F.cross_entropy(outputs[0], label, reduction="sum") / options.batch
+    def loss_of(outputs: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, label, reduction="sum") / options.batch
 
     stage = PipelineStage(part, rank, world, device)
     schedule = Schedule1F1B(stage, options.microbatches, loss_fn=loss_of, scale_grads=False)
