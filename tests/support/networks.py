@@ -112,3 +112,18 @@ class Wrapper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.backbone(x)
+
+
+class Versioned(nn.Linear):
+    """A layer that refuses weights of another version than its own."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        assert local_metadata.get("version") == self._version
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def versioned(num_classes: int = 10) -> nn.Module:
+    """Return a network with a versioned layer."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 16), Versioned(16, num_classes))

@@ -123,7 +123,9 @@ def _dropout_of(name: str) -> Callable[..., Tensor]:
 
 @functools.wraps(_BERNOULLI)
 def _bernoulli_(self: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
-    is_plain = isinstance(p, float) and 0 < p < 1 and generator is None
+    if isinstance(p, float | int) and p in (0, 1):
+        return self.fill_(p)  # without a draw
+    is_plain = isinstance(p, float) and generator is None
     if not (is_plain and sample_random.has_row_per_sample(self, "bernoulli_")):
         return _BERNOULLI(self, p, generator=generator)
     return self.copy_(sample_random.keep_mask(self.shape, 1 - p))

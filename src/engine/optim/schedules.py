@@ -80,6 +80,10 @@ def scheduler_config(optimizer: Optimizer, schedule: Schedule | TorchSchedule, s
     if not isinstance(schedule, TorchSchedule):
         lambdas = [_lr_lambda(schedule, group, steps) for group in optimizer.param_groups]
         return {"scheduler": LambdaLR(optimizer, lambdas), "interval": "step"}
+    if any(group.get("schedule_fraction", 1.0) != 1.0 for group in optimizer.param_groups):
+        raise UserError(
+            "optimizer.whitening_fraction needs a schedule of conf/scheduler: set it to 1.0, or use one_cycle"
+        )
     try:
         scheduler = schedule.scheduler(optimizer)
     except (TypeError, ValueError) as error:

@@ -96,6 +96,10 @@ def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
     for name, norm in net.named_modules():
         if not isinstance(norm, _BatchNorm) or isinstance(norm, GroupedBatchNorm):
             continue
+        if "forward" in vars(norm):
+            raise UserError(
+                f"{name}.forward is replaced in the layer itself: give the layer a class of its own instead"
+            )
         norm.class_before, norm.groups = type(norm), groups  # type: ignore[assignment]
         norm.is_first_pass, norm.passes = True, 0  # type: ignore[assignment]
         norm.__class__ = _grouped_class(norm.class_before)
@@ -186,6 +190,11 @@ class GroupedBatchNorm(_BatchNorm):
                 f"a batch normalization layer gets {len(input)} rows for {samples} samples, so their groups are "
                 "unknown: set data.norm_groups=1, which is another experiment"
             )
+        if min(self.groups.totals) * rows * input[0, 0].numel() == 1:
+            raise UserError(
+                "a batch normalization layer gets one value per channel and group: set fewer data.norm_groups, or a "
+                "larger data.batch_size"
+            )
         return [size * rows for size in sizes]
 
     def _normalize_alone(
@@ -260,10 +269,18 @@ class _BatchNormCalls(TorchFunctionMode):
         return self.norm.normalize(**call) if call.get("training") else func(**call)
 
 
+class _AnyBatchNorm(_BatchNorm):
+    """`nn.SyncBatchNorm` without its communication: it takes inputs of any number of dimensions."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Accept every input."""
+
+
 @functools.cache
 def _grouped_class(before: Any) -> type[GroupedBatchNorm]:
     """Return the class of a layer of class `before` that normalizes over groups."""
-    return type(before.__name__, (GroupedBatchNorm, before), {})
+    base = _AnyBatchNorm if before.forward is nn.SyncBatchNorm.forward else before
+    return type(before.__name__, (GroupedBatchNorm, base), {})
 
 
 @device_constant

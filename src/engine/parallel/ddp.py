@@ -84,6 +84,10 @@ class DDP(DDPStrategy):
             check_choice("strategy.comm_hook", comm_hook, HOOKS)
         if comm_start_step < 2:
             raise UserError(f"strategy.comm_start_step={comm_start_step}: DDP fixes its buckets first; give 2 or more")
+        if min(matrix_approximation_rank, model_averaging_period) < 1:
+            raise UserError("strategy.matrix_approximation_rank and model_averaging_period: give at least 1")
+        if comm_hook == "post_local_sgd" and shard_optimizer:
+            raise UserError("strategy.shard_optimizer=true needs equal weights, but post_local_sgd lets them differ")
 
     reduce = communication()(DDPStrategy.reduce)
 
@@ -143,6 +147,9 @@ class DDP(DDPStrategy):
 
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # false alarm: ZeRO wraps the optimizer
             optimizers = self.optimizers
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            if any(group.get("fused") or group.get("capturable") for group in groups):
+                raise UserError("strategy.shard_optimizer=true keeps step counts on the CPU: take no fused optimizer")
             self.optimizers = [
                 ZeroRedundancyOptimizer([dict(group) for group in optimizer.param_groups], type(optimizer))
                 for optimizer in optimizers

@@ -16,7 +16,7 @@ from src.engine.observe.recording import communication
 from src.engine.state import sharded
 from src.engine.state.io import read_checkpoint, write_error
 from src.engine.state.optimizer_state import merge, shard_like
-from src.engine.utils.tensors import to_full_tensor
+from src.engine.utils.tensors import to_full_tensor, with_versions
 
 # In these methods FSDP2 gathers the weights of a block, or reduces its gradients.
 for _name in ("pre_forward", "pre_backward", "post_backward"):
@@ -42,6 +42,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
         super().__init__(save_distributed_checkpoint=False, **kwargs)
         self.sharded_checkpoints, self.shares = sharded_checkpoints, shares
         self._full_names: list[str] = []  # all tensors of the full network, in order; empty until it is parallelized
+        self._versions: dict[str, Any] = {}  # an empty state dict with the versions of the modules of the full network
 
     # Those of ModelParallelStrategy require `configure_model`, and number the parameters as the rank holds them.
     setup = Strategy.setup
@@ -76,7 +77,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if not self._full_names:  # test after fit finds the network parallelized already
-            self._full_names = list(model.state_dict())
+            full = model.state_dict()
+            self._full_names, self._versions = list(full), with_versions({}, full)
             assert self.lightning_module is not None
             self.parallelize(self.lightning_module)
         return model
@@ -107,7 +109,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
                 parts = self.gather_state(checkpoint[section])
                 tensors = [item for part in parts for item in part.items()]
                 # A tensor that a callback has added comes last.
-                merged[section] = dict(sorted(tensors, key=lambda item: positions.get(item[0], len(positions))))
+                ordered = dict(sorted(tensors, key=lambda item: positions.get(item[0], len(positions))))
+                merged[section] = with_versions(ordered, self._versions)
         if "optimizer_states" in checkpoint:
             states = [self.gather_state(state) for state in checkpoint["optimizer_states"]]
             merged["optimizer_states"] = [merge(parts, self._full_names) for parts in states]
@@ -127,7 +130,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
         """Return the part of the full tensors that this rank holds."""
         assert self.lightning_module is not None
         own = self.lightning_module.state_dict()
-        return {name: shard_like(saved[name], tensor) for name, tensor in own.items() if name in saved}
+        parts = {name: shard_like(saved[name], tensor) for name, tensor in own.items() if name in saved}
+        return with_versions(parts, saved)
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

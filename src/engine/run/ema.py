@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from src.engine.utils.errors import UserError
-from src.engine.utils.tensors import to_local, upcast_half
+from src.engine.utils.tensors import to_local, upcast_half, with_versions
 
 
 class EMA(L.Callback):
@@ -116,7 +116,7 @@ class EMA(L.Callback):
 
 
 def _clone(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in state.items()}
+    return with_versions({name: tensor.clone() for name, tensor in state.items()}, state)
 
 
 def _local_tensors(module: L.LightningModule) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
 """Checkpoint files: complete or absent, readable without running code, and checked when they are read."""
 
+import os
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,6 @@ import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from src.engine.state import sharded
 from src.engine.state.run_files import LAST, PREVIOUS
@@ -31,7 +32,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 with temporary.open("wb") as stream:
                     torch.save(_without_objects(checkpoint), stream)
                 if file.name == LAST and file.exists():
-                    file.replace(file.with_name(PREVIOUS))
+                    _link_or_copy(file, file.with_name(PREVIOUS))
             sharded.remove_unused_folders(file)  # also those of an earlier start under another strategy
         except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError for some OSErrors
             cause = error if isinstance(error, OSError) else error.__context__
@@ -52,11 +53,26 @@ def _without_objects(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the checkpoint with those hyper-parameters of a module only that can be read without running code."""
     kept = {key: value for key, value in checkpoint.items() if key != _TYPE}
     if _HYPER_PARAMETERS in kept:
-        values = kept[_HYPER_PARAMETERS].items()
-        kept[_HYPER_PARAMETERS] = {
-            key: value for key, value in values if all(type(leaf) in _PLAIN_TYPES for leaf in tree_leaves(value))
-        }
+        kept[_HYPER_PARAMETERS] = {key: value for key, value in kept[_HYPER_PARAMETERS].items() if _is_plain(value)}
     return kept
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether torch.load reads a value with weights_only=True."""
+    if type(value) is dict:
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN_TYPES
+
+
+def _link_or_copy(file: Path, name: Path) -> None:
+    """Give the file a second name, under which it remains when `file` is replaced."""
+    with atomic_write(name) as temporary:
+        try:
+            os.link(file, temporary)
+        except OSError:  # some file systems have no hard links
+            shutil.copyfile(file, temporary)
 
 
 def write_error(file: Path, cause: OSError) -> UserError:

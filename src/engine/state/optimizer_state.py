@@ -27,6 +27,8 @@ def name_parameters(optimizer: Optimizer, module: nn.Module) -> None:
             )
         group.setdefault("param_names", [names[parameter] for parameter in group["params"]])
         group.setdefault("name", f"group {number:02}")
+    if len({group["name"] for group in optimizer.param_groups}) < len(optimizer.param_groups):
+        raise UserError(f"two parameter groups of {type(optimizer).__name__} have the same `name`: give each its own")
 
 
 def merge(states: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from src.engine.utils.tensors import with_versions
+
 SHARDS = "shards"
 WEIGHTS = ("state_dict", "training_state_dict")  # `src/engine/run/ema.py` adds the second
 
@@ -98,7 +100,8 @@ def map_tensors(checkpoint: dict[str, Any], function: Callable[[Tensor], Any]) -
     mapped = dict(checkpoint)
     for section in WEIGHTS:
         if section in checkpoint:
-            mapped[section] = tree_map_only(Tensor, function, checkpoint[section])
+            tensors = tree_map_only(Tensor, function, dict(checkpoint[section]))
+            mapped[section] = with_versions(tensors, checkpoint[section])
     if "optimizer_states" in checkpoint:
         mapped["optimizer_states"] = [
             state | {"state": tree_map_only(Tensor, function, state["state"])}

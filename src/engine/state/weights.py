@@ -17,6 +17,7 @@ from src.engine.state.io import read_run_checkpoint, read_weights
 from src.engine.state.run_files import checkpoint_file
 from src.engine.utils.errors import UserError
 from src.engine.utils.targets import target_nodes
+from src.engine.utils.tensors import with_versions
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ def load_initial_weights(module: nn.Module, path: str) -> None:
             f"init_from={path} contains another network than this run's `model`: they differ in {mismatched[0]}"
         )
     fitting = {name: saved[name] for name in own if name not in resized}
-    module.load_state_dict(fitting, strict=False)
+    module.load_state_dict(with_versions(fitting, saved), strict=False)
     if resized:
         there, here = len(saved[resized[0]]), len(own[resized[0]])
         _log.info("init_from: %s classes there, %s here: %s start afresh", there, here, " and ".join(resized))

@@ -1,5 +1,7 @@
-"""Conversions of tensors: between sharded and plain ones, and from half precision."""
+"""Conversions of tensors: between sharded and plain ones, and from half precision; module versions of state dicts."""
 
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,3 +22,15 @@ def to_full_tensor(value: Any) -> Any:
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor, or any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def with_versions(tensors: Mapping[str, Any], source: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return the tensors as a state dict with the module versions of `source`, if it has them.
+
+    `load_state_dict` passes the version to the module, which migrates the weights of an older one, or of none. A plain
+    copy of a state dict loses the attribute, so that a module would migrate its present weights.
+    """
+    result = OrderedDict(tensors)
+    if hasattr(source, "_metadata"):
+        result._metadata = source._metadata
+    return result

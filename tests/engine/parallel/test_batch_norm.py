@@ -146,7 +146,12 @@ def test_any_ranks_and_micro_batches_agree(world: str, pool: Pool) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(
-    ("world", "kind"), [("pairs of ranks share", BatchNormAct), ("micro-batches on ranks", TimmBatchNormAct)]
+    ("world", "kind"),
+    [
+        ("pairs of ranks share", BatchNormAct),
+        ("micro-batches on ranks", TimmBatchNormAct),
+        ("uneven groups", nn.SyncBatchNorm),
+    ],
 )
 def test_an_own_forward_pass_is_kept(world: str, kind: Any, options: dict[str, Any], pool: Pool) -> None:
     (ranks, layout), options = WORLDS[world], options | {"kind": kind}
@@ -194,13 +199,16 @@ def test_refuses_a_forward_pass_that_normalizes_otherwise() -> None:
         net(x)
 
 
-def test_reverts_compiled_layers() -> None:
+def test_reverts_compiled_layers_and_refuses_a_replaced_forward() -> None:
     groups = rank_groups(BatchLayout(8, norm_groups=2), None)
     apply_norm_groups(net := nn.Sequential(_Frozen(5), nn.BatchNorm1d(5)), groups)
     net[1].forward = net[1].forward  # as torch.compile does
     revert_norm_groups(net)
     assert [type(norm) for norm in net] == [_Frozen, nn.BatchNorm1d]
     net(torch.randn(8, 5))
+    net[1].forward = net[0].forward
+    with pytest.raises(UserError, match=r"1\.forward is replaced"):
+        apply_norm_groups(net, groups)
 
 
 def test_refuses_rows_that_belong_to_no_group() -> None:
@@ -211,6 +219,9 @@ def test_refuses_rows_that_belong_to_no_group() -> None:
         net(torch.randn(16, 5))
     apply_norm_groups(net := nn.Sequential(nn.BatchNorm1d(5)), rank_groups(BatchLayout(8), None))
     assert net(torch.randn(16, 5)).shape == (16, 5), "one group has all rows"
+    apply_norm_groups(net := nn.Sequential(nn.BatchNorm1d(5)), rank_groups(BatchLayout(8, norm_groups=8), None))
+    with pytest.raises(UserError, match="one value per channel"):
+        net(torch.randn(8, 5))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Weights of another run as a start, and the tensors in a checkpoint file."""
 
+import errno
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,30 @@ def test_resumed_run_ignores_init_from(trained: Path, small: list[str], folder: 
     first = fit(compose(folder, *task, "trainer.max_epochs=1"))
     second = fit(compose(folder, *task, f"ckpt_path={folder}/checkpoints/last.ckpt", "trainer.max_epochs=2"))
     assert all(torch.equal(second.initial[name], tensor) for name, tensor in first.final.items())
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["strategy=fsdp"], ["strategy=fsdp", "strategy.sharded_checkpoints=true"], ["callbacks=ema"]]
+)
+def test_present_weights_are_not_migrated(options: list[str], small: list[str], folder: Path) -> None:
+    """A checkpoint keeps the version of each module, by which the module migrates old weights."""
+    task = [*small, "data.batch_size=32", *options, "model._target_=tests.support.networks.versioned"]
+    fit(compose(folder, *task, "trainer.max_steps=1"))
+    file = f"{folder}/checkpoints/last.ckpt"
+    load_network(file, "run", ["tests"])
+    fit(compose(folder / "started", *task, f"init_from={file}", "trainer.max_steps=1"))
+    fit(compose(folder / "resumed", *task, f"ckpt_path={file}", "trainer.max_steps=2"))
+
+
+def test_a_full_disk_leaves_the_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is noticed when the complete file is synced."""
+    file, io = tmp_path / "last.ckpt", AtomicCheckpointIO()
+    io.save_checkpoint({"global_step": 1}, file)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(UserError, match="the existing checkpoints are complete"):
+        io.save_checkpoint({"global_step": 2}, file)
+    assert torch.load(file)["global_step"] == 1

@@ -177,6 +177,14 @@ def constants(net: nn.Module, blocks: Collection[str]) -> dict[str, Any]:
         f"{name}.{key}": value
         for name, module in net.named_modules()
         if not f"{name}.".startswith(inside)  # the network, or a module that holds blocks
-        for key, value in (vars(type(module)) | vars(module)).items()  # a class may have the default of an attribute
+        for key, value in _attributes(module).items()
         if isinstance(value, int | float | str) and key != "training"
     }
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module, and those that it has from its classes, such as the default of a number."""
+    attributes: dict[str, Any] = {}
+    for cls in reversed(type(module).__mro__):
+        attributes |= vars(cls)
+    return attributes | vars(module)
