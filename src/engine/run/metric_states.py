@@ -69,8 +69,9 @@ class MetricStates(L.Callback):
             if name not in self._saved:
                 continue
             Metric.reset(metric)  # the `reset` of a wrapper would reset other metrics
-            state = tree_map_only(Tensor, lambda tensor: tensor.to(module.device), self._saved.pop(name))
-            for key, value in state.items():
+            # The host need not wait for the device.
+            saved = tree_map_only(Tensor, lambda x: x.to(module.device, non_blocking=True), self._saved.pop(name))
+            for key, value in saved.items():
                 is_mean = metric._reductions.get(key, dim_zero_mean) is dim_zero_mean
                 if is_mean or trainer.datamodule.parallel.dp_rank == 0:
                     setattr(metric, key, value)
