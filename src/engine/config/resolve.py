@@ -68,7 +68,8 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     try:
         OmegaConf.resolve(cfg)
     except OmegaConfBaseException as error:  # such as model.num_classes, if a data set of one's own has no classes
-        raise UserError(f"{' '.join(str(error).split())}: set it, or leave out the part that refers to it") from error
+        problem = " ".join(str(error).split())
+        raise UserError(f"{problem}: set the options that refer to it, such as model.num_classes=10") from error
     return cfg
 
 

@@ -24,7 +24,7 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
         group, _, choice = word.partition("=")
         if choice == "null" and (CONF / group).is_dir():  # Hydra would end with a traceback
             names = sorted(file.stem for file in (CONF / group).glob("[!_]*.yaml"))
-            raise UserError(f"{word}: give one of {', '.join(names)}, or leave {group} out")
+            raise UserError(f"{word}: give one of {', '.join(names)}, or ~{group} to leave it out")
     words = with_found_runs(words)
     for index, word in enumerate(words):
         if word.startswith("ckpt_path=") and (folder := folder_of(_path(word))):

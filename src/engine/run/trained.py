@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from src.engine.state.run_files import CHECKPOINTS
 from src.engine.state.weights import load_network
+from src.engine.utils.errors import UserError
 
 _IMAGES_AT_ONCE = 256
 
@@ -49,7 +50,10 @@ class Run:
     @cached_property
     def predictor(self) -> Predictor:
         """The network with its normalization, from uint8 images to probabilities."""
-        return Predictor(self.net, self.config.data.mean, self.config.data.std).eval()
+        data = self.config.data
+        if not {"mean", "std", "image_shape"} <= data.keys():
+            raise UserError(f"{data._target_} has no mean, std and image_shape of images: use the run's `net`")
+        return Predictor(self.net, data.mean, data.std).eval()
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> Tensor:

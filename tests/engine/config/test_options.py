@@ -87,7 +87,7 @@ def test_accepts_additions_that_something_reads(words: list[str]) -> None:
 def test_an_option_that_the_data_lack_is_one_line(tmp_path: Path) -> None:
     own = ["data=brackets", "module=brackets", "fit=false", "test=false", f"run_dir={tmp_path / 'run'}"]
     _, err = run_here(*own, code=1)
-    assert "Interpolation key 'data.num_classes' not found: set it" in error_line(err)
+    assert "Interpolation key 'data.num_classes' not found: set the options that refer to it" in error_line(err)
     run_here(*own, "~model", "~optimizer", "~scheduler")
 
 
