@@ -98,8 +98,8 @@ class SampleRandom:
     def refusal(self, name: str) -> UserError:
         return UserError(
             f"{name} draws numbers that would depend on the number of ranks and micro-batches: use nn.Dropout or "
-            f"F.dropout on tensors with a row for each sample ({len(self.keys)} here), `random` or NumPy for a number that "
-            "all samples share, or train on one device without micro-batches"
+            f"F.dropout on tensors with a row for each sample ({len(self.keys)} here), `random` or NumPy for a number "
+            "that all samples share, or train on one device without micro-batches"
         )
 
 
