@@ -67,8 +67,8 @@ def _load_set(
     first = images[torch.tensor([0])][0]
     if first.dtype != torch.uint8 or first.shape != image_shape:
         raise UserError(
-            f"{where}: the images of `{split}` are {first.dtype} {list(first.shape)}: store pixels from 0 to 255 as "
-            f"uint8, and set data.image_shape={list(image_shape)} to their [channels, height, width]"
+            f"{where}: the images of `{split}` are {first.dtype} of shape {list(first.shape)}, not torch.uint8 (pixels "
+            f"from 0 to 255) of data.image_shape={list(image_shape)} [channels, height, width]: change one of them"
         )
     if labels.ndim != 1 or labels.dtype not in _INTEGERS:
         raise UserError(

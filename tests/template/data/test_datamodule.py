@@ -72,7 +72,10 @@ def test_train_samples_limits_the_training_set(small: list[str], folder: Path) -
         (["+trainer.val_check_interval=00:00:01:00"], "ranks cannot validate by the clock"),
         (["data.num_classes=5"], "data.num_classes=5, but `train` has labels from 0 to 9"),
         (["data.num_classes=12"], "data.num_classes=12, but .* has 10 classes"),
-        (["data.image_shape=[3,64,64]"], r"are torch.uint8 \[3, 32, 32\]: .* set data.image_shape=\[3, 64, 64\] to"),
+        (
+            ["data.image_shape=[3,64,64]"],
+            r"are torch.uint8 of shape \[3, 32, 32\], not .* data.image_shape=\[3, 64, 64\]",
+        ),
         (["data.mean=[0.5]"], r"data.mean=\[0.5\]: give one value for each of the 3 channels"),
         (["data.train_samples=361"], "data.train_samples=361 exceeds the 360 images to train on"),
         (["data.batch_size=12.5"], "data.batch_size=12.5"),

@@ -157,8 +157,11 @@ GOOD = {
     ("changes", "message"),
     [
         ({"x_test": None}, "has no array x_test"),
-        ({"x_train": np.zeros((20, 8, 8, 3))}, r"`train` are torch.float64 \[3, 8, 8\]: store .* as uint8"),
-        ({"x_train": np.zeros((20, 8, 9, 3), np.uint8)}, r"are torch.uint8 \[8, 9, 3\]: .* set data.image_shape="),
+        ({"x_train": np.zeros((20, 8, 8, 3))}, r"`train` are torch.float64 of shape \[3, 8, 8\], not torch.uint8"),
+        (
+            {"x_train": np.zeros((20, 8, 9, 3), np.uint8)},
+            r"are torch.uint8 of shape \[8, 9, 3\], not .* data.image_shape=",
+        ),
         ({"x_train": np.zeros((19, 8, 8, 3), np.uint8)}, "`train` has 19 images and 20 labels"),
         ({"x_train": np.full((20, 8, 8, 3), None)}, "an array of `train` has no numbers .*: store integers"),
         ({"y_train": np.zeros(20)}, r"the labels of `train` are torch.float64 of shape \[20\]"),
