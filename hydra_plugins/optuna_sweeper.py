@@ -173,6 +173,11 @@ def _distribution(override: Override) -> BaseDistribution:
         low, high, options = value.start, value.end, {"log": "log" in value.tags}
     else:
         points = list(value.range())
+        if not points:
+            raise UserError(f"{override.input_line}: give a range that rises")
         low, high, options = points[0], points[-1], {"step": value.step}
     kind: Any = IntDistribution if isinstance(low, int) and isinstance(high, int) else FloatDistribution
-    return kind(low, high, **options)
+    try:
+        return kind(low, high, **options)
+    except ValueError as error:
+        raise UserError(f"{override.input_line}: {error}") from error

@@ -171,3 +171,15 @@ class WithLoss(TemplateStyle):
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return F.cross_entropy(outputs, batch[1])
+
+
+class UnsyncedPlateau(Plain):
+    """ReduceLROnPlateau on a metric that each rank computes for itself."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/acc", -float(self.current_epoch * self.global_rank))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/acc"}}

@@ -2,7 +2,7 @@
 
 import typing
 from collections.abc import Iterable
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -77,7 +77,11 @@ def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> None:
 
 
 def check_value(option: str, value: Any, hint: Any) -> None:
-    """Check that the value is no text where flags or numbers are declared: `no` would count as true."""
+    """Check that the value is no text or list where flags or numbers are declared: `no` would count as true."""
     kinds = [kind for kind in typing.get_args(hint) or [hint] if kind not in (NoneType, Tensor, ...)]
-    if isinstance(value, str) and kinds and all(kind in list(_KINDS) for kind in kinds):
+    if not kinds or not all(kind in list(_KINDS) for kind in kinds):
+        return
+    is_single = typing.get_origin(hint) in (None, typing.Union, UnionType)  # no list of flags or numbers
+    is_wrong_number = isinstance(value, float) and float not in kinds
+    if isinstance(value, str) or (is_single and (isinstance(value, list | dict) or is_wrong_number)):
         raise UserError(f"{option}={value}: give {' or '.join(_KINDS[kind] for kind in kinds)}")

@@ -77,7 +77,10 @@ def folder_of(ckpt_path: Path) -> Path | None:
 
 def saved_config(folder: Path) -> Any:
     """Return the configuration that a run saved in its folder."""
-    return OmegaConf.load(folder / CONFIG)
+    saved = OmegaConf.load(folder / CONFIG)
+    if "runtime" not in saved:
+        raise UserError(f"{folder / CONFIG} is not that of a run of this version")
+    return saved
 
 
 def run_and_sweep_id(folder: Path, is_sweep: bool) -> tuple[str, str | None]:

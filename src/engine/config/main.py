@@ -60,6 +60,10 @@ def errors_explained(words: Sequence[str]) -> Iterator[None]:
 
 def _explain(error: Exception, words: Sequence[str]) -> str:
     """Return an error of Hydra as one line, with similar names for an unknown one on the command line."""
+    cause: BaseException | None = error
+    while cause := cause and (cause.__cause__ or cause.__context__):
+        if isinstance(cause, UserError):  # of a resolver
+            return str(cause)
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         choices = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]  # Hydra has none for a list

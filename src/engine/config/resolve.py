@@ -5,6 +5,7 @@ import re
 import secrets
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,18 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     """Set what each start decides (checkpoint, devices, run folder, run id), and resolve all interpolations.
 
     Raises:
-        UserError: if an option is unknown, a checkpoint or the images are missing, there are fewer devices than
-            configured.
+        UserError: if an option is unknown, a checkpoint or the images are missing, the run folder is not writable, or
+            there are fewer devices than configured.
     """
     hydra_cfg = HydraConfig.get()
     folder = Path(hydra_cfg.runtime.output_dir)
     for name in ("fit", "doctor", "report"):
         check_value(name, cfg[name], bool)
+    check_value("launch.max_restarts", cfg.launch.max_restarts, int)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"cannot write to the run folder {folder} ({error.strerror}): set run_dir to another") from None
     for group in ("data", "module", "strategy", "trainer"):
         if not OmegaConf.select(cfg, f"{group}._target_"):
             raise UserError(f"{group} has no `_target_`: let its file in conf/{group} name a class or function")
@@ -114,7 +120,7 @@ def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
     runtime.command = ["python", "train.py", *hydra_cfg.overrides.task]
     runtime.revision, runtime.modified = source_revision()
     choices, world_size = hydra_cfg.runtime.choices, device_count(cfg.trainer) * cfg.trainer.num_nodes
-    runtime.model = choices.get("model") or choices.get("module")  # a GAN has networks of its own
+    runtime.model = choices.get("model") if "net" in cfg.module else choices.module  # a GAN has networks of its own
     is_auto = choices.strategy == "auto"
     runtime.strategy = ("ddp" if world_size > 1 else "single") if is_auto else choices.strategy
     runtime.world_size = world_size

@@ -67,6 +67,9 @@ def _fit_test_predict(
     """Run the configured stages; return the last value of each metric that training and test logged."""
     if cfg.test not in (True, False, "best"):
         raise UserError(f"test={cfg.test}: give true, false or best")
+    keeps_best = any(getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks)
+    if cfg.fit and cfg.test == "best" and not (keeps_best or trainer.fast_dev_run):
+        raise UserError("test=best: this run keeps no best checkpoint: add callbacks.best, or set test=true")
     metrics: dict[str, Any] = {}
     if cfg.fit:
         trainer.fit(module, datamodule=data, ckpt_path=cfg.ckpt_path, weights_only=True)

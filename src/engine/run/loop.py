@@ -6,6 +6,7 @@ https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytor
 `tests/engine/run/test_loop.py` or `tests/engine/test_canaries.py` fails.
 """
 
+import logging
 import math
 from typing import Any
 
@@ -18,6 +19,8 @@ from src.engine.determinism.sampler import validation_interval
 from src.engine.utils.errors import UserError
 from src.engine.utils.steps import is_log_point
 from src.engine.utils.tensors import to_local
+
+_log = logging.getLogger(__name__)
 
 
 def patch_trainer(trainer: L.Trainer) -> None:
@@ -92,13 +95,39 @@ class OptimizerSteps(L.Callback):
             if config.interval == "step":
                 config.frequency *= trainer.accumulate_grad_batches
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Check that the metric of ReduceLROnPlateau is new whenever it takes a step."""
+        every = trainer.check_val_every_n_epoch or 1
+        for config in _plateau_configs(trainer):
+            if config.monitor.startswith("val") and config.frequency % every:
+                raise UserError(
+                    f"scheduler.frequency={config.frequency}, but validation is every {every} epochs "
+                    f"(trainer.check_val_every_n_epoch): set scheduler.frequency={every}"
+                )
+
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         metrics = trainer.callback_metrics
-        for config in trainer.lr_scheduler_configs:
-            if not config.reduce_on_plateau or config.interval != "epoch" or config.monitor not in metrics:
-                continue
-            if config.scheduler.last_epoch < trainer.current_epoch // config.frequency:
+        for config in _plateau_configs(trainer):
+            is_due = config.scheduler.last_epoch < trainer.current_epoch // config.frequency
+            if is_due and config.monitor in metrics:
                 pl_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
+            _check_equal_on_ranks(trainer, pl_module.device, config)
+
+
+def _plateau_configs(trainer: L.Trainer) -> list[Any]:
+    configs = trainer.lr_scheduler_configs
+    return [config for config in configs if config.reduce_on_plateau and config.interval == "epoch"]
+
+
+def _check_equal_on_ranks(trainer: L.Trainer, device: torch.device, config: Any) -> None:
+    """Raise a UserError on all ranks if a scheduler has seen different metrics on them. Every rank must call it."""
+    scheduler = config.scheduler
+    state = torch.tensor([scheduler.best, scheduler.num_bad_epochs], device=device)
+    states = trainer.strategy.all_gather(state).view(-1, len(state))
+    if (states != states[0]).any():
+        raise UserError(
+            f"{config.monitor} and so the learning rate differ between the ranks: log it with sync_dist=True"
+        )
 
 
 class MonitorCheck(L.Callback):
@@ -112,6 +141,8 @@ class MonitorCheck(L.Callback):
         self.monitors = monitors
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.monitors and not trainer.datamodule.evaluated_samples("val"):
+            _log.warning("the run has no validation, so %s cannot act", " and ".join(self.monitors))
         if not {"val/loss", "val/acc"}.issuperset(self.monitors.values()):
             trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
 

@@ -65,6 +65,8 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
         cfg.resume = "auto"  # from the newest checkpoint of an earlier start
         job.metrics = launch(cfg, reserve_then_begin)
         job.result = job.metrics.get(job.metric)
+        if job.metric and job.result is None:
+            print(f"warning: optimized_metric={job.metric}: the job has {', '.join(job.metrics)}", file=sys.stderr)
         job.status = "finished"
     except Exception as error:
         job.status = "failed"

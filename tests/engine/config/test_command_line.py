@@ -52,6 +52,7 @@ def test_help_is_complete_and_imports_nothing_heavy() -> None:
         (["lr=4"], ["lr ", "optimizer.lr"]),
         (["trainer.devices=none"], ["trainer.devices=none"]),
         (["ckpt_path=nowhere"], ["ckpt_path=nowhere"]),
+        (["launch.max_restarts=abc"], ["launch.max_restarts=abc", "integer"]),
         pytest.param(["trainer.accelerator=gpu"], ["trainer.accelerator=gpu", "cpu"], id="no gpu"),
         (["init_from=nowhere"], ["init_from=nowhere"]),
         (["predict=nowhere"], ["predict=nowhere", "no such folder"]),

@@ -100,6 +100,8 @@ def test_refuses_a_group_that_names_no_class(small: list[str], folder: Path) -> 
     ("words", "message"),
     [
         (["trainer.max_epochs=ten"], "trainer.max_epochs=ten: give an integer"),
+        (["trainer.max_steps=1.5"], "trainer.max_steps=1.5: give an integer"),
+        (["optimizer.nesterov=[1]"], r"optimizer.nesterov=\[1\]: give true or false"),
         (["optimizer.lr=abc"], "optimizer.lr=abc: give a number"),
         (["module.channels_last=no"], "module.channels_last=no: give true or false"),
         (["model=mlp", "model.hidden=a"], "model.hidden=a: give an integer"),

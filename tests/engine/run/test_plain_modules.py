@@ -178,3 +178,9 @@ def test_fsdp_shards_lists_of_parameters(task: list[str], pool: Pool, folder: Pa
     listed = [*task, *of_class("ListedParameters"), "trainer.max_steps=3"]
     reference = fit(compose(folder / "single", *listed))
     check_agree(pool.run(2, fit, compose(folder, *listed, "strategy=fsdp", TWO)), reference)
+
+
+def test_ranks_stop_if_their_learning_rates_differ(task: list[str], pool: Pool, folder: Path) -> None:
+    longer = ["trainer.max_steps=15", "trainer.max_epochs=3", "strategy=ddp", TWO]
+    with pytest.raises(RankFailed, match="val/acc and so the learning rate differ between the ranks"):
+        pool.run(2, fit, compose(folder, *task, *of_class("UnsyncedPlateau"), *longer))

@@ -55,7 +55,7 @@ def test_tests_the_best_checkpoint(
     [
         (
             ["test=best", "callbacks.best=null", "trainer.max_steps=1"],
-            "training has kept no best checkpoint",
+            "this run keeps no best checkpoint",
         ),
         (["test=bst"], "test=bst: give true, false or best"),
     ],
