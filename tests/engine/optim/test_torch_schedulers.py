@@ -68,9 +68,9 @@ def test_the_plateau_lowers_the_learning_rate(task: list[str], folder: Path) -> 
         (["optimizer._target_=torch.optim.LBFGS"], "`optimizer` cannot be built"),
         (
             [*SCHEDULES["plateau"], "trainer.limit_val_batches=0"],
-            "conditioned on set scheduler.frequency=2",
+            "conditioned on metric val/loss which is not available",
         ),
-        ([*SCHEDULES["plateau"], "trainer.check_val_every_n_epoch=2"], "metric val/loss which is not available"),
+        ([*SCHEDULES["plateau"], "trainer.check_val_every_n_epoch=2"], "set scheduler.frequency=2"),
     ],
     ids=["interval", "missing argument", "optimizer", "no validation", "rare validation"],
 )
