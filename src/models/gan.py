@@ -73,7 +73,11 @@ class GAN(Module):
             self.log_step({"train/loss": loss, **metrics}, batch_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Compute nothing, since a GAN has no score: `callbacks.samples` draws after validation."""
+        """Compute nothing, since a GAN has no score.
+
+        `callbacks.samples` draws after validation, where the network is in evaluation mode and the batch statistics are
+        those of all ranks.
+        """
 
     def configure_optimizers(self) -> list[Optimizer]:
         if self.trainer.precision == "16-mixed":

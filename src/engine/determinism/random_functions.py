@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from src.engine.determinism.dropout import SampleDropout, dropouts, hash_samples, keep_mask, set_keys
-from src.engine.determinism.hashing import hash_ints
+from src.engine.determinism.hashing import hash_ints, normal
 from src.engine.determinism.samples import seed_generators, torch_generator_states
 from src.engine.utils.errors import UserError
 
 _ATTENTION, _MULTI_HEAD_ATTENTION = F.scaled_dot_product_attention, F.multi_head_attention_forward
-_BERNOULLI = Tensor.bernoulli_
-_OTHERS = "a function such as torch.randn_like, F.rrelu, the dropout of nn.LSTM or F.dropout in a compiled network"
+_BERNOULLI, _RANDN_LIKE = Tensor.bernoulli_, torch.randn_like
+_OTHERS = "a function such as torch.randn, F.rrelu, the dropout of nn.LSTM or F.dropout in a compiled network"
 
 
 class SampleRandom:
@@ -80,11 +80,19 @@ class SampleRandom:
 
     def keep_mask(self, shape: torch.Size, rate: float) -> Tensor:
         """Return the bool mask of the elements to keep, with a row for each sample."""
+        return keep_mask(hash_samples(self.keys, self._begin_call()), shape, rate)
+
+    def normal(self, shape: torch.Size) -> Tensor:
+        """Return float32 numbers from the standard normal distribution, with a row for each sample."""
+        return normal(self.keys ^ self._begin_call(), shape[1:].numel()).view(shape)
+
+    def _begin_call(self) -> int:
+        """Return a hash of the number of the call, and leave the generator with the next number."""
         self.check()
         self.calls += 1
         seed = torch.initial_seed()
         torch.default_generator.manual_seed(seed + 1)
-        return keep_mask(hash_samples(self.keys, int(hash_ints(seed))), shape, rate)
+        return int(hash_ints(seed))
 
     def check(self) -> None:
         """Raise a UserError if anything else has used torch's generators in a batch that is divided."""
@@ -97,9 +105,9 @@ class SampleRandom:
 
     def refusal(self, name: str) -> UserError:
         return UserError(
-            f"{name} draws numbers that would depend on the number of ranks and micro-batches: use nn.Dropout or "
-            f"F.dropout on tensors with a row for each sample ({len(self.keys)} here), `random` or NumPy for a number "
-            "that all samples share, or train on one device without micro-batches"
+            f"{name} draws numbers that would depend on the number of ranks and micro-batches: use "
+            f"nn.Dropout, F.dropout or torch.randn_like on tensors with a row for each sample ({len(self.keys)} here), "
+            "`random` or NumPy for a number that all samples share, or train on one device without micro-batches"
         )
 
 
@@ -129,6 +137,13 @@ def _bernoulli_(self: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
     if not (is_plain and sample_random.has_row_per_sample(self, "bernoulli_")):
         return _BERNOULLI(self, p, generator=generator)
     return self.copy_(sample_random.keep_mask(self.shape, 1 - p))
+
+
+@functools.wraps(_RANDN_LIKE)
+def _randn_like(input: Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+    if not sample_random.has_row_per_sample(input, "torch.randn_like"):
+        return _RANDN_LIKE(input, dtype=dtype, device=device, **options)
+    return sample_random.normal(input.shape).to(device or input.device, dtype or input.dtype)
 
 
 @functools.wraps(_ATTENTION)
@@ -172,6 +187,7 @@ _FUNCTIONS: dict[tuple[Any, str], Any] = {
     (F, "scaled_dot_product_attention"): _attention,
     (F, "multi_head_attention_forward"): _multi_head_attention,
     (Tensor, "bernoulli_"): _bernoulli_,
+    (torch, "randn_like"): _randn_like,
 }
 
 

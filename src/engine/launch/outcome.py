@@ -90,7 +90,8 @@ def describe(error: Exception, run_dir: str) -> str:
     if isinstance(error, UserError | RankFailedError):  # the second has the rank's traceback and log in its message
         return fold_frames(f"error: {error}").rstrip()
     append_traceback(error, run_dir, rank=0)
-    return f"{fold_frames(''.join(traceback.format_exception(error)))}full traceback: {log_file(run_dir, 0)}"
+    log = log_file(run_dir, 0)
+    return fold_frames("".join(traceback.format_exception(error))) + f"full traceback: {log}" * log.is_file()
 
 
 def fold_frames(trace: str) -> str:

@@ -43,11 +43,12 @@ def draw(function: Callable[[Tensor], Tensor], values: Tensor, rows: Tensor) -> 
         (lambda x: F.dropout(x, 1.0), IMAGES),
         (nn.Dropout2d(0.3), IMAGES),
         (lambda x: x * x.new_empty(len(x), 1, 1, 1).bernoulli_(0.6), IMAGES),
+        (lambda x: x + torch.randn_like(x), IMAGES),
         (lambda x: ATTENTION(x, x, x)[0], TOKENS),
         (lambda x: ATTENTION(x, x, x, need_weights=False)[0], TOKENS),
         (ENCODER, TOKENS),
     ],
-    ids="dropout in_place all dropout2d drop_path weights sdpa encoder".split(),
+    ids="dropout in_place all dropout2d drop_path noise weights sdpa encoder".split(),
 )
 def test_a_sample_has_its_numbers_in_any_part_of_the_batch(
     function: Callable[[Tensor], Tensor], values: Tensor
@@ -96,7 +97,7 @@ def test_drops_as_often_as_torch(rate: float) -> None:
         (lambda x: F.dropout(x.flatten(0, 1)), r"F.dropout on a tensor of shape \[20, 8\]"),
         (lambda x: F.dropout(x.transpose(0, 1)), r"F.dropout on a tensor of shape \[5, 4, 8\]"),
         (lambda x: x[torch.randperm(len(x))], "draws numbers that would depend"),
-        (lambda x: F.dropout(x + torch.randn_like(x)), "draws numbers that would depend"),
+        (lambda x: F.dropout(x + torch.rand_like(x)), "draws numbers that would depend"),
         (lambda x: LSTM(x)[0], "draws numbers that would depend"),
         (
             torch.compile(lambda x: F.dropout(x.sin(), 0.3), backend="aot_eager"),
