@@ -14,8 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from src.engine.config.command_line import TRACEBACK_WANTED, run_application
 from src.engine.config.folder import register_resolvers, remove_if_unused
-from src.engine.config.main import TRACEBACK_WANTED, run_application
 from src.engine.utils.errors import UserError
 
 

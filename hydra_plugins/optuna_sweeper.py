@@ -19,9 +19,9 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from src.engine.config.command_line import quote
 from src.engine.state.jobs import Job
 from src.engine.utils.errors import UserError
-from src.engine.utils.overrides import quote
 
 if TYPE_CHECKING:
     import optuna
@@ -121,7 +121,7 @@ class OptunaSweeper(Sweeper):
         """
         from optuna.trial import TrialState
 
-        from src.engine.run.pruning import PRUNED
+        from src.engine.run.early_stopping import PRUNED
 
         job = Job.read(folder)
         if job.status == "finished" and study.get_trials(deepcopy=False)[number].user_attrs.get(PRUNED):

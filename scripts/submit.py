@@ -17,8 +17,8 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from src.engine.config.devices import runs_in_single_process
 from src.engine.config.folder import register_resolvers, unique_name
+from src.engine.config.resolve import runs_in_single_process
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import atomic_write
 

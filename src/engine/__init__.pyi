@@ -2,7 +2,7 @@
 from .notebook import Result as Result
 from .notebook import compose as compose
 from .notebook import train as train
-from .config.build import build as build
+from .utils.targets import build as build
 from .run.trained import load_run as load_run
 
 # Data: batches that no hardware changes

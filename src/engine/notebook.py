@@ -14,9 +14,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from src.engine.config.command_line import complete_overrides, errors_explained
 from src.engine.config.folder import CONF, register_resolvers, remove_if_unused
-from src.engine.config.main import errors_explained
-from src.engine.config.shorthands import complete_overrides
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
 

@@ -11,10 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from src.engine.config.build import drop_replaced_options
-from src.engine.config.devices import runs_in_single_process
+from src.engine.config.resolve import runs_in_single_process
 from src.engine.parallel.batch_norm import average_statistics
 from src.engine.run.experiment import assemble
+from src.engine.utils.targets import drop_replaced_options
 from tests.support.pool import Pool
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -13,9 +13,9 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from src.engine.config.build import build, check_options
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
+from src.engine.utils.targets import build, check_options
 from tests.support.choices import Choice, is_own
 from tests.support.pool import Pool
 from tests.support.runs import CONF, NEED_GPUS, compose, fit_ranks

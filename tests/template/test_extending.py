@@ -18,7 +18,7 @@ import pytest
 from omegaconf import DictConfig
 
 from src.engine import notebook
-from src.engine.config.devices import runs_in_single_process
+from src.engine.config.resolve import runs_in_single_process
 from src.engine.run.experiment import run
 from tests.support.commands import ROOT, run_here
 from tests.support.pool import Pool

@@ -15,8 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-from src.engine.config.build import build
 from src.engine.run.experiment import assemble, run
+from src.engine.utils.targets import build
 from tests.support.commands import ROOT, run_here
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit, fit_ranks

@@ -27,10 +27,10 @@ from scripts.dev.dry_gpu.measure import StepCounter
 from scripts.dev.dry_gpu.synchronizations import SYNCHRONIZATIONS
 from scripts.dev.dry_gpu.tensors import install_tensors
 from src.data.sources.shapes import Shapes
-from src.engine.config.build import drop_replaced_options
 from src.engine.notebook import compose
 from src.engine.run.experiment import assemble
 from src.engine.state.run_files import CHECKPOINTS, LAST
+from src.engine.utils.targets import drop_replaced_options
 
 _PROCESSES = 2
 _TIMEOUT = 300  # seconds for a case; most take three

@@ -9,14 +9,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from src.engine.config.build import check_value, drop_replaced_options
-from src.engine.config.devices import device_count, resolve_devices
 from src.engine.config.folder import (
     CONF,
     CONFIG,
@@ -29,7 +28,8 @@ from src.engine.config.folder import (
 )
 from src.engine.state.run_files import checkpoint_file
 from src.engine.utils.errors import UserError, nearest_options
-from src.engine.utils.overrides import flatten_config
+from src.engine.utils.option_kinds import flatten_config
+from src.engine.utils.targets import check_value, drop_replaced_options
 
 _GIT_TIMEOUT = 5.0  # seconds
 _RECIPES = ("experiment", "preset", "debug")  # the groups whose files set options of other groups
@@ -102,6 +102,88 @@ def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
             raise UserError(f"{name} is no option here; {nearest_options(name, others)}")
 
 
+def _resolve_resume(cfg: DictConfig, folder: Path) -> None:
+    """Set `ckpt_path` to the newest checkpoint of the run folder if resume=auto."""
+    if cfg.resume not in (None, "auto"):
+        raise UserError(f"resume={cfg.resume}: give auto, or null")
+    if cfg.ckpt_path:
+        return
+    if cfg.resume:
+        is_job = "SLURM_JOB_ID" in os.environ or HydraConfig.get().mode == RunMode.MULTIRUN  # they find their folder
+        if not (cfg.run_dir or is_job):
+            raise UserError("resume=auto needs run_dir=FOLDER, so that the next start finds its checkpoints")
+        remove_partial_checkpoints(folder)
+        newest = newest_checkpoint(folder)
+        cfg.ckpt_path = str(newest) if newest else None
+    elif cfg.run_dir and cfg.fit and (folder / CONFIG).exists():
+        raise UserError(f"run_dir={cfg.run_dir} holds a run: add resume=auto to continue it, or give another folder")
+
+
+def _find_checkpoint(option: str, value: str) -> Path:
+    """Return the checkpoint that `ckpt_path` or `init_from` names; in a run folder, the newest complete one."""
+    path = Path(value).expanduser().absolute()
+    if newest := newest_checkpoint(path):
+        return newest
+    checkpoint = checkpoint_file(path)
+    if not checkpoint.is_file():
+        missing = f"checkpoint in that folder ({checkpoint})" if path.is_dir() else "such file or run folder"
+        raise UserError(f"{option}={value}: there is no {missing}")
+    from src.engine.state.io import read_run_checkpoint, read_weights  # late, because it imports Lightning
+
+    if option == "init_from":
+        read_weights(checkpoint, option, map_location="meta")
+    else:
+        read_run_checkpoint(checkpoint, option, map_location="meta", mmap=True)
+    return checkpoint
+
+
+def _find_images(predict: str) -> Path:
+    """Return the folder that `predict` names. It is checked before training, which may take hours."""
+    from src.engine.utils.image_files import find_images  # late, because most runs do not need it
+
+    folder = Path(predict).expanduser().absolute()
+    if not find_images(folder):
+        raise UserError(f"predict={predict}: there is no such folder, or no image in it")
+    return folder
+
+
+def resolve_devices(accelerator: str, devices: Any) -> tuple[str, int | list[int]]:
+    """Return the accelerator without `auto`, and the number of devices per node or the listed GPU indices."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator == "auto":
+        accelerator = found.type if found else "cpu"
+    if accelerator != "cpu" and found is None:
+        raise UserError(f"trainer.accelerator={accelerator}, but this machine has none: set auto or cpu")
+    num_gpus = 0 if accelerator == "cpu" else torch.accelerator.device_count()
+    if devices in ("auto", -1):
+        # torchrun has already started LOCAL_WORLD_SIZE processes.
+        return accelerator, int(os.environ.get("LOCAL_WORLD_SIZE", num_gpus or 1))
+    indices = list(devices) if isinstance(devices, ListConfig) else []
+    count = devices if isinstance(devices, int) else len(indices)
+    if count < 1:
+        raise UserError(f"trainer.devices={devices} is no number of devices: give a number, a list of GPUs, or auto")
+    if len(set(indices)) < len(indices):
+        raise UserError(f"trainer.devices={devices} lists a device twice: list each one once")
+    if accelerator == "cpu":
+        return accelerator, count
+    if max(count, max(indices, default=0) + 1) > num_gpus:
+        raise UserError(
+            f"trainer.devices={devices}, but this machine has {num_gpus} GPU{'s' * (num_gpus > 1)}: "
+            f"set trainer.devices={num_gpus}, or trainer.accelerator=cpu to run processes on the CPU"
+        )
+    return accelerator, indices or count
+
+
+def device_count(trainer: DictConfig) -> int:
+    """Return the number of devices per node of a resolved trainer configuration."""
+    return trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)
+
+
+def runs_in_single_process(cfg: DictConfig) -> bool:
+    """Return whether the strategy runs in one process per node, which uses all its devices."""
+    return bool(cfg.strategy.get("single_process", False))
+
+
 def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
     """Set the values of `runtime`, and draw the seed if there is none."""
     runtime, folder = cfg.runtime, Path(cfg.run_dir)
@@ -146,48 +228,3 @@ def source_revision() -> tuple[str | None, bool]:
     head, *lines = status.stdout.splitlines()  # "# branch.oid COMMIT", then "# branch..." and changed files
     commit = head.rpartition(" ")[2]
     return None if commit == "(initial)" else commit, any(not line.startswith("#") for line in lines)
-
-
-def _resolve_resume(cfg: DictConfig, folder: Path) -> None:
-    """Set `ckpt_path` to the newest checkpoint of the run folder if resume=auto."""
-    if cfg.resume not in (None, "auto"):
-        raise UserError(f"resume={cfg.resume}: give auto, or null")
-    if cfg.ckpt_path:
-        return
-    if cfg.resume:
-        is_job = "SLURM_JOB_ID" in os.environ or HydraConfig.get().mode == RunMode.MULTIRUN  # they find their folder
-        if not (cfg.run_dir or is_job):
-            raise UserError("resume=auto needs run_dir=FOLDER, so that the next start finds its checkpoints")
-        remove_partial_checkpoints(folder)
-        newest = newest_checkpoint(folder)
-        cfg.ckpt_path = str(newest) if newest else None
-    elif cfg.run_dir and cfg.fit and (folder / CONFIG).exists():
-        raise UserError(f"run_dir={cfg.run_dir} holds a run: add resume=auto to continue it, or give another folder")
-
-
-def _find_checkpoint(option: str, value: str) -> Path:
-    """Return the checkpoint that `ckpt_path` or `init_from` names; in a run folder, the newest complete one."""
-    path = Path(value).expanduser().absolute()
-    if newest := newest_checkpoint(path):
-        return newest
-    checkpoint = checkpoint_file(path)
-    if not checkpoint.is_file():
-        missing = f"checkpoint in that folder ({checkpoint})" if path.is_dir() else "such file or run folder"
-        raise UserError(f"{option}={value}: there is no {missing}")
-    from src.engine.state.io import read_run_checkpoint, read_weights  # late, because it imports Lightning
-
-    if option == "init_from":
-        read_weights(checkpoint, option, map_location="meta")
-    else:
-        read_run_checkpoint(checkpoint, option, map_location="meta", mmap=True)
-    return checkpoint
-
-
-def _find_images(predict: str) -> Path:
-    """Return the folder that `predict` names. It is checked before training, which may take hours."""
-    from src.engine.utils.image_files import find_images  # late, because most runs do not need it
-
-    folder = Path(predict).expanduser().absolute()
-    if not find_images(folder):
-        raise UserError(f"predict={predict}: there is no such folder, or no image in it")
-    return folder

@@ -14,9 +14,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from src.engine.utils.errors import UserError
+from src.engine.utils.errors import UserError, as_typed
 from src.engine.utils.option_kinds import CONTINUABLE, default_value, experiment_options, matches
-from src.engine.utils.overrides import as_typed
 from src.engine.utils.targets import locate, target_nodes
 
 _log = logging.getLogger(__name__)

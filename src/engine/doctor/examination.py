@@ -22,14 +22,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from src.engine.config.build import build
-from src.engine.config.devices import resolve_devices, runs_in_single_process
 from src.engine.config.folder import PROJECT, remove_if_unused
+from src.engine.config.resolve import resolve_devices, runs_in_single_process
 from src.engine.launch.outcome import RankFailedError
 from src.engine.launch.start import launch
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import check_can_store
 from src.engine.utils.process import detect_cluster_environment
+from src.engine.utils.targets import build
 
 _SHOWN = ("Python", "torch", "lightning", "hydra-core", "wandb")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")

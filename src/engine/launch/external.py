@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.config.devices import device_count, runs_in_single_process
-from src.engine.config.resolve import resolve_config
+from src.engine.config.resolve import device_count, resolve_config, runs_in_single_process
 from src.engine.utils.errors import UserError
 
 if TYPE_CHECKING:

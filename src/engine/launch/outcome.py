@@ -25,7 +25,7 @@ from src.engine.state.jobs import is_sweep
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_end, append_event, append_kill, last_logged_step
 from src.engine.utils.files import named_lock, read_json_lines
-from src.engine.utils.rank_log import log_file
+from src.engine.utils.process import log_file
 from src.engine.utils.signals import Stopped
 
 REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of a rank's report

@@ -17,8 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from src.engine.config.devices import device_count, runs_in_single_process
-from src.engine.config.resolve import resolve_config
+from src.engine.config.resolve import device_count, resolve_config, runs_in_single_process
 from src.engine.launch.external import connect_ranks, share_config
 from src.engine.launch.outcome import exit_rank, run_recorded
 from src.engine.launch.workers import launch_workers, run_rank

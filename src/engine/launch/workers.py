@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from src.engine.config.devices import device_count, runs_in_single_process
 from src.engine.config.folder import with_newest_checkpoint
+from src.engine.config.resolve import device_count, runs_in_single_process
 from src.engine.launch.outcome import (
     REPORT_FILE,
     RankFailedError,
@@ -22,8 +22,7 @@ from src.engine.launch.outcome import (
 )
 from src.engine.state.run_files import stop_message
 from src.engine.utils import signals
-from src.engine.utils.process import close_process_group
-from src.engine.utils.rank_log import connect_debugger, log_to_folder
+from src.engine.utils.process import close_process_group, connect_debugger, log_to_folder
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 

@@ -11,8 +11,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from src.engine.observe.wandb import finish_run, mark_preempted
 from src.engine.parallel.ddp import DDP
 from src.engine.utils import signals
-from src.engine.utils.process import close_process_group, tune_malloc
-from src.engine.utils.rank_log import connect_debugger, log_to_folder
+from src.engine.utils.process import close_process_group, connect_debugger, log_to_folder, tune_malloc
 
 
 class DDPSpawn(DDP):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from src.engine.utils.events import read_events
 from src.engine.utils.files import read_json_lines
-from src.engine.utils.overrides import flatten_config
+from src.engine.utils.option_kinds import flatten_config
 
 Floats = NDArray[np.float64]
 ENDS = ("finished", "stopped", "failed", "killed")

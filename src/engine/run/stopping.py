@@ -15,8 +15,7 @@ from src.engine.state.run_files import CHECKPOINTS, LAST, stop_message
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_event
-from src.engine.utils.process import set_timeouts_after
-from src.engine.utils.rank_log import stack_file
+from src.engine.utils.process import set_timeouts_after, stack_file
 from src.engine.utils.steps import RankConsensus
 
 _log = logging.getLogger(__name__)

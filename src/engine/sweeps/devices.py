@@ -10,7 +10,7 @@ from filelock import Timeout
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from src.engine.config.devices import device_count
+from src.engine.config.resolve import device_count
 from src.engine.utils.files import named_lock
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

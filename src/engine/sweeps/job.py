@@ -15,7 +15,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from src.engine.config.build import check_options
 from src.engine.config.folder import is_rank_zero
 from src.engine.config.resolve import resolve_config
 from src.engine.launch.outcome import fold_frames
@@ -25,6 +24,7 @@ from src.engine.sweeps.devices import reserve_devices
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import named_lock
+from src.engine.utils.targets import check_options
 
 
 def run_job(cfg: DictConfig) -> float:

@@ -1,7 +1,9 @@
 """The exception that is shown to the user as one line, without a traceback."""
 
 import difflib
+import json
 from collections.abc import Iterable
+from typing import Any
 
 _SIMILAR = 0.6  # share of equal letters, from 0 to 1
 
@@ -49,3 +51,8 @@ def nearest_options(name: str, options: Iterable[str]) -> str:
     similar = {option for option in options if _similarity(key, option.rpartition(".")[2]) >= _SIMILAR}
     names = sorted(option for option in options if option.endswith(f".{name}")) or similar_names(name, similar)
     return f"did you mean {' or '.join(names)}?" if names else "python train.py --cfg job lists all"
+
+
+def as_typed(value: Any) -> str:
+    """Return the value for an error message: true, false and null as the user types them, others as Python does."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -10,7 +10,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.utils.overrides import flatten_config
 from src.engine.utils.targets import default_options
 
 HARDWARE = """
@@ -91,3 +90,13 @@ def _is_copy(name: str, flat: dict[str, Any]) -> bool:
     """Return whether an option has the value of the one that it interpolates in conf/."""
     sources = [source + name.removeprefix(copy) for copy, source in _COPIES.items() if name.startswith(copy)]
     return any(source in flat and flat[source] == flat[name] for source in sources)
+
+
+def flatten_config(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten a nested configuration to {dotted name: value}."""
+    if not isinstance(node, dict):
+        return {prefix: node}
+    flat: dict[str, Any] = {}
+    for key, child in node.items():
+        flat |= flatten_config(child, f"{prefix}.{key}".strip("."))
+    return flat

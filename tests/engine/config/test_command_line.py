@@ -136,7 +136,7 @@ def test_an_error_in_the_users_code_has_a_short_traceback(
         f"full traceback: {log}",
     ]
     assert "training_epoch_loop.py" in log.read_text()
-    monkeypatch.setattr("src.engine.config.main.TRACEBACK_WANTED", True)
+    monkeypatch.setattr("src.engine.config.command_line.TRACEBACK_WANTED", True)
     with pytest.raises(ValueError, match="here"):
         run_here(*arguments, f"run_dir={tmp_path}/full")
 

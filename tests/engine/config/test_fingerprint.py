@@ -11,12 +11,12 @@ import torch
 import yaml
 from omegaconf import DictConfig
 
-from src.engine.config.build import build
 from src.engine.determinism import fingerprint as module
 from src.engine.determinism.fingerprint import Experiment, code_version, continue_experiment, describe_experiment
 from src.engine.determinism.ordered_data import OrderedData
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import read_events
+from src.engine.utils.targets import build
 from tests.support.experiments import SHORT
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit, fit_ranks

@@ -9,11 +9,11 @@ import hydra
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from src.engine.config.build import check_value
 from src.engine.config.folder import register_resolvers
 from src.engine.config.resolve import refuse_unknown_options
 from src.engine.run.experiment import assemble, run
 from src.engine.utils.errors import UserError
+from src.engine.utils.targets import check_value
 from tests.support.commands import TINY, error_line, run_here
 from tests.support.runs import CONF, compose
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.engine.config.devices import runs_in_single_process
 from src.engine.config.folder import newest_checkpoint
+from src.engine.config.resolve import runs_in_single_process
 from src.engine.state.io import AtomicCheckpointIO
 from src.engine.utils.errors import UserError
 from tests.support.commands import run_here

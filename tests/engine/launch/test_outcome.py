@@ -12,7 +12,7 @@ import pytest
 from src.engine.config.folder import PROJECT
 from src.engine.launch import outcome
 from src.engine.utils.errors import UserError
-from src.engine.utils.rank_log import log_file, stack_file
+from src.engine.utils.process import log_file, stack_file
 
 LOST = "RuntimeError: gloo: connection closed by peer"
 

@@ -15,7 +15,7 @@ import rich
 
 from src.engine.observe.progress import ProgressBar
 from src.engine.run.experiment import assemble
-from src.engine.utils.rank_log import log_to_folder
+from src.engine.utils.process import log_to_folder
 from tests.support.commands import restored
 from tests.support.runs import compose
 

@@ -16,7 +16,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from src.engine.config.devices import runs_in_single_process
+from src.engine.config.resolve import runs_in_single_process
 from src.engine.parallel.batch_norm import average_statistics
 from src.engine.run.experiment import assemble
 from tests.support.choices import MODELS

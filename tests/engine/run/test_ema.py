@@ -9,7 +9,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from src.engine.config.devices import runs_in_single_process
+from src.engine.config.resolve import runs_in_single_process
 from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, relative

@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from src.data.sources.shapes import CLASSES
-from src.engine.config.build import build
-from src.engine.config.devices import runs_in_single_process
+from src.engine.config.resolve import runs_in_single_process
 from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
+from src.engine.utils.targets import build
 from tests.support.commands import run_here
 from tests.support.pool import Pool
 from tests.support.runs import STRATEGIES, compose, fit

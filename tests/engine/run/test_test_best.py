@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from src.engine.config import folder as run_folders
+from src.engine.config.command_line import with_found_runs
 from src.engine.config.folder import CONFIG
-from src.engine.config.shorthands import with_found_runs
 from src.engine.run.experiment import run
 from src.engine.state.run_files import CHECKPOINTS
 from src.engine.utils.errors import UserError

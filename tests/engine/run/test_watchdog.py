@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from src.engine.run.stopping import Watchdog
-from src.engine.utils.rank_log import stack_file
+from src.engine.utils.process import stack_file
 
 
 @pytest.fixture

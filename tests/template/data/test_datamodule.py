@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 
 from src.data.augment.pixels import normalize
-from src.engine.config.build import build
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
+from src.engine.utils.targets import build
 from tests.support.choices import IMAGES
 from tests.support.commands import ROOT
 from tests.support.comparison import check_same_rows, read_rows

@@ -13,9 +13,9 @@ from PIL import Image
 from src.data.sources.array_file import ArrayFile
 from src.data.sources.class_folders import ClassFolders
 from src.data.sources.huggingface import HuggingFaceDataset
-from src.engine.config.build import build
 from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
+from src.engine.utils.targets import build
 from tests.support.comparison import check_resumed
 from tests.support.huggingface import CLASSES
 from tests.support.interruption import die

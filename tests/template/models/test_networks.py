@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from src.engine.config.build import build
 from src.engine.utils.errors import UserError
+from src.engine.utils.targets import build
 from tests.support.choices import MODELS
 from tests.support.runs import CONF, compose
 

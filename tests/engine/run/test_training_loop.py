@@ -1,4 +1,4 @@
-"""src/engine/run/loop.py leaves signals to the project's own handler."""
+"""src/engine/run/training_loop.py leaves signals to the project's own handler."""
 
 from collections import Counter
 from pathlib import Path
