@@ -66,7 +66,7 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
         if choice == "null" and (CONF / group).is_dir():  # Hydra would end with a traceback
             names = sorted(file.stem for file in (CONF / group).glob("[!_]*.yaml"))
             raise UserError(f"{word}: give one of {', '.join(names)}, or ~{group} to leave it out")
-    words = with_found_runs(words)
+    words = [_with_found_run(word) if word.startswith(("ckpt_path=", "init_from=")) else word for word in words]
     for index, word in enumerate(words):
         if word.startswith("ckpt_path=") and (folder := folder_of(_path(word))):
             saved = saved_config(folder).runtime.overrides
@@ -79,16 +79,12 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
     return words
 
 
-def with_found_runs(words: Sequence[str]) -> list[str]:
-    """Return the overrides with the path of the checkpoint for `last` and `best` in `ckpt_path=` and `init_from=`.
+def _with_found_run(word: str) -> str:
+    """Return `ckpt_path=` or `init_from=` with the path of the checkpoint in the place of `last` or `best`.
 
     `RUN_DIR/best` is the best checkpoint of a run, and `best` that of the newest run in the project's runs/. `last` is
     the newest complete checkpoint, as for `RUN_DIR`.
     """
-    return [_with_found_run(word) if word.startswith(("ckpt_path=", "init_from=")) else word for word in words]
-
-
-def _with_found_run(word: str) -> str:
     path = _path(word)
     if path.name not in ("last", "best"):
         return word

@@ -58,13 +58,7 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
             raise UserError(f"{group} has no `_target_`: let its file in conf/{group} name a class or function")
     drop_replaced_options(cfg, hydra_cfg.overrides.task)
     refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
-    _resolve_resume(cfg, folder)
-    if cfg.ckpt_path:
-        cfg.ckpt_path = str(_find_checkpoint("ckpt_path", cfg.ckpt_path))
-    elif cfg.init_from:  # a continued run has its weights in `ckpt_path`
-        cfg.init_from = str(_find_checkpoint("init_from", cfg.init_from))
-    elif not cfg.fit and not cfg.doctor:
-        print("warning: fit=false without ckpt_path or init_from: the weights are random", file=sys.stderr)
+    _resolve_checkpoints(cfg, folder)
     if cfg.predict:
         cfg.predict = str(_find_images(cfg.predict))
     cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
@@ -102,21 +96,25 @@ def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
             raise UserError(f"{name} is no option here; {nearest_options(name, others)}")
 
 
-def _resolve_resume(cfg: DictConfig, folder: Path) -> None:
-    """Set `ckpt_path` to the newest checkpoint of the run folder if resume=auto."""
+def _resolve_checkpoints(cfg: DictConfig, folder: Path) -> None:
+    """Set `ckpt_path`, or else `init_from`, to a file; with resume=auto, to the newest checkpoint of the run folder."""
     if cfg.resume not in (None, "auto"):
         raise UserError(f"resume={cfg.resume}: give auto, or null")
-    if cfg.ckpt_path:
-        return
-    if cfg.resume:
+    if cfg.resume and not cfg.ckpt_path:
         is_job = "SLURM_JOB_ID" in os.environ or HydraConfig.get().mode == RunMode.MULTIRUN  # they find their folder
         if not (cfg.run_dir or is_job):
             raise UserError("resume=auto needs run_dir=FOLDER, so that the next start finds its checkpoints")
         remove_partial_checkpoints(folder)
         newest = newest_checkpoint(folder)
         cfg.ckpt_path = str(newest) if newest else None
-    elif cfg.run_dir and cfg.fit and (folder / CONFIG).exists():
+    elif not cfg.ckpt_path and cfg.run_dir and cfg.fit and (folder / CONFIG).exists():
         raise UserError(f"run_dir={cfg.run_dir} holds a run: add resume=auto to continue it, or give another folder")
+    if cfg.ckpt_path:
+        cfg.ckpt_path = str(_find_checkpoint("ckpt_path", cfg.ckpt_path))
+    elif cfg.init_from:  # a continued run has its weights in `ckpt_path`
+        cfg.init_from = str(_find_checkpoint("init_from", cfg.init_from))
+    elif not cfg.fit and not cfg.doctor:
+        print("warning: fit=false without ckpt_path or init_from: the weights are random", file=sys.stderr)
 
 
 def _find_checkpoint(option: str, value: str) -> Path:

@@ -46,7 +46,13 @@ class LastCheckpoint(Checkpoint):
                 raise UserError(f"callbacks.checkpoint.{name}={interval}: give at least 1, or null")
         self.best_model_path = str(Path(dirpath) / LAST)
         self._epoch_interval, self._step_interval = every_n_epochs, every_n_train_steps
-        self._time_interval = _to_seconds(train_time_interval)
+        try:
+            self._time_interval = timedelta(**train_time_interval) if train_time_interval is not None else None
+        except TypeError:
+            raise UserError(
+                f"callbacks.checkpoint.train_time_interval={train_time_interval}: give a time, such as "
+                "'{minutes: 10}', or null"
+            ) from None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved_at, self._consensus = time.monotonic(), RankConsensus()
@@ -80,13 +86,4 @@ class LastCheckpoint(Checkpoint):
                 logger.after_save_checkpoint(self)  # type: ignore[arg-type]
 
     def _is_time_over(self) -> bool:
-        return time.monotonic() - self._saved_at >= (self._time_interval or 0.0)
-
-
-def _to_seconds(interval: dict[str, float] | None) -> float | None:
-    try:
-        return timedelta(**interval).total_seconds() if interval is not None else None
-    except TypeError:
-        raise UserError(
-            f"callbacks.checkpoint.train_time_interval={interval}: give a time, such as '{{minutes: 10}}', or null"
-        ) from None
+        return timedelta(seconds=time.monotonic() - self._saved_at) >= (self._time_interval or timedelta())

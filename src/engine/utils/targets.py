@@ -42,21 +42,17 @@ def check_options(cfg: DictConfig) -> None:
     nodes = dict(target_nodes(OmegaConf.to_container(cfg, resolve=True)))
     # `module.net` is a copy of `model`, whose options the user has set: short names come first.
     for name in sorted(nodes, key=lambda name: name.count(".")):
-        _check_node(name, nodes[name])
+        node = nodes[name]
+        parameters = parameters_of(locate(f"{name}._target_", node["_target_"]))
+        for key in _refused_options(node, parameters):
+            hint = f"{suggest(key, parameters)} (~{name}.{key} leaves it out)"
+            raise UserError(f"{name}.{key}: {node['_target_']} has no option `{key}`; {hint}")
+        for key in [key for key in node if key in parameters]:
+            check_value(f"{name}.{key}", node[key], parameters[key].annotation)
 
 
-def _check_node(name: str, node: dict[str, Any]) -> None:
-    parameters = parameters_of(locate(f"{name}._target_", node["_target_"]))
-    for key in _refused_options(name, node):
-        hint = f"{suggest(key, parameters)} (~{name}.{key} leaves it out)"
-        raise UserError(f"{name}.{key}: {node['_target_']} has no option `{key}`; {hint}")
-    for key in [key for key in node if key in parameters]:
-        check_value(f"{name}.{key}", node[key], parameters[key].annotation)
-
-
-def _refused_options(name: str, node: Any) -> list[str]:
-    """Return the options of a node that its class does not take."""
-    parameters = parameters_of(locate(f"{name}._target_", node["_target_"]))
+def _refused_options(node: Any, parameters: dict[str, inspect.Parameter]) -> list[str]:
+    """Return the options of a node that its class, which has these parameters, does not take."""
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
     return [key for key in node if not key.startswith("_") and key != NOT_PASSED and key not in parameters]
@@ -71,8 +67,9 @@ def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> None:
     for name in [option.removesuffix("._target_") for option in given if option.endswith("._target_")]:
         node = OmegaConf.select(cfg, name)
         if node and "_target_" in node:
+            parameters = parameters_of(locate(f"{name}._target_", node["_target_"]))
             with open_dict(node):
-                for key in _refused_options(name, node):
+                for key in _refused_options(node, parameters):
                     if f"{name}.{key}" not in given:
                         del node[key]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from src.engine.config import folder as run_folders
-from src.engine.config.command_line import with_found_runs
+from src.engine.config.command_line import complete_overrides
 from src.engine.config.folder import CONFIG
 from src.engine.run.experiment import run
 from src.engine.state.run_files import CHECKPOINTS
@@ -70,19 +70,19 @@ def test_finds_the_newest_run(
 ) -> None:
     monkeypatch.setattr(run_folders, "PROJECT", tmp_path)
     with pytest.raises(UserError, match=r"ckpt_path=last: there is no run with a checkpoint in .*/runs"):
-        with_found_runs(["ckpt_path=last"])
+        complete_overrides(["ckpt_path=last"])
     older, job, evaluation = (tmp_path / "runs" / name for name in ("older", "sweep/0", "evaluation"))
     for time, (run_dir, names) in enumerate([(older, ["best", "last"]), (job, ["last"]), (evaluation, [])]):
         (run_dir / CHECKPOINTS).mkdir(parents=True)
-        (run_dir / CONFIG).touch()
+        (run_dir / CONFIG).write_text("runtime: {overrides: []}")
         os.utime(run_dir / CONFIG, (time, time))
         for name in names:
             (run_dir / CHECKPOINTS / f"{name}.ckpt").touch()
-    assert with_found_runs(["ckpt_path=last", "seed=1"]) == [f"ckpt_path='{job}'", "seed=1"]
+    assert complete_overrides(["ckpt_path=last", "seed=1"]) == [f"ckpt_path='{job}'", "seed=1"]
     assert capsys.readouterr().err == f"ckpt_path=last: the newest run is {job}\n"
-    assert with_found_runs(["ckpt_path=best"]) == [f"ckpt_path='{job}/checkpoints/best.ckpt'"]
+    assert complete_overrides(["ckpt_path=best"]) == [f"ckpt_path='{job}/checkpoints/best.ckpt'"]
     best = older / CHECKPOINTS / "best.ckpt"
-    assert with_found_runs([f"init_from={older}/best", "ckpt_path=a/best"]) == [
+    assert complete_overrides([f"init_from={older}/best", "ckpt_path=a/best"]) == [
         f"init_from='{best}'",
         "ckpt_path=a/best",
     ]
