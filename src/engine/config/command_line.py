@@ -29,6 +29,7 @@ from src.engine.utils.option_kinds import flatten_config
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own variable: with 1, every error keeps its traceback
 # torch warns on macOS, in each process, that it does not redirect output, which nothing here asks for.
 logging.getLogger("torch.distributed.elastic.multiprocessing.redirects").setLevel(logging.ERROR)
+_PATHS = ("ckpt_path", "init_from", "run_dir", "predict", "sweep", "data.root")
 _SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in the sweep's folder
 TRACEBACK_WANTED = os.environ.get(_FULL_ERROR) == "1"
 
@@ -66,6 +67,8 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
         if choice == "null" and (CONF / group).is_dir():  # Hydra would end with a traceback
             names = sorted(file.stem for file in (CONF / group).glob("[!_]*.yaml"))
             raise UserError(f"{word}: give one of {', '.join(names)}, or ~{group} to leave it out")
+        if group in _PATHS and "=" in word and not choice.strip("'\""):
+            raise UserError(f"{word} is empty: give a path, or leave the option out")
     words = [_with_found_run(word) if word.startswith(("ckpt_path=", "init_from=")) else word for word in words]
     for index, word in enumerate(words):
         if word.startswith("ckpt_path=") and (folder := folder_of(_path(word))):
@@ -163,7 +166,9 @@ def _explain(error: Exception, words: Sequence[str]) -> str:
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         choices = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]  # Hydra has none for a list
-        return f"{group}={name}: {suggest(name, [choice for choice in choices if not choice.startswith('_')])}"
+        hint = suggest(name, [choice for choice in choices if not choice.startswith("_")])
+        elsewhere = sorted(f"{file.parent.name}={name}" for file in CONF.glob(f"*/{name}.yaml"))
+        return f"{group}={name}: {hint}" + f"; there is {' and '.join(elsewhere)}" * bool(elsewhere)
     # Hydra gives the name of an unknown option in its message only (`_apply_overrides_to_config` in
     # https://github.com/facebookresearch/hydra/blob/v1.3.2/hydra/_internal/config_loader_impl.py).
     if unknown := re.match(r"Could not (?:override|delete from config\.) '([\w.]+)'", str(error)):

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 _SIMILAR = 0.6  # share of equal letters, from 0 to 1
+# What other projects call an option.
+_SYNONYMS = {"train": "fit", "epochs": "trainer.max_epochs", "gpus": "trainer.devices", "eval": "fit=false ckpt_path"}
 
 
 class UserError(Exception):
@@ -21,7 +23,7 @@ def similar_names(word: str, names: Iterable[str]) -> list[str]:
     names = sorted(names)
     near = difflib.get_close_matches(word, names, n=3, cutoff=_SIMILAR)
     if not near:
-        return [name for name in names if name.startswith(word)]
+        return [name for name in names if word and name.startswith(word)]
     return [name for name in near if _similarity(word, name) > _similarity(word, near[0]) - 0.15]
 
 
@@ -47,6 +49,8 @@ def check_choice(option: str, value: object, choices: Iterable[str]) -> None:
 def nearest_options(name: str, options: Iterable[str]) -> str:
     """Return the end of an error message about an unknown option: those that end with its name, or similar ones."""
     options, key = set(options), name.rpartition(".")[2]
+    if key in _SYNONYMS:
+        return f"did you mean {_SYNONYMS[key]}?"
     # Options of one node have similar full names, so the last part must be similar as well.
     similar = {option for option in options if _similarity(key, option.rpartition(".")[2]) >= _SIMILAR}
     names = sorted(option for option in options if option.endswith(f".{name}")) or similar_names(name, similar)

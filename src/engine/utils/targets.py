@@ -38,9 +38,10 @@ def build(node: DictConfig, **changes: Any) -> Any:
 
 
 def check_options(cfg: DictConfig) -> None:
-    """Check that the classes of a resolved configuration exist and take the options, before anything is built."""
+    """Check that the classes of a resolved configuration exist, take the options and lack none, before any is built."""
     nodes = dict(target_nodes(OmegaConf.to_container(cfg, resolve=True)))
     # `module.net` is a copy of `model`, whose options the user has set: short names come first.
+    unbuilt = tuple(f"{name}." for name, node in nodes.items() if node.get("_recursive_") is False)
     for name in sorted(nodes, key=lambda name: name.count(".")):
         node = nodes[name]
         parameters = parameters_of(locate(f"{name}._target_", node["_target_"]))
@@ -49,6 +50,12 @@ def check_options(cfg: DictConfig) -> None:
             raise UserError(f"{name}.{key}: {node['_target_']} has no option `{key}`; {hint}")
         for key in [key for key in node if key in parameters]:
             check_value(f"{name}.{key}", node[key], parameters[key].annotation)
+        missing = _missing_options(node, parameters)
+        if missing and not name.startswith(unbuilt):  # Hydra hands these on, and the user's code builds them
+            raise UserError(
+                f"{name}.{missing[0]} is missing, and {node['_target_']} has no default for it: add it to the file of "
+                "conf/ that names the class, or `_partial_: true` if code gives it later"
+            )
 
 
 def _refused_options(node: Any, parameters: dict[str, inspect.Parameter]) -> list[str]:
@@ -56,6 +63,15 @@ def _refused_options(node: Any, parameters: dict[str, inspect.Parameter]) -> lis
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
     return [key for key in node if not key.startswith("_") and key != NOT_PASSED and key not in parameters]
+
+
+def _missing_options(node: dict[str, Any], parameters: dict[str, inspect.Parameter]) -> list[str]:
+    """Return the options without a default that a node does not give, although Hydra calls its class."""
+    if node.get("_partial_") or "_args_" in node:
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+    return [key for key in required if parameters[key].kind in named and key not in node]
 
 
 def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> None:

@@ -8,12 +8,13 @@ from typing import Any, Literal
 import hydra
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
 
 from src.engine.config.folder import register_resolvers
 from src.engine.config.resolve import refuse_unknown_options
 from src.engine.run.experiment import assemble, run
 from src.engine.utils.errors import UserError
-from src.engine.utils.targets import check_value
+from src.engine.utils.targets import check_options, check_value
 from tests.support.commands import TINY, error_line, run_here
 from tests.support.runs import CONF, compose
 
@@ -114,6 +115,8 @@ def test_refuses_a_group_that_names_no_class(small: list[str], folder: Path) -> 
         (["model._target_=torch.float32"], "model._target_=torch.float32: .* is a dtype; give a class or a function"),
         (["model._target_=src.models"], "model._target_=src.models: .* is a module; give a class or a function"),
         (["+callbacks.mine={_target_: tests.engine.launch.broken.Mine}"], "'not_installed'"),
+        (["~model.num_classes"], "model.num_classes is missing, and src.models.*resnet9 has no default for it: add it"),
+        (["~optimizer._partial_"], "optimizer.params is missing, .* or `_partial_: true` if code gives it later"),
     ],
 )
 def test_refuses_options_that_cannot_be_meant(
@@ -166,3 +169,10 @@ def test_a_recipe_may_set_options_of_parts_that_the_run_leaves_out(small: list[s
     words = [*small, *TINY, "trainer.fast_dev_run=true", "callbacks=none", "logger=none", f"run_dir={tmp_path / 'run'}"]
     out, _ = run_here(*words, search, "experiment=of_test")
     assert "logger.wandb has options (tags), but is left out" in out
+
+
+def test_a_class_may_complete_its_parts_itself() -> None:
+    part = {"_target_": "torch.optim.SGD", "lr": 0.1}  # without its parameters
+    check_options(OmegaConf.create({"own": {"_target_": "types.SimpleNamespace", "_recursive_": False, "part": part}}))
+    with pytest.raises(UserError, match=r"own\.part\.params is missing"):
+        check_options(OmegaConf.create({"own": {"_target_": "types.SimpleNamespace", "part": part}}))

@@ -38,6 +38,13 @@ from tests.support.runs import compose
         ("module.tta=shiftt", "module.tta=shiftt: did you mean shift?"),
         ("callbacks.x={a: 1 ]", "callbacks.x={a: 1 ]: no viable alternative at input"),
         ("fit=yes", "fit=yes: give true or false"),
+        ("train=false", "train is no option here; did you mean fit?"),
+        ("+gpus=2", "gpus is no option here; did you mean trainer.devices?"),
+        ("trainer=ddp", "trainer=ddp: known: default; there is strategy=ddp"),
+        ("model=", "model=: known: airbench, mlp"),
+        ("ckpt_path=", "ckpt_path= is empty: give a path, or leave the option out"),
+        ("init_from=''", "init_from='' is empty: give a path"),
+        ("predict=", "predict= is empty: give a path"),
     ],
 )
 def test_errors_name_the_option(word: str, hint: str, small: list[str], tmp_path: Path) -> None:
