@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from src.engine.determinism.samples import are_equal
+from src.engine.determinism.seeding import are_equal
 from src.engine.utils.errors import UserError
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from src.engine.determinism.hashing import hash_ints, permutation
 from src.engine.determinism.sampler import Batches, TrainingBatches
-from src.engine.determinism.samples import (
+from src.engine.determinism.seeding import (
     SeededSamples,
     are_equal,
     makes_batches,

@@ -25,7 +25,7 @@ from src.engine.determinism.loader import (
     fetch,
 )
 from src.engine.determinism.sampler import EvaluationBatches, TrainingBatches, apply_limit, total_steps
-from src.engine.determinism.samples import SeededSamples, makes_batches, refuse_draws, seed_generators
+from src.engine.determinism.seeding import SeededSamples, makes_batches, refuse_draws, seed_generators
 from src.engine.utils.errors import UserError
 
 _LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}

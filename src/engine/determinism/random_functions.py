@@ -22,7 +22,7 @@ from torch import Tensor
 
 from src.engine.determinism.dropout import SampleDropout, dropouts, hash_samples, keep_mask, set_keys
 from src.engine.determinism.hashing import hash_ints, normal
-from src.engine.determinism.samples import seed_generators, torch_generator_states
+from src.engine.determinism.seeding import seed_generators, torch_generator_states
 from src.engine.utils.errors import UserError
 
 _ATTENTION, _MULTI_HEAD_ATTENTION = F.scaled_dot_product_attention, F.multi_head_attention_forward

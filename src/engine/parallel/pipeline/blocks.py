@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from src.engine.determinism.recomputation import block_names
-from src.engine.determinism.samples import generator_states
+from src.engine.determinism.seeding import generator_states
 from src.engine.utils.errors import UserError
 
 _ADVICE = "make the network an nn.Sequential of its blocks, or use strategy=ddp or fsdp"

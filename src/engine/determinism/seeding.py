@@ -1,4 +1,4 @@
-"""A map-style dataset of anybody's, whose random transforms are the same on any hardware and after a restart."""
+"""The random numbers of a sample's transforms: the generators are seeded for each sample of any map-style dataset."""
 
 import random
 from collections.abc import Callable, Iterator
