@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
+import src.models
 from src.engine import notebook
 from src.engine.config.resolve import runs_in_single_process
 from src.engine.run.experiment import run
@@ -31,8 +32,9 @@ SECTIONS = {text.splitlines()[0]: text for text in PAGES.split("\n## ")[1:] if "
 
 def train(cfg: DictConfig, project: Path) -> dict[str, float]:
     """Run a configuration in a process that can import the recipe's files."""
-    if str(project) not in sys.path:
-        sys.path.insert(0, str(project))
+    for search_path, folder in ((sys.path, str(project)), (src.models.__path__, f"{project}/src/models")):
+        if folder not in search_path:
+            search_path.insert(0, folder)
     return run(cfg)
 
 
@@ -56,10 +58,12 @@ def project(section: str, images: Path, hub: str, tmp_path: Path, monkeypatch: p
     (tmp_path / "images").symlink_to(images)
     write_files(SECTIONS[section], tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(src.models, "__path__", [*src.models.__path__, f"{tmp_path}/src/models"])
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    for name in [name for name in sys.modules if name.partition(".")[0] == "my"]:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if name == "my" or str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 def test_readme_has_the_same_notebook() -> None:
