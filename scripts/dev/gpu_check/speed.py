@@ -9,7 +9,7 @@ from scripts.dev.gpu_check.case import NotHere, Session, expect
 from scripts.dev.gpu_check.runs import TINY, column, middle, run
 from scripts.dev.shared.process import last_line, python, run_limited
 from src.engine.notebook import Result
-from src.engine.observe.flops import flops_per_sample
+from src.engine.observe.throughput import flops_per_sample
 
 _STEPS_PER_EPOCH = 25  # of the speedrun: 50,000 images in batches of 2,000
 _RESNET_BATCH = 512

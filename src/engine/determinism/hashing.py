@@ -13,20 +13,13 @@ from torch import Tensor
 
 from src.engine.utils.compilation import device_constant
 
-
-def _signed(bits: int) -> int:
-    """Return the low 64 bits as a signed integer, as torch.int64 represents them."""
-    return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX1 = _signed(0xBF58476D1CE4E5B9)
-_MIX2 = _signed(0x94D049BB133111EB)
+# int64 holds the constants 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB as negative numbers.
+_GOLDEN, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
 def _wrap(x: Any) -> Any:
     """Wrap a Python integer around at 64 bits; int64 tensors wrap around by themselves."""
-    return _signed(x) if isinstance(x, int) else x
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63) if isinstance(x, int) else x
 
 
 def _shift_right(x: Any, bits: int) -> Any:

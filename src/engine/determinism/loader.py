@@ -1,10 +1,7 @@
 """The loader of a rank: its part of each batch of a torch DataLoader, which is taken apart."""
 
 import logging
-import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -202,26 +199,8 @@ def epoch_order(sampler: Any, seed: int, epoch: int) -> Tensor:
 
 def _init_worker(function: Callable[[int], Any] | None, worker: int) -> None:
     """Let a worker outlive stop requests, then call the user's function."""
-    outlive_stop_requests()
+    signals.outlive_requests()
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's, which the function may change
     if function:
         function(worker)
-
-
-def outlive_stop_requests() -> None:
-    """Let a worker process outlive signals to all processes: the rank still fetches a batch, saves and stops.
-
-    Of SIGTERM, only the rank's own counts, by which DataLoader ends a worker that hangs.
-    """
-    for number in set(signals.SIGNALS) - {signal.SIGTERM}:
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":  # macOS does not tell who sent a signal
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        threading.Thread(target=_exit_when_terminated_by, args=[os.getppid()], daemon=True).start()
-
-
-def _exit_when_terminated_by(rank: int) -> None:
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
-        pass
-    os._exit(0)  # with another code, DataLoader would report a failed worker

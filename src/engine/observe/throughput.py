@@ -1,7 +1,9 @@
-"""Measure training speed, data-loading time and peak memory, and compare the ranks."""
+"""Measure training speed, data-loading time, FLOPs and peak memory, and compare the ranks."""
 
+import copy
 import logging
 import math
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from statistics import median
@@ -9,9 +11,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from lightning.fabric.utilities.throughput import get_available_flops
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from src.engine.observe.flops import flops_per_sample, peak_flops
 from src.engine.observe.recording import RecordedStep
 from src.engine.observe.timeline import Timeline
 from src.engine.utils.process import peak_memory_mib
@@ -21,6 +24,8 @@ _log = logging.getLogger(__name__)
 _MIN_GAIN = 0.05  # fraction of a step; below it, ranks differ by chance
 _MIN_LOG_POINTS = 3
 _MAX_LOG_POINTS = 1000  # the newest ones: 100,000 of 64 ranks would take 200 MiB in each process
+_DTYPES = {"64": torch.float64, "bf": torch.bfloat16, "16": torch.float16}
+_NUM_SAMPLES = 2  # whose FLOPs are counted; batch normalization needs more than one
 
 
 class Throughput(L.Callback):
@@ -117,6 +122,39 @@ class Throughput(L.Callback):
         if self._step_flops:
             rows["gflop_per_step"] = self._step_flops / 1e9
         return "\n".join(f"    {name:<16}  {value:.4g}" for name, value in rows.items())
+
+
+def flops_per_sample(net: Any, input_shape: tuple[int, ...]) -> float | None:
+    """Return the FLOPs per training sample of a network, or None if its forward pass reads values.
+
+    A copy with tensors of the meta device computes nothing, and leaves weights, buffers and random generators alone.
+    The network must be neither sharded, split nor compiled.
+    """
+    weights = list(net.parameters())
+    meta = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in (*weights, *net.buffers())}
+    for weight in weights:
+        meta[id(weight)].requires_grad_(weight.requires_grad)
+    inputs = torch.empty(_NUM_SAMPLES, *input_shape, dtype=weights[0].dtype, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        try:
+            copy.deepcopy(net, meta)(inputs).sum().backward()
+        except (RuntimeError, NotImplementedError):  # meta tensors have no values
+            return None
+    return counter.get_total_flops() / _NUM_SAMPLES
+
+
+def peak_flops(trainer: L.Trainer, module: L.LightningModule) -> float | None:
+    """Return the peak FLOP/s of a device in the precision of the run, or None if Lightning does not list it.
+
+    cuDNN convolves float32 in TF32 by default, but matrix products are exact by default.
+    """
+    dtype = _DTYPES.get(str(trainer.precision)[:2], torch.float32)
+    convolves = any(isinstance(part, nn.Conv2d) for part in module.modules())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning warns if it does not list the device
+        if dtype is torch.float32 and convolves and torch.backends.cudnn.allow_tf32:
+            return get_available_flops(module.device, "tfloat32") or get_available_flops(module.device, dtype)
+        return get_available_flops(module.device, dtype)
 
 
 def slowest_rank(measured: Iterable[Tensor]) -> str | None:

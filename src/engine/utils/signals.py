@@ -8,6 +8,8 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,6 +87,24 @@ def prepare_started_process(parent: int) -> None:
     """
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def outlive_requests() -> None:
+    """Let a worker of a loader outlive signals to all processes: the rank still fetches a batch, saves and stops.
+
+    Of SIGTERM, only the rank's own counts, by which DataLoader ends a worker that hangs.
+    """
+    for number in set(SIGNALS) - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":  # macOS does not tell who sent a signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        threading.Thread(target=_exit_when_terminated_by, args=[os.getppid()], daemon=True).start()
+
+
+def _exit_when_terminated_by(rank: int) -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
+        pass
+    os._exit(0)  # with another code, DataLoader would report a failed worker
 
 
 def requested() -> int:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from src.engine.determinism import recomputation
 from src.engine.determinism.recomputation import recompute_blocks
-from src.engine.observe.flops import flops_per_sample
+from src.engine.observe.throughput import flops_per_sample
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
 from src.models.vit import vit

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from src.data.datamodule import ImageDataModule
-from src.engine.determinism import loader
 from src.engine.run import experiment
 from src.engine.state.run_files import stop_message
 from src.engine.utils import signals
@@ -97,7 +96,7 @@ def test_data_workers_outlive_stop_requests(small: list[str], folder: Path, monk
 
 
 def _hang(is_ready: Any) -> None:
-    loader.outlive_stop_requests()
+    signals.outlive_requests()
     is_ready.set()
     time.sleep(60)
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from src.data.augment.augmentation import Augmentation
-from src.engine.observe.flops import flops_per_sample, peak_flops
+from src.engine.observe.throughput import flops_per_sample, peak_flops
 from src.engine.parallel.dp import DP
 from src.engine.run.experiment import assemble
 from tests.support.pool import Pool
