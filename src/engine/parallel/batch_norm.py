@@ -101,8 +101,8 @@ def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
                 f"{name}.forward is replaced in the layer itself: give the layer a class of its own instead"
             )
         norm.class_before, norm.groups = type(norm), groups  # type: ignore[assignment]
-        norm.is_first_pass, norm.passes = True, 0  # type: ignore[assignment]
         norm.__class__ = _grouped_class(norm.class_before)
+        norm.begin_step()  # type: ignore[operator]
         buffers += [f"{name}.{buffer}" for buffer in norm._buffers]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, buffers)
 
@@ -154,6 +154,10 @@ class GroupedBatchNorm(_BatchNorm):
     is_first_pass: bool
     passes: int
     is_normalized: bool
+
+    def begin_step(self) -> None:
+        """Let the next forward pass be the first one of an optimizer step."""
+        self.is_first_pass, self.passes = True, 0
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self._needs_groups(input):

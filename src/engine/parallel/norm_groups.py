@@ -49,7 +49,7 @@ class NormGroups(L.Callback):
         if data.layout.micro_batches == 1 or (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         for norm in grouped_norms(pl_module):
-            norm.is_first_pass, norm.passes = True, 0
+            norm.begin_step()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         average_statistics(pl_module)

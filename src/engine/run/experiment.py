@@ -95,7 +95,7 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, OrderedData
 
 def build_trainer(cfg: DictConfig) -> L.Trainer:
     """Build the trainer of a resolved configuration, with the callbacks and plugins that every run needs."""
-    _check_options(cfg.trainer)
+    _check_trainer_options(cfg.trainer)
     folder = Path(cfg.run_dir)
     configured = _configured_callbacks(cfg)
     # Lightning accepts this plugin with every strategy, but the name 64-true only with some.
@@ -133,7 +133,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     return trainer
 
 
-def _check_options(trainer: DictConfig) -> None:
+def _check_trainer_options(trainer: DictConfig) -> None:
     if trainer.log_every_n_steps < 1:
         raise UserError(
             f"trainer.log_every_n_steps={trainer.log_every_n_steps} logs nothing and detects no NaN: set at least 1"

@@ -128,6 +128,30 @@ class Pipeline(ShardedStateStrategy):
 
     def parallelize(self, module: L.LightningModule) -> None:
         """Keep the blocks of this rank's stages, and replace the forward pass of the network with the pipeline."""
+        self._check_options(module)
+        check_module(module)
+        net = cast(nn.Module, module.net)
+        self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
+        self._set_memory_format(net)
+        self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
+        blocks, stages = self._cut(module)
+        self._random_calls = sum(stage.calls for stage in stages)
+        self._draws = self._random_calls > 0 or bool(dropouts(net))
+        ranks = enumerate(self._stage_to_rank)
+        self._own_stages = {number: stages[number] for number, rank in ranks if rank == self._pipeline_rank}
+        remove_other_stages(net, blocks, self._own_stages)
+        self._called = called_modules(block for part in blocks for block in part)
+        self._constants = constants(net, self._called)
+        if self._is_sharded:
+            for stage in self._own_stages.values():
+                shard_stage(net, stage, self._replicas)
+        self._build_schedule(stage_shapes(blocks))
+        self._parameters = list(module.parameters())
+        net.forward = self._forward
+        if self.is_global_zero:
+            self._log_stages(blocks)
+
+    def _check_options(self, module: L.LightningModule) -> None:
         if getattr(module, "should_compile", False):
             raise UserError("module.compile=true compiles the full network, of which a pipeline's rank holds a part")
         if self.spec.splits_backward and getattr(module, "recompute", "none") != "none":
@@ -135,44 +159,34 @@ class Pipeline(ShardedStateStrategy):
                 f"strategy.schedule={self.schedule} splits the backward pass, which module.recompute=blocks would then "
                 "compute twice: take strategy.schedule=interleaved_1f1b"
             )
-        check_module(module)
-        net = cast(nn.Module, module.net)
-        self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
+
+    def _set_memory_format(self, net: nn.Module) -> None:
         # torch's GroupNorm would crash with channels last: docs/upstream/group_norm.md. FSDP supports no other format.
         crashes = self.spec.splits_backward and self.root_device.type == "cpu"
         if self._is_sharded or (crashes and any(isinstance(part, nn.GroupNorm) for part in net.modules())):
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+
+    def _cut(self, module: L.LightningModule) -> tuple[list[list[Block]], list[Stage]]:
+        """Return the blocks of each stage, and all stages, after a comparison of these with the network."""
+        net = cast(nn.Module, module.net)
         inputs, batch = self._example(module)
         with self.precision_plugin.forward_context():
-            blocks = ordered_blocks(net, inputs)
-        self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
-        stages = cut(blocks, len(self._stage_to_rank), self.split)
-        every = [Stage(net, part, stage_inputs(stages, number)) for number, part in enumerate(stages)]
+            in_order = ordered_blocks(net, inputs)
+        blocks = cut(in_order, len(self._stage_to_rank), self.split)
+        stages = [Stage(net, part, stage_inputs(blocks, number)) for number, part in enumerate(blocks)]
         with self.precision_plugin.forward_context(), without_log(module):
-            check_stages(net, every, inputs, lambda outputs: cast(Any, module).loss(outputs, batch), self.schedule)
-        for number, stage in enumerate(every):
-            stage.calls_before = sum(before.calls for before in every[:number])
-        self._random_calls = sum(stage.calls for stage in every)
-        self._draws = self._random_calls > 0 or bool(dropouts(net))
-        ranks = enumerate(self._stage_to_rank)
-        self._own_stages = {number: every[number] for number, rank in ranks if rank == self._pipeline_rank}
-        remove_other_stages(net, stages, self._own_stages)
-        self._called = called_modules(blocks)
-        self._constants = constants(net, self._called)
-        if self._is_sharded:
-            for stage in self._own_stages.values():
-                shard_stage(net, stage, self._replicas)
-        shapes = stage_shapes(stages)
+            check_stages(net, stages, inputs, lambda outputs: cast(Any, module).loss(outputs, batch), self.schedule)
+        for number, stage in enumerate(stages):
+            stage.calls_before = sum(before.calls for before in stages[:number])
+        return blocks, stages
+
+    def _build_schedule(self, shapes: list[list[Tensor]]) -> None:
         self._input_shape, self._sent = shapes[0][0].shape[1:], shapes[1:]
-        torch_stages = [
+        stages = [
             build_stage(stage, number, shapes, self._group, self.root_device)
             for number, stage in self._own_stages.items()
         ]
-        self._torch_schedule = build_schedule(self.schedule, torch_stages, self.microbatches, self._loss)
-        self._parameters = list(module.parameters())
-        net.forward = self._forward
-        if self.is_global_zero:
-            self._log_stages(stages)
+        self._torch_schedule = build_schedule(self.schedule, stages, self.microbatches, self._loss)
 
     def _example(self, module: L.LightningModule) -> tuple[Tensor, Any]:
         """Return a micro-batch of the inputs of the network, and of the data."""

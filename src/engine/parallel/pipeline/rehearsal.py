@@ -154,5 +154,5 @@ def _observe(net: nn.Module, samples: int, train: Callable[[], Tensor]) -> dict[
     net.zero_grad()
     for norm in grouped_norms(net):
         norm.check_passes(1)
-        norm.is_first_pass, norm.passes = True, 0
+        norm.begin_step()
     return found
