@@ -48,7 +48,6 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     folder = Path(hydra_cfg.runtime.output_dir)
     for name in ("fit", "doctor", "report"):
         check_value(name, cfg[name], bool)
-    check_value("launch.max_restarts", cfg.launch.max_restarts, int)
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -62,6 +61,7 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     if cfg.predict:
         cfg.predict = str(_find_images(cfg.predict))
     cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
+    _check_launch(cfg)
     cfg.run_dir = str(folder)
     cfg.tags = [str(tag) for tag in ([cfg.tags] if isinstance(cfg.tags, str | int) else cfg.tags or [])]
     _set_runtime(cfg, hydra_cfg)
@@ -71,6 +71,22 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
         problem = " ".join(str(error).split())
         raise UserError(f"{problem}: set the options that refer to it, such as model.num_classes=10") from error
     return cfg
+
+
+def _check_launch(cfg: DictConfig) -> None:
+    """Check the options of restarts, and set those that depend on others; the devices are resolved."""
+    launch, size = cfg.launch, device_count(cfg.trainer) * cfg.trainer.num_nodes
+    for name, kind in {"max_restarts": int, "elastic": bool, "min_devices": int}.items():
+        check_value(f"launch.{name}", launch[name], kind)
+    if launch.max_restarts is None:
+        launch.max_restarts = 3 if launch.elastic else 0
+    if size < launch.min_devices:
+        raise UserError(f"launch.min_devices={launch.min_devices}, but this run has {size}: lower it")
+    for name in ("data.batch_size_per_device", "strategy.shares"):
+        if launch.elastic and OmegaConf.select(cfg, name):
+            raise UserError(f"launch.elastic=true changes the number of processes, for which {name} is made: unset one")
+    if launch.elastic and cfg.strategy.get("stages", size) is None:
+        cfg.strategy.stages = size  # a pipeline loses replicas
 
 
 def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:

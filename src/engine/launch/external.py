@@ -46,6 +46,8 @@ def share_config(store: dist.Store, rank: int, world_size: int, cfg: DictConfig)
         result: DictConfig | UserError
         try:
             _check_same_options([store.get(f"composed/{other}") for other in range(world_size)])
+            if cfg.launch.elastic is True:
+                _take_started_world(cfg, world_size)
             result = resolve_config(cfg)
             _check_world_size(result, world_size)
         except UserError as error:
@@ -67,6 +69,12 @@ def _check_same_options(composed: list[bytes]) -> None:
                 f"process {rank} was started with other options than process 0: "
                 "give every process the same command and the same files under conf/"
             )
+
+
+def _take_started_world(cfg: DictConfig, world_size: int) -> None:
+    """Set the devices and nodes to those that torchrun or SLURM has given this start of an elastic run."""
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ["SLURM_NNODES"])
+    cfg.trainer.num_nodes, cfg.trainer.devices = nodes, world_size // nodes
 
 
 def _check_world_size(cfg: DictConfig, world_size: int) -> None:

@@ -39,6 +39,8 @@ _FOLDED_FRAMES = re.compile(rf'(?:  File "(?:{_LIBRARIES}|{_ENGINE}).*\n(?:(?!  
 class RankFailedError(RuntimeError):
     """A rank failed for another reason than a user error; the message has its number, its error and its log."""
 
+    dead_rank: int | None = None  # its number, if it ended without an error of its own
+
 
 class RankDiedError(RankFailedError):
     """A rank ended without an error of its own: a signal killed its process, or a library exited."""
@@ -110,6 +112,7 @@ def first_failure(failed: Any, run_dir: str) -> Exception:
     """
     rank, failure = failed.get_first_failure()
     died = RankDiedError(f"rank {rank} died ({failure.message}); its log is {log_file(run_dir, rank)}")
+    died.dead_rank = rank
     if failure.exitcode < 0:  # killed by a signal
         return died
     if hang := _describe_hang(run_dir):
@@ -171,11 +174,11 @@ def run_recorded(cfg: DictConfig) -> Iterator[None]:
         lock.release()
 
 
-def record_restart(run_dir: str, failed: RankFailedError) -> None:
-    """Append the failure of the ranks, and that they start again."""
-    event, reason = _event_and_reason(failed)
-    append_end(run_dir, event, reason)
-    append_event(run_dir, "restart", last_logged_step(run_dir), reason)
+def record_restart(run_dir: str, end: RankFailedError | Stopped, reason: str = "") -> None:
+    """Append the end of the ranks, and that they start again; `reason` is why on other devices, if so."""
+    event, cause = _event_and_reason(end)
+    append_end(run_dir, event, cause)
+    append_event(run_dir, "restart", last_logged_step(run_dir), reason or cause)
 
 
 def _event_and_reason(error: BaseException) -> tuple[str, str]:

@@ -11,6 +11,13 @@ from omegaconf import DictConfig
 
 from src.engine.config.folder import with_newest_checkpoint
 from src.engine.config.resolve import device_count, runs_in_single_process
+from src.engine.launch.elastic import (
+    DevicePolicy,
+    time_of_last_save,
+    unusable_devices,
+    watch_for_devices,
+    with_devices,
+)
 from src.engine.launch.outcome import (
     REPORT_FILE,
     RankFailedError,
@@ -65,32 +72,52 @@ def _cores_per_rank(ranks: int) -> int:
 
 
 def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
-    """Run all ranks, restart them up to `launch.max_restarts` times after a failure; return rank zero's metrics.
+    """Run all ranks, restart them after failures as `launch` says; return rank zero's metrics.
 
     Raises:
-        UserError: if the first failed rank raised one; a restart would not help.
+        UserError: if the first failed rank raised one, as a restart would not help, or too few devices are left.
         RankFailedError: if the first failed rank raised another error, died, or hung.
         Stopped: if a signal ended the job.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    restarts_left = cfg.launch.max_restarts
+    devices = cfg.trainer.devices
+    policy = DevicePolicy([*range(devices)] if isinstance(devices, int) else [*devices], cfg.launch, cfg.strategy)
     with signals.forward_to_workers():
         while True:
             try:
-                return _run_group(cfg, processes)
+                with watch_for_devices(cfg, policy):
+                    return _run_group(cfg, processes)
             except SignalException:  # a second signal
                 raise _stopped(cfg) from None
-            except RankFailedError as failed:
-                if restarts_left <= 0:
-                    raise
-                restarts_left -= 1
-                print(
-                    f"{fold_frames(str(failed))}\nrestarting; {restarts_left} restarts left after this one",
-                    file=sys.stderr,
-                )
-                record_restart(cfg.run_dir, failed)
-            cfg = with_newest_checkpoint(cfg)
+            except (RankFailedError, signals.Stopped) as end:
+                cfg = _next_start(cfg, policy, end)
+            if signals.requested():
+                raise _stopped(cfg)
+            processes = 1 if runs_in_single_process(cfg) else len(policy.used)
+
+
+def _next_start(cfg: DictConfig, policy: DevicePolicy, end: RankFailedError | signals.Stopped) -> DictConfig:
+    """Return the configuration of the next start, from the newest checkpoint; raise the error if there is none."""
+    is_resize = isinstance(end, signals.Stopped) and end.number == signals.RESIZE
+    if not is_resize and (isinstance(end, signals.Stopped) or cfg.launch.max_restarts <= 0):
+        raise end
+    unusable = unusable_devices(cfg, policy.devices) if cfg.launch.elastic else set()
+    if isinstance(end, RankFailedError):
+        dead_rank = end.dead_rank if cfg.launch.elastic else None
+        reason = policy.after_failure(dead_rank, time_of_last_save(cfg.run_dir), unusable)
+        if policy.restarts_left < 0:
+            raise end
+        print(fold_frames(str(end)), file=sys.stderr)
+    else:
+        reason = policy.grow(unusable)
+    record_restart(cfg.run_dir, end, reason)
+    if reason:
+        print(f"{reason}; going on with {len(policy.used)} of {len(policy.devices)} devices", file=sys.stderr)
+        cfg = with_devices(cfg, policy.used)
+    else:
+        print(f"restarting; {policy.restarts_left} restarts left after this one", file=sys.stderr)
+    return with_newest_checkpoint(cfg)
 
 
 def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:

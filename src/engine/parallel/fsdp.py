@@ -51,13 +51,17 @@ class FSDP(ShardedStateStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank, "shares": self.shares}
 
-    def setup_environment(self) -> None:
-        self._setup_distributed()
-        if self.replicas < 1 or self.world_size % self.replicas:
+    def check_world_size(self, world_size: int) -> None:
+        """Raise a UserError unless the groups can have equal numbers of ranks; an elastic launcher asks as well."""
+        if self.replicas < 1 or world_size % self.replicas:
             raise UserError(
-                f"strategy.replicas={self.replicas} does not divide the {self.world_size} processes: "
+                f"strategy.replicas={self.replicas} does not divide the {world_size} processes: "
                 "take a divisor, or change trainer.devices"
             )
+
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        self.check_world_size(self.world_size)
         shape, names = (self.replicas, self.world_size // self.replicas), ("replicate", "shard")
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         self._device_mesh = mesh if self.replicas > 1 else mesh["shard"]

@@ -57,7 +57,7 @@ def _run_table(runs: list[RunFolder], names: list[str]) -> Markup:
         both = [one.curves["train/loss"] for one in (run, runs[0]) if "train/loss" in one.curves]
         gaps = difference(*both).finite() if len(both) == 2 else ()
         last = [float(run.curves[name].values[-1]) if name in run.curves else None for name in ("val/acc", "test/acc")]
-        speed, memory = (median(run.curves, f"throughput/{key}") for key in ("samples_per_sec", "peak_memory_mib"))
+        speed, memory = run.speeds.get(run.world_size), median(run.curves, "throughput/peak_memory_mib")
         rows.append([label, run.name, run.experiment or "–", max(map(float, gaps), default=None), *last, speed, memory])
     columns = ["run", "folder", "experiment", "largest difference", "val/acc", "test/acc", "images per second"]
     return parts.table([*columns, "memory, MiB"], rows, sortable=True)

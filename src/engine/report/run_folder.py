@@ -123,6 +123,16 @@ class RunFolder:
     def world_size(self) -> int | None:
         return self.started.get("world_size")
 
+    @cached_property
+    def speeds(self) -> dict[int | None, float]:
+        """The median of images per second for each number of processes, in the order of their first rows."""
+        starts = [event for event in self.events if event["event"] in ("start", "resume")]
+        logged: dict[int | None, list[float]] = defaultdict(list)
+        for step, value in zip(*self.curves.get("throughput/samples_per_sec", ((), ())), strict=True):
+            sizes = [start.get("world_size") for start in starts if (start["step"] or 0) <= step]
+            logged[sizes[-1] if sizes else None].append(value)
+        return {size: float(np.nanmedian(values)) for size, values in logged.items()}
+
 
 def _activity_seconds(file: Path) -> dict[str, float]:
     """Return the seconds of each activity, over all intervals of a rank's timeline."""

@@ -9,7 +9,7 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from src.engine.report.metric_charts import group_names, median, metric_chart
+from src.engine.report.metric_charts import group_names, metric_chart
 from src.engine.report.page import Section, chart, duration_text, macros, new_figure, number, parts, write_page
 from src.engine.report.run_folder import Curve, RunFolder
 
@@ -75,8 +75,8 @@ def _key_figures(run: RunFolder) -> Iterable[tuple[str, str, str]]:
     if "train/loss" in curves:
         last = curves["train/loss"]
         yield "train/loss", number(float(last.values[-1])), f"at step {last.steps[-1]:,.0f}"
-    if (speed := median(curves, "throughput/samples_per_sec")) is not None:
-        yield "Images per second", number(speed), "median"
+    for size, speed in run.speeds.items():
+        yield "Images per second", number(speed), "median" + f" of {size} processes" * (len(run.speeds) > 1)
     if "throughput/peak_memory_mib" in curves:
         yield "Peak memory", number(float(curves["throughput/peak_memory_mib"].values.max()), "MiB"), "of any process"
     if (seconds := duration(run.events)) is not None:

@@ -13,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from src.engine.determinism.fingerprint import Experiment, continue_experiment, describe_experiment
 from src.engine.observe.csv import CSVLogger
 from src.engine.observe.guard import start_loggers
-from src.engine.utils.events import append_event
+from src.engine.utils.errors import UserError
+from src.engine.utils.events import append_event, append_resize, read_events
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +45,11 @@ class RunDescription(L.Callback):
         data: Any = trainer.datamodule
         if not self._experiment and data.has_training_data:
             self._experiment = describe_experiment(self.config, data)
+            if self.config.launch.elastic and "ranks x micro-batches" in self._experiment.options:
+                raise UserError(
+                    "launch.elastic=true changes the number of ranks, on which the curve of this run depends: set "
+                    "trainer.sync_batchnorm=true, and no strategy=dp or strategy.comm_hook=post_local_sgd"
+                )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = OmegaConf.to_yaml(self.config)
@@ -76,11 +82,15 @@ class RunDescription(L.Callback):
     def _start(self, trainer: L.Trainer, module: L.LightningModule, is_first_stage: bool) -> None:
         """Start the loggers in this process, log the configuration, and record the start in `events.jsonl`."""
         data: Any = trainer.datamodule
+        if is_first_stage and trainer.is_global_zero and not trainer.fast_dev_run:
+            append_resize(self.config.run_dir, self._resumed_at, trainer.world_size)
         if not trainer.fast_dev_run:  # Lightning replaces all loggers
             trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
         self._loggers = ()
         settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
         settings |= {"data_source": data.description, "global_batch_size": data.global_batch_size}
+        resizes = [event for event in read_events(self.config.run_dir) if event["event"] == "resized"]
+        settings["runtime"] |= {"resized": resizes} if resizes else {}
         for logger in trainer.loggers:
             logger.log_hyperparams(settings | {"experiment": self._fingerprint})
         if not is_first_stage or not trainer.is_global_zero or trainer.fast_dev_run:  # which writes no files

@@ -33,7 +33,7 @@ from src.engine.state.weights import load_initial_weights
 from src.engine.utils.errors import UserError, as_typed
 from src.engine.utils.events import append_event
 from src.engine.utils.process import tune_malloc
-from src.engine.utils.signals import Stopped
+from src.engine.utils.signals import RESIZE, Stopped
 from src.engine.utils.targets import NOT_PASSED, build, check_options
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def run(cfg: DictConfig, keep_trainer: Callable[[L.Trainer], None] | None = None
         logged = _fit_test_predict(cfg, trainer, module, data)
         succeeded = True
     except Stopped as stopped:
-        if stopped.number != SIGINT:  # the user's own end of the run, which no scheduler should repeat
+        if stopped.number not in (SIGINT, RESIZE):  # the user's own end, and the launcher's: no scheduler repeats them
             mark_preempted()
         raise
     except SystemExit as interrupted:

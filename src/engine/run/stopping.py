@@ -57,14 +57,17 @@ class PreemptionHandler(L.Callback):
 
     def _stop_if_requested(self, trainer: L.Trainer, should_save: bool = False) -> None:
         signal_number = self._consensus.poll(trainer, signals.requested)
-        if not signal_number:
+        is_resize = signal_number == signals.RESIZE
+        if not signal_number or (is_resize and not should_save):  # more ranks would begin a test again
             return
         if should_save:
             trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST)
         if trainer.is_global_zero:
-            _log.info(stop_message(signal_number, self.folder, f" at step {trainer.global_step}"))
+            if not is_resize:  # of which the launcher prints a line
+                _log.info(stop_message(signal_number, self.folder, f" at step {trainer.global_step}"))
             if not trainer.fast_dev_run:
-                append_event(self.folder, "stopped", trainer.global_step, Signals(signal_number).name)
+                reason = "resized" if is_resize else Signals(signal_number).name
+                append_event(self.folder, "stopped", trainer.global_step, reason)
         raise signals.Stopped(signal_number)
 
 

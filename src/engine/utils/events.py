@@ -23,7 +23,7 @@ def append_event(
 
     Args:
         run_dir: the run folder.
-        event: start, resume, stopped, failed, killed, restart or finished.
+        event: start, resume, stopped, failed, killed, restart, resized or finished.
         step: optimizer steps that the run has taken.
         reason: one line.
         seconds: UNIX time of the event; None is now.
@@ -53,6 +53,14 @@ def append_end(run_dir: str | Path, event: str, reason: str, seconds: float | No
     events = read_events(run_dir)
     if events and events[-1]["event"] in ("start", "resume"):
         append_event(run_dir, event, last_logged_step(run_dir), reason, seconds)
+
+
+def append_resize(run_dir: str | Path, step: int | None, size: int) -> None:
+    """Append that a run starts with another number of processes than before, for the reason of the last event."""
+    events = read_events(run_dir)
+    sizes = [event.get("world_size") for event in events if event["event"] in ("start", "resume")]
+    if sizes and sizes[-1] not in (None, size):  # None in a run of an earlier version
+        append_event(run_dir, "resized", step, events[-1].get("reason"), **{"from": sizes[-1], "to": size})
 
 
 def last_logged_step(run_dir: str | Path) -> int | None:

@@ -19,6 +19,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 FLAG_FILE = "STOP_FLAG_FILE"  # environment variable of a launcher's workers
+RESIZE = 1  # a launcher asks its ranks to save and end; less than the number of a signal, which counts first
 _DUPLICATE_WINDOW = 2.0  # seconds in which one request can arrive from the scheduler, its job step and a launcher
 _INTERRUPT_WINDOW = 0.25  # seconds in which one Ctrl-C can arrive from the terminal and from torchrun
 _STOPPING = b"\nsaving and stopping before the next step; Ctrl-C again stops at once, without saving\n"
@@ -108,11 +109,18 @@ def _exit_when_terminated_by(rank: int) -> None:
 
 
 def requested() -> int:
-    """Return the number of the signal that this process, or its launcher, received first; 0 for none."""
+    """Return the number of the signal that this process, or its launcher, received first, RESIZE, or 0 for none."""
     if _received:
         return _received[0][0]
     flag = os.environ.get(FLAG_FILE)
-    return int(Path(flag).read_text()) if flag and Path(flag).exists() else 0
+    if flag and Path(flag).exists():
+        return int(Path(flag).read_text())
+    return RESIZE if flag and resize_file().exists() else 0
+
+
+def resize_file() -> Path:
+    """Return the file by which a launcher asks its ranks to save and end; a file of its own, so no signal is lost."""
+    return Path(os.environ[FLAG_FILE]).with_suffix(".resize")
 
 
 def forget_requests() -> None:

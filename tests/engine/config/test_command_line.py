@@ -58,6 +58,12 @@ def test_help_is_complete_and_imports_nothing_heavy() -> None:
         (["predict=nowhere"], ["predict=nowhere", "no such folder"]),
         (["predict=tests"], ["predict=tests", "no image"]),
         (["trainer.num_nodes=2"], ["trainer.num_nodes=2", "torchrun"]),
+        (["launch.min_devices=3", "trainer.devices=2"], ["launch.min_devices=3", "has 2"]),
+        (
+            ["launch.elastic=true", "data.batch_size_per_device=8"],
+            ["launch.elastic=true", "data.batch_size_per_device"],
+        ),
+        (["launch.elastic=true", "strategy=ddp", "strategy.shares=[2,1]"], ["launch.elastic=true", "strategy.shares"]),
     ],
 )
 def test_user_errors_found_by_the_launcher(arguments: list[str], hints: list[str], tmp_path: Path) -> None:

@@ -35,6 +35,19 @@ def finding(check: str, *options: str, cfg: DictConfig | None = None) -> str:
     return ": ".join(run_check(CHECKS[check], cfg))
 
 
+def test_save_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The interval grows with the root of the time between failures."""
+    monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(runtime=SimpleNamespace(output_dir=tmp_path)))
+    text = finding("saving", "model.width=8")
+    found = re.search(r"ok: a checkpoint of (\d+) MB takes (\S+) s; .*: (\d+) with .* hour, (\d+) with", text)
+    assert found, text
+    size, seconds, hourly, daily = map(float, found.groups())
+    assert size >= 1
+    assert hourly == pytest.approx((7200 * seconds) ** 0.5, abs=7)  # of seconds that are rounded to hundredths
+    assert daily == pytest.approx(24**0.5 * hourly, abs=4)
+    assert not list(tmp_path.iterdir())
+
+
 def test_exceptions_become_errors() -> None:
     assert run_check(Mock(side_effect=UserError("full")), default()) == ("error", "full")
     assert run_check(Mock(side_effect=KeyError("x")), default()) == ("error", "the check failed: KeyError: 'x'")

@@ -89,6 +89,11 @@ def test_no_rank_outlives_a_launcher_killed_during_startup(small: list[str], fol
     assert wait_for_exit(process)[0] == -signal.SIGKILL
 
 
+def configured(max_restarts: int) -> DictConfig:
+    launch = {"max_restarts": max_restarts, "min_devices": 1, "elastic": False}
+    return OmegaConf.create({"launch": launch, "trainer": {"devices": 2}, "strategy": {}, "run_dir": "nowhere"})
+
+
 def test_user_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[int] = []
 
@@ -98,7 +103,7 @@ def test_user_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(workers, "_run_group", fail)
     with pytest.raises(UserError):
-        workers.launch_workers(OmegaConf.create({"launch": {"max_restarts": 5}}), processes=2)
+        workers.launch_workers(configured(5), processes=2)
     assert starts == [2]
 
 
@@ -111,5 +116,5 @@ def test_a_negative_number_of_restarts_is_none(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(workers, "_run_group", fail)
     with pytest.raises(workers.RankFailedError):
-        workers.launch_workers(OmegaConf.create({"launch": {"max_restarts": -1}}), processes=2)
+        workers.launch_workers(configured(-1), processes=2)
     assert starts == [2]

@@ -90,7 +90,7 @@ def saved_at_with_slow_steps(cfg: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     "wrong",
-    ["every_n_epochs=0", "every_n_train_steps=0", "train_time_interval=5", "train_time_interval={lunes: 3}"],
+    ["every_n_epochs=0", "every_n_train_steps=0", "train_time_interval=often", "train_time_interval={lunes: 3}"],
 )
 def test_refuses_invalid_intervals(wrong: str, small: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=f"callbacks.checkpoint.{wrong.partition('=')[0]}"):

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from src.engine.utils.events import read_events
 from tests.support.commands import ROOT, count_lines, ranks, slow, wait_until
-from tests.support.comparison import TOLERANCE, relative
+from tests.support.comparison import TOLERANCE, read_rows, relative
 from tests.support.hosts import Hosts, skip_reason
 from tests.support.runs import compose, fit
 
@@ -125,6 +126,43 @@ def test_dead_rank_on_one_host(
     os.kill(victim, signal.SIGKILL)
     assert pair.exit_codes() == [0, 0], pair.logs[0].read_text() + pair.logs[1].read_text()
     check(tmp_path, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_a_host_leaves_and_returns(
+    strategy: str, hosts: Hosts, weights: Any, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun 1:2: its signal lets all ranks save, and the run goes on with the hosts that there are."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # docs/clusters.md
+    folder, logs = tmp_path / "runs" / "one", [tmp_path / f"{name}.log" for name in ("first", "second", "returned")]
+    command = [word.replace("--nnodes=2", "--nnodes=1:2") for word in torchrun(hosts.addresses[0], 1)]
+    command += ["--rdzv-conf=last_call_timeout=2", "--max-restarts=3", *TRAIN, *small, "trainer.accelerator=cpu"]
+    command += [f"strategy={strategy}", "launch.elastic=true", "resume=auto", f"run_dir={folder}", slow(0.5)]
+    first, second = (hosts.start(host, command, logs[host], tmp_path) for host in (0, 1))
+    wait_for_world(folder, [2], 4, logs)
+    second.terminate()
+    wait_for_world(folder, [2, 1], 8, logs)
+    returned = hosts.start(1, command, logs[2], tmp_path)
+    assert wait_for_all([first, returned, second], logs)[:2] == [0, 0], "\n".join(log.read_text() for log in logs)
+    check(tmp_path, weights)
+    assert [row["step"] for row in read_rows(folder)] == [str(step) for step in range(20)]
+    events = read_events(folder)
+    assert worlds(folder) == [2, 1, 2]
+    stopped, resumed = ([event["step"] for event in events if event["event"] == name] for name in ("stopped", "resume"))
+    assert stopped == resumed, "steps are lost"
+    assert [event["reason"] for event in events if event["event"] == "resized"] == ["SIGTERM", "SIGTERM"]
+
+
+def worlds(folder: Path) -> list[int]:
+    """Return the number of ranks of each start."""
+    return [event["world_size"] for event in read_events(folder) if event["event"] in ("start", "resume")]
+
+
+def wait_for_world(folder: Path, expected: list[int], step: int, logs: list[Path]) -> None:
+    """Wait until the run has started with these numbers of ranks, and has logged `step` steps."""
+    reached = wait_until(lambda: worlds(folder) == expected and count_lines(folder) > step, 120)
+    assert reached, "\n".join(log.read_text()[-3000:] for log in logs if log.exists())
 
 
 @pytest.mark.slow

@@ -113,11 +113,16 @@ class Pipeline(ShardedStateStrategy):
             "group": self._replicas.get_group(),
         }
 
+    def check_world_size(self, world_size: int) -> None:
+        """Raise a UserError unless each replica has a rank per stage; an elastic launcher asks as well."""
+        ranks = self.stages or world_size
+        if ranks < 1 or world_size % ranks:
+            raise UserError(f"strategy.stages={ranks} does not divide the {world_size} processes: take a divisor")
+
     def setup_environment(self) -> None:
         self._setup_distributed()
+        self.check_world_size(self.world_size)
         ranks = self.stages or self.world_size
-        if ranks < 1 or self.world_size % ranks:
-            raise UserError(f"strategy.stages={ranks} does not divide the {self.world_size} processes: take a divisor")
         if self.precision_plugin.precision == "16-mixed":
             raise UserError("trainer.precision=16-mixed scales the loss, which a schedule does not: take bf16-mixed")
         shape, names = (self.world_size // ranks, ranks), ("data_parallel", "pipeline")

@@ -1,0 +1,164 @@
+"""The devices of an elastic run: which ones remain after a failure, and which come back.
+
+A run restarts from its newest checkpoint, so any strategy can change its number of ranks.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from src.engine.state.run_files import checkpoint_file
+from src.engine.utils import signals
+from src.engine.utils.errors import UserError
+from src.engine.utils.targets import NOT_PASSED, build
+
+_PROBE_TIMEOUT = 30.0  # seconds
+_PAUSE = float(os.environ.get("ELASTIC_PAUSE", 60.0))  # seconds before lost devices are tried; each loss doubles it
+
+
+class DevicePolicy:
+    """Decides on which devices a run restarts; it does no I/O.
+
+    A first death restarts on the same devices. A rank that dies twice without a newer checkpoint in between, or a
+    device whose probe fails, is left out.
+
+    Args:
+        devices: indices of the devices that the user asked for.
+        launch: the options `max_restarts` and `min_devices`.
+        strategy: its configuration.
+
+    Attributes:
+        used: the devices of the ranks, in their order.
+        restarts_left: restarts on these devices without a newer checkpoint; negative after one too many.
+        pause: seconds before the lost devices may come back.
+    """
+
+    def __init__(self, devices: list[int], launch: Any, strategy: DictConfig) -> None:
+        self.devices, self.launch, self.strategy = devices, launch, strategy
+        self.used, self.restarts_left, self.pause = devices, launch.max_restarts, _PAUSE
+        self._lost: set[int] = set()
+        self._died: set[int] = set()  # devices whose rank has died since the newest checkpoint
+        self._saved_at = 0
+
+    def after_failure(self, dead_rank: int | None, saved_at: int, unusable: Collection[int]) -> str:
+        """Choose the devices of the next start; return why they are others, "" if they are not.
+
+        Args:
+            dead_rank: the rank that died first; None if it raised an error, which any rank may do.
+            saved_at: time of the newest checkpoint.
+            unusable: devices whose probe fails.
+
+        Raises:
+            UserError: if too few devices are left.
+        """
+        if saved_at > self._saved_at:
+            self._saved_at, self._died, self.restarts_left = saved_at, set(), self.launch.max_restarts
+        reasons = {device: f"device {device} is unusable" for device in unusable if device not in self._lost}
+        if dead_rank is not None:
+            device = self.used[dead_rank]
+            if device in self._died:
+                reasons.setdefault(device, f"rank {dead_rank} died twice without a new checkpoint (device {device})")
+            self._died.add(device)
+        before, reason = self.used, ", ".join(reasons.values())
+        self._lost |= reasons.keys()
+        self._died -= self._lost
+        self.used = self.choose(self._lost, reason)
+        if self.used == before:
+            self.restarts_left -= 1
+            return ""
+        self.restarts_left, self.pause = self.launch.max_restarts, 2 * self.pause
+        return reason
+
+    def grow(self, unusable: set[int]) -> str:
+        """Take all other devices back; return the reason of the change."""
+        returned = sorted(self._lost - unusable)
+        self._lost = unusable
+        self.used = self.choose(unusable)
+        return f"usable again: device {', '.join(map(str, returned))}"
+
+    def choose(self, lost: set[int], reason: str = "") -> list[int]:
+        """Return as many of the other devices as the strategy accepts."""
+        left = [device for device in self.devices if device not in lost]
+        for size in range(len(left), max(1, self.launch.min_devices) - 1, -1):
+            if size == len(self.devices) or self.accepts(size):
+                return left[:size]
+        raise UserError(
+            f"{reason}: {len(left)} of {len(self.devices)} devices are left, too few for launch.min_devices="
+            f"{self.launch.min_devices} and for the strategy"
+        )
+
+    def accepts(self, size: int) -> bool:
+        """Return whether the strategy can arrange so many ranks, by the check that it makes when a run starts."""
+        names = [str(key) for key in self.strategy if key != NOT_PASSED]
+        strategy = build(OmegaConf.masked_copy(self.strategy, names))
+        try:
+            getattr(strategy, "check_world_size", lambda _: None)(size)
+        except UserError:
+            return False
+        return True
+
+
+def with_devices(cfg: DictConfig, devices: list[int]) -> DictConfig:
+    """Return the resolved configuration for these devices of this node, given as indices."""
+    cfg = cfg.copy()
+    cfg.trainer.devices = len(devices) if cfg.trainer.accelerator == "cpu" else devices
+    if "devices" in cfg.strategy:  # which was interpolated
+        cfg.strategy.devices = cfg.trainer.devices
+    cfg.runtime.world_size = len(devices)
+    return cfg
+
+
+def unusable_devices(cfg: DictConfig, devices: Collection[int]) -> set[int]:
+    """Return the devices whose probe fails: `launch.probe`, or on a GPU a new process that puts a tensor on it."""
+    accelerator = cfg.trainer.accelerator
+    tensor = f"import torch; torch.ones(1, device='{accelerator}:$DEVICE').item()"
+    command = cfg.launch.probe or ("true" if accelerator == "cpu" else f'exec {sys.executable} -c "{tensor}"')
+    options: Any = {"shell": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    probes = {
+        device: subprocess.Popen(command, env=os.environ | {"DEVICE": str(device)}, **options) for device in devices
+    }
+    return {device for device, probe in probes.items() if not _succeeds(probe)}
+
+
+def _succeeds(probe: "subprocess.Popen[bytes]") -> bool:
+    try:
+        return probe.wait(_PROBE_TIMEOUT) == 0
+    except subprocess.TimeoutExpired:
+        probe.kill()  # without a wait, because it may be stuck in the driver
+        return False
+
+
+def time_of_last_save(run_dir: str) -> int:
+    """Return the time of the newest checkpoint; 0 if there is none."""
+    file = checkpoint_file(Path(run_dir))
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
+@contextmanager
+def watch_for_devices(cfg: DictConfig, policy: DevicePolicy) -> Iterator[None]:
+    """While the ranks run, ask them to save and end once lost devices are usable and there is a newer checkpoint."""
+    before, has_ended = time_of_last_save(cfg.run_dir), threading.Event()
+
+    def watch() -> None:
+        while len(policy.used) < len(policy.devices) and not has_ended.wait(policy.pause):
+            if time_of_last_save(cfg.run_dir) > before:
+                idle = [device for device in policy.devices if device not in policy.used]
+                if len(policy.choose(unusable_devices(cfg, idle))) > len(policy.used):
+                    signals.resize_file().touch()
+                    return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+        signals.resize_file().unlink(missing_ok=True)

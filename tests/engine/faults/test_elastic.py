@@ -1,0 +1,45 @@
+"""An elastic run goes on with the ranks that are left, grows back, and ends like the undisturbed one."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from src.engine.utils.events import read_events
+from tests.support.commands import PARITY, count_lines, ranks, slow, start, steps, wait_for_exit, wait_until
+from tests.support.comparison import check_last_checkpoints, check_same_rows
+from tests.support.runs import compose, fit
+
+
+def test_shrinks_and_grows_back(small: list[str], folder: Path) -> None:
+    """Rank 1 dies twice before the first checkpoint; its device returns after one."""
+    task = [*small, *PARITY, "test=false", slow(0.25), "launch.elastic=true", f"run_dir={folder}"]
+    process = start(*task, "strategy=ddp", "trainer.devices=3", ELASTIC_PAUSE="1")
+    for number in (1, 2):
+        wait_for_start(number, folder, process)
+        os.kill(ranks(process.pid)[1], signal.SIGKILL)
+    code, _, err = wait_for_exit(process)
+    assert code == 0, err[-3000:]
+    assert err.count("rank 1 died (Signal 9 (SIGKILL)") == 2
+    assert "restarting; 2 restarts left after this one" in err
+    assert "rank 1 died twice without a new checkpoint (device 1); going on with 2 of 3 devices" in err
+    assert "usable again: device 1; going on with 3 of 3 devices" in err
+    events = read_events(folder)
+    sizes = [event["world_size"] for event in events if event["event"] in ("start", "resume")]
+    changes = [(event["from"], event["to"]) for event in events if event["event"] == "resized"]
+    assert sizes == [3, 3, 2, 3]
+    assert changes == [(3, 2), (2, 3)]
+    fit(compose(folder.parent / "undisturbed", *small, *PARITY))
+    check_last_checkpoints(folder, folder.parent / "undisturbed")
+    check_same_rows(folder, folder.parent / "undisturbed")
+    assert steps(folder) == [*range(20)]
+
+
+def wait_for_start(number: int, folder: Path, process: "subprocess.Popen[str]") -> None:
+    """Wait until the run has started so many times and logged a step since."""
+
+    def has_started() -> bool:
+        starts = sum(event["event"] in ("start", "resume") for event in read_events(folder))
+        return starts == number and count_lines(folder) > 2
+
+    assert wait_until(has_started, 90), wait_for_exit(process, 1)
