@@ -27,7 +27,7 @@ _SCRIPT = """\
 #!/bin/bash
 {options}
 
-srun --cpus-per-task={cpus} --wait=300 {command}
+srun --cpus-per-task={cpus} --ntasks=$((SLURM_NNODES * {tasks})) --wait=300 {command}
 code=$?
 if [ "$code" -eq {stopped} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"
@@ -57,7 +57,9 @@ def script(cfg: DictConfig, overrides: list[str], folder: Path, arguments: argpa
     words = ["--requeue", *(f"--{name}={value}" for name, value in options.items()), *arguments.option]
     command = [sys.executable, str(ROOT / "train.py"), *overrides, f"run_dir={folder}", "resume=auto"]
     lines = "\n".join(f"#SBATCH {word}" for word in words)
-    return _SCRIPT.format(options=lines, cpus=cpus, command=shlex.join(command), stopped=128 + signal.SIGUSR1)
+    return _SCRIPT.format(
+        options=lines, cpus=cpus, tasks=tasks, command=shlex.join(command), stopped=128 + signal.SIGUSR1
+    )
 
 
 def main() -> None:

@@ -43,6 +43,8 @@ def launch(
     """
     if env := detect_cluster_environment():
         return _join_started_ranks(env, cfg, keep_trainer)
+    if cfg.launch.elastic is True:  # a job that was queued again may have one task
+        cfg.trainer.num_nodes = int(os.environ.get("SLURM_NNODES", cfg.trainer.num_nodes))
     cfg = resolve_config(cfg)
     devices = device_count(cfg.trainer)
     if (nodes := cfg.trainer.num_nodes) > 1:

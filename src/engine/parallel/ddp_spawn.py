@@ -59,7 +59,7 @@ class _Launcher(_MultiProcessingLauncher):
             for logger in trainer.loggers:
                 logger.finalize("failed")  # Lightning does so only in processes that it did not spawn
             is_preempted = isinstance(error, signals.Stopped)
-            if is_preempted and error.number != signal.SIGINT:
+            if is_preempted and error.number not in (signal.SIGINT, signals.RESIZE):
                 mark_preempted()
             finish_run(succeeded=False)
             if is_preempted:  # all ranks stop together, so no rank waits in a collective

@@ -14,7 +14,7 @@ from src.engine.utils.targets import default_options
 
 HARDWARE = """
     ckpt_path resume fit test predict doctor report tags optimized_metric run_dir runtime.* logger.*
-    launch.*
+    launch.timeout launch.max_restarts launch.elastic launch.min_devices launch.probe
     optimizer.compile optimizer.fused optimizer.foreach optimizer.capturable data.augment.compile
     module.compile module.channels_last module.recompute module.tta
     data.root data.source.urls data.source.file data.source.in_memory data.predict_dir

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from src.engine.utils.events import read_events
 from tests.support.commands import ROOT, run_here, slow
 from tests.support.comparison import TOLERANCE, relative
 from tests.support.runs import compose, fit
@@ -60,6 +61,30 @@ def test_job_on_two_nodes_stops_and_resumes(slurm: Slurm, small: list[str], tmp_
         slurm.wait_until(lambda: slurm.job_state(job) in ("COMPLETED", "FAILED"), 120, "end of the job")
         assert slurm.job_state(job) == "COMPLETED", (folder / "slurm.out").read_text()
         assert rows(folder) == list(range(20))
+        found = torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"]
+        assert max(relative(found[name], tensor) for name, tensor in reference.final.items()) < TOLERANCE
+    finally:
+        print((folder / "slurm.out").read_text() if (folder / "slurm.out").is_file() else "no output")
+        subprocess.run(["rm", "-r", str(folder)])
+
+
+@needs_slurm
+@pytest.mark.slow
+def test_elastic_job_continues_on_fewer_nodes(slurm: Slurm, small: list[str], tmp_path: Path) -> None:
+    reference = fit(compose(tmp_path / "single", *small, "experiment=parity"))
+    job, folder = submit(slurm, *TASK, *QUIET, *small, "strategy=ddp", "launch.elastic=true", SLOW)
+    try:
+        slurm.wait_until(lambda: len(rows(folder)) >= 5, 120, "fifth step")
+        slurm.run("scontrol", "requeuehold", job)
+        slurm.wait_until(lambda: slurm.job_state(job) == "PENDING", 60, "end of the first part")
+        assert len(rows(folder)) < 20
+        slurm.run("scontrol", "update", f"JobId={job}", "NumNodes=1", "NumTasks=1")
+        slurm.run("scontrol", "release", job)
+        slurm.wait_until(lambda: slurm.job_state(job) in ("COMPLETED", "FAILED"), 240, "end of the job")
+        assert slurm.job_state(job) == "COMPLETED", (folder / "slurm.out").read_text()
+        assert rows(folder) == list(range(20))
+        events = read_events(folder)
+        assert [event["world_size"] for event in events if event["event"] in ("start", "resume")] == [2, 1]
         found = torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"]
         assert max(relative(found[name], tensor) for name, tensor in reference.final.items()) < TOLERANCE
     finally:

@@ -14,6 +14,7 @@ from src.engine.report.run_folder import Curve, RunFolder, read_mapping, read_me
 from src.engine.report.run_page import duration
 from src.engine.report.sweep_page import Sweep
 from src.engine.state.jobs import Job, seed_rows
+from src.engine.utils.events import append_event
 from src.engine.utils.files import read_json_lines
 from tests.support.run_folders import write_run
 
@@ -113,6 +114,16 @@ def test_end_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "events.jsonl").unlink()
     run = RunFolder(tmp_path / "run")
     assert (run.status, run.strategy, run.world_size) == ("", "Pipeline", None)
+
+
+def test_speed_of_each_number_of_processes(tmp_path: Path) -> None:
+    """The rows of a step that was repeated belong to the later start."""
+    rows = [(1, 40), (2, 42), (3, 20), (4, 22), (5, 41)]
+    text = "".join(f"{step},{speed}\n" for step, speed in rows)
+    (tmp_path / "metrics.csv").write_text("step,throughput/samples_per_sec\n" + text)
+    for step, size in [(0, 4), (3, 4), (3, 2), (5, 4)]:
+        append_event(tmp_path, "resume", step, world_size=size)
+    assert RunFolder(tmp_path).speeds == {4: 41, 2: 21}
 
 
 def test_seconds_of_the_ranks(tmp_path: Path) -> None:
