@@ -33,16 +33,13 @@ class DevicePolicy:
         devices: indices of the devices that the user asked for.
         launch: the options `max_restarts` and `min_devices`.
         strategy: its configuration.
-
-    Attributes:
-        used: the devices of the ranks, in their order.
-        restarts_left: restarts on these devices without a newer checkpoint; negative after one too many.
-        pause: seconds before the lost devices may come back.
     """
 
     def __init__(self, devices: list[int], launch: Any, strategy: DictConfig) -> None:
         self.devices, self.launch, self.strategy = devices, launch, strategy
-        self.used, self.restarts_left, self.pause = devices, launch.max_restarts, _PAUSE
+        self.used = devices  # those of the ranks, in their order
+        self.restarts_left = launch.max_restarts  # without a newer checkpoint; negative after one too many
+        self.pause = _PAUSE  # seconds before lost devices may come back
         self._lost: set[int] = set()
         self._died: set[int] = set()  # devices whose rank has died since the newest checkpoint
         self._saved_at = 0
@@ -54,9 +51,6 @@ class DevicePolicy:
             dead_rank: the rank that died first; None if it raised an error, which any rank may do.
             saved_at: time of the newest checkpoint.
             unusable: devices whose probe fails.
-
-        Raises:
-            UserError: if too few devices are left.
         """
         if saved_at > self._saved_at:
             self._saved_at, self._died, self.restarts_left = saved_at, set(), self.launch.max_restarts
@@ -84,7 +78,7 @@ class DevicePolicy:
         return f"usable again: device {', '.join(map(str, returned))}"
 
     def choose(self, lost: set[int], reason: str = "") -> list[int]:
-        """Return as many of the other devices as the strategy accepts."""
+        """Return as many of the other devices as the strategy accepts; raise a UserError if there are too few."""
         left = [device for device in self.devices if device not in lost]
         for size in range(len(left), max(1, self.launch.min_devices) - 1, -1):
             if size == len(self.devices) or self.accepts(size):
@@ -121,10 +115,8 @@ def unusable_devices(cfg: DictConfig, devices: Collection[int]) -> set[int]:
     tensor = f"import torch; torch.ones(1, device='{accelerator}:$DEVICE').item()"
     command = cfg.launch.probe or ("true" if accelerator == "cpu" else f'exec {sys.executable} -c "{tensor}"')
     options: Any = {"shell": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    probes = {
-        device: subprocess.Popen(command, env=os.environ | {"DEVICE": str(device)}, **options) for device in devices
-    }
-    return {device for device, probe in probes.items() if not _succeeds(probe)}
+    probes = [subprocess.Popen(command, env=os.environ | {"DEVICE": str(device)}, **options) for device in devices]
+    return {device for device, probe in zip(devices, probes, strict=True) if not _succeeds(probe)}
 
 
 def _succeeds(probe: "subprocess.Popen[bytes]") -> bool:

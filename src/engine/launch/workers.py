@@ -11,13 +11,7 @@ from omegaconf import DictConfig
 
 from src.engine.config.folder import with_newest_checkpoint
 from src.engine.config.resolve import device_count, runs_in_single_process
-from src.engine.launch.elastic import (
-    DevicePolicy,
-    time_of_last_save,
-    unusable_devices,
-    watch_for_devices,
-    with_devices,
-)
+from src.engine.launch.elastic import DevicePolicy, time_of_last_save, unusable_devices, watch_for_devices, with_devices
 from src.engine.launch.outcome import (
     REPORT_FILE,
     RankFailedError,
@@ -130,7 +124,7 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
     try:
         results = elastic_launch(_elastic_config(cfg, processes), _run_worker)(cfg, os.getpid())
     except ChildFailedError as failed:
-        if signals.requested():  # a signal came before the ranks could save, or a second one came
+        if signals.requested() > signals.RESIZE:  # a signal came before the ranks could save, or a second one came
             raise _stopped(cfg) from None
         raise first_failure(failed, cfg.run_dir) from None
     finally:
