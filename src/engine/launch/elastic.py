@@ -111,9 +111,8 @@ def with_devices(cfg: DictConfig, devices: list[int]) -> DictConfig:
 
 def unusable_devices(cfg: DictConfig, devices: Collection[int]) -> set[int]:
     """Return the devices whose probe fails: `launch.probe`, or on a GPU a new process that puts a tensor on it."""
-    accelerator = cfg.trainer.accelerator
-    tensor = f"import torch; torch.ones(1, device='{accelerator}:$DEVICE').item()"
-    command = cfg.launch.probe or ("true" if accelerator == "cpu" else f'exec {sys.executable} -c "{tensor}"')
+    put_tensor = f'exec {sys.executable} -c "import torch; torch.ones(1, device=$DEVICE).item()"'
+    command = cfg.launch.probe or ("true" if cfg.trainer.accelerator == "cpu" else put_tensor)
     options: Any = {"shell": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     probes = [subprocess.Popen(command, env=os.environ | {"DEVICE": str(device)}, **options) for device in devices]
     return {device for device, probe in zip(devices, probes, strict=True) if not _succeeds(probe)}

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from src.engine.launch.elastic import DevicePolicy, unusable_devices, with_devices
 from src.engine.utils.errors import UserError
@@ -112,6 +113,8 @@ def test_a_command_probes_devices(folder: Path) -> None:
     assert unusable_devices(cfg, [0, 1, 2]) == {1}
     cfg.launch.probe = None
     assert unusable_devices(cfg, [0, 1, 2]) == set(), "a CPU is always there"
+    cfg.trainer.accelerator = "cuda"
+    assert unusable_devices(cfg, [0, 99]) == ({99} if torch.cuda.is_available() else {0, 99})
 
 
 def test_configuration_for_other_devices(folder: Path) -> None:

@@ -138,11 +138,11 @@ def test_a_host_leaves_and_returns(
     folder, logs = tmp_path / "runs" / "one", [tmp_path / f"{name}.log" for name in ("first", "second", "returned")]
     command = [word.replace("--nnodes=2", "--nnodes=1:2") for word in torchrun(hosts.addresses[0], 1)]
     command += ["--rdzv-conf=last_call_timeout=2", "--max-restarts=3", *TRAIN, *small, "trainer.accelerator=cpu"]
-    command += [f"strategy={strategy}", "launch.elastic=true", "resume=auto", f"run_dir={folder}", slow(0.5)]
+    command += [f"strategy={strategy}", "launch.elastic=true", "resume=auto", f"run_dir={folder}", slow(1.5)]
     first, second = (hosts.start(host, command, logs[host], tmp_path) for host in (0, 1))
-    wait_for_world(folder, [2], 4, logs)
+    wait_for_world(folder, [2], 2, logs)
     second.terminate()
-    wait_for_world(folder, [2, 1], 8, logs)
+    wait_for_world(folder, [2, 1], 4, logs)
     returned = hosts.start(1, command, logs[2], tmp_path)
     assert wait_for_all([first, returned, second], logs)[:2] == [0, 0], "\n".join(log.read_text() for log in logs)
     check(tmp_path, weights)
