@@ -65,15 +65,15 @@ if __name__ == "__main__":
     bug = chosen_bug("undivided", "batch_per_process", "scaler")
     torch.set_num_threads(1)
     print_scaling_rules()
-    first, second = run_ranks(run_rank, 2, bug)
-    difference = max(abs(loss / other - 1) for loss, other in zip(first[1][0], first[0][0], strict=True))
+    first_rank, second_rank = run_ranks(run_rank, 2, bug)
+    (losses, _), (mixed_losses, _), (skipping_losses, scales) = first_rank
+    other_scales = second_rank[2][1]
+    difference = max(abs(mixed / loss - 1) for mixed, loss in zip(mixed_losses, losses, strict=True))
     print(f"float16, scale 65536: the losses differ from float64 by {difference:.1e} at most")
-    print(
-        f"float16, scale 524288: after step 1 the ranks have the scales {first[2][1][0]:.0f} and {second[2][1][0]:.0f}"
-    )
-    print("the losses of the first steps:", ", ".join(f"{loss:.3f}" for loss in first[2][0][:3]))
-    if first[2][1] != second[2][1]:
+    print(f"float16, scale 524288: after step 1 the ranks have the scales {scales[0]:.0f} and {other_scales[0]:.0f}")
+    print("the losses of the first steps:", ", ".join(f"{loss:.3f}" for loss in skipping_losses[:3]))
+    if scales != other_scales:
         raise SystemExit("OUT OF STEP: the loss scales of the ranks differ")
     print("float64, 2 processes x 3 micro-batches x 4 images:")
-    check_parity(first[0][0])
+    check_parity(losses)
     assert difference < 0.01, "float16 is far from float64"
