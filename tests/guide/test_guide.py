@@ -113,3 +113,18 @@ def test_command_trains_what_the_script_trains(name: str, line: str, tmp_path: P
     run(*words, "trainer.accelerator=cpu", "report=false", f"run_dir={tmp_path}/run")
     losses = [float(row["train/loss"]) for row in read_rows(tmp_path / "run") if row["train/loss"]]
     assert losses == pytest.approx(train_alone("model.normalize=true" in words), rel=TOLERANCE)
+
+
+def test_chinese_readme_is_in_step() -> None:
+    """Both have the same headings, commands, rows of tables and links; words and comments are translated."""
+    english, chinese = (ROOT / "README.md").read_text(), (ROOT / "README.zh.md").read_text()
+    assert len(re.findall(r"^#+ ", chinese, re.M)) == len(re.findall(r"^#+ ", english, re.M))
+    for language in ("bash", "python"):
+        ours, theirs = ("".join(code_blocks(page, language)) for page in (chinese, english))
+        assert [line.partition(" # ")[0].rstrip() for line in ours.splitlines()] == [
+            line.partition(" # ")[0].rstrip() for line in theirs.splitlines()
+        ]
+    first_cell = r"^\| (`[^`]+`|\[[^]]+\]\([^)]+\)) \|"
+    assert re.findall(first_cell, chinese, re.M) == re.findall(first_cell, english, re.M)
+    for target in re.findall(r"\]\((?!http)([^)#]+)", chinese):
+        assert (ROOT / target).exists(), target
