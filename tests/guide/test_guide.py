@@ -1,0 +1,130 @@
+"""Each chapter of docs/guide: its script trains the experiment, each mistake is seen, exercises and commands work.
+
+A chapter needs no test of its own. `make test` runs the first mistake of each chapter, `make test-all` everything.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.guide.check import CHAPTERS, check
+from docs.guide.experiment import TOLERANCE, train_alone
+from tests.support.commands import ROOT, run
+from tests.support.comparison import read_rows
+
+GUIDE = ROOT / "docs" / "guide"
+SECTIONS = ["The arithmetic", "The script", "One word here", "Mistakes", "Exercises"]
+SECTIONS_ZH = ["算一算", "脚本", "在本模板中只需一个词", "常见错误", "练习"]
+PAGES = {chapter.name: (chapter / "README.md").read_text() for chapter in CHAPTERS.values()}
+# The rows of the table of mistakes: an option, and what the page says is seen.
+MISTAKES = [
+    (name, bug, seen)
+    for name, page in PAGES.items()
+    for bug, seen in re.findall(r"^\| `--bug=(\w+)` \|.*\| `([^`]+)`[^|]* \|$", page, re.M)
+]
+FIRST = {name: bug for name, bug, _ in reversed(MISTAKES)}
+
+
+def code_blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.M | re.S)
+
+
+def template_commands() -> list[tuple[str, str]]:
+    """Return the chapter and the words of each `python train.py` line under "One word here"."""
+    found = []
+    for name, page in PAGES.items():
+        section = page.partition("## One word here")[2].partition("\n## ")[0]
+        lines = "".join(code_blocks(section, "bash")).replace("\\\n", " ").splitlines()
+        found += [(name, line) for line in lines if line.startswith("python train.py experiment=guide")]
+    return found
+
+
+def run_script(name: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", f"docs.guide.{name}.train", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_chapter_has_its_form(name: str) -> None:
+    page, chapter = PAGES[name], GUIDE / name
+    assert re.findall(r"^## (.*)$", page, re.M) == SECTIONS
+    prose = re.sub(r"```.*?```|\$\$.*?\$\$", "", page, flags=re.S)
+    assert len(prose.split()) <= 700
+    assert (chapter / "train.py").read_text().count("\n") <= 80
+    assert name in FIRST
+    assert set(re.findall(r"check_(\w+)\(", (chapter / "exercises.py").read_text())) <= set(
+        re.findall(r"`(\w+)`", page)
+    )
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_chinese_page_is_in_step(name: str) -> None:
+    english, chinese = PAGES[name], (GUIDE / name / "README.zh.md").read_text()
+    assert re.findall(r"^## (.*)$", chinese, re.M) == SECTIONS_ZH
+    assert code_blocks(english, r"\w*") == code_blocks(chinese, r"\w*")
+    mistake = r"^\| `--bug=(\w+)` \|.*\| `([^`]+)`"
+    assert re.findall(mistake, english, re.M) == re.findall(mistake, chinese, re.M)
+    links = r"\]\(([^)]+)\)"
+    assert {link.replace(".zh.md", ".md") for link in re.findall(links, chinese)} == set(re.findall(links, english))
+
+
+@pytest.mark.parametrize("page", sorted(GUIDE.rglob("*.md")), ids=lambda page: str(page.relative_to(GUIDE)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAGES)
+def test_script_trains_the_experiment(name: str) -> None:
+    done = run_script(name)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "same experiment" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "bug", "seen"),
+    [
+        pytest.param(name, bug, seen, marks=[] if bug == FIRST[name] else [pytest.mark.slow], id=f"{name} {bug}")
+        for name, bug, seen in MISTAKES
+    ],
+)
+def test_mistake_is_seen(name: str, bug: str, seen: str) -> None:
+    done = run_script(name, f"--bug={bug}")
+    assert done.returncode, done.stdout
+    assert seen in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAGES)
+def test_exercises_have_solutions(name: str) -> None:
+    assert not check(GUIDE / name, solutions=True)
+    assert check(GUIDE / name)  # what a reader finds is not solved yet
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "line"), template_commands(), ids=lambda value: value)
+def test_command_trains_what_the_script_trains(name: str, line: str, tmp_path: Path) -> None:
+    words = shlex.split(line, comments=True)[2:]
+    run(*words, "trainer.accelerator=cpu", "report=false", f"run_dir={tmp_path}/run")
+    losses = [float(row["train/loss"]) for row in read_rows(tmp_path / "run") if row["train/loss"]]
+    assert losses == pytest.approx(train_alone("model.normalize=true" in words), rel=TOLERANCE)
+
+
+def test_chinese_readme_is_in_step() -> None:
+    """Both have the same headings, commands, rows of tables and links; words and comments are translated."""
+    english, chinese = (ROOT / "README.md").read_text(), (ROOT / "README.zh.md").read_text()
+    assert len(re.findall(r"^#+ ", chinese, re.M)) == len(re.findall(r"^#+ ", english, re.M))
+    for language in ("bash", "python"):
+        ours, theirs = ("".join(code_blocks(page, language)) for page in (chinese, english))
+        assert [line.partition(" # ")[0].rstrip() for line in ours.splitlines()] == [
+            line.partition(" # ")[0].rstrip() for line in theirs.splitlines()
+        ]
+    first_cell = r"^\| (`[^`]+`|\[[^]]+\]\([^)]+\)) \|"
+    assert re.findall(first_cell, chinese, re.M) == re.findall(first_cell, english, re.M)
+    for target in re.findall(r"\]\((?!http)([^)#]+)", chinese):
+        assert (ROOT / target).exists(), target
