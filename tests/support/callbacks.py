@@ -46,6 +46,17 @@ class RaiseOnRankOne(L.Callback):
             raise RuntimeError("only here")
 
 
+class SmallMemory(L.Callback):
+    """Raise torch's error for a full device if a micro-batch has more than `samples`."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, *_: Any) -> None:
+        if len(batch.image) > self.samples:
+            raise torch.OutOfMemoryError(f"{len(batch.image)} samples")
+
+
 class FailOnLastRank(L.Callback):
     """Do nothing, kill the process or exhaust memory, in the third step on the last rank.
 

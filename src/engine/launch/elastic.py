@@ -109,6 +109,18 @@ def with_devices(cfg: DictConfig, devices: list[int]) -> DictConfig:
     return cfg
 
 
+def with_smaller_micro_batches(cfg: DictConfig) -> DictConfig:
+    """Return the configuration with micro-batches of half the size, unless they would not hold whole groups.
+
+    With fewer ranks each has more samples of a batch, for which its memory may be too small.
+    """
+    cfg = cfg.copy()
+    accumulate = 2 * cfg.trainer.accumulate_grad_batches
+    if cfg.data.get("norm_groups", 4) % (accumulate * cfg.strategy.get("microbatches", 1)) == 0:
+        cfg.trainer.accumulate_grad_batches = accumulate
+    return cfg
+
+
 def unusable_devices(cfg: DictConfig, devices: Collection[int]) -> set[int]:
     """Return the devices whose probe fails: `launch.probe`, or on a GPU a new process that puts a tensor on it."""
     put_tensor = f'exec {sys.executable} -c "import torch; torch.ones(1, device=$DEVICE).item()"'

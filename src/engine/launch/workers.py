@@ -11,7 +11,14 @@ from omegaconf import DictConfig
 
 from src.engine.config.folder import with_newest_checkpoint
 from src.engine.config.resolve import device_count, runs_in_single_process
-from src.engine.launch.elastic import DevicePolicy, time_of_last_save, unusable_devices, watch_for_devices, with_devices
+from src.engine.launch.elastic import (
+    DevicePolicy,
+    time_of_last_save,
+    unusable_devices,
+    watch_for_devices,
+    with_devices,
+    with_smaller_micro_batches,
+)
 from src.engine.launch.outcome import (
     REPORT_FILE,
     RankFailedError,
@@ -109,6 +116,9 @@ def _next_start(cfg: DictConfig, policy: DevicePolicy, end: RankFailedError | si
     if reason:
         print(f"{reason}; going on with {len(policy.used)} of {len(policy.devices)} devices", file=sys.stderr)
         cfg = with_devices(cfg, policy.used)
+    elif cfg.launch.elastic and "OutOfMemoryError" in str(end).partition("\n")[0]:
+        cfg = with_smaller_micro_batches(cfg)
+        print(f"restarting with trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}", file=sys.stderr)
     else:
         print(f"restarting; {policy.restarts_left} restarts left after this one", file=sys.stderr)
     return with_newest_checkpoint(cfg)

@@ -5,8 +5,22 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from src.engine.utils.events import read_events
-from tests.support.commands import PARITY, count_lines, ranks, slow, start, steps, wait_for_exit, wait_until
+from tests.support.commands import (
+    PARITY,
+    TWO,
+    callback,
+    count_lines,
+    ranks,
+    run,
+    slow,
+    start,
+    steps,
+    wait_for_exit,
+    wait_until,
+)
 from tests.support.comparison import check_last_checkpoints, check_same_rows
 from tests.support.runs import compose, fit
 
@@ -33,6 +47,18 @@ def test_shrinks_and_grows_back(small: list[str], folder: Path) -> None:
     check_last_checkpoints(folder, folder.parent / "undisturbed")
     check_same_rows(folder, folder.parent / "undisturbed")
     assert steps(folder) == [*range(20)]
+
+
+@pytest.mark.slow
+def test_full_memory_makes_micro_batches_smaller(small: list[str], folder: Path) -> None:
+    """Two ranks have 16 of 32 samples each, but room for 8 only."""
+    task = [*small, *PARITY, *TWO, "test=false", "launch.elastic=true", f"run_dir={folder}"]
+    _, err = run(*task, callback("SmallMemory", samples=8))
+    assert "failed (OutOfMemoryError: 16 samples)" in err
+    assert "restarting with trainer.accumulate_grad_batches=2" in err
+    fit(compose(folder.parent / "undisturbed", *small, *PARITY))
+    check_last_checkpoints(folder, folder.parent / "undisturbed")
+    check_same_rows(folder, folder.parent / "undisturbed")
 
 
 def wait_for_start(number: int, folder: Path, process: "subprocess.Popen[str]") -> None:
