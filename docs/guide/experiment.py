@@ -116,7 +116,8 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, seconds
         seconds: how long a collective waits for the other ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run_rank, (function, ranks, arguments, folder, seconds), ranks)
+        # A fork server imports torch once, where spawned processes would import it one by one.
+        mp.start_processes(_run_rank, (function, ranks, arguments, folder, seconds), ranks, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
