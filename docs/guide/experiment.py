@@ -106,7 +106,7 @@ def chosen_bug(*names: str) -> str:
     return parser.parse_args().bug
 
 
-def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, seconds: float = 30) -> list[Any]:
+def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, seconds: float = 60) -> list[Any]:
     """Call a function in each of several processes, which share a gloo process group; return what each returns.
 
     Args:

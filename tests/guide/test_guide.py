@@ -45,7 +45,7 @@ def template_commands() -> list[tuple[str, str]]:
 
 def run_script(name: str, *options: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", f"docs.guide.{name}.train", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("name", PAGES)
