@@ -19,8 +19,9 @@ def test_ranks_exchange_only_gradients_between_log_points(pool: Pool, small: lis
     """DDP itself reduces gradients. Unpatched, Lightning also broadcasts at each step whether a rank got SIGTERM."""
     cfg = compose(folder, *small, *STEPS, "trainer.devices=2", "trainer.limit_val_batches=0")
     for calls in pool.run(2, _collectives, cfg):
-        assert calls["all_reduce"] == 1, calls  # whether a rank received a signal, before step 31
-        assert sum(calls.values()) <= 2, calls  # with the barrier before it
+        # Before step 31: whether a rank received a signal, and whether a checkpoint is due.
+        assert calls["all_reduce"] == 2, calls
+        assert sum(calls.values()) <= 4, calls  # with a barrier before each
 
 
 def _collectives(cfg: Any) -> Counter[str]:
