@@ -1,7 +1,6 @@
 """Save the latest state of a run."""
 
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ class LastCheckpoint(Checkpoint):
         dirpath: folder of the checkpoint.
         every_n_epochs: epochs between saves; None for a save at the end of the run only.
         every_n_train_steps: optimizer steps between additional saves.
-        train_time_interval: seconds after the last save at which a rank requests another, or the arguments of
-            timedelta, such as {minutes: 10}.
+        train_time_interval: seconds after the last save at which a rank requests another.
     """
 
     # A logger that uploads checkpoints reads these, as of a ModelCheckpoint that monitors nothing.
@@ -39,22 +37,14 @@ class LastCheckpoint(Checkpoint):
         dirpath: str,
         every_n_epochs: int | None = 1,
         every_n_train_steps: int | None = None,
-        train_time_interval: float | dict[str, float] | None = None,
+        train_time_interval: float | None = None,
     ) -> None:
         for name, interval in {"every_n_epochs": every_n_epochs, "every_n_train_steps": every_n_train_steps}.items():
             if interval is not None and interval < 1:
                 raise UserError(f"callbacks.checkpoint.{name}={interval}: give at least 1, or null")
         self.best_model_path = str(Path(dirpath) / LAST)
         self._epoch_interval, self._step_interval = every_n_epochs, every_n_train_steps
-        if isinstance(train_time_interval, int | float):
-            train_time_interval = {"seconds": train_time_interval}
-        try:
-            self._time_interval = timedelta(**train_time_interval) if train_time_interval is not None else None
-        except TypeError:
-            raise UserError(
-                f"callbacks.checkpoint.train_time_interval={train_time_interval}: give seconds, a time "
-                "such as '{minutes: 10}', or null"
-            ) from None
+        self._time_interval = train_time_interval
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved_at, self._consensus = time.monotonic(), RankConsensus()
@@ -88,4 +78,4 @@ class LastCheckpoint(Checkpoint):
                 logger.after_save_checkpoint(self)  # type: ignore[arg-type]
 
     def _is_time_over(self) -> bool:
-        return timedelta(seconds=time.monotonic() - self._saved_at) >= (self._time_interval or timedelta())
+        return time.monotonic() - self._saved_at >= (self._time_interval or 0.0)
