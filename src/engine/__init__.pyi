@@ -26,7 +26,6 @@ from .determinism.recomputation import recompute_blocks as recompute_blocks
 from .run.module import Module as Module
 from .run.module import WeightedMean as WeightedMean
 from .state.io import check_fits as check_fits
-from .state.weights import load_network as load_network
 from .utils.tensors import upcast_half as upcast_half
 
 # Optimizers and schedules
@@ -52,5 +51,4 @@ from .utils.compilation import should_compile as should_compile
 from .utils.errors import UserError as UserError
 from .utils.errors import check_choice as check_choice
 from .utils.files import atomic_write as atomic_write
-from .utils.files import check_can_store as check_can_store
 from .utils.files import file_lock as file_lock

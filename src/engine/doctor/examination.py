@@ -29,7 +29,6 @@ from src.engine.config.resolve import resolve_devices, runs_in_single_process
 from src.engine.launch.outcome import RankFailedError
 from src.engine.launch.start import launch
 from src.engine.utils.errors import UserError
-from src.engine.utils.files import check_can_store
 from src.engine.utils.process import detect_cluster_environment
 from src.engine.utils.targets import build
 
@@ -141,7 +140,7 @@ def check_slurm(cfg: DictConfig) -> str:
 
 
 def check_disk(cfg: DictConfig) -> str:
-    """Check the run folder, and /dev/shm, through which NCCL and the workers of a DataLoader pass data."""
+    """Check the space for the run, and in /dev/shm, through which NCCL and the workers of a DataLoader pass data."""
     is_used = cfg.data.num_workers > 0 or torch.cuda.device_count() > 1
     if is_used and _SHARED_MEMORY.exists() and shutil.disk_usage(_SHARED_MEMORY).free < _MIN_SHARED_MEMORY:
         raise UserError(
@@ -149,7 +148,13 @@ def check_disk(cfg: DictConfig) -> str:
             "data.num_workers: start the container with --ipc=host or --shm-size=1g"
         )
     folder = Path(HydraConfig.get().runtime.output_dir)
-    return f"{check_can_store(folder, 'run_dir', _CHECKPOINTS)} in {folder}"
+    free = shutil.disk_usage(folder).free
+    if free < _CHECKPOINTS:
+        raise UserError(
+            f"{folder} has {free / 1e9:.1f} GB free, which is less than {_CHECKPOINTS / 1e9:.1f} GB: delete something, "
+            "or set run_dir to a folder on another disk"
+        )
+    return f"{free / 1e9:.0f} GB free in {folder}"
 
 
 def check_saving(cfg: DictConfig) -> str:

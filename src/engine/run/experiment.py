@@ -28,8 +28,7 @@ from src.engine.run.description import RunDescription
 from src.engine.run.predictions import PredictionWriter
 from src.engine.run.stopping import PreemptionHandler, Watchdog
 from src.engine.run.training_loop import FiniteCheck, MonitorCheck, OptimizerSteps, patch_trainer
-from src.engine.state.io import AtomicCheckpointIO
-from src.engine.state.weights import load_initial_weights
+from src.engine.state.io import AtomicCheckpointIO, load_initial_weights
 from src.engine.utils.errors import UserError, as_typed
 from src.engine.utils.events import append_event
 from src.engine.utils.process import tune_malloc

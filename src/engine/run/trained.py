@@ -4,14 +4,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
+from hydra.errors import HydraException
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.utils._pytree import tree_leaves
 
+from src.engine.state.io import read_run_checkpoint
 from src.engine.state.run_files import CHECKPOINTS
-from src.engine.state.weights import load_network
 from src.engine.utils.errors import UserError
+from src.engine.utils.targets import target_nodes
 
 _IMAGES_AT_ONCE = 256
 
@@ -73,6 +80,37 @@ def load_run(run: str | Path, checkpoint: str = "last", trust: Sequence[str] = (
     """
     path = Path(run).expanduser()
     file = path / CHECKPOINTS / f"{checkpoint}.ckpt" if path.is_dir() else path
-    net, config, classes = load_network(str(file), "run", trust)
+    saved = read_run_checkpoint(file, "run")
+    config: Any = OmegaConf.create(saved.get("config", ""))
+    if any("${" in str(value) for value in tree_leaves(OmegaConf.to_container(config))):
+        raise UserError(f"refused: the configuration in run={file} has interpolations, which a run never saves")
+    try:
+        net = _build_trusted(config.module.net, ("src.models", *trust), f"run={file}")
+        consume_prefix_in_state_dict_if_present(saved["state_dict"], "net.")
+        net.load_state_dict(saved["state_dict"])
+    except (HydraException, OmegaConfBaseException, ImportError, RuntimeError) as error:
+        cause = str(error).splitlines()[0]
+        raise UserError(f"run={file} is not a checkpoint of a classifier: {cause}") from error
     numbers = [str(number) for number in range(OmegaConf.select(config, "data.num_classes", default=0))]
-    return Run(net.eval(), config, classes or numbers)
+    return Run(net.eval(), config, saved.get("OrderedData", {}).get("classes") or numbers)
+
+
+def _build_trusted(node: DictConfig, packages: Sequence[str], origin: str) -> Any:
+    """Build the object that a checkpoint's configuration describes, only with code of the packages."""
+    inner = target_nodes(OmegaConf.to_container(node))
+    for target in [node._target_, *(str(part["_target_"]) for _, part in inner)]:
+        if not _is_in(target, packages):
+            package = target.partition(".")[0]
+            raise UserError(
+                f"refused: {origin} would run {target}, which is not in {' or '.join(packages)}. If that is your code, "
+                f"load_run(RUN_DIR, trust=['{package}']) and scripts.export --trust {package} run it"
+            )
+    return instantiate(node, _convert_="all")
+
+
+def _is_in(target: str, packages: Sequence[str]) -> bool:
+    """Return whether the packages define a target, and do not only import it."""
+    prefixes = tuple(f"{package}." for package in packages)
+    if not target.startswith(prefixes):
+        return False
+    return f"{getattr(get_object(target), '__module__', '')}.".startswith(prefixes)

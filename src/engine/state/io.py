@@ -1,5 +1,6 @@
 """Checkpoint files: complete or absent, readable without running code, and checked when they are read."""
 
+import logging
 import os
 import shutil
 import zipfile
@@ -9,13 +10,15 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from torch import Tensor
+from torch import Tensor, nn
 
 from src.engine.state import sharded
 from src.engine.state.run_files import LAST, PREVIOUS
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import atomic_write
+from src.engine.utils.tensors import with_versions
 
+_log = logging.getLogger(__name__)
 _HYPER_PARAMETERS, _TYPE = "hyper_parameters", "hparams_type"  # keys of Lightning's checkpoints
 _PLAIN_TYPES = (type(None), str, bytes, bool, int, float, Tensor)
 
@@ -137,3 +140,29 @@ def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
             f"ckpt_path contains another network than this run's `model`: they differ in {mismatched[0]}{others}; "
             "set `model` and `data` as in that run"
         )
+
+
+def load_initial_weights(module: nn.Module, path: str) -> None:
+    """Load the weights of another run, or of a file with the `state_dict` of the network alone, into the module.
+
+    If the last linear layer has another number of outputs, it keeps its initialization, and a log line reports it.
+    """
+    saved, own = read_weights(path, "init_from"), module.state_dict()
+    if not saved.keys() & own.keys():
+        saved = {f"net.{name}": tensor for name, tensor in saved.items()}
+    linear_layers = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    head = linear_layers[-1] if linear_layers else None
+    resized = [name for name in own if name in saved and saved[name].shape != own[name].shape]
+    mismatched = sorted(saved.keys() ^ own.keys())
+    for name in resized:
+        if name.rpartition(".")[0] != head or saved[name].shape[1:] != own[name].shape[1:]:
+            mismatched.append(name)
+    if mismatched:
+        raise UserError(
+            f"init_from={path} contains another network than this run's `model`: they differ in {mismatched[0]}"
+        )
+    fitting = {name: saved[name] for name in own if name not in resized}
+    module.load_state_dict(with_versions(fitting, saved), strict=False)
+    if resized:
+        there, here = len(saved[resized[0]]), len(own[resized[0]])
+        _log.info("init_from: %s classes there, %s here: %s start afresh", there, here, " and ".join(resized))

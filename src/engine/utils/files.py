@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,31 +45,6 @@ def atomic_write(file: Path) -> Iterator[Path]:
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def check_can_store(folder: Path, option: str, size: int) -> str:
-    """Check that a file can be written in a folder that may not exist yet; return how much space is free.
-
-    Args:
-        folder: the folder, which is not created.
-        option: the option that sets it.
-        size: bytes that should be free.
-    """
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
-    try:
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(bytes(1 << 20))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise UserError(f"cannot write to {folder} ({error.strerror}): set {option} to another folder") from None
-    free = shutil.disk_usage(existing).free
-    if free < size:
-        raise UserError(
-            f"{folder} has {free / 1e9:.1f} GB free, which is less than {size / 1e9:.1f} GB: delete something, or set "
-            f"{option} to a folder on another disk"
-        )
-    return f"{free / 1e9:.0f} GB free"
 
 
 def read_json_lines(file: Path) -> Iterator[dict[str, Any]]:

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 
 from src.engine.run.experiment import assemble
+from src.engine.run.trained import load_run
 from src.engine.state.io import AtomicCheckpointIO, read_weights
-from src.engine.state.weights import load_network
 from src.engine.utils.errors import UserError
 from tests.support.runs import compose, fit
 
@@ -93,10 +93,10 @@ def test_checkpoint_builds_nothing_but_models(target: str, trained: Path, tmp_pa
     checkpoint["config"] = f"module: {{net: {{_target_: {target}, self: {tmp_path}/made}}}}"
     torch.save(checkpoint, tmp_path / "malicious.ckpt")
     with pytest.raises(UserError, match=f"would run {target}"):
-        load_network(f"{tmp_path}/malicious.ckpt", "feature_checkpoint")
+        load_run(tmp_path / "malicious.ckpt")
     torch.save(torch.zeros(1), tmp_path / "bare.ckpt")
     with pytest.raises(UserError, match="is not a checkpoint of a training run"):
-        load_network(f"{tmp_path}/bare.ckpt", "feature_checkpoint")
+        load_run(tmp_path / "bare.ckpt")
     assert not (tmp_path / "made").exists()
 
 
@@ -109,7 +109,7 @@ def test_checkpoint_calls_no_resolver(trained: Path, tmp_path: Path, monkeypatch
     checkpoint["config"] = checkpoint["config"].replace("num_classes: 10", 'num_classes: "\\x24{call:1}"')
     torch.save(checkpoint, tmp_path / "malicious.ckpt")
     with pytest.raises(UserError, match=r"the configuration in run=.*malicious.ckpt has interpolations"):
-        load_network(f"{tmp_path}/malicious.ckpt", "run")
+        load_run(tmp_path / "malicious.ckpt")
     assert not calls
 
 
@@ -128,7 +128,7 @@ def test_present_weights_are_not_migrated(options: list[str], small: list[str], 
     task = [*small, "data.batch_size=32", *options, "model._target_=tests.support.networks.versioned"]
     fit(compose(folder, *task, "trainer.max_steps=1"))
     file = f"{folder}/checkpoints/last.ckpt"
-    load_network(file, "run", ["tests"])
+    load_run(file, trust=["tests"])
     fit(compose(folder / "started", *task, f"init_from={file}", "trainer.max_steps=1"))
     fit(compose(folder / "resumed", *task, f"ckpt_path={file}", "trainer.max_steps=2"))
 
