@@ -8,7 +8,7 @@ import pytest
 ALLOWED_SKIPS = {
     "tests/template/data/test_cifar.py::test_reads_the_real_images": "CIFAR-10 is not part of the project",
     "tests/engine/gpu/test_dry_gpu.py": "there is no C++ compiler, or another torch than the stubs are for",
-    "tests/engine/config/test_command_line.py::test_user_errors_found_by_the_launcher[no gpu]": "there is a GPU",
+    "tests/engine/config/test_refusals.py::test_refused_by_the_command_line[trainer.accelerator=gpu": "there is a GPU",
     "tests/engine/report/test_pages.py": "Chromium is not installed",
     "tests/engine/launch/test_slurm.py": "SLURM is not installed",
     "tests/engine/launch/test_two_hosts.py": "network namespaces take root, and iproute2",

@@ -21,14 +21,10 @@ from tests.support.commands import (
     TWO,
     callback,
     error_line,
-    free_port,
     run,
     run_here,
     run_in_terminal,
-    slurm_task,
-    start,
     steps,
-    wait_for_exit,
 )
 
 
@@ -44,53 +40,9 @@ def test_help_is_complete_and_imports_nothing_heavy() -> None:
     assert all(hint in out for hint in ("strategy", "ddp_spawn", "ckpt_path", "data=shapes", "fit=false", "debug"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "hints"),
-    [
-        (["model=resnet8"], ["model=resnet8", "resnet18"]),
-        (["callbacks=[default,emma]"], ["callbacks=emma", "ema"]),
-        (["lr=4"], ["lr ", "optimizer.lr"]),
-        (["trainer.devices=none"], ["trainer.devices=none"]),
-        (["ckpt_path=nowhere"], ["ckpt_path=nowhere"]),
-        (["launch.max_restarts=abc"], ["launch.max_restarts=abc", "integer"]),
-        pytest.param(["trainer.accelerator=gpu"], ["trainer.accelerator=gpu", "cpu"], id="no gpu"),
-        (["init_from=nowhere"], ["init_from=nowhere"]),
-        (["predict=nowhere"], ["predict=nowhere", "no such folder"]),
-        (["predict=tests"], ["predict=tests", "no image"]),
-        (["trainer.num_nodes=2"], ["trainer.num_nodes=2", "torchrun"]),
-        (["launch.min_devices=3", "trainer.devices=2"], ["launch.min_devices=3", "has 2"]),
-        (
-            ["launch.elastic=true", "data.batch_size_per_device=8"],
-            ["launch.elastic=true", "data.batch_size_per_device"],
-        ),
-        (["launch.elastic=true", "strategy=ddp", "strategy.shares=[2,1]"], ["launch.elastic=true", "strategy.shares"]),
-    ],
-)
-def test_user_errors_found_by_the_launcher(arguments: list[str], hints: list[str], tmp_path: Path) -> None:
-    if "trainer.accelerator=gpu" in arguments[0] and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    _, err = run_here(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
-    message = error_line(err)
-    assert all(hint in message for hint in hints), message
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "hints"),
-    [
-        (["data.batch_size=30", "trainer.accumulate_grad_batches=4"], ["data.batch_size=28 or 32"]),
-        (["optimizer.lr=1e30"], ["train/loss is nan", "optimizer.lr", "run/checkpoints"]),
-        (["data=cifar10", "data.root=/proc/data"], ["/proc/data", "data.root"]),
-        (["module.lr_scaling=liner"], ["module.lr_scaling=liner", "linear"]),
-    ],
-)
-def test_user_errors_found_by_a_single_rank(
-    arguments: list[str], hints: list[str], small: list[str], tmp_path: Path
-) -> None:
-    tiny = [name for name in (*small, *TINY) if not (arguments[0] == "data=cifar10" and name.startswith("data"))]
-    _, err = run_here(*tiny, "logger=none", f"hydra.run.dir={tmp_path}/run", *arguments, code=1)
-    message = error_line(err)
-    assert all(hint in message for hint in hints), message
+def test_error_of_a_single_rank_is_one_line(small: list[str], tmp_path: Path) -> None:
+    _, err = run_here(*small, *TINY, "logger=none", f"run_dir={tmp_path}/run", "optimizer.lr=1e30", code=1)
+    assert all(hint in error_line(err) for hint in ("train/loss is nan", "optimizer.lr", "run/checkpoints"))
 
 
 @pytest.mark.slow
@@ -175,15 +127,8 @@ def test_a_rank_that_raises_ends_all_under_torchrun(small: list[str], tmp_path: 
 
 def test_user_error_after_the_rendezvous_is_one_line_under_torchrun(small: list[str], tmp_path: Path) -> None:
     """All ranks raise it when the process group is open; rank zero must print it before torchrun ends all ranks."""
-    arguments = [
-        *small,
-        *TINY,
-        *TWO,
-        "data.batch_size=63",
-        "trainer.accumulate_grad_batches=2",
-        "logger=none",
-        f"run_dir={tmp_path}/run",
-    ]
+    arguments = [*small, *TINY, *TWO, "data.batch_size=63", "trainer.accumulate_grad_batches=2", "logger=none"]
+    arguments.append(f"run_dir={tmp_path}/run")
     _, err = run(*arguments, program=TORCHRUN, code=1)
     lines = [line for line in err.splitlines() if line.startswith("error: ")]  # torchrun prints a traceback of its own
     assert len(lines) == 1, err[-3000:]
@@ -203,12 +148,7 @@ def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     assert ".py:" not in out + err, "no warning"
     assert "\x1b" not in out + err, "no colors in a pipe"
     assert out.count("DDP, 2 process(es) on cpu") == 1
-    for fact in (
-        "32 = 2 x 1 micro-batches x 16 per device",
-        "synthetic shapes",
-        "after scaling",
-        str(folder),
-    ):
+    for fact in ("32 = 2 x 1 micro-batches x 16 per device", "synthetic shapes", "after scaling", str(folder)):
         assert fact in out
     assert re.search(rf"^test/.*test/acc.*\ndone: everything is in\n{folder}$", out, re.MULTILINE)
     assert f"\nwandb sync {folder}/wandb/offline-*\n" in out, "no break inside the path"
@@ -270,34 +210,10 @@ def test_terminal_shows_only_lines_of_the_project(strategy: str, small: list[str
     task = [*small, *TINY, f"strategy={strategy}", f"trainer.devices={1 if strategy == 'auto' else 2}"]
     code, printed = run_in_terminal(*task, f"run_dir={tmp_path}/run", columns=80)
     assert code == 0, printed
-    banner = [
-        "experiment",
-        "strategy",
-        "precision",
-        "data",
-        "batch",
-        "batch norm",
-        "learning rate",
-        "parameters",
-        "run folder",
-    ]
-    results = [
-        "Epoch",
-        "Validation",
-        "Testing",
-        "throughput",
-        *(f"{part}/" for part in ("train", "val", "test")),
-        "done: ",
-    ]
-    measured = [
-        "rank",
-        "if it were as fast as the median",
-        "peak_memory_mib",
-        "samples_per_sec",
-        "step_ms",
-        "data_fraction",
-        "gflop_per_step",
-    ]
+    banner = ["experiment", "strategy", "precision", "data", "batch", "learning rate", "parameters", "run folder"]
+    results = ["Epoch", "Validation", "Testing", "throughput", "train/", "val/", "test/", "done: "]
+    measured = ["rank", "if it were as fast as the median", "peak_memory_mib", "samples_per_sec", "step_ms"]
+    measured += ["data_fraction", "gflop_per_step"]
     known = (*banner, *results, *measured, "wandb is offline", "wandb leet", "wandb sync", str(tmp_path))
     lines = [line for line in printed.splitlines() if line.strip()]
     assert [line for line in lines if not line.strip().startswith(known)] == []
@@ -316,18 +232,3 @@ def test_rank_zero_configures_all_ranks_under_torchrun(small: list[str], tmp_pat
 def test_refuses_another_number_of_processes_under_torchrun(small: list[str], tmp_path: Path) -> None:
     _, err = run(*small, *TINY, *TWO, "trainer.devices=4", f"run_dir={tmp_path}/run", program=TORCHRUN, code=1)
     assert "2 processes were started, but trainer.devices x trainer.num_nodes is 4" in err
-
-
-@pytest.mark.slow
-def test_rank_zero_configures_all_ranks_under_slurm(small: list[str], tmp_path: Path) -> None:
-    """Two tasks are started as srun does, which passes their ranks in variables."""
-    port = free_port()
-    runs = "hydra.run.dir=${run_folder:" + f"{tmp_path}" + ",new}"
-    arguments = [*small, *TINY, "logger=none", *TWO, runs]
-    tasks = [start(*arguments, **slurm_task(rank, port)) for rank in range(2)]
-    printed = [wait_for_exit(task, 200) for task in tasks]
-    assert [code for code, _, _ in printed] == [0, 0], printed
-    assert "done: " in printed[0][1]
-    assert "done: " not in printed[1][1]
-    (folder,) = tmp_path.iterdir()
-    assert {file.name for file in (folder / "logs").glob("*.log")} == {"rank0.log", "rank1.log"}

@@ -20,11 +20,10 @@ from src.engine.determinism import recomputation
 from src.engine.determinism.recomputation import recompute_blocks
 from src.engine.observe.throughput import flops_per_sample
 from src.engine.run.experiment import assemble
-from src.engine.utils.errors import UserError
 from src.models.vit import vit
 from tests.support.comparison import TOLERANCE, check_replicas, distances
 from tests.support.experiments import SHORT_RUN
-from tests.support.pool import Pool, RankFailed
+from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
 BLOCKS = "module.recompute=blocks"
@@ -192,24 +191,3 @@ def test_counts_no_flops_of_the_recomputation(small: list[str], folder: Path) ->
         flops.append(flops_per_sample(assemble(cfg)[1].net, (3, 32, 32)))
     assert flops[0] == flops[1]
     assert flops[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["module.recompute=layers"], "module.recompute=layers: known: blocks, none"),
-        ([BLOCKS, "module.compile=true"], "module.compile=True and module.recompute=blocks"),
-        ([BLOCKS, "model=mlp", "model.hidden=[]"], "`model` has no block of several layers"),
-    ],
-)
-def test_refused_in_the_constructor(options: list[str], message: str, small: list[str], folder: Path) -> None:
-    cfg = compose(folder, *small, *options)
-    with pytest.raises(Exception, match=message) as error:
-        assemble(cfg)
-    assert isinstance(error.value, UserError) or isinstance(error.value.__cause__, UserError)
-
-
-def test_zero_bubble_schedules_are_refused(pool: Pool, small: list[str], folder: Path) -> None:
-    cfg = compose(folder, *small, *MODELS["vit"], BLOCKS, *PIPELINE, "strategy.schedule=zbv_zero_bubble")
-    with pytest.raises(RankFailed, match=r"UserError: .*strategy.schedule=zbv_zero_bubble.*module.recompute=blocks"):
-        pool.run(2, fit, cfg)

@@ -1,6 +1,5 @@
 """Images on the device give the same batches as a DataLoader, and only indices come from the host."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,6 @@ from src.engine.determinism.batch import Batch
 from src.engine.determinism.layout import BatchLayout, DataParallelInfo
 from src.engine.determinism.loader import RankLoader
 from src.engine.determinism.sampler import EvaluationBatches, TrainingBatches
-from src.engine.run.experiment import assemble
-from src.engine.utils.errors import UserError
-from tests.support.runs import compose
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -83,9 +79,3 @@ def test_auto_allows_a_tenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> N
         assert not should_keep_on_device(images, cuda, False)
     assert should_keep_on_device(images, CPU, "auto")
     assert not should_keep_on_device(images, torch.device("mps"), "auto")
-
-
-@pytest.mark.parametrize("options", [["data.device_resident=true", "data.num_workers=2"], ["data.device_resident=gpu"]])
-def test_refuses_invalid_options(options: list[str], small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.device_resident"):
-        assemble(compose(folder, *small, *options))

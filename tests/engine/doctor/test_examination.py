@@ -16,7 +16,7 @@ from src.engine.doctor.examination import check_all_reduce, run_check
 from src.engine.launch import all_reduce
 from src.engine.launch.outcome import RankFailedError
 from src.engine.utils.errors import UserError
-from tests.support.commands import error_line, run, run_here
+from tests.support.commands import run, run_here
 
 QUICK = ["doctor=true", "trainer.accelerator=cpu", "logger=none"]
 
@@ -44,11 +44,6 @@ def test_error_is_exit_code_1(small: list[str], tmp_path: Path) -> None:
     assert "\nerror    data        data.root=" in out
     assert "\nok       all-reduce" in out
     assert not (tmp_path / "run").exists()
-
-
-def test_refuses_sweeps(tmp_path: Path) -> None:
-    _, err = run_here("-m", "doctor=true", "seed=0,1", f"hydra.sweep.dir={tmp_path}", code=1)
-    assert error_line(err) == "error: doctor=true checks a single run: leave out -m"
 
 
 def test_tasks_without_srun_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,16 +118,3 @@ def test_slurm_job_finds_its_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert unique_name() != unique_name()
     monkeypatch.setenv("SLURM_PROCID", "1")
     assert run_folder(runs, "a", _root_=OmegaConf.create(resumed)) == "."
-
-
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (["resume=auto"], "resume=auto needs run_dir=FOLDER"),
-        (["resume=yes", "run_dir=RUN"], "resume=yes: give auto, or null"),
-        (["run_dir=/proc/nothing"], "run_dir"),
-    ],
-)
-def test_refuses_invalid_options(words: list[str], hint: str, folder: Path) -> None:
-    _, err = run_here("data=shapes", *(word.replace("RUN", str(folder)) for word in words), code=1)
-    assert hint in error_line(err)

@@ -7,7 +7,6 @@ import lightning as L
 import pytest
 import torch
 
-from src.engine.utils.errors import UserError
 from tests.support.commands import PARITY, TWO
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit
@@ -86,12 +85,3 @@ def saved_at_with_slow_steps(cfg: Any) -> list[int]:
     saves = Saves()
     fit(cfg, saves, Slow(0.1))
     return saves.steps
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    ["every_n_epochs=0", "every_n_train_steps=0", "train_time_interval=often"],
-)
-def test_refuses_invalid_intervals(wrong: str, small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=f"callbacks.checkpoint.{wrong.partition('=')[0]}"):
-        fit(compose(folder, *small, *PARITY, f"callbacks.checkpoint.{wrong}"))

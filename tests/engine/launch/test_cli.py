@@ -17,71 +17,15 @@ from tests.support.commands import ROOT, TINY, error_line, run_here
 from tests.support.runs import compose
 
 
-@pytest.mark.parametrize(
-    ("word", "hint"),
-    [
-        ("model=null", "model=null: give one of airbench, mlp"),
-        ("logger.wandb.nam=x", "logger.wandb.nam is no option here; did you mean"),
-        ("model.hiden=[4]", "model.hiden is no option here"),
-        (
-            "trainer.deterministic=warn",
-            "(+trainer.deterministic=... adds it to the configuration)",
-        ),
-        ("+optimizer.lr=2", "An item is already at 'optimizer.lr'. Either remove + prefix: 'optimizer.lr=2'"),
-        ("hydra/sweeper=ax", "hydra/sweeper=ax: known: basic, optuna"),
-        ("model=mlp,vit", "Ambiguous value for argument 'model=mlp,vit'"),
-        ("trainer.max_epochs = 3", "trainer.max_epochs = 3: LexerNoViableAltException"),
-        ("nowhere.nothing=2", "python train.py --cfg job lists all"),
-        ("trainer.devices=[0,0]", "trainer.devices=[0, 0] lists a device twice"),
-        ("+foo=3", "foo is no option here; python train.py --cfg job lists all"),
-        ("modle=vit", "modle is no option here; did you mean module or model?"),
-        ("module.tta=shiftt", "module.tta=shiftt: did you mean shift?"),
-        ("callbacks.x={a: 1 ]", "callbacks.x={a: 1 ]: no viable alternative at input"),
-        ("fit=yes", "fit=yes: give true or false"),
-        ("train=false", "train is no option here; did you mean fit?"),
-        ("+gpus=2", "gpus is no option here; did you mean trainer.devices?"),
-        ("trainer=ddp", "trainer=ddp: known: default; there is strategy=ddp"),
-        ("model=", "model=: known: airbench, mlp"),
-        ("ckpt_path=", "ckpt_path= is empty: give a path, or leave the option out"),
-        ("init_from=''", "init_from='' is empty: give a path"),
-        ("predict=", "predict= is empty: give a path"),
-    ],
-)
-def test_errors_name_the_option(word: str, hint: str, small: list[str], tmp_path: Path) -> None:
-    folder = [] if word.startswith("hydra") else [f"run_dir={tmp_path / 'run'}"]
-    _, err = run_here(*small, word, "trainer.accelerator=cpu", *folder, code=1)
-    assert hint in error_line(err)
-
-
-def test_unknown_group_in_a_defaults_list(tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /modle: mlp\n")
-    _, err = run_here(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine", code=1)
-    assert "In 'experiment/mine': Could not override 'modle'. No match in the defaults list." in error_line(err)
-
-
 def test_warns_of_an_evaluation_of_random_weights(small: list[str], tmp_path: Path) -> None:
     _, err = run_here(*small, *TINY, "logger=none", "fit=false", f"run_dir={tmp_path / 'run'}")
     assert "warning: fit=false without ckpt_path or init_from: the weights are random" in err.splitlines()
-
-
-def test_error_in_a_users_yaml_names_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    file = tmp_path / "experiment" / "mine.yaml"
-    file.write_text("# @package _global_\ntrainer:\n  max_epochs: 5\n seed: 5\n")
-    _, err = run_here(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine", code=1)
-    assert f'in "{file}", line 4' in error_line(err)
 
 
 def test_says_that_hydra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hydra", None)  # as if it were not installed
     _, err = run_here(code=1)
     assert "has no Hydra: run `make install`, then `source .venv/bin/activate`" in error_line(err)
-
-
-def test_unknown_options_of_a_sweep(tmp_path: Path) -> None:
-    _, err = run_here("-m", "model=mlp,vit", "lr=4", f"hydra.sweep.dir={tmp_path}", code=1)
-    assert "lr is no option here; did you mean optimizer.lr?" in error_line(err)
 
 
 def test_default_folders_are_those_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,6 @@ import torch
 
 from src.engine.observe.csv import CSVLogger
 from src.engine.observe.gradients import _gradient_scale
-from src.engine.run.experiment import assemble
-from src.engine.utils.errors import UserError
 from tests.support.comparison import TOLERANCE
 from tests.support.experiments import SHORT
 from tests.support.pool import Pool
@@ -79,13 +77,6 @@ def test_same_values_under_every_strategy(
 ) -> None:
     fit_ranks(compose(folder, *small, *TASK, *overrides, f"trainer.devices={devices}"), pool)
     assert logged(folder) == pytest.approx(reference, rel=TOLERANCE)
-
-
-def test_refuses_several_optimizers(small: list[str], folder: Path) -> None:
-    gan = [*small, "experiment=gan", "data=shapes", "callbacks=[default,gradients]", "callbacks.best=null"]
-    trainer, module, data = assemble(compose(folder, *gan))
-    with pytest.raises(UserError, match=r"callbacks.gradients is for modules with one optimizer, but .* has 2"):
-        trainer.fit(module, datamodule=data)
 
 
 @pytest.mark.parametrize("is_fused", [True, False])

@@ -60,25 +60,6 @@ def test_the_plateau_lowers_the_learning_rate(task: list[str], folder: Path) -> 
     assert len(rates) > 1
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([*SCHEDULES["epoch"], "scheduler.interval=batch"], "scheduler.interval=batch"),
-        (["scheduler=torch", "scheduler.scheduler._target_=torch.optim.lr_scheduler.StepLR"], "StepLR: .*step_size"),
-        (["optimizer._target_=torch.optim.LBFGS"], "`optimizer` cannot be built"),
-        (
-            [*SCHEDULES["plateau"], "trainer.limit_val_batches=0"],
-            "conditioned on metric val/loss which is not available",
-        ),
-        ([*SCHEDULES["plateau"], "trainer.check_val_every_n_epoch=2"], "set scheduler.frequency=2"),
-    ],
-    ids=["interval", "missing argument", "optimizer", "no validation", "rare validation"],
-)
-def test_refuses(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        run(compose(folder, *task, *overrides))
-
-
 @pytest.mark.parametrize(("first", "second"), [("epoch", "plateau"), ("constant", "epoch")])
 def test_refuses_to_resume_with_another_scheduler(first: str, second: str, task: list[str], folder: Path) -> None:
     chosen = SCHEDULES | {"constant": []}

@@ -224,19 +224,6 @@ def test_refuses_rows_that_belong_to_no_group() -> None:
         net(torch.randn(8, 5))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["trainer.accumulate_grad_batches=8"], r"data.norm_groups=4 does not divide .* set data.norm_groups=8"),
-        (["data.norm_groups=32"], r"data.norm_groups=32 exceeds data.batch_size=16"),
-        (["data.norm_groups=0"], r"data.norm_groups=0"),
-    ],
-)
-def test_refuses_groups_that_do_not_fit(options: list[str], message: str, small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        fit(compose(folder, *small, *SHORT_RUN, *options))
-
-
 def test_network_without_batch_normalization_has_no_groups(small: list[str], folder: Path) -> None:
     fit(compose(folder, *small, *SHORT_RUN, "data.norm_groups=32", "model.norm=group", "trainer.max_steps=1"))
 

@@ -15,12 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from src.engine.parallel import ddp
 from src.engine.parallel.ddp import DDP
-from src.engine.run.experiment import assemble
-from src.engine.utils.errors import UserError
 from tests.support.comparison import check_replicas, check_resumed, distances
 from tests.support.experiments import SHORT_RUN
 from tests.support.interruption import SaveOnce, die
-from tests.support.pool import Pool, RankFailed
+from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
 TWO = ["strategy=ddp", "trainer.devices=2"]
@@ -152,37 +150,6 @@ def test_powersgd_starts_anew_in_a_continued_run(pool: Pool, small: list[str], f
     resumed = compose(folder, *small, *task, "trainer.devices=4", f"ckpt_path={folder}/died.ckpt")
     for record in pool.run(4, fit, resumed):
         assert record.losses == pytest.approx(reference[0].losses[4:], rel=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["strategy.comm_hook=powersdg"], "strategy.comm_hook=powersdg: .*did you mean powersgd"),
-        (["strategy.comm_start_step=1"], "strategy.comm_start_step=1: .* give 2"),
-    ],
-)
-def test_refuses_invalid_options(options: list[str], message: str, small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        assemble(compose(folder, *small, *TWO, *options))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["strategy.comm_hook=bf16"], "take fp16"),
-        (["strategy.comm_hook=post_local_sgd", "callbacks=[default,ema]"], "callbacks.ema"),
-        (["strategy.comm_hook=post_local_sgd", "experiment=gan", "data=shapes"], "post_local_sgd"),
-        (
-            ["model._target_=tests.support.networks.Unused"],
-            r"gradient of net.unused, .* \+strategy.find_unused_parameters=true",
-        ),
-    ],
-)
-def test_ranks_refuse_invalid_options(
-    options: list[str], message: str, pool: Pool, small: list[str], folder: Path
-) -> None:
-    with pytest.raises(RankFailed, match=message):
-        pool.run(2, fit, compose(folder, *options, *small, *TWO))
 
 
 @pytest.mark.parametrize(

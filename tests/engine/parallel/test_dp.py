@@ -8,18 +8,12 @@ import pytest
 from lightning.pytorch.strategies import ParallelStrategy
 
 from src.engine.parallel.dp import DP
-from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import SHORT_RUN
 from tests.support.runs import Record, compose, fit
 
 PARITY = [*SHORT_RUN, "strategy=dp", "trainer.devices=2"]
-
-
-def test_refuses_to_run_without_gpus(small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=r"this run has 0: .* take strategy=ddp"):
-        run(compose(folder, *small, *PARITY))
 
 
 def test_agrees_with_single_process_on_a_cpu(

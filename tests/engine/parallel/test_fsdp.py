@@ -4,16 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
-from src.engine import Batch
-from src.engine.run.experiment import assemble
-from src.engine.utils.errors import UserError
-from src.models.classifier import ImageClassifier
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.experiments import SHORT_RUN
 from tests.support.interruption import die
-from tests.support.pool import Pool, RankFailed
+from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
 FSDP = ["strategy=fsdp", "trainer.devices=2"]
@@ -45,30 +40,3 @@ def test_half_precision_stays_near_full_precision(
         assert record.losses == pytest.approx(reference.losses, rel=0.1)
         assert record.losses != pytest.approx(reference.losses, rel=1e-5)
         assert record.metrics["val/loss"] == pytest.approx(reference.metrics["val/loss"], rel=0.2)
-
-
-def test_refuses_invalid_options(pool: Pool, small: list[str], folder: Path) -> None:
-    with pytest.raises(RankFailed, match=r"strategy.replicas=3 does not divide the 2 processes"):
-        pool.run(2, fit, compose(folder, *small, *FSDP, "strategy.replicas=3"))
-    with pytest.raises(UserError, match=r"strategy.param_dtype=half-ish is no data type"):
-        assemble(compose(folder, *small, *FSDP, "strategy.param_dtype=half-ish"))
-
-
-class Penalized(ImageClassifier):
-    """A penalty on the weights in the loss."""
-
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        return super().loss(outputs, batch) + sum(weight.abs().sum() for weight in self.net.parameters())
-
-
-def test_refuses_a_loss_of_the_weights(pool: Pool, small: list[str], folder: Path) -> None:
-    penalized = "module._target_=tests.engine.parallel.test_fsdp.Penalized"
-    with pytest.raises(RankFailed, match="training_step reads weights outside"):
-        pool.run(2, fit, compose(folder, *small, "model=mlp", *FSDP, penalized))
-
-
-@pytest.mark.parametrize("strategy", [FSDP, ["strategy=hybrid", "strategy.data_parallel=fsdp"], ["strategy=ddp_spawn"]])
-def test_refuses_hooks_of_parameters(strategy: list[str], small: list[str], folder: Path) -> None:
-    hooked = "model._target_=tests.support.networks.Unused"
-    with pytest.raises(UserError, match="lose the hook of the parameter net"):
-        assemble(compose(folder, *small, hooked, *strategy))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from src.engine.config.resolve import runs_in_single_process
 from src.engine.run.experiment import run
-from src.engine.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, relative
 from tests.support.experiments import SHORT, SHORT_STEPS
 from tests.support.interruption import die, run_on_ranks
@@ -133,9 +132,3 @@ def test_average_keeps_small_steps_in_half_precision(small: list[str], folder: P
     average = checkpoint(folder)["state_dict"]
     name = next(name for name, tensor in average.items() if tensor.ndim > 1)
     assert relative(average[name], record.final[name]) < 0.8 * relative(record.initial[name], record.final[name])
-
-
-@pytest.mark.parametrize("option", ["callbacks.ema.decay=1.5", "+callbacks.best.save_weights_only=true"])
-def test_refuses(option: str, small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=r"callbacks.ema.decay=1.5|save_weights_only omits the average"):
-        fit(compose(folder, *small, "callbacks=[default,ema]", option))

@@ -3,11 +3,8 @@
 from pathlib import Path
 
 import lightning as L
-import pytest
 import torch
 
-from src.engine.run.experiment import run
-from src.engine.utils.errors import UserError
 from tests.support.commands import TWO
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.pool import Pool
@@ -78,10 +75,3 @@ class ScriptedAccuracy(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.callback_metrics["val/acc"] = torch.tensor(next(self.scores))
-
-
-def test_refuses_a_monitor_that_is_not_logged(small: list[str], folder: Path) -> None:
-    for name, monitor in (("early_stopping", "val/ac"), ("best", "val/ac")):
-        task = ["callbacks=[default,early_stopping]", f"callbacks.{name}.monitor={monitor}"]
-        with pytest.raises(UserError, match="val/ac"):
-            run(compose(folder / name, *small, *MLP, *task, "trainer.max_epochs=1"))

@@ -50,21 +50,6 @@ def test_tests_the_best_checkpoint(
     assert steps == {"val": 2 * SHORT_EPOCH, "test": SHORT_EPOCH}
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (
-            ["test=best", "callbacks.best=null", "trainer.max_steps=1"],
-            "this run keeps no best checkpoint",
-        ),
-        (["test=bst"], "test=bst: give true, false or best"),
-    ],
-)
-def test_refuses_what_it_cannot_test(words: list[str], hint: str, small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=hint):
-        run(compose(folder, *small, "experiment=parity", *SHORT, *words))
-
-
 def test_finds_the_newest_run(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

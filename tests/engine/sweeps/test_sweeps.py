@@ -232,11 +232,6 @@ def test_wandb_agent_starts_jobs(small: list[str], tmp_path: Path) -> None:
     assert (recorded["run_id"], recorded["sweep_id"]) == ("r1", "s1")
 
 
-def test_refuses_a_folder_without_a_sweep(tmp_path: Path) -> None:
-    _, err = run_here(f"sweep={tmp_path}", code=1)
-    assert f"sweep={tmp_path}: there is no sweep in that folder" in error_line(err)
-
-
 @pytest.mark.slow
 def test_refuses_a_sweep_under_torchrun(tmp_path: Path) -> None:
     _, err = run("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", program=TORCHRUN, code=1)

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from src.data.augment.pixels import normalize
 from src.engine.run.experiment import assemble
-from src.engine.utils.errors import UserError
 from src.engine.utils.targets import build
 from tests.support.choices import IMAGES
 from tests.support.commands import ROOT
@@ -58,39 +57,6 @@ def test_train_samples_limits_the_training_set(small: list[str], folder: Path) -
         chosen = splits(small, folder, f"data.train_samples={count}", "data.batch_size=4")["train"]
         assert len(chosen) == count
         assert set(torch.bincount(labels[chosen], minlength=10).tolist()) <= {count // 10, count // 10 + 1}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data.batch_size_per_device=8"], "set the other to null"),
-        (["data.batch_size=10", "trainer.accumulate_grad_batches=4"], "data.batch_size=8 or 12"),
-        (["data.batch_size=1000"], "exceeds the 360 samples"),
-        (["trainer.limit_train_batches=0"], "trainer.limit_train_batches=0 trains nothing"),
-        (["trainer.limit_train_batches=0.01"], "trainer.limit_train_batches=0.01 leaves nothing of 11"),
-        (["trainer.limit_train_batches=-1"], "trainer.limit_train_batches=-1"),
-        (["+trainer.val_check_interval=00:00:01:00"], "ranks cannot validate by the clock"),
-        (["data.num_classes=5"], "data.num_classes=5, but `train` has labels from 0 to 9"),
-        (["data.num_classes=12"], "data.num_classes=12, but .* has 10 classes"),
-        (
-            ["data.image_shape=[3,64,64]"],
-            r"are torch.uint8 of shape \[3, 32, 32\], not .* data.image_shape=\[3, 64, 64\]",
-        ),
-        (["data.mean=[0.5]"], r"data.mean=\[0.5\]: give one value for each of the 3 channels"),
-        (["data.train_samples=361"], "data.train_samples=361 exceeds the 360 images to train on"),
-        (["data.batch_size=12.5"], "data.batch_size=12.5"),
-        (["data.val_fraction=1.5"], "data.val_fraction=1.5"),
-        (["seed=-1"], "seed=-1"),
-        (["data.train_samples=-100"], "data.train_samples=-100"),
-        (["trainer.precision=fp8"], "fp8"),
-        (["trainer.log_every_n_steps=0"], "trainer.log_every_n_steps=0"),
-        (["+trainer.enable_checkpointing=false"], "leave it out, and use `strategy`, `callbacks`"),
-        (["+trainer.overfit_batches=1"], "trainer.overfit_batches=1: .*use .*debug=overfit"),
-    ],
-)
-def test_refuses_invalid_sizes(overrides: list[str], message: str, small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        splits(small, folder, *overrides)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Mixup and CutMix follow their papers, and do not depend on the number of processes and micro-batches."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -10,8 +8,6 @@ from src.data.augment.augmentation import Augmentation
 from src.data.augment.mixing import cutmix, mixup
 from src.engine.determinism.layout import BatchLayout, DataParallelInfo
 from src.engine.determinism.sampler import TrainingBatches
-from src.engine.utils.errors import UserError
-from tests.support.runs import compose, fit
 
 IMAGES = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 32, 32).contiguous()  # all pixels of image k are k
 TARGETS = torch.eye(8)
@@ -64,16 +60,3 @@ def test_partners_do_not_depend_on_the_world_size(dp_size: int, accumulate: int)
         return found
 
     assert pairs(dp_size, accumulate) == pairs(1, 1)
-
-
-def test_refuses_an_odd_micro_batch(small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=r"pairs of samples, which .*mixup and cutmix mix: .*=32 or 34"):
-        fit(compose(folder, *small, "data.augment.mixup=0.8", "data.augment.cutmix=1.0", "data.batch_size=33"))
-
-
-@pytest.mark.parametrize(
-    "override", "mixup=-1 cutmix=-0.5 cutout=-8 crop_padding=40 mix_probability=5 flip=sometimes".split()
-)
-def test_refuses_invalid_options(override: str, small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=f"data.augment.{override}"):
-        fit(compose(folder, *small, f"data.augment.{override}"))

@@ -219,11 +219,6 @@ def test_a_worker_reports_a_corrupt_file_in_one_line(copy: Path, folder: Path) -
         fit(compose(folder, *TASK, *FROM_FILES, f"data.root={copy}", "data.num_workers=1"))
 
 
-def test_images_from_files_do_not_stay_on_a_device(images: Path, folder: Path) -> None:
-    with pytest.raises(UserError, match=r"data.device_resident=true, but the images are not in memory"):
-        fit(compose(folder, *TASK, *FROM_FILES, f"data.root={images}", "data.device_resident=true"))
-
-
 def test_a_checkpoint_names_the_classes_of_predictions(in_memory: Record, images: Path, folder: Path) -> None:
     """The training data is not needed."""
     predict = [f"predict={images}/test/class 0", "fit=false", "test=false", "data.root=nowhere"]

@@ -1,7 +1,6 @@
 """Transforms of the user change an image by (seed, epoch, sample) alone, on any number of processes and workers."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,7 @@ from src.data.images import ImageSet, ImageSplit, TransformedSplit, join
 from src.engine.determinism.layout import BatchLayout, DataParallelInfo
 from src.engine.determinism.loader import RankLoader
 from src.engine.determinism.sampler import TrainingBatches
-from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
-from tests.support.experiments import SHORT_RUN, SMALL_MLP
-from tests.support.runs import compose
 
 
 class Noise:
@@ -26,10 +22,6 @@ class Noise:
     def __call__(self, image: Tensor) -> Tensor:
         values = [int(torch.randint(256, ())), int(np.random.randint(256)), random.randrange(256)]
         return torch.tensor(values, dtype=torch.uint8)[:, None, None].expand(image.shape)
-
-
-def brighten(image: Tensor, amount: int = 10) -> Tensor:
-    return image.clamp_max(255 - amount) + amount
 
 
 def to_float(image: Tensor) -> Tensor:
@@ -74,13 +66,3 @@ def test_generators_keep_their_states() -> None:
 def test_refuses_other_types_and_shapes(transform: Any) -> None:
     with pytest.raises(UserError, match=r"data.augment.transforms: .* returns .*, but must return torch.uint8 \(3, 4"):
         images_by_sample(transform=transform)
-
-
-NOISE = "{_target_: tests.template.data.test_transforms.Noise}"
-BRIGHTEN = "{_target_: tests.template.data.test_transforms.brighten, _partial_: true, amount: 20}"
-OPTIONS = [*SMALL_MLP, f"data.augment.transforms=[{NOISE},{BRIGHTEN}]"]
-
-
-def test_transforms_need_images_on_the_host(small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=r"data.device_resident=True: .* excludes .* data.augment.transforms"):
-        assemble(compose(folder, *small, *SHORT_RUN, *OPTIONS, "data.device_resident=true"))

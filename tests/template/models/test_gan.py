@@ -7,18 +7,15 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from PIL import Image
 
 from src.engine.determinism.hashing import hash_ints, normal
-from src.engine.parallel.compatibility import check_can_train
 from src.engine.run.experiment import assemble, run
-from src.engine.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.experiments import SHORT, SHORT_STEPS
 from tests.support.interruption import die
 from tests.support.pool import Pool
-from tests.support.runs import STRATEGIES, Record, compose, fit, fit_ranks
+from tests.support.runs import Record, compose, fit, fit_ranks
 
 TASK = [
     "experiment=gan",
@@ -43,12 +40,6 @@ WORLDS = [
     for strategy in TRAINS
     for devices in (2, 4)
 ]
-
-
-@pytest.mark.parametrize("strategy", [strategy for strategy in STRATEGIES if strategy not in TRAINS])
-def test_refuses_other_strategies(strategy: str, small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match="set strategy=ddp"):
-        assemble(compose(folder, *TASK, *small, *SHORT, f"strategy={strategy}", "trainer.devices=2"))
 
 
 @pytest.mark.parametrize(("strategy", "devices"), WORLDS)
@@ -117,15 +108,3 @@ def test_samples_are_laid_out_in_a_square(small: list[str], folder: Path) -> Non
     samples = data.to_pixels(module.eval().sample(16))  # type: ignore[operator]
     second_row_third = torch.from_numpy(written.copy())[32:64, 64:96].permute(2, 0, 1)
     assert torch.equal(second_row_third, (samples[6] * 255).round().to(torch.uint8))
-
-
-def test_refuses_invalid_options(small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match=r"callbacks.samples is for modules that generate images"):
-        run(compose(folder, *small, "model=mlp", "data.batch_size=16", "callbacks=[default,samples]"))
-    with pytest.raises(UserError, match=r"callbacks.samples.count=50"):
-        run(compose(folder, *TASK, *small, *SHORT, "callbacks.samples.count=50"))
-    with pytest.raises(UserError, match="gradient_clip_val"):
-        run(compose(folder, *TASK, *small, *SHORT, "trainer.gradient_clip_val=1.0"))
-    _, module, _ = assemble(compose(folder, *TASK, *small, *SHORT))
-    with pytest.raises(UserError, match=r"strategy=modelparallel .* set strategy=ddp"):
-        check_can_train(ModelParallelStrategy(), module)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from src.engine.utils.errors import UserError
 from src.engine.utils.targets import build
 from tests.support.choices import MODELS
 from tests.support.runs import CONF, compose
@@ -65,17 +64,3 @@ def test_group_normalization_replaces_every_batch_normalization(name: str, folde
     replaced = sum(isinstance(part, nn.BatchNorm2d) for part in parts("batch"))
     assert sum(isinstance(part, nn.GroupNorm) for part in parts("group")) == replaced > 0
     assert not any(isinstance(part, nn.BatchNorm2d) for part in parts("group"))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "hint"),
-    [
-        (["model=resnet18", "model.norm=bach"], "model.norm=bach: did you mean batch"),
-        (["model=wide_resnet", "model.depth=27"], "model.depth=27.*28"),
-        (["model=vit", "model.patch=5"], "model.patch=5 .* 32 x 32"),
-        (["model=vit", "model.heads=7"], "model.heads=7 .* model.width=192"),
-    ],
-)
-def test_refuses_invalid_sizes(overrides: list[str], hint: str, folder: Path) -> None:
-    with pytest.raises(UserError, match=hint):
-        build(compose(folder, *overrides).model)

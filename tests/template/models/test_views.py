@@ -10,7 +10,6 @@ from torch import Tensor
 
 from src.data.augment.pixels import normalize
 from src.engine.run.experiment import assemble
-from src.engine.utils.errors import UserError
 from src.models.views import average_over_views
 from tests.support.runs import Record, compose
 
@@ -54,8 +53,3 @@ def test_is_exact_on_two_processes(alone: Callable[..., Record], short_run: Call
     expected = alone("module.tta=shift").metrics["test/acc_tta"]
     for record in short_run("module.tta=shift", "strategy=pipeline", "trainer.devices=2"):
         assert record.metrics["test/acc_tta"] == pytest.approx(expected, abs=1e-12)
-
-
-def test_refuses_unknown_views(small: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match="mirror"):
-        assemble(compose(folder, *small, "module.tta=miror"))

@@ -1,0 +1,232 @@
+"""Mistakes with the engine's options end in one line with the option and the remedy.
+
+tests/template/test_refusals.py has those with models and data. Mistakes that need a special file or a trained
+checkpoint are in the folder of their subject.
+"""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from src.engine.run.experiment import run
+from src.engine.utils.errors import UserError
+from tests.support.commands import error_line, run_here
+from tests.support.experiments import SHORT_RUN
+from tests.support.pool import Pool, RankFailed
+from tests.support.runs import compose
+
+CHOICES = [
+    ("model=resnet8", "model=resnet8: did you mean resnet18"),
+    ("model=null", "model=null: give one of airbench, mlp"),
+    ("model=", "model=: known: airbench, mlp"),
+    ("model=mlp,vit", "Ambiguous value for argument 'model=mlp,vit'"),
+    ("callbacks=[default,emma]", "callbacks=emma: did you mean ema"),
+    ("hydra/sweeper=ax", "hydra/sweeper=ax: known: basic, optuna"),
+    ("trainer=ddp", "trainer=ddp: known: default; there is strategy=ddp"),
+]
+NAMES = [
+    ("lr=4", "lr is no option here; did you mean optimizer.lr"),
+    ("modle=vit", "modle is no option here; did you mean module or model?"),
+    ("logger.wandb.nam=x", "logger.wandb.nam is no option here; did you mean"),
+    ("nowhere.nothing=2", "python train.py --cfg job lists all"),
+    ("+foo=3", "foo is no option here; python train.py --cfg job lists all"),
+    ("train=false", "train is no option here; did you mean fit?"),
+    ("+gpus=2", "gpus is no option here; did you mean trainer.devices?"),
+    ("trainer.deterministic=warn", "(+trainer.deterministic=... adds it to the configuration)"),
+    ("+optimizer.lr=2", "An item is already at 'optimizer.lr'. Either remove + prefix: 'optimizer.lr=2'"),
+    ("-m model=mlp,vit lr=4", "lr is no option here; did you mean optimizer.lr?"),
+]
+VALUES = [
+    ("'trainer.max_epochs = 3'", "trainer.max_epochs = 3: LexerNoViableAltException"),
+    ("'callbacks.x={a: 1 ]'", "callbacks.x={a: 1 ]: no viable alternative at input"),
+    ("~data._target_", "data has no `_target_`: let its file in conf/data name a class or function"),
+    ("fit=yes", "fit=yes: give true or false"),
+    ("module.tta=shiftt", "module.tta=shiftt: did you mean shift?"),
+    ("trainer.devices=none", "trainer.devices=none"),
+    ("trainer.devices=[0,0]", "trainer.devices=[0, 0] lists a device twice"),
+    ("launch.max_restarts=abc", "launch.max_restarts=abc: give an integer"),
+    ("resume=yes", "resume=yes: give auto, or null"),
+    ("trainer.accelerator=gpu", "trainer.accelerator=gpu"),
+]
+PATHS = [
+    ("ckpt_path=", "ckpt_path= is empty: give a path, or leave the option out"),
+    ("init_from=", "init_from= is empty: give a path"),
+    ("predict=", "predict= is empty: give a path"),
+    ("ckpt_path=nowhere", "ckpt_path=nowhere"),
+    ("init_from=nowhere", "init_from=nowhere"),
+    ("predict=nowhere", "predict=nowhere: there is no such folder"),
+    ("predict=tests", "predict=tests: there is no such folder, or no image in it"),
+    ("run_dir=/proc/nothing", "cannot make the folder /proc/nothing (No such file or directory): set run_dir"),
+    ("sweep=tests", "tests: there is no sweep in that folder"),
+]
+TOGETHER = [  # options that exclude or need each other
+    ("resume=auto run_dir=null", "resume=auto needs run_dir=FOLDER"),
+    ("trainer.num_nodes=2", "trainer.num_nodes=2"),
+    ("launch.min_devices=3 trainer.devices=2", "launch.min_devices=3"),
+    ("launch.elastic=true data.batch_size_per_device=8", "launch.elastic=true"),
+    ("launch.elastic=true strategy=ddp strategy.shares=[2,1]", "launch.elastic=true"),
+    ("-m doctor=true seed=0,1", "doctor=true checks a single run: leave out -m"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), [*CHOICES, *NAMES, *VALUES, *PATHS, *TOGETHER])
+def test_refused_by_the_command_line(words: str, message: str, folder: Path) -> None:
+    if "accelerator=gpu" in words and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    given = shlex.split(words)
+    place = "hydra.sweep.dir" if given[0] == "-m" else "run_dir"
+    places = [] if given[0].startswith(("hydra/", "sweep=")) or "run_dir" in words else [f"{place}={folder}"]
+    cpu = [] if "accelerator" in words or given[0].startswith("sweep=") else ["trainer.accelerator=cpu"]
+    _, err = run_here(*given, *cpu, *places, code=1)
+    assert message in error_line(err)
+    assert given[0] == "-m" or not list(folder.glob("*/*")), "no file of a run is left"
+
+
+GLOBAL = "# @package _global_\n"
+RECIPES = {  # the text of a file in conf/experiment
+    f"{GLOBAL}traner: {{max_epochs: 5}}": "traner is no option here; did you mean trainer",
+    f"{GLOBAL}limit_train_batches: 5": "is no option here; did you mean trainer.limit_train_batches",
+    f"{GLOBAL}launch: {{max_restart: 1}}": "launch.max_restart is no option here; did you mean launch.max_restarts",
+    f"{GLOBAL}max_epochs: 5": "max_epochs is no option here; did you mean trainer.max_epochs?",
+    f"{GLOBAL}base_lr: 0.2\noptimizer: {{lr: '${{base}}'}}": "base_lr is no option here",
+    f"{GLOBAL}defaults:\n  - override /modle: mlp": "Could not override 'modle'. No match in the defaults list.",
+    f"{GLOBAL}trainer:\n  max_epochs: 5\n seed: 5": '/experiment/mine.yaml", line 4',
+    "trainer: {max_epochs: 5}": "begin each file of conf/experiment with the line `# @package _global_`",
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_refused(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"{recipe}\n")
+    words = ["experiment=[quickstart,mine]", "trainer.accelerator=cpu", f"run_dir={tmp_path}/run"]
+    _, err = run_here(f"hydra.searchpath=[file://{tmp_path}]", *words, code=1)
+    assert RECIPES[recipe] in error_line(err)
+
+
+TYPES = [
+    ("trainer.max_epochs=ten", "trainer.max_epochs=ten: give an integer"),
+    ("trainer.max_steps=1.5", "trainer.max_steps=1.5: give an integer"),
+    ("optimizer.nesterov=[1]", r"optimizer.nesterov=\[1\]: give true or false"),
+    ("optimizer.lr=abc", "optimizer.lr=abc: give a number"),
+    ("module.channels_last=no", "module.channels_last=no: give true or false"),
+    ("model=mlp model.hidden=a", "model.hidden=a: give an integer"),
+    ("seed=-1", "seed=-1"),
+]
+TARGETS = [
+    ("model._target_=src.models.", "model._target_=src.models."),
+    ("model._target_=timn.Net", "model._target_=timn.Net: .*Are you sure that module 'timn' is installed?"),
+    ("model._target_=src.models.mlp.mpl", "'mpl' is importable"),
+    ("model._target_=torch.float32", "model._target_=torch.float32: .* is a dtype; give a class or a function"),
+    ("model._target_=src.models", "model._target_=src.models: .* is a module; give a class or a function"),
+    ("+optimizer.lrr=0.1", "optimizer.lrr: torch.optim.SGD has no option `lrr`; did you mean lr"),
+    ("+trainer.max_epoch=1", "lightning.Trainer has no option `max_epoch`; did you mean max_epochs"),
+    ("~model.num_classes", "model.num_classes is missing, and src.models.*resnet9 has no default for it: add it"),
+    ("~optimizer._partial_", "optimizer.params is missing, .* or `_partial_: true` if code gives it later"),
+    ("optimizer._target_=torch.optim.LBFGS", "`optimizer` cannot be built"),
+]
+TRAINER = [
+    ("+trainer.strategy=ddp", r"\+trainer.strategy=ddp: "),
+    ("+trainer.callbacks=[]", r"\+trainer.callbacks=\[\]: "),
+    ("+trainer.enable_checkpointing=false", "leave it out, and use `strategy`, `callbacks`"),
+    ("+trainer.overfit_batches=1", "trainer.overfit_batches=1: .*use .*debug=overfit"),
+    ("trainer.log_every_n_steps=0", "trainer.log_every_n_steps=0"),
+    ("trainer.precision=fp8", "fp8"),
+    ("test=bst", "test=bst: give true, false or best"),
+    ("model=mlp test=best callbacks.best=null trainer.max_steps=1", "this run keeps no best checkpoint"),
+]
+BATCHES = [
+    ("data.batch_size=10 trainer.accumulate_grad_batches=4", "data.batch_size=8 or 12"),
+    ("data.batch_size=33 data.augment.mixup=0.8", "pairs of samples, which .*mixup and cutmix mix: .*=32 or 34"),
+    ("data.batch_size_per_device=8", "set the other to null"),
+    ("data.batch_size=1000", "exceeds the 360 samples"),
+    ("data.batch_size=12.5", "data.batch_size=12.5"),
+    ("trainer.limit_train_batches=0", "trainer.limit_train_batches=0 trains nothing"),
+    ("trainer.limit_train_batches=0.01", "trainer.limit_train_batches=0.01 leaves nothing of 11"),
+    ("trainer.limit_train_batches=-1", "trainer.limit_train_batches=-1"),
+    ("+trainer.val_check_interval=00:00:01:00", "ranks cannot validate by the clock"),
+    ("trainer.accumulate_grad_batches=8", "data.norm_groups=4 does not divide .* set data.norm_groups=8"),
+    ("data.norm_groups=64", "data.norm_groups=64 exceeds data.batch_size=32"),
+    ("data.norm_groups=0", "data.norm_groups=0"),
+    ("data.device_resident=true data.num_workers=2", r"data\.device_resident"),
+    ("data.device_resident=gpu", r"data\.device_resident"),
+]
+PLATEAU = "scheduler=torch scheduler.scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau model=mlp"
+MODULES = [
+    ("module.recompute=layers", "module.recompute=layers: known: blocks, none"),
+    ("module.recompute=blocks module.compile=true", "module.compile=True and module.recompute=blocks"),
+    ("module.recompute=blocks model=mlp model.hidden=[]", "`model` has no block of several layers"),
+    ("module.compile=max-autotun", "module.compile=max-autotun: .* did you mean max-autotune"),
+    ("scheduler=torch scheduler.scheduler._target_=torch.optim.lr_scheduler.StepLR", "StepLR: .*step_size"),
+    (f"{PLATEAU} scheduler.interval=batch", "scheduler.interval=batch"),
+    (f"{PLATEAU} trainer.limit_val_batches=0 callbacks.best=null", "val/loss which is not available"),
+    (f"{PLATEAU} trainer.check_val_every_n_epoch=2", "set scheduler.frequency=2"),
+]
+CALLBACKS = [
+    ("callbacks.checkpoint.every_n_epochs=0", "callbacks.checkpoint.every_n_epochs"),
+    ("callbacks.checkpoint.every_n_train_steps=0", "callbacks.checkpoint.every_n_train_steps"),
+    ("callbacks.checkpoint.train_time_interval=often", "callbacks.checkpoint.train_time_interval"),
+    ("callbacks.best.monitor=val/f1", "callbacks.best monitors val/f1, .*it logs val/loss"),
+    ("callbacks=[default,early_stopping] callbacks.early_stopping.monitor=val/ac", "val/ac"),
+    ("callbacks=[default,ema] callbacks.ema.decay=1.5", "callbacks.ema.decay=1.5"),
+    ("callbacks=[default,ema] +callbacks.best.save_weights_only=true", "save_weights_only omits the average"),
+    ("experiment=gan callbacks=[default,gradients] callbacks.best=null", "modules with one optimizer, but .* has 2"),
+]
+STRATEGIES = [
+    ("strategy=dp trainer.devices=2", "this run has 0: .* take strategy=ddp"),
+    ("strategy=ddp strategy.comm_hook=powersdg", "strategy.comm_hook=powersdg: .*did you mean powersgd"),
+    ("strategy=ddp strategy.comm_start_step=1", "strategy.comm_start_step=1: .* give 2"),
+    ("strategy=fsdp strategy.param_dtype=half-ish", "strategy.param_dtype=half-ish is no data type"),
+    ("strategy=pipeline strategy.schedule=1f1", "strategy.schedule=1f1 is no schedule: did you mean 1f1b"),
+    ("strategy=fsdp model._target_=tests.support.zoo.hooked ~model.norm", "lose the hook of the parameter net"),
+    ("strategy=ddp_spawn model._target_=tests.support.zoo.hooked ~model.norm", "lose the hook of the parameter net"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [*TYPES, *TARGETS, *TRAINER, *BATCHES, *MODULES, *CALLBACKS, *STRATEGIES]
+)
+def test_refused_by_the_run(words: str, message: str, small: list[str], folder: Path) -> None:
+    batch = [] if "per_device" in words else ["data.batch_size=32"]
+    with pytest.raises(UserError, match=message) as caught:
+        run(compose(folder, *small, *batch, "trainer.max_epochs=1", *shlex.split(words)))
+    assert "\n" not in str(caught.value)
+
+
+PIPELINE = "strategy=pipeline"
+TWO_BLOCKS = f"{PIPELINE} model=mlp ~model.width model.hidden=[16]"
+POST_LOCAL = "strategy=ddp strategy.comm_hook=post_local_sgd"
+ON_RANKS = [
+    ("strategy=ddp strategy.comm_hook=bf16", "take fp16"),
+    (f"{POST_LOCAL} callbacks=[default,ema]", "callbacks.ema"),
+    (f"{POST_LOCAL} experiment=gan data=shapes", "post_local_sgd"),
+    ("strategy=ddp model._target_=tests.support.zoo.Unused ~model.norm", r"auxiliary.* \+strategy.find_unused_param"),
+    ("strategy=fsdp strategy.replicas=3", "strategy.replicas=3 does not divide the 2 processes"),
+    ("strategy=fsdp module._target_=tests.support.zoo.L1Penalty", "training_step reads weights outside"),
+    (f"{PIPELINE} strategy.microbatches=0", "strategy.microbatches=0"),
+    (f"{PIPELINE} strategy.microbatches=8", "data.norm_groups=4 does not divide over the 8 micro-batches"),
+    (f"{PIPELINE} strategy.microbatches=1", "1f1b with strategy.microbatches=1: .* gpipe takes any number"),
+    (f"{PIPELINE} strategy.stages=3", "strategy.stages=3 does not divide the 2 processes"),
+    (f"{PIPELINE} strategy.split=[layer9]", "strategy.split: no cut can be before layer9; did you mean layer"),
+    (f"{PIPELINE} strategy.split=[layer2,layer3]", "2 stages need 1 cuts"),
+    (
+        f"{PIPELINE} model=mlp ~model.width model.hidden=[16] strategy.split=[layer1]",
+        "no cut into 2 stages that leaves",
+    ),
+    (
+        f"{PIPELINE} model=mlp ~model.width model.hidden=[16] strategy.schedule=interleaved_1f1b",
+        "4 stages, but `model` has 2 blocks with parameters",
+    ),
+    (f"{PIPELINE} trainer.precision=16-mixed", "16-mixed"),
+    (f"{PIPELINE} module.compile=true", "module.compile=true"),
+    (f"{PIPELINE} strategy.schedule=zbv_zero_bubble module.recompute=blocks", "zbv_zero_bubble.*module.recompute=b"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), ON_RANKS)
+def test_refused_by_the_ranks(words: str, message: str, pool: Pool, small: list[str], folder: Path) -> None:
+    task = [] if "experiment=" in words or "_target_" in words else SHORT_RUN
+    with pytest.raises(RankFailed, match=f"UserError: .*{message}"):
+        pool.run(2, run, compose(folder, *small, *task, *shlex.split(words), "trainer.devices=2"))
