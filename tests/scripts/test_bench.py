@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.dev import parity
 from scripts.dev.benchmarks.cases import BENCHMARKS
 from scripts.dev.benchmarks.programs import Case, Program, run_in_turn, table
 from scripts.dev.peers.callbacks import Communication, resident
-from tests.support.commands import run_here
 from tests.support.pool import Pool
 from tests.support.runs import NEED_GPUS, STRATEGIES, compose, fit
 
@@ -114,12 +112,3 @@ def test_programs_run_in_turn_and_report_failures(tmp_path: Path) -> None:
     failing = Program("c", [sys.executable, "-c", "raise ValueError('this is why')"])
     with pytest.raises(SystemExit, match="this is why"):
         run_in_turn(Case("", "seconds", [failing]), 1, tmp_path / "scratch")
-
-
-def test_parity_table_has_its_tests() -> None:
-    assert parity.TEST.is_file()
-
-
-def test_refuses_unknown_measurements() -> None:
-    _, err = run_here("speed", program="scripts.dev.bench", code=2)
-    assert "no such measurement: speed; there are overhead, ddp" in err

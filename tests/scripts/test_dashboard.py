@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -81,26 +82,20 @@ def test_saves_the_workspace_in_a_project_that_exists() -> None:
     assert json.loads(view["spec"]) == dry_run("me/cifar")
 
 
-@pytest.mark.parametrize("name", ["cifar", "me/", "me/cifar/runs", "https://wandb.ai/me/cifar"])
-def test_refuses_another_form(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "has_key", "message"),
+    [
+        ("cifar", True, "cifar: give ENTITY/PROJECT, such as my-team/cifar"),
+        ("https://wandb.ai/me/cifar", True, "https://wandb.ai/me/cifar: give ENTITY/PROJECT, such as my-team/cifar"),
+        ("me/cifar", False, "no W&B API key is configured: run `wandb login`, or set WANDB_API_KEY"),
+        ("me/cifar", True, "me/cifar: W&B cannot list the projects of me (no route)"),
+    ],
+)
+def test_errors_are_one_line(name: str, has_key: bool, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wandb.login", lambda **_: has_key)
+    monkeypatch.setattr("wandb.Api", Mock(side_effect=ConnectionError("no\nroute")))
     _, err = run_here(name, program=PROGRAM, code=1)
-    assert error_line(err) == f"error: {name}: give ENTITY/PROJECT, such as my-team/cifar"
-
-
-def test_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wandb.login", lambda **_: False)
-    _, err = run_here("me/cifar", program=PROGRAM, code=1)
-    assert error_line(err) == "error: no W&B API key is configured: run `wandb login`, or set WANDB_API_KEY"
-
-
-def test_names_the_reason_if_the_server_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise ConnectionError("no\nroute")
-
-    monkeypatch.setattr("wandb.login", lambda **_: True)
-    monkeypatch.setattr("wandb.Api", fail)
-    _, err = run_here("me/cifar", program=PROGRAM, code=1)
-    assert error_line(err) == "error: me/cifar: W&B cannot list the projects of me (no route)"
+    assert error_line(err) == f"error: {message}"
 
 
 def test_documented_commands_work() -> None:

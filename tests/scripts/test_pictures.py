@@ -11,7 +11,7 @@ from scripts.dev.pictures.figures import curves_figure, schedules_figure
 from scripts.dev.pictures.runs import CURVES, PIPELINES, Run
 from scripts.dev.pictures.svg import palettes, to_svg
 from src.engine.report.run_folder import RunFolder
-from tests.support.commands import ROOT, run_here
+from tests.support.commands import ROOT
 from tests.support.run_folders import write_run
 from tests.support.runs import compose
 
@@ -106,7 +106,3 @@ def test_a_picture_stands_alone(file: Path) -> None:
     assert all(reference.strip("'\"").startswith("#") for reference in references), references
     for scheme in text.split("@media")[:2]:
         assert set(re.findall(r"var\(--([\w-]+)\)", text)) <= set(re.findall(r"--([\w-]+):#", scheme))
-
-
-def test_command_has_help() -> None:
-    assert "usage:" in run_here("--help", program="scripts.dev.pictures")[0]

@@ -21,20 +21,6 @@ def test_bubble_is_the_papers(schedule: str, ranks: int, microbatches: int) -> N
         assert simulated == least
 
 
-@pytest.mark.parametrize(
-    ("schedule", "microbatches", "percent"),
-    [
-        ("1f1b", 4, 42.9),
-        ("interleaved_1f1b", 8, 15.8),
-        ("interleaved_zero_bubble", 4, 11.1),
-        ("zbv_zero_bubble", 4, 20.0),
-        ("zbv_zero_bubble", 8, 5.9),
-    ],
-)
-def test_bubble_of_the_documented_table(schedule: str, microbatches: int, percent: float) -> None:
-    assert round(100 * bubble(simulate(schedule, 4, microbatches)), 1) == percent
-
-
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (4, 7), (8, 32)])
 def test_zbv_idles_only_because_the_ranks_wait_for_each_other(ranks: int, microbatches: int) -> None:
     """Between its first and its last pass no rank idles, so without that wait the bubble is zero."""

@@ -171,9 +171,11 @@ def test_links_exist() -> None:
 
 
 SCRIPTS = [*(ROOT / "scripts").glob("[!_]*.py"), *(ROOT / "scripts" / "dev").glob("[!_]*.py")]
+PROGRAMS = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in SCRIPTS]
+PROGRAMS += [f"scripts.dev.{file.parent.name}" for file in (ROOT / "scripts" / "dev").glob("*/__main__.py")]
 
 
-@pytest.mark.parametrize("script", sorted(SCRIPTS), ids=lambda script: script.name)
-def test_every_script_has_help(script: Path) -> None:
-    out, _ = run_here("--help", program=".".join(script.relative_to(ROOT).with_suffix("").parts))
+@pytest.mark.parametrize("program", sorted(PROGRAMS))
+def test_every_script_has_help(program: str) -> None:
+    out, _ = run_here("--help", program=program)
     assert "usage:" in out
