@@ -9,7 +9,7 @@ import tarfile
 import threading
 from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -54,30 +54,19 @@ def source(content: bytes, urls: list[str]) -> CIFAR10:
     return cifar
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Serve one archive."""
-
-    def __init__(self, content: bytes, log: list[str], *args: object) -> None:
-        self.content, self.log = content, log
-        super().__init__(*args)  # type: ignore[arg-type]
-
-    def do_GET(self) -> None:
-        self.log.append(self.path)
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(self.content)))
-        self.end_headers()
-        self.wfile.write(self.content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        del format, args  # not on the tests' output
-
-
 class Site:
-    """An archive on a web server on this machine."""
+    """A web server on this machine with one file; it keeps the paths that it was asked for."""
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, folder: Path, name: str, content: bytes) -> None:
+        (folder / name).write_bytes(content)
         self.log: list[str] = []
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, content, self.log))
+        log = self.log
+
+        class Handler(SimpleHTTPRequestHandler):
+            def log_message(self, format: str, *args: object) -> None:
+                log.append(self.path)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=[0.01], daemon=True).start()
 
@@ -88,8 +77,8 @@ def archive(cifar: Path) -> bytes:
 
 
 @pytest.fixture
-def site(archive: bytes) -> Iterator[Site]:
-    site = Site(archive)
+def site(archive: bytes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("site"), CIFAR10.archive.name, archive)
     yield site
     site.server.shutdown()
 

@@ -6,8 +6,7 @@ import torch
 
 from src.data.augment.augmentation import Augmentation
 from src.data.augment.mixing import cutmix, mixup
-from src.engine.determinism.layout import BatchLayout, DataParallelInfo
-from src.engine.determinism.sampler import TrainingBatches
+from src.engine.determinism.layout import BatchLayout
 
 IMAGES = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 32, 32).contiguous()  # all pixels of image k are k
 TARGETS = torch.eye(8)
@@ -47,16 +46,3 @@ def test_step_applies_mixup_or_cutmix_with_the_given_probability() -> None:
         ways.append("none" if torch.equal(image, IMAGES) else "cutmix" if values == 2 else "mixup")
     assert 80 < ways.count("none") < 120
     assert min(ways.count("mixup"), ways.count("cutmix")) > 30
-
-
-@pytest.mark.parametrize(("dp_size", "accumulate"), [(1, 2), (2, 1), (4, 3), (5, 2)])
-def test_partners_do_not_depend_on_the_world_size(dp_size: int, accumulate: int) -> None:
-    def pairs(dp_size: int, accumulate: int) -> set[frozenset[int]]:
-        found = set()
-        for rank in range(dp_size):
-            layout = BatchLayout(48, DataParallelInfo(dp_size, rank), accumulate, norm_groups=4, has_pairs=True)
-            for batch in TrainingBatches(1000, layout):
-                found |= {frozenset(pair) for pair in zip(batch.tolist(), batch[layout.partners].tolist(), strict=True)}
-        return found
-
-    assert pairs(dp_size, accumulate) == pairs(1, 1)

@@ -32,16 +32,6 @@ def test_loss_is_a_weighted_sum_so_that_micro_batches_add_up(small: list[str], f
     assert sum(parts) == pytest.approx(float(loss), rel=1e-6)
 
 
-def test_checkpoint_is_plain_and_loads_into_the_bare_network(small: list[str], folder: Path) -> None:
-    fit(compose(folder, *small, *MLP))
-    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
-    _, module, _ = assemble(compose(folder, *small, *MLP))
-    weights = {name.removeprefix("net."): tensor for name, tensor in checkpoint["state_dict"].items()}
-    module.net.load_state_dict(weights)
-    groups = checkpoint["optimizer_states"][0]["param_groups"]
-    assert {name for group in groups for name in group["param_names"]} == set(checkpoint["state_dict"])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_means_count_beyond_the_range_of_half_precision(dtype: torch.dtype) -> None:
     """The metric has the module's type, as under Lightning; four of five of 10,000 samples are correct."""
@@ -117,13 +107,6 @@ def test_compiles_in_the_given_mode(
     outputs = module(torch.zeros(2, 3, 32, 32))
     assert set(modes) == {mode}
     assert (outputs is logits) == (mode != "max-autotune")
-
-
-def test_clips_gradients(small: list[str], folder: Path) -> None:
-    free = fit(compose(folder / "free", *small, *MLP))
-    clipped = fit(compose(folder, *small, *MLP, "trainer.gradient_clip_val=1e-6", "optimizer.weight_decay=0"))
-    moved = {name: (clipped.final[name] - clipped.initial[name]).norm() for name in clipped.final}
-    assert max(moved.values()) < 1e-5 < max((free.final[name] - free.initial[name]).norm() for name in free.final)
 
 
 def test_divergence_stops_the_run_and_names_the_last_finite_checkpoint(small: list[str], folder: Path) -> None:
