@@ -19,56 +19,22 @@ def layouts(
     return [BatchLayout(batch, DataParallelInfo(dp_size, rank, shares=shares), **options) for rank in range(dp_size)]
 
 
-def epoch(
-    dp_size: int, accumulate: int = 1, start: int = 0, number: int = 0, seed: int = 0, **options: Any
-) -> list[list[int]]:
-    """The samples of each micro-batch, over all ranks."""
-    ranks = [TrainingBatches(COUNT, layout, seed) for layout in layouts(dp_size, accumulate=accumulate, **options)]
+def epoch(dp_size: int, number: int = 0, seed: int = 0) -> list[list[int]]:
+    """The samples of each batch, over all ranks."""
+    ranks = [TrainingBatches(COUNT, layout, seed) for layout in layouts(dp_size)]
     for rank in ranks:
-        rank.epoch, rank.start = number, start
+        rank.epoch = number
     return [sorted(torch.cat(batches).tolist()) for batches in zip(*ranks, strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("dp_size", "accumulate", "shares"),
-    [(2, 1, None), (4, 3, None), (7, 2, None), (2, 2, (3, 1)), (3, 2, (5, 2, 1))],
+    ("shares", "expected"),
+    [(None, [43, 43, 42]), ((3, 1), [96, 32]), ((5, 2, 1), [80, 32, 16]), ((2, 2), [64, 64])],
 )
-def test_global_batches_do_not_depend_on_the_ranks(
-    dp_size: int, accumulate: int, shares: tuple[int, ...] | None
-) -> None:
-    assert epoch(dp_size, accumulate, shares=shares) == epoch(1, accumulate)
-
-
-@pytest.mark.parametrize(("batch", "dp_size"), [(128, 3), (512, 7), (24, 24)])
-def test_equal_shares_differ_by_one_sample(batch: int, dp_size: int) -> None:
-    sizes = [layout.samples_per_batch for layout in layouts(dp_size, batch)]
-    assert sum(sizes) == batch
-    assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize(("shares", "expected"), [((3, 1), [96, 32]), ((5, 2, 1), [80, 32, 16]), ((2, 2), [64, 64])])
-def test_shares_divide_the_batch(shares: tuple[int, ...], expected: list[int]) -> None:
-    ranks = layouts(len(shares), 128, shares)
+def test_shares_divide_the_batch(shares: tuple[int, ...] | None, expected: list[int]) -> None:
+    ranks = layouts(len(expected), 128, shares)
     assert [layout.samples_per_batch for layout in ranks] == expected
     assert ranks[0].is_uneven is (len(set(expected)) > 1)
-
-
-@pytest.mark.parametrize("shares", [None, (3, 1)])
-@pytest.mark.parametrize("has_pairs", [False, True])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_rows_are_ordered_by_group_whatever_rank_has_them(
-    accumulate: int, has_pairs: bool, shares: tuple[int, ...] | None
-) -> None:
-    ranks = layouts(2, 32, shares, norm_groups=4, accumulate=accumulate, has_pairs=has_pairs)
-    for rank, layout in enumerate(ranks):
-        for micro_batch, positions in enumerate(layout.positions):
-            groups = [int(position) % 4 for position in positions]
-            assert {group % accumulate for group in groups} == {micro_batch}
-            assert groups == sorted(groups)
-            sizes = [groups.count(group) for group in range(micro_batch, 4, accumulate)]
-            assert sizes == layout.counts[rank].tolist()
-            if has_pairs:
-                assert torch.equal(positions[layout.partners], (positions + 16) % 32)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +55,6 @@ def test_refuses_batches_that_do_not_divide(batch: int, options: dict[str, Any],
         layouts(2, batch, **options)
 
 
-def test_accumulation_splits_the_same_global_batches() -> None:
-    halves = epoch(1, accumulate=2)
-    assert [sorted(a + b) for a, b in zip(halves[::2], halves[1::2], strict=True)] == epoch(1)
-
-
 def test_epoch_takes_each_sample_at_most_once_and_drops_the_remainder() -> None:
     seen = [index for batch in epoch(2) for index in batch]
     assert len(seen) == len(set(seen)) == COUNT // BATCH * BATCH
@@ -104,16 +65,6 @@ def test_order_is_fixed_by_seed_and_epoch() -> None:
     assert epoch(1) == epoch(1)
     assert epoch(1) != epoch(1, number=1)
     assert epoch(1) != epoch(1, seed=1)
-
-
-def test_resumes_at_a_sample_and_starts_the_next_epoch_at_its_beginning() -> None:
-    assert epoch(2, start=2 * BATCH) == epoch(1)[2:]
-    batches = TrainingBatches(COUNT, BatchLayout(BATCH))
-    batches.epoch, batches.start = 3, 2 * BATCH
-    batches.set_epoch(3)
-    assert batches.start == 2 * BATCH
-    batches.set_epoch(4)
-    assert batches.start == 0
 
 
 @pytest.mark.parametrize("shares", [(1,), (1, 1, 1, 1), (3, 1), (5, 2, 1)])
