@@ -14,7 +14,6 @@ import torch
 
 from src.data.datamodule import ImageDataModule
 from src.engine.run import experiment
-from src.engine.state.run_files import stop_message
 from src.engine.utils import signals
 from tests.support.commands import PARITY, TWO, ranks, start, wait_for_exit, wait_until
 from tests.support.runs import compose, fit
@@ -128,14 +127,6 @@ def test_late_copies_are_no_second_request(
 ) -> None:
     monkeypatch.setattr(signals, "_received", [(number, time.monotonic() - pause)])
     assert signals.record_signal(number) == is_second
-
-
-@pytest.mark.parametrize(("saved", "end"), [(True, "ckpt_path=RUN goes on from its last save"), (False, "RUN has no")])
-def test_message_names_only_existing_checkpoints(saved: bool, end: str, folder: Path) -> None:
-    (folder / "checkpoints").mkdir(parents=True)
-    if saved:
-        (folder / "checkpoints" / "last.ckpt").touch()
-    assert f"stopped by SIGINT; {end}".replace("RUN", str(folder)) in stop_message(signal.SIGINT, folder)
 
 
 @pytest.mark.parametrize(("number", "is_preempted"), [(signal.SIGINT, False), (signal.SIGTERM, True)])

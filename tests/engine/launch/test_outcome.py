@@ -12,7 +12,7 @@ import pytest
 from src.engine.config.folder import PROJECT
 from src.engine.launch import outcome
 from src.engine.utils.errors import UserError
-from src.engine.utils.process import log_file, stack_file
+from src.engine.utils.process import log_file
 
 LOST = "RuntimeError: gloo: connection closed by peer"
 
@@ -40,13 +40,6 @@ def first_failure(folder: Path, exitcode: int = 1) -> Exception:
     return outcome.first_failure(Failed(folder, exitcode), str(folder))
 
 
-def test_earliest_report_counts(tmp_path: Path) -> None:
-    report(tmp_path, 0, LOST, seconds=20)
-    report(tmp_path, 1, "ValueError: no such layer", seconds=10)
-    error = first_failure(tmp_path)
-    assert str(error) == f"rank 1 failed (ValueError: no such layer); its log is {log_file(tmp_path, 1)}\nTraceback"
-
-
 def test_user_error_in_the_traceback_of_a_spawned_process(tmp_path: Path) -> None:
     report(tmp_path, 0, LOST, seconds=20)
     report(tmp_path, 1, "ProcessRaisedException: Traceback:\n  File\nsrc.errors.UserError: set x=1\n", seconds=10)
@@ -62,21 +55,6 @@ def test_rank_that_dies_reports_nothing(exitcode: int, tmp_path: Path) -> None:
     error = first_failure(tmp_path, exitcode)
     assert isinstance(error, outcome.RankDiedError)
     assert str(error).startswith("rank 0 died (exit code)")
-
-
-def test_names_the_stacks_of_hung_ranks(tmp_path: Path) -> None:
-    """Rank 2 was stopped; rank 10 hung in a step; rank 0 only lost another one."""
-    report(tmp_path, 0, LOST, seconds=10)
-    for rank, text in ((10, "Timeout (0:00:08)!\n  File"), (2, "")):
-        stack_file(tmp_path, rank).parent.mkdir(exist_ok=True)
-        stack_file(tmp_path, rank).write_text(text)
-    error = first_failure(tmp_path)
-    hint = "rank10.stack; rank 2 wrote none (the process was stopped, or is stuck in the kernel)"
-    assert str(error) == f"no step within launch.timeout; stacks are in {tmp_path}/logs: {hint}"
-    assert outcome.describe(error, str(tmp_path)) == f"error: {error}"
-    outcome.remove_stacks(str(tmp_path))
-    assert log_file(tmp_path, 10).read_text() == "Timeout (0:00:08)!\n  File"
-    assert "rank 0 failed" in str(first_failure(tmp_path))
 
 
 def end(error: Exception, rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -95,15 +73,6 @@ def end(error: Exception, rank: int, folder: Path, monkeypatch: pytest.MonkeyPat
     message: Any = json.loads((folder / "error.json").read_text())["message"]["message"]
     assert message == f"{type(error).__name__}: {error}", "the report for torchrun"
     return terminal.getvalue()
-
-
-def test_started_rank_prints_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = log_file(tmp_path / "run", 1)
-    assert (
-        end(ValueError("a\nb"), 1, tmp_path, monkeypatch)
-        == f"error: rank 1 failed (ValueError: a b); its log is {log}\n"
-    )
-    assert "ValueError: a\nb" in log.read_text()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

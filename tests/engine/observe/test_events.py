@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.launch.outcome import RankDiedError, RankFailedError, record_restart, run_recorded
+from src.engine.launch.outcome import RankDiedError, RankFailedError, run_recorded
 from src.engine.utils.errors import UserError
-from src.engine.utils.events import append_end, append_event, append_resize, read_events
+from src.engine.utils.events import append_end, append_event, read_events
 from src.engine.utils.signals import Stopped
 
 
@@ -113,20 +113,3 @@ def run_and_end_by(error: BaseException, folder: Path) -> None:
     with run_recorded(config(folder)):
         append_event(folder, "start", 0)
         raise error
-
-
-def test_a_restart_follows_the_failure(tmp_path: Path) -> None:
-    append_event(tmp_path, "start", 0)
-    record_restart(str(tmp_path), RankDiedError("rank 1 died"))
-    assert names(tmp_path) == ["start", "killed", "restart"]
-
-
-def test_another_number_of_processes_is_an_event(tmp_path: Path) -> None:
-    append_resize(tmp_path, 0, 4)
-    append_event(tmp_path, "start", 0, world_size=4)
-    append_resize(tmp_path, 0, 4)
-    append_event(tmp_path, "restart", 7, "device 1 is unusable")
-    append_resize(tmp_path, 5, 3)
-    assert names(tmp_path) == ["start", "restart", "resized"]
-    last = read_events(tmp_path)[-1]
-    assert [last[key] for key in ("step", "from", "to", "reason")] == [5, 4, 3, "device 1 is unusable"]

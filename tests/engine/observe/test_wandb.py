@@ -13,7 +13,6 @@ import pytest
 import torch
 from lightning.pytorch import loggers
 
-from src.engine.observe.guard import start_loggers
 from src.engine.observe.wandb import WandbLogger, finish_run
 from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
@@ -22,7 +21,7 @@ from tests.support.commands import run as run_command
 from tests.support.experiments import SHORT
 from tests.support.runs import compose
 from tests.support.wandb_files import read_records, read_runs
-from tests.support.wandb_server import stand_in
+from tests.support.wandb_server import KEY, stand_in
 
 # Each case runs in a fork, which need not import wandb again. It exits at once, since wandb's shutdown waits for its
 # service, and once did so forever.
@@ -39,7 +38,6 @@ for variables in json.loads(sys.argv[1]):
         os._exit(0)
     os.wait()
 """
-KEY = "0123456789" * 4
 Cases = list[tuple[dict[str, str], str]]
 QUICK: Cases = [
     ({}, "offline"),
@@ -84,17 +82,6 @@ def test_wandb_does_not_change_how_a_run_ends(
     assert caplog.messages == ["wandb failed at the end of the run: ConnectionResetError: its service died"]
 
 
-def test_an_online_run_shows_its_address(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    url = "https://wandb.ai/me/cifar/runs/1"
-    used = property(lambda logger: SimpleNamespace(url=url, **logger._wandb_init))
-    monkeypatch.setattr(loggers.WandbLogger, "experiment", used)
-    with caplog.at_level("INFO"):
-        assert WandbLogger("project", "id", str(tmp_path), "name", mode="online").experiment.mode == "online"
-    assert caplog.messages == [f"wandb: {url}"]
-
-
 def test_goes_offline_if_it_cannot_log_in(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -110,18 +97,6 @@ def test_goes_offline_if_it_cannot_log_in(
         assert WandbLogger("project", "id", str(tmp_path), "name", log_model=False).experiment == "offline"
     assert caplog.messages[0] == "wandb cannot start online: no status: context deadline exceeded"
     assert caplog.messages[-1] == f"wandb sync {tmp_path}/wandb/offline-*"
-
-
-def test_training_continues_if_it_cannot_start(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    def fail(**_: Any) -> None:
-        raise OSError("its service does not start")
-
-    monkeypatch.setattr("wandb.init", fail)
-    assert start_loggers([WandbLogger("project", "id", str(tmp_path), "name")]) == []
-    outcome = "WandbLogger cannot start, and training continues without it"
-    assert caplog.messages[-1] == f"{outcome}: OSError: its service does not start"
 
 
 class Published(L.Callback):

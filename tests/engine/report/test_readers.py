@@ -6,16 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from src.engine.report.agreement import difference
 from src.engine.report.comparison import labels
 from src.engine.report.metric_charts import BUCKETS, downsample, group_names, means, style_value_axis
 from src.engine.report.page import new_figure
-from src.engine.report.run_folder import Curve, RunFolder, read_mapping, read_metrics
+from src.engine.report.run_folder import Curve, RunFolder, read_metrics
 from src.engine.report.run_page import duration
 from src.engine.report.sweep_page import Sweep
 from src.engine.state.jobs import Job, seed_rows
 from src.engine.utils.events import append_event
-from src.engine.utils.files import read_json_lines
 from tests.support.run_folders import write_run
 
 START = {"event": "start", "time": 100.0}
@@ -36,13 +34,6 @@ def test_metrics_without_a_value_are_left_out(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "missing.csv") == {}
     file.write_text("")
     assert read_metrics(file) == {}
-
-
-def test_lines_cut_by_a_kill_are_skipped(tmp_path: Path) -> None:
-    file = tmp_path / "events.jsonl"
-    file.write_text('{"event": "start"}\n[1]\n{"event": "fini')
-    assert list(read_json_lines(file)) == [{"event": "start"}]
-    assert read_mapping(file) == {} == read_mapping(tmp_path / "missing.json")
 
 
 def test_downsampling_keeps_each_spike() -> None:
@@ -85,12 +76,6 @@ def test_logarithmic_axis_needs_a_wide_range_of_positive_values() -> None:
     for values, kind in (((1e-3, 1, np.inf), "log"), ((0.5, 1), None), ((0, 1e9), None), ((np.nan,), None)):
         style_value_axis(figure := new_figure(100), "val/loss", [curve(*values)])
         assert figure.layout.yaxis.type == kind
-
-
-def test_difference_is_relative_and_exact_where_curves_are_equal() -> None:
-    gaps = difference(Curve(np.array([0.0, 2, 3]), np.array([1, 4.2, 0])), curve(1, 2, 4, 0))
-    assert gaps.steps.tolist() == [0, 2, 3]
-    assert gaps.values == pytest.approx([0, 0.05, 0])
 
 
 def test_runs_are_labeled_by_what_differs(tmp_path: Path) -> None:
