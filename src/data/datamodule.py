@@ -1,5 +1,6 @@
 """The LightningDataModule of all image datasets: their splits, and augmentation on the device."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 from src.data.augment.augmentation import Augmentation, Preprocessing
 from src.data.images import ImageFolder, ImageSplit, TransformedSplit, as_is, join
 from src.data.sources.source import ImageSource
-from src.data.splits import check_properties, check_sizes, divide, load_sets
+from src.data.splits import divide, load_sets
 from src.engine import Batch, BatchLayout, UserError
 
 
@@ -64,8 +65,8 @@ class ImageDataModule(L.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_sizes(batch_size, batch_size_per_device, norm_groups=norm_groups, train_samples=train_samples)
-        check_properties(image_shape, mean, std, augment.crop_padding, val_fraction)
+        _check_sizes(batch_size, batch_size_per_device, norm_groups=norm_groups, train_samples=train_samples)
+        _check_properties(image_shape, mean, std, augment.crop_padding, val_fraction)
         on_host = num_workers or augment.transforms
         if device_resident not in ("auto", False) and (device_resident is not True or on_host):
             raise UserError(
@@ -155,3 +156,32 @@ class ImageDataModule(L.LightningDataModule):
             num_workers=self.num_workers,
             collate_fn=join if isinstance(data, TransformedSplit) else as_is,
         )
+
+
+def _check_sizes(batch_size: int | None, batch_size_per_device: int | None, **sizes: int | None) -> None:
+    """Check numbers of samples and groups, as configured."""
+    if (batch_size is None) == (batch_size_per_device is None):
+        raise UserError("give data.batch_size or data.batch_size_per_device, and set the other to null")
+    sizes |= {"batch_size": batch_size, "batch_size_per_device": batch_size_per_device}
+    for name, size in sizes.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise UserError(f"data.{name}={size}: give an integer of at least one")
+
+
+def _check_properties(
+    image_shape: Sequence[int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    crop_padding: int,
+    val_fraction: float | None,
+) -> None:
+    """Check the properties of a dataset and of its splits, as configured, before the images are read."""
+    if len(image_shape) != 3 or min(image_shape) < 1:
+        raise UserError(f"data.image_shape={list(image_shape)}: give [channels, height, width]")
+    for name, values in {"mean": mean, "std": std}.items():
+        if len(values) != image_shape[0]:
+            raise UserError(f"data.{name}={values}: give one value for each of the {image_shape[0]} channels")
+    if crop_padding >= min(image_shape[1:]):
+        raise UserError(f"data.augment.crop_padding={crop_padding} must be smaller than the image, which it reflects")
+    if val_fraction is not None and not 0 <= val_fraction < 1:
+        raise UserError(f"data.val_fraction={val_fraction}: give a fraction of at least 0 and less than 1, or null")

@@ -1,6 +1,5 @@
 """Load the images of a dataset, check them, and divide them into training, validation and test samples."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,35 +11,6 @@ from src.engine import UserError, permutation
 
 _VAL_FRACTION = 0.1
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def check_sizes(batch_size: int | None, batch_size_per_device: int | None, **sizes: int | None) -> None:
-    """Check numbers of samples and groups, as configured."""
-    if (batch_size is None) == (batch_size_per_device is None):
-        raise UserError("give data.batch_size or data.batch_size_per_device, and set the other to null")
-    sizes |= {"batch_size": batch_size, "batch_size_per_device": batch_size_per_device}
-    for name, size in sizes.items():
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise UserError(f"data.{name}={size}: give an integer of at least one")
-
-
-def check_properties(
-    image_shape: Sequence[int],
-    mean: Sequence[float],
-    std: Sequence[float],
-    crop_padding: int,
-    val_fraction: float | None,
-) -> None:
-    """Check the properties of a dataset and of its splits, as configured, before the images are read."""
-    if len(image_shape) != 3 or min(image_shape) < 1:
-        raise UserError(f"data.image_shape={list(image_shape)}: give [channels, height, width]")
-    for name, values in {"mean": mean, "std": std}.items():
-        if len(values) != image_shape[0]:
-            raise UserError(f"data.{name}={values}: give one value for each of the {image_shape[0]} channels")
-    if crop_padding >= min(image_shape[1:]):
-        raise UserError(f"data.augment.crop_padding={crop_padding} must be smaller than the image, which it reflects")
-    if val_fraction is not None and not 0 <= val_fraction < 1:
-        raise UserError(f"data.val_fraction={val_fraction}: give a fraction of at least 0 and less than 1, or null")
 
 
 def load_sets(

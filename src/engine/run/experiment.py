@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.determinism.buffers import BufferCheck
 from src.engine.determinism.dropout import use_sample_dropout
 from src.engine.determinism.ordered_data import OrderedData
 from src.engine.determinism.random_functions import RandomNumbers
@@ -27,7 +26,7 @@ from src.engine.run.checkpoint import LastCheckpoint
 from src.engine.run.description import RunDescription
 from src.engine.run.predictions import PredictionWriter
 from src.engine.run.stopping import PreemptionHandler, Watchdog
-from src.engine.run.training_loop import FiniteCheck, MonitorCheck, OptimizerSteps, patch_trainer
+from src.engine.run.training_loop import BufferCheck, FiniteCheck, MonitorCheck, OptimizerSteps, patch_trainer
 from src.engine.state.io import AtomicCheckpointIO, load_initial_weights
 from src.engine.utils.errors import UserError, as_typed
 from src.engine.utils.events import append_event
