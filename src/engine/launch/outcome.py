@@ -115,8 +115,11 @@ def first_failure(failed: Any, run_dir: str) -> Exception:
     died.dead_rank = rank
     if failure.exitcode < 0:  # killed by a signal
         return died
-    if hang := _describe_hang(run_dir):
-        return RankFailedError(hang)
+    if failure.exitcode == 1 and not Path(failure.error_file).is_file():  # the timer of `Watchdog`
+        return RankFailedError(
+            f"rank {rank} ended without an error, as a rank does that takes no step within launch.timeout; the logs in "
+            f"{run_dir}/logs then have the stacks of all ranks"
+        )
     reports = Path(failure.error_file).parent.parent.glob("*/error.json")
     for file in sorted(reports, key=lambda file: file.stat().st_mtime_ns):
         for line in read_json_lines(file):  # none, if the rank was killed while it wrote them
@@ -130,25 +133,6 @@ def first_failure(failed: Any, run_dir: str) -> Exception:
             log = log_file(run_dir, rank)
             return RankFailedError(f"rank {rank} failed ({error['message']}); its log is {log}\n{trace}")
     return died
-
-
-def remove_stacks(run_dir: str) -> None:
-    """Move the stacks that the ranks of an earlier start have left to the ends of their logs."""
-    for file in (Path(run_dir) / "logs").glob("rank*.stack"):
-        with file.with_suffix(".log").open("a") as log:
-            log.write(file.read_text())
-        file.unlink()
-
-
-def _describe_hang(run_dir: str) -> str:
-    """Return a line with the files of the stacks, or nothing if the timer of no rank has run out."""
-    files = sorted((Path(run_dir) / "logs").glob("rank*.stack"))
-    written = [file.name for file in files if file.stat().st_size]
-    if not written:
-        return ""
-    silent = [file.stem.replace("rank", "rank ") for file in files if not file.stat().st_size]
-    end = f"; {', '.join(silent)} wrote none (the process was stopped, or is stuck in the kernel)" if silent else ""
-    return f"no step within launch.timeout; stacks are in {run_dir}/logs: {', '.join(written)}{end}"
 
 
 @contextlib.contextmanager

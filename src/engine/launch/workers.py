@@ -26,7 +26,6 @@ from src.engine.launch.outcome import (
     first_failure,
     fold_frames,
     record_restart,
-    remove_stacks,
 )
 from src.engine.state.run_files import stop_message
 from src.engine.utils import signals
@@ -130,7 +129,6 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
     from torch.distributed.launcher.api import elastic_launch
 
     _silence_launchers()
-    remove_stacks(cfg.run_dir)
     try:
         results = elastic_launch(_elastic_config(cfg, processes), _run_worker)(cfg, os.getpid())
     except ChildFailedError as failed:

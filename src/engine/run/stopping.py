@@ -1,10 +1,8 @@
 """End a run: all ranks together after a signal, or a rank alone that makes no progress."""
 
-import contextlib
 import faulthandler
 import logging
 import time
-import traceback
 from pathlib import Path
 from signal import Signals
 from typing import Any, TextIO
@@ -15,7 +13,7 @@ from src.engine.state.run_files import CHECKPOINTS, LAST, stop_message
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_event
-from src.engine.utils.process import set_timeouts_after, stack_file
+from src.engine.utils.process import log_file, set_timeouts_after
 from src.engine.utils.steps import RankConsensus
 
 _log = logging.getLogger(__name__)
@@ -72,13 +70,13 @@ class PreemptionHandler(L.Callback):
 
 
 class Watchdog(L.Callback):
-    """Ends this rank if it makes no progress within `timeout` seconds, and writes the stacks of its threads.
+    """Ends this rank if it makes no progress within `timeout` seconds, and writes the stacks of its threads to its log.
 
     The timer runs in C, so it also runs while Python waits in a collective that never returns. The timeout of a process
     group does not name the rank that hangs, only one that waited for it.
 
     Args:
-        folder: the run folder; logs/rankN.stack gets the stacks.
+        folder: the run folder.
         timeout: seconds; more than it takes to prepare the data, compile, train a step, or save a checkpoint.
     """
 
@@ -86,40 +84,31 @@ class Watchdog(L.Callback):
         if not isinstance(timeout, int | float) or timeout <= 0:
             raise UserError(f"launch.timeout={timeout}: give a number of seconds above zero")
         self.folder, self.timeout = folder, timeout
-        self._stacks: TextIO | None = None  # open while the timer runs
+        self._rank_log: TextIO | None = None  # open while the timer runs
         self._last_start = 0.0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         set_timeouts_after(self.timeout)
-        file = stack_file(self.folder, trainer.global_rank)
+        file = log_file(self.folder, trainer.global_rank)
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._stacks = file.open("a")  # the ranks of an earlier start may have left theirs
+        self._rank_log = file.open("a")
         self._last_start = 0.0
         self._restart_timer()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Write where this rank waited if it has lost another one, whose timer ran out first."""
-        if self._stacks:
-            with contextlib.suppress(FileNotFoundError):  # a rank that ends removes its empty file meanwhile
-                if any(file.stat().st_size for file in Path(self._stacks.name).parent.glob("rank*.stack")):
-                    traceback.print_exception(exception, file=self._stacks)
-        self.teardown()
 
     def _restart_timer(self, *_: Any, **__: Any) -> None:
         """Restart the timer, at most once a second."""
         now = time.monotonic()
-        if self._stacks and now - self._last_start > _INTERVAL:
+        if self._rank_log and now - self._last_start > _INTERVAL:
             self._last_start = now
-            faulthandler.dump_traceback_later(self.timeout, exit=True, file=self._stacks)
+            faulthandler.dump_traceback_later(self.timeout, exit=True, file=self._rank_log)
 
     on_train_batch_start = on_validation_batch_start = on_test_batch_start = _restart_timer
     on_predict_batch_start = on_save_checkpoint = _restart_timer
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        if self._stacks:
+        if self._rank_log:
             faulthandler.cancel_dump_traceback_later()
-            self._stacks.close()
-            file = Path(self._stacks.name)
-            if file.exists() and not file.stat().st_size:
-                file.unlink()
-            self._stacks = None
+            self._rank_log.close()
+            self._rank_log = None
+
+    on_exception = teardown

@@ -62,11 +62,6 @@ def log_file(run_dir: str | Path, rank: int) -> Path:
     return Path(run_dir) / "logs" / f"rank{rank}.log"
 
 
-def stack_file(run_dir: str | Path, rank: int) -> Path:
-    """Return the path of the file for the stacks of a rank that hangs."""
-    return log_file(run_dir, rank).with_suffix(".stack")
-
-
 def log_to_folder(run_dir: str | Path, rank: int) -> None:
     """Send the log of this process to `run_dir/logs/rankN.log`, and above rank zero also its stdout and stderr."""
     file = log_file(run_dir, rank)
