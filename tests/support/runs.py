@@ -70,7 +70,7 @@ class Record(L.Callback):
         average_statistics(pl_module)  # a strategy does so before it evaluates or saves
         self.final = _copy(pl_module.state_dict())
         self.optimizer = moments(trainer.strategy.optimizer_state(trainer.optimizers[0]))
-        self.file.parent.mkdir(exist_ok=True)  # fast_dev_run creates no folder
+        self.file.parent.mkdir(exist_ok=True)
         torch.save(self.__getstate__(), self.file.with_suffix(f".{trainer.global_rank}"))
 
 

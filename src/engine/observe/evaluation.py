@@ -84,7 +84,7 @@ class Evaluation(L.Callback):
         accuracies = {f"{stage}_class/{name}": torch.tensor(hits / count) for name, hits, count in per_class if count}
         # Equal on all ranks; without the option Lightning warns of each.
         pl_module.log_dict({f"{stage}/calibration_error": error} | accuracies, sync_dist=True)
-        if trainer.sanity_checking or trainer.fast_dev_run or not trainer.is_global_zero:
+        if trainer.sanity_checking or not trainer.is_global_zero:
             return
         # `global_step` is zero in a process that is spawned for the test.
         trained = trainer.global_step or trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -65,8 +65,6 @@ class Timeline(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stop()
-        if trainer.fast_dev_run:  # which writes no files
-            return
         self._file = self.folder / f"rank{trainer.global_rank}.jsonl"
         self._device, self._last_step, self._start = pl_module.device, trainer.global_step, time.time()
         self._pauses: dict[str, float] = defaultdict(float)  # seconds of validation and saving in this interval

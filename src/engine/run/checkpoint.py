@@ -69,7 +69,7 @@ class LastCheckpoint(Checkpoint):
 
     def _save(self, trainer: L.Trainer) -> None:
         """Save, unless this step is saved already. Every rank must call it."""
-        if trainer.fast_dev_run or trainer.global_step == self._saved_step:
+        if trainer.global_step == self._saved_step:
             return
         trainer.save_checkpoint(self.best_model_path)
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()

@@ -82,10 +82,9 @@ class RunDescription(L.Callback):
     def _start(self, trainer: L.Trainer, module: L.LightningModule, is_first_stage: bool) -> None:
         """Start the loggers in this process, log the configuration, and record the start in `events.jsonl`."""
         data: Any = trainer.datamodule
-        if is_first_stage and trainer.is_global_zero and not trainer.fast_dev_run:
+        if is_first_stage and trainer.is_global_zero:
             append_resize(self.config.run_dir, self._resumed_at, trainer.world_size)
-        if not trainer.fast_dev_run:  # Lightning replaces all loggers
-            trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
+        trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
         self._loggers = ()
         settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
         settings |= {"data_source": data.description, "global_batch_size": data.global_batch_size}
@@ -93,7 +92,7 @@ class RunDescription(L.Callback):
         settings["runtime"] |= {"resized": resizes} if resizes else {}
         for logger in trainer.loggers:
             logger.log_hyperparams(settings | {"experiment": self._fingerprint})
-        if not is_first_stage or not trainer.is_global_zero or trainer.fast_dev_run:  # which writes no files
+        if not (is_first_stage and trainer.is_global_zero):
             return
         config, runtime = self.config, settings["runtime"]
         append_event(

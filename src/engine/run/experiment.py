@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _UNKNOWN_METRIC = "Early stopping conditioned on metric"
 # Arguments of Lightning's Trainer that `build_trainer` gives, or that have no meaning here.
 _OWN_ARGUMENTS = "strategy callbacks enable_checkpointing logger default_root_dir plugins".split()
-_OWN_ARGUMENTS += ["use_distributed_sampler", "overfit_batches"]
+_OWN_ARGUMENTS += ["use_distributed_sampler", "overfit_batches", "fast_dev_run"]
 
 
 def run(cfg: DictConfig, keep_trainer: Callable[[L.Trainer], None] | None = None) -> dict[str, float]:
@@ -65,10 +65,9 @@ def run(cfg: DictConfig, keep_trainer: Callable[[L.Trainer], None] | None = None
         finish_run(succeeded)
     metrics = {name: float(value) for name, value in logged.items()}
     if trainer.is_global_zero:
-        if not trainer.fast_dev_run:
-            # `ddp_spawn` restores this count in the main process, but not `global_step`.
-            steps = trainer.fit_loop.epoch_loop._batches_that_stepped
-            append_event(cfg.run_dir, "finished", steps if cfg.fit else None)
+        # `ddp_spawn` restores this count in the main process, but not `global_step`.
+        steps = trainer.fit_loop.epoch_loop._batches_that_stepped
+        append_event(cfg.run_dir, "finished", steps if cfg.fit else None)
         _log_end(metrics, cfg.run_dir)
     if keep_trainer:
         keep_trainer(trainer)
@@ -111,8 +110,6 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             # Without a bar among the callbacks, Lightning would add its own.
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in configured.values()),
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in configured.values()),
-            # The option is true or false, or a number of steps; Lightning counts micro-batches.
-            fast_dev_run=int(cfg.trainer.fast_dev_run) * cfg.trainer.accumulate_grad_batches,
             # OrderedData applies these limits, because Lightning would count micro-batches.
             limit_train_batches=1.0,
             limit_val_batches=1.0,
@@ -140,7 +137,7 @@ def _check_trainer_options(trainer: DictConfig) -> None:
         if name in trainer:
             raise UserError(
                 f"+trainer.{name}={as_typed(trainer[name])}: the project sets it; leave it out, and use `strategy`, "
-                "`callbacks`, `logger`, run_dir or debug=overfit instead"
+                "`callbacks`, `logger`, run_dir, debug=overfit or debug=one_step instead"
             )
     if not isinstance(trainer.get("val_check_interval") or 1, int | float):
         # Lightning reads each rank's own clock, so some ranks would validate while others train.
@@ -212,7 +209,7 @@ def _fit_test_predict(
     if cfg.test not in (True, False, "best"):
         raise UserError(f"test={cfg.test}: give true, false or best")
     keeps_best = any(getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks)
-    if cfg.fit and cfg.test == "best" and not (keeps_best or trainer.fast_dev_run):
+    if cfg.fit and cfg.test == "best" and not keeps_best:
         raise UserError("test=best: this run keeps no best checkpoint: add callbacks.best, or set test=true")
     metrics: dict[str, Any] = {}
     if cfg.fit:
@@ -231,7 +228,7 @@ def _checkpoint_to_test(cfg: DictConfig, trainer: L.Trainer) -> str | None:
     """Return the checkpoint to test and to predict with; None for the weights that the module has after training."""
     if not cfg.fit:
         return cfg.ckpt_path
-    if cfg.test != "best" or trainer.fast_dev_run:  # which saves nothing
+    if cfg.test != "best":
         return None
     callbacks: list[Any] = [one for one in trainer.checkpoint_callbacks if getattr(one, "monitor", None)]
     if not callbacks or not callbacks[0].best_model_path:

@@ -46,7 +46,7 @@ class PreemptionHandler(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
         """Stop before a step, because the previous step and its validation are then logged and saved."""
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._stop_if_requested(trainer, should_save=not trainer.fast_dev_run)
+            self._stop_if_requested(trainer, should_save=True)
 
     def on_test_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         self._stop_if_requested(trainer)
@@ -63,9 +63,8 @@ class PreemptionHandler(L.Callback):
         if trainer.is_global_zero:
             if not is_resize:  # of which the launcher prints a line
                 _log.info(stop_message(signal_number, self.folder, f" at step {trainer.global_step}"))
-            if not trainer.fast_dev_run:
-                reason = "resized" if is_resize else Signals(signal_number).name
-                append_event(self.folder, "stopped", trainer.global_step, reason)
+            reason = "resized" if is_resize else Signals(signal_number).name
+            append_event(self.folder, "stopped", trainer.global_step, reason)
         raise signals.Stopped(signal_number)
 
 

@@ -43,7 +43,7 @@ EXPERIMENT_VALUES = ["strategy._target_=src.engine.parallel.dp.DP"]
 
 # A continued run may change these: longer training, hyper-parameters, callbacks, and what it evaluates.
 CONTINUABLE = """
-    trainer.max_epochs trainer.min_epochs trainer.max_steps trainer.min_steps trainer.fast_dev_run optimizer.*
+    trainer.max_epochs trainer.min_epochs trainer.max_steps trainer.min_steps optimizer.*
     scheduler.* callbacks.* trainer.limit_val_batches trainer.limit_test_batches trainer.check_val_every_n_epoch
     trainer.val_check_interval
 """.split()

@@ -88,7 +88,7 @@ def test_a_text_is_refused_only_where_none_fits(value: Any, hint: Any) -> None:
 
 def test_another_class_leaves_out_the_options_of_the_previous_one(small: list[str], tmp_path: Path) -> None:
     """Options on the command line stay, and are refused."""
-    task = [*small, *TINY, "logger=none", "trainer.fast_dev_run=true", "optimizer._target_=torch.optim.RMSprop"]
+    task = [*small, *TINY, "logger=none", "trainer.max_steps=1", "optimizer._target_=torch.optim.RMSprop"]
     run_here(*task, f"run_dir={tmp_path / 'run'}")
     _, err = run_here(*task, f"run_dir={tmp_path / 'other'}", "optimizer.nesterov=true", code=1)
     assert "optimizer.nesterov: torch.optim.RMSprop has no option `nesterov`" in error_line(err)
@@ -96,7 +96,7 @@ def test_another_class_leaves_out_the_options_of_the_previous_one(small: list[st
 
 def test_a_recipe_may_set_options_of_parts_that_the_run_leaves_out(small: list[str], tmp_path: Path) -> None:
     search = write(tmp_path, "# @package _global_\nlogger: {wandb: {tags: [a]}}\ncallbacks: {best: {mode: min}}")
-    words = [*small, *TINY, "trainer.fast_dev_run=true", "callbacks=none", "logger=none", f"run_dir={tmp_path / 'run'}"]
+    words = [*small, *TINY, "trainer.max_steps=1", "callbacks=none", "logger=none", f"run_dir={tmp_path / 'run'}"]
     out, _ = run_here(*words, search, "experiment=of_test")
     assert "logger.wandb has options (tags), but is left out" in out
 
