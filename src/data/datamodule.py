@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from src.data.augment.augmentation import Augmentation, Preprocessing
+from src.data.image_files import find_images
 from src.data.images import ImageFolder, ImageSplit, TransformedSplit, as_is, join
 from src.data.sources.source import ImageSource
 from src.data.splits import divide, load_sets
@@ -73,6 +74,8 @@ class ImageDataModule(L.LightningDataModule):
                 f"data.device_resident={device_resident}: give auto, false, or true, which excludes data.num_workers "
                 "and data.augment.transforms"
             )
+        if predict_dir is not None and not find_images(Path(predict_dir)):  # now, because training may take hours
+            raise UserError(f"predict={predict_dir}: there is no such folder, or no image in it")
         self.source, self.root, self.num_classes = source, Path(root), num_classes
         self.image_shape, self.mean, self.std = cast(tuple[int, int, int], tuple(image_shape)), mean, std
         self.batch_size, self.batch_size_per_device, self.norm_groups = batch_size, batch_size_per_device, norm_groups

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from src.data.image_files import ImageFiles, find_images
 from src.data.sources.source import Images
-from src.engine import Batch, ImageFiles, UserError
+from src.engine import Batch, UserError
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -116,8 +117,8 @@ class ImageFolder(Dataset[Batch]):
     """The images of a folder and its subfolders, for prediction."""
 
     def __init__(self, folder: Path, image_shape: tuple[int, int, int]) -> None:
-        self.images = ImageFiles.in_folder(folder, image_shape, f"predict={folder}")
-        self.files = self.images.files
+        self.files = find_images(folder)
+        self.images = ImageFiles(self.files, image_shape, f"predict={folder}")
 
     def __len__(self) -> int:
         return len(self.images)

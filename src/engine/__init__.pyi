@@ -9,9 +9,6 @@ from .run.trained import load_run as load_run
 from .determinism.batch import Batch as Batch
 from .determinism.layout import BatchLayout as BatchLayout
 from .determinism.layout import partners as partners
-from .utils.image_files import ImageFiles as ImageFiles
-from .utils.image_files import find_images as find_images
-from .utils.image_files import to_tensor as to_tensor
 
 # Random numbers by hashes of seed, epoch and sample
 from .determinism.hashing import hash_ints as hash_ints

@@ -41,8 +41,8 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     """Set what each start decides (checkpoint, devices, run folder, run id), and resolve all interpolations.
 
     Raises:
-        UserError: if an option is unknown, a checkpoint or the images are missing, the run folder is not writable, or
-            there are fewer devices than configured.
+        UserError: if an option is unknown, a checkpoint is missing, the run folder is not writable, or there are fewer
+            devices than configured.
     """
     hydra_cfg = HydraConfig.get()
     folder = Path(hydra_cfg.runtime.output_dir)
@@ -59,7 +59,7 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
     _resolve_checkpoints(cfg, folder)
     if cfg.predict:
-        cfg.predict = str(_find_images(cfg.predict))
+        cfg.predict = str(Path(cfg.predict).expanduser().absolute())
     cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     _check_launch(cfg)
     cfg.run_dir = str(folder)
@@ -149,16 +149,6 @@ def _find_checkpoint(option: str, value: str) -> Path:
     else:
         read_run_checkpoint(checkpoint, option, map_location="meta", mmap=True)
     return checkpoint
-
-
-def _find_images(predict: str) -> Path:
-    """Return the folder that `predict` names. It is checked before training, which may take hours."""
-    from src.engine.utils.image_files import find_images  # late, because most runs do not need it
-
-    folder = Path(predict).expanduser().absolute()
-    if not find_images(folder):
-        raise UserError(f"predict={predict}: there is no such folder, or no image in it")
-    return folder
 
 
 def resolve_devices(accelerator: str, devices: Any) -> tuple[str, int | list[int]]:

@@ -56,8 +56,8 @@ PATHS = [
     ("predict=", "predict= is empty: give a path"),
     ("ckpt_path=nowhere", "ckpt_path=nowhere"),
     ("init_from=nowhere", "init_from=nowhere"),
-    ("predict=nowhere", "predict=nowhere: there is no such folder"),
-    ("predict=tests", "predict=tests: there is no such folder, or no image in it"),
+    ("predict=nowhere", "nowhere: there is no such folder, or no image in it"),
+    ("predict=tests", "tests: there is no such folder, or no image in it"),
     ("run_dir=/proc/nothing", "cannot make the folder /proc/nothing (No such file or directory): set run_dir"),
     ("sweep=tests", "tests: there is no sweep in that folder"),
 ]

@@ -92,7 +92,7 @@ def test_shows_in_wandb_as_a_prediction(trained: Path, images: Path, small: list
 
 def test_refuses_files_that_are_no_images(trained: Path, small: list[str], tmp_path: Path, folder: Path) -> None:
     cfg = compose(folder, *small, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}")
-    with pytest.raises(UserError, match="there is no image in it"):
+    with pytest.raises(UserError, match="there is no such folder, or no image in it"):
         run(cfg)
     with pytest.raises(UserError, match="GAN has no predict_step: add it"):
         run(compose(folder, *small, "experiment=gan", "data.batch_size=16", *PREDICT, f"predict={tmp_path}"))

@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from src.engine.utils.errors import UserError
+from src.engine import UserError
 
 _MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 
@@ -25,14 +25,6 @@ class ImageFiles:
 
     def __init__(self, files: Sequence[Path], image_shape: Sequence[int], option: str) -> None:
         self.files, self.image_shape, self.option = files, image_shape, option
-
-    @classmethod
-    def in_folder(cls, folder: Path, image_shape: Sequence[int], option: str) -> "ImageFiles":
-        """Return the images of a folder and its subfolders, of which there must be one."""
-        files = find_images(folder)
-        if not files:
-            raise UserError(f"{option}: there is no image in it (.png, .jpg, or another format that Pillow reads)")
-        return cls(files, image_shape, option)
 
     def __len__(self) -> int:
         return len(self.files)
