@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,8 +82,8 @@ class Attention(nn.Module):
 class BatchNormAct2d(nn.BatchNorm2d):
     """As timm writes it (`timm/layers/norm_act.py`)."""
 
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
+    def __init__(self, num_features: int, **options: Any) -> None:
+        super().__init__(num_features, **options)
         self.drop, self.act = nn.Identity(), nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,6 +91,7 @@ class BatchNormAct2d(nn.BatchNorm2d):
         exponential_average_factor = self.momentum or 0.0
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
+            exponential_average_factor = self.momentum or 1.0 / float(self.num_batches_tracked)
         is_training = self.training or (self.running_mean is None and self.running_var is None)
         has_statistics = not self.training or self.track_running_stats
         x = F.batch_norm(

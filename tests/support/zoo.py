@@ -80,6 +80,21 @@ class ClassToken(nn.Module):
         return self.head(self.blocks(x)[:, 0])
 
 
+class Skips(nn.Module):
+    """Skip connections over all blocks, also of the images, and a parameter of the network itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH, 1, 1))
+        self.stem, self.first, self.second = nn.Conv2d(3, WIDTH, 1), Residual(nn.ReLU()), Residual(nn.ReLU())
+        self.third, self.head = Residual(nn.BatchNorm2d(WIDTH)), nn.Linear(WIDTH + 3, CLASSES)
+
+    def forward(self, image: Tensor) -> Tensor:
+        start = self.stem(image)
+        x = self.third(self.second(self.first(start)) * self.scale) + start
+        return self.head(torch.cat([x, image], 1).mean((2, 3)))
+
+
 class CalledTwice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -160,6 +175,20 @@ def tied() -> nn.Module:
     net: Any = residuals("relu")
     net[3].conv.weight = net[1].conv.weight
     return net
+
+
+class Tied(nn.Module):
+    """Weights of two blocks, and of a block and the network itself, are the same; one block has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mix, self.again = nn.Conv2d(3, WIDTH, 3), nn.Conv2d(WIDTH, WIDTH, 1), nn.Conv2d(WIDTH, WIDTH, 1)
+        self.norm, self.head = nn.Sequential(nn.BatchNorm2d(WIDTH), nn.ReLU()), nn.Linear(WIDTH, CLASSES)
+        self.again.weight, self.scale, self.alias = self.mix.weight, self.head.bias, self.stem
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(self.norm(self.mix(F.avg_pool2d(self.alias(x), 4))))
+        return self.head(x.mean((2, 3)) * self.scale.exp().mean())
 
 
 class Unused(FourBlocks):

@@ -32,6 +32,7 @@ WIDE_RESNET = ["model=wide_resnet", "model.width=1", "model.depth=10", "model.dr
 MODELS = {
     "vit": [*VIT, "model.dropout=0.2", "model.drop_path=0.3"],
     "wide_resnet": WIDE_RESNET,
+    "own forward": ["model._target_=tests.support.zoo.LoopedList", "~model.width", "~model.norm"],
     "one group": [*WIDE_RESNET, "data.norm_groups=1"],
     "each process": [*WIDE_RESNET, "trainer.sync_batchnorm=false"],
 }
@@ -39,6 +40,7 @@ PIPELINE = ["strategy=pipeline", "trainer.devices=2"]
 ROWS = [
     ("vit", ["trainer.accumulate_grad_batches=4"]),
     ("vit", ["strategy=fsdp", "trainer.devices=2"]),
+    ("own forward", ["strategy=fsdp", "trainer.devices=2"]),
     ("wide_resnet", [*PIPELINE, "strategy.schedule=interleaved_1f1b"]),
     ("one group", ["strategy=ddp", "trainer.devices=2"]),
     ("each process", []),
@@ -88,14 +90,8 @@ def _count_collectives(cfg: DictConfig) -> tuple[dict[str, int], list[float]]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_sends_nothing_more(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
-    task = [
-        *small,
-        *SHORT_RUN,
-        "trainer.max_steps=2",
-        *MODELS["one group"],
-        f"strategy={strategy}",
-        "trainer.devices=2",
-    ]
+    world = [f"strategy={strategy}", "trainer.devices=2"]
+    task = [*small, *SHORT_RUN, "trainer.max_steps=2", *MODELS["one group"], *world]
     kept, recomputed = (
         pool.run(2, _count_collectives, compose(folder / name, *task, f"module.recompute={name}"))
         for name in ("none", "blocks")

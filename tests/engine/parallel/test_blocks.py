@@ -13,55 +13,9 @@ from src.engine.parallel.pipeline.rehearsal import check_stages
 from src.engine.parallel.pipeline.split import cut
 from src.engine.parallel.pipeline.stage import Stage, stage_inputs
 from src.engine.utils.errors import UserError
-from tests.support.comparison import TOLERANCE, distances
-from tests.support.networks import OwnForward, Skips, Wrapper
-from tests.support.runs import Record
+from tests.support import zoo
 
 IMAGES = torch.rand(2, 3, 8, 8)
-
-
-BLOCKS = "conv norm relu layer1.0 layer1.1 layer2.0 relu fc".split()
-
-
-@pytest.mark.parametrize(
-    ("net", "names"),
-    [
-        (OwnForward(), BLOCKS),
-        (Wrapper(), [f"backbone.{name}" for name in BLOCKS]),
-        (Skips(), ["stem", "first", "second", "third", "head"]),
-    ],
-    ids=["own forward", "wrapper", "skips"],
-)
-def test_finds_the_blocks(net: nn.Module, names: list[str]) -> None:
-    blocks = ordered_blocks(net, IMAGES)
-    assert [block.name for block in blocks] == names
-    assert {name for block in blocks for name in block.parameters} == {name for name, _ in net.named_parameters()}
-    assert blocks[0].flops == 2 * 2 * net.get_parameter(f"{names[0]}.weight").numel() * 64
-    assert net.training
-
-
-@pytest.mark.parametrize(
-    ("network", "options"),
-    [
-        ("OwnForward", ["strategy=pipeline", "trainer.devices=2", "strategy.schedule=zbv_zero_bubble"]),
-        ("Skips", ["strategy=pipeline", "trainer.devices=2", "strategy.schedule=interleaved_1f1b"]),
-        ("OwnForward", ["strategy=fsdp", "trainer.devices=2", "module.recompute=blocks"]),
-        ("Tied", ["strategy=fsdp", "trainer.devices=2"]),
-        ("Unused", ["strategy=ddp", "trainer.devices=2", "+strategy.find_unused_parameters=true"]),
-        pytest.param(
-            "Skips",
-            ["strategy=hybrid", "trainer.devices=4", "strategy.data_parallel=fsdp"],
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["own forward", "skips", "own forward fsdp", "tied", "unused", "skips hybrid"],
-)
-def test_agrees_with_single_process(
-    network: str, options: list[str], alone: Callable[..., Record], short_run: Callable[..., list[Record]]
-) -> None:
-    own = [f"model._target_=tests.support.networks.{network}", "~model.norm"]
-    for record in short_run(*own, *options):
-        assert max(distances(record, alone(*own))) < TOLERANCE
 
 
 class TwoBlocks(nn.Module):
@@ -70,9 +24,40 @@ class TwoBlocks(nn.Module):
     def __init__(self, forward: Callable[["TwoBlocks", Tensor], Tensor]) -> None:
         super().__init__()
         self.first, self.second, self.pass_forward = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), forward
+        self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.pass_forward(self, x)
+
+
+class Wrapper(nn.Module):
+    """A network in a network, which calls one of its modules twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = TwoBlocks(lambda net, x: net.relu(net.second(net.relu(net.first(x)))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.backbone(x)
+
+
+@pytest.mark.parametrize(
+    ("net", "names"),
+    [
+        (zoo.LoopedList(), "stem convs.0 norms.0 convs.1 norms.1 convs.2 norms.2 head"),
+        (Wrapper(), "backbone.first backbone.relu backbone.second backbone.relu"),
+        (zoo.Skips(), "stem first second third head"),
+    ],
+    ids=["own forward", "wrapper", "skips"],
+)
+def test_finds_the_blocks(net: nn.Module, names: str) -> None:
+    """tests/engine/parity/test_networks.py trains such networks on stages of them."""
+    blocks = ordered_blocks(net, torch.rand(2, 3, 32, 32))
+    assert [block.name for block in blocks] == names.split()
+    assert {name for block in blocks for name in block.parameters} == {name for name, _ in net.named_parameters()}
+    positions = 32 * 32 // (16 if isinstance(net, zoo.LoopedList) else 1)
+    assert blocks[0].flops == 2 * 2 * net.get_parameter(f"{blocks[0].name}.weight").numel() * positions
+    assert net.training
 
 
 def frozen(net: TwoBlocks, x: Tensor) -> Tensor:

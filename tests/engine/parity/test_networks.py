@@ -71,6 +71,8 @@ ORDINARY: dict[str, Refusals] = {
     "residuals:timm": {},
     "tied": PIPELINES,
     "Unused": _on("ddp", message="find_unused_parameters"),
+    "Skips": {},
+    "Tied": PIPELINES,
 }
 UNUSUAL: dict[str, Refusals] = {
     "NoGrad": PIPELINES,
@@ -113,6 +115,7 @@ UNUSUAL: dict[str, Refusals] = {
 }
 NETWORKS = ORDINARY | UNUSUAL
 QUICK = {(name, list(PLACES)[(2 * row + k) % len(PLACES)]) for row, name in enumerate(ORDINARY) for k in (0, 1)}
+QUICK.add(("Tied", "fsdp x2"))
 ROWS = [
     pytest.param(name, place, id=f"{name}, {place}", marks=[] if (name, place) in QUICK else pytest.mark.slow)
     for name in NETWORKS

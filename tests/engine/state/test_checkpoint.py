@@ -4,11 +4,13 @@ import errno
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
+from torch import nn
 
 from src.engine.run.experiment import assemble
 from src.engine.run.trained import load_run
@@ -120,12 +122,26 @@ def test_resumed_run_ignores_init_from(trained: Path, small: list[str], folder: 
     assert all(torch.equal(second.initial[name], tensor) for name, tensor in first.final.items())
 
 
+class Versioned(nn.Linear):
+    """A layer that refuses weights of another version than its own."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        assert local_metadata.get("version") == self._version
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def versioned(num_classes: int = 10) -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 16), Versioned(16, num_classes))
+
+
 @pytest.mark.parametrize(
     "options", [[], ["strategy=fsdp"], ["strategy=fsdp", "strategy.sharded_checkpoints=true"], ["callbacks=ema"]]
 )
 def test_present_weights_are_not_migrated(options: list[str], small: list[str], folder: Path) -> None:
     """A checkpoint keeps the version of each module, by which the module migrates old weights."""
-    task = [*small, "data.batch_size=32", *options, "model._target_=tests.support.networks.versioned"]
+    task = [*small, "data.batch_size=32", *options, f"model._target_={__name__}.versioned"]
     fit(compose(folder, *task, "trainer.max_steps=1"))
     file = f"{folder}/checkpoints/last.ckpt"
     load_run(file, trust=["tests"])
