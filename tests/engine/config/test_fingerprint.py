@@ -22,13 +22,9 @@ from tests.support.pool import Pool
 from tests.support.runs import compose, fit, fit_ranks
 
 TASK = ["experiment=parity", *SHORT]
+# tests/engine/parity/test_hardware.py has the hardware options that it varies.
 HARDWARE: dict[str, list[str]] = {
-    "ddp": ["strategy=ddp"],
-    "ddp_spawn": ["strategy=ddp_spawn", "trainer.devices=2", "strategy.shard_optimizer=true"],
-    "hsdp": ["strategy=hsdp", "trainer.devices=4", "strategy.reshard_after_forward=false"],
-    "hybrid": ["strategy=hybrid", "trainer.devices=4", "strategy.microbatches=2", "strategy.data_parallel=fsdp"],
-    "accumulation": ["trainer.accumulate_grad_batches=4", "module.compile=true", "module.channels_last=false"],
-    "per device": ["data.batch_size=null", "data.batch_size_per_device=16"],
+    "spawned": ["strategy=ddp_spawn", "trainer.devices=2", "module.compile=true"],
     "files": ["logger=tensorboard", "callbacks=[default,evaluation]", "trainer.log_every_n_steps=7", "tags=[a]"],
     "default": ["+trainer.min_epochs=null", "~model.norm", "+trainer.gradient_clip_algorithm=null"],
 }
