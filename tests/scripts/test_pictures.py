@@ -7,6 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from scripts.dev.pictures import guide
+from scripts.dev.pictures.__main__ import TITLES
 from scripts.dev.pictures.figures import curves_figure, schedules_figure
 from scripts.dev.pictures.runs import CURVES, PIPELINES, Run
 from scripts.dev.pictures.svg import palettes, to_svg
@@ -53,6 +55,24 @@ def test_schedules_as_simulated_and_as_recorded(tmp_path: Path) -> None:
     assert [trace.name for trace in figure.data if trace.showlegend] == ["bubble", "forward", "backward"]
 
 
+@pytest.mark.slow
+def test_the_simulated_losses_follow_the_formula() -> None:
+    """Around the minimum; at long intervals the formula of the first order is too small."""
+    formula, simulated, best, *_ = guide.interval_figure().data
+    assert best.y[0] == pytest.approx(min(formula.y), rel=1e-3)
+    for minutes, lost in zip(simulated.x, simulated.y, strict=True):
+        if minutes < 2 * best.x[0]:
+            assert lost == pytest.approx(formula.y[formula.x.index(minutes)], rel=0.1)
+
+
+def test_the_ring_takes_its_latency_and_its_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [2 * (0.05 + 8e-6 * length) for length in guide._LENGTHS]  # two messages of 50 µs, and 0.5 GB/s
+    monkeypatch.setattr(guide, "run_ranks", lambda *_: [times])
+    fit, measured, *_ = guide.ring_figure().data
+    assert "α = 50 µs, β = 0.5 GB/s" in fit.name
+    assert list(measured.y) == pytest.approx(times)
+
+
 @pytest.mark.parametrize("run", [CURVES[-1], PIPELINES[-1]], ids=lambda run: run.folder)
 def test_pictured_runs_have_valid_options(run: Run, tmp_path: Path) -> None:
     cfg = compose(tmp_path, *run.options)
@@ -90,7 +110,7 @@ def test_docs_show_every_picture() -> None:
         for path in re.findall(r"!\[[^]]+\]\(([^)]+)\)", page.read_text())
     }
     assert shown == set(PICTURES)
-    assert len(PICTURES) == 2
+    assert {file.stem for file in PICTURES} == set(TITLES)
 
 
 @pytest.mark.parametrize("file", PICTURES, ids=lambda file: file.name)

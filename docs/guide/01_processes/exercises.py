@@ -10,7 +10,7 @@ from docs.guide.experiment import run_ranks
 
 
 def ring_all_gather(own: Tensor) -> list[Tensor]:
-    """Return the vectors of all ranks, in the order of the ranks, with messages to the right neighbour only.
+    """Return the vectors of all ranks, in the order of the ranks, with messages to the right neighbor only.
 
     Args:
         own: the vector of this rank; the vectors of all ranks have the same length.
@@ -34,7 +34,7 @@ def check_ring_all_gather(solution: Callable[[Tensor], list[Tensor]]) -> None:
     for rank, (vectors, receivers) in enumerate(run_ranks(_gather_and_record, 3, solution)):
         got = [vector.tolist() for vector in vectors]
         assert got == expected, f"rank {rank}: got {got}, expected {expected}"
-        assert receivers == [(rank + 1) % 3] * 2, f"rank {rank}: sent to {receivers}, not twice to its right neighbour"
+        assert receivers == [(rank + 1) % 3] * 2, f"rank {rank}: sent to {receivers}, not twice to its right neighbor"
 
 
 def _gather_and_record(solution: Callable[[Tensor], list[Tensor]]) -> tuple[list[Tensor], list[int]]:

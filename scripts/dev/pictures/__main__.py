@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scripts.dev.pictures import guide
 from scripts.dev.pictures.figures import curves_figure, schedules_figure
 from scripts.dev.pictures.runs import CURVES, MICROBATCHES, PIPELINES, RANKS, train
 from scripts.dev.pictures.svg import to_svg
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
 TITLES = {
     "curves": "Training loss under each strategy, and its relative difference from that of a single process",
     "schedules": "Passes of each pipeline schedule on 4 ranks with 8 micro-batches, simulated and recorded",
-}
+} | {picture: title for picture, (_, title) in guide.FIGURES.items()}
 
 
 def draw(picture: str, runs: Path) -> "go.Figure":
     """Train the runs of a picture in the folder `runs`, as far as they are not there; return its figure."""
+    if picture in guide.FIGURES:
+        return guide.FIGURES[picture][0]()
     if picture == "schedules":
         return schedules_figure({run.name: train(run, runs) for run in PIPELINES}, RANKS, MICROBATCHES)
     return curves_figure([train(run, runs) for run in CURVES], [run.name for run in CURVES])
