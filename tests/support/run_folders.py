@@ -72,7 +72,7 @@ def _events(points: int) -> list[dict[str, Any]]:
         "world_size": 2,
     }
     start |= {"revision": "0123456789abcdef", "modified": True, "device": "cpu", "hosts": 1}
-    changes = {"optimizer.lr": [0.4, 0.1], "data.batch_size": [512, 128], "strategy": ["auto", "pipeline"]}
+    changes = {"optimizer.lr": "0.1", "data.batch_size": "128", "strategy": "pipeline"}
     killed = int(0.45 * points) * 10
     return [
         {"time": _START, "event": "start", "step": None, "reason": None, "changes": changes} | start,

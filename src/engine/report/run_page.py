@@ -182,8 +182,6 @@ def duration(events: list[dict[str, Any]]) -> float | None:
 
 def _settings(run: RunFolder) -> Markup:
     """Return the command and revision of the newest start, and the tables of the configuration."""
-    changes = run.started.get("changes") or {}
-    changed = {name: pair[-1] for name, pair in changes.items() if isinstance(pair, list)}
     options = {name: value for name, value in run.config.items() if not name.startswith(_HIDDEN)}
     command = shlex.join(map(str, run.started.get("command") or []))
-    return macros("run").settings(command, run.started, changed, options)
+    return macros("run").settings(command, run.started, run.started.get("changes"), options)

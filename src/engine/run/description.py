@@ -95,12 +95,13 @@ class RunDescription(L.Callback):
         if not (is_first_stage and trainer.is_global_zero):
             return
         config, runtime = self.config, settings["runtime"]
+        overrides = [word.partition("=") for word in runtime["overrides"]]
         append_event(
             config.run_dir,
             "resume" if config.fit and config.ckpt_path else "start",
             self._resumed_at if config.fit else None,
             **{name: runtime[name] for name in ("command", "revision", "modified")},
-            changes=_split_overrides(runtime["overrides"]),
+            changes={name.lstrip("+~"): value or None for name, _, value in overrides},
             strategy=runtime["strategy"] or self._strategy_name,
             world_size=trainer.world_size,
             hosts=trainer.num_nodes,
@@ -135,9 +136,3 @@ class RunDescription(L.Callback):
     @property
     def _strategy_name(self) -> str:
         return str(self.config.strategy._target_).rpartition(".")[2]
-
-
-def _split_overrides(overrides: list[str]) -> dict[str, list[str | None]]:
-    """Return [None, value] of each override by the name of its option; earlier versions recorded [default, value]."""
-    parts = [word.partition("=") for word in overrides]
-    return {name.lstrip("+~"): [None, value or None] for name, _, value in parts}
