@@ -1,4 +1,4 @@
-"""Run one job of a sweep and record its outcome; the sweep continues even if the job fails."""
+"""Run one job of a sweep and record its outcome; the sweep continues even if the job fails, unless all jobs would."""
 
 import multiprocessing
 import sys
@@ -9,10 +9,14 @@ from contextlib import contextmanager
 from math import nan
 from pathlib import Path
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from src.engine.config.folder import is_rank_zero
+from src.engine.config.resolve import resolve_config
 from src.engine.launch.outcome import fold_frames
 from src.engine.launch.start import launch
 from src.engine.state.jobs import DONE, Job
@@ -20,6 +24,7 @@ from src.engine.sweeps.devices import reserve_devices
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import named_lock
+from src.engine.utils.targets import check_options
 
 
 def run_job(cfg: DictConfig) -> float:
@@ -66,6 +71,8 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
     except Exception as error:
         job.status = "failed"
         job.error = str(error) if isinstance(error, UserError) else traceback.format_exc()
+        if isinstance(error, UserError) and _is_of_every_job(error, job, folder.parent):
+            raise SystemExit(f"error: no job can start: {error}") from None
         print(f"job {folder.name} failed: {fold_frames(str(error))}", file=sys.stderr)
     except BaseException:  # a signal
         job.status = "stopped"
@@ -77,3 +84,14 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
     if number := signals.requested():  # it came too late for this job, and must stop the sweep
         print(f"sweep={folder.parent} goes on with the sweep", file=sys.stderr)
         raise signals.Stopped(number)
+
+
+def _is_of_every_job(error: UserError, job: Job, sweep: Path) -> bool:
+    """Return whether the sweep's command has the same error without the options that differ between the jobs."""
+    typed = OmegaConf.load(sweep / "multirun.yaml").hydra.overrides
+    common = [word for word in job.overrides if word in typed.task]
+    try:
+        check_options(resolve_config(hydra.compose("train", [*typed.hydra, *common])))
+    except (UserError, HydraException, OmegaConfBaseException) as other:
+        return str(other) == str(error)
+    return False
