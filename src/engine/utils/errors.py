@@ -7,7 +7,13 @@ from typing import Any
 
 _SIMILAR = 0.6  # share of equal letters, from 0 to 1
 # What other projects call an option.
-_SYNONYMS = {"train": "fit", "epochs": "trainer.max_epochs", "gpus": "trainer.devices", "eval": "fit=false ckpt_path"}
+_SYNONYMS = {
+    "train": "fit",
+    "eval": "fit=false ckpt_path",
+    "epochs": "trainer.max_epochs",
+    "gpus": "trainer.devices",
+    "fast_dev_run": "debug=one_step",
+}
 
 
 class UserError(Exception):

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
 from src.engine.utils import signals
-from tests.support.commands import ROOT, TINY, TORCHRUN, TWO, callback, run, run_here, slow, start
+from tests.support.commands import ROOT, TINY, TORCHRUN, TWO, callback, error_line, run, run_here, slow, start
 from tests.support.wandb_files import read_runs
 
 MLP = [*TINY, "trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
