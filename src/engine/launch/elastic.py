@@ -70,12 +70,13 @@ class DevicePolicy:
         self.restarts_left, self.pause = self.launch.max_restarts, 2 * self.pause
         return reason
 
-    def grow(self, unusable: set[int]) -> str:
-        """Take all other devices back; return the reason of the change."""
-        returned = sorted(self._lost - unusable)
+    def after_probe(self, unusable: set[int]) -> str:
+        """Take all devices but the unusable ones; return the reason of the change, "" if there is none."""
+        changes = {"unusable": unusable - self._lost, "usable again": self._lost - unusable}
+        reason = ", ".join(f"device {device} is {state}" for state in changes for device in sorted(changes[state]))
         self._lost = unusable
-        self.used = self.choose(unusable)
-        return f"usable again: device {', '.join(map(str, returned))}"
+        self.used = self.choose(unusable, reason)
+        return reason
 
     def choose(self, lost: set[int], reason: str = "") -> list[int]:
         """Return as many of the other devices as the strategy accepts; raise a UserError if there are too few."""

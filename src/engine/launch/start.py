@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from src.engine.config.resolve import device_count, resolve_config, runs_in_single_process
+from src.engine.config.resolve import device_count, resolve_config
 from src.engine.launch.external import connect_ranks, share_config
 from src.engine.launch.outcome import exit_rank, run_recorded
 from src.engine.launch.workers import launch_workers, run_rank
@@ -59,7 +59,7 @@ def launch(
         with run_recorded(cfg):
             return run_rank(cfg, rank=0, keep_trainer=keep_trainer)
     with around_workers(cfg), run_recorded(cfg):
-        return launch_workers(cfg, 1 if runs_in_single_process(cfg) else devices)
+        return launch_workers(cfg)
 
 
 def _join_started_ranks(

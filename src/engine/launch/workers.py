@@ -29,6 +29,7 @@ from src.engine.launch.outcome import (
 )
 from src.engine.state.run_files import stop_message
 from src.engine.utils import signals
+from src.engine.utils.events import append_event, read_events
 from src.engine.utils.process import close_process_group, connect_debugger, log_to_folder
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
@@ -71,7 +72,7 @@ def _cores_per_rank(ranks: int) -> int:
     return len(os.sched_getaffinity(0)) // ranks
 
 
-def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
+def launch_workers(cfg: DictConfig) -> dict[str, float]:
     """Run all ranks, restart them after failures as `launch` says; return rank zero's metrics.
 
     Raises:
@@ -83,8 +84,13 @@ def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
 
     devices = cfg.trainer.devices
     policy = DevicePolicy([*range(devices)] if isinstance(devices, int) else [*devices], cfg.launch, cfg.strategy)
+    if cfg.launch.elastic and (reason := policy.after_probe(unusable_devices(cfg, policy.devices))):
+        if events := read_events(cfg.run_dir):  # of a launcher that has died
+            append_event(cfg.run_dir, "restart", events[-1]["step"], reason)
+        cfg = _with_devices_of(policy, cfg, reason)
     with signals.forward_to_workers():
         while True:
+            processes = 1 if runs_in_single_process(cfg) else len(policy.used)
             try:
                 with watch_for_devices(cfg, policy):
                     return _run_group(cfg, processes)
@@ -94,7 +100,6 @@ def launch_workers(cfg: DictConfig, processes: int) -> dict[str, float]:
                 cfg = _next_start(cfg, policy, end)
             if signals.requested():
                 raise _stopped(cfg)
-            processes = 1 if runs_in_single_process(cfg) else len(policy.used)
 
 
 def _next_start(cfg: DictConfig, policy: DevicePolicy, end: RankFailedError | signals.Stopped) -> DictConfig:
@@ -110,17 +115,21 @@ def _next_start(cfg: DictConfig, policy: DevicePolicy, end: RankFailedError | si
             raise end
         print(fold_frames(str(end)), file=sys.stderr)
     else:
-        reason = policy.grow(unusable)
+        reason = policy.after_probe(unusable)
     record_restart(cfg.run_dir, end, reason)
     if reason:
-        print(f"{reason}; going on with {len(policy.used)} of {len(policy.devices)} devices", file=sys.stderr)
-        cfg = with_devices(cfg, policy.used)
+        cfg = _with_devices_of(policy, cfg, reason)
     elif cfg.launch.elastic and "OutOfMemoryError" in str(end).partition("\n")[0]:
         cfg = with_smaller_micro_batches(cfg)
         print(f"restarting with trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}", file=sys.stderr)
     else:
         print(f"restarting; {policy.restarts_left} restarts left after this one", file=sys.stderr)
     return with_newest_checkpoint(cfg)
+
+
+def _with_devices_of(policy: DevicePolicy, cfg: DictConfig, reason: str) -> DictConfig:
+    print(f"{reason}; going on with {len(policy.used)} of {len(policy.devices)} devices", file=sys.stderr)
+    return with_devices(cfg, policy.used)
 
 
 def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:

@@ -103,7 +103,7 @@ def test_user_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(workers, "_run_group", fail)
     with pytest.raises(UserError):
-        workers.launch_workers(configured(5), processes=2)
+        workers.launch_workers(configured(5))
     assert starts == [2]
 
 
@@ -116,5 +116,5 @@ def test_a_negative_number_of_restarts_is_none(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(workers, "_run_group", fail)
     with pytest.raises(workers.RankFailedError):
-        workers.launch_workers(configured(-1), processes=2)
+        workers.launch_workers(configured(-1))
     assert starts == [2]

@@ -37,7 +37,7 @@ def test_shrinks_and_grows_back(small: list[str], folder: Path) -> None:
     assert err.count("rank 1 died (Signal 9 (SIGKILL)") == 2
     assert "restarting; 2 restarts left after this one" in err
     assert "rank 1 died twice without a new checkpoint (device 1); going on with 2 of 3 devices" in err
-    assert "usable again: device 1; going on with 3 of 3 devices" in err
+    assert "device 1 is usable again; going on with 3 of 3 devices" in err
     events = read_events(folder)
     sizes = [event["world_size"] for event in events if event["event"] in ("start", "resume")]
     changes = [(event["from"], event["to"]) for event in events if event["event"] == "resized"]

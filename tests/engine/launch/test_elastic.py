@@ -76,7 +76,7 @@ def test_grows_back_by_as_many_as_the_strategy_accepts() -> None:
     policy.after_failure(0, 5, {0, 1})
     assert policy.used == [2, 3]
     assert policy.choose({0}) == [1, 2], "no more than before"
-    assert policy.grow(set()) == "usable again: device 0, 1"
+    assert policy.after_probe(set()) == "device 0 is usable again, device 1 is usable again"
     assert policy.used == [0, 1, 2, 3]
 
 
@@ -86,7 +86,7 @@ def test_each_loss_doubles_the_pause() -> None:
     policy.after_failure(None, 5, set())
     assert policy.pause == first
     policy.after_failure(None, 5, {0})
-    policy.grow(set())
+    policy.after_probe(set())
     policy.after_failure(None, 9, {0})
     assert policy.pause == 4 * first
 
