@@ -27,9 +27,10 @@ _SCRIPT = """\
 #!/bin/bash
 {options}
 
+touch "{folder}/job.start"
 srun --cpus-per-task={cpus} --ntasks=$((SLURM_NNODES * {tasks})) --wait=300 {command}
 code=$?
-if [ "$code" -eq {stopped} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+if {condition}; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"
 """
 
@@ -40,14 +41,14 @@ def script(cfg: DictConfig, overrides: list[str], folder: Path, arguments: argpa
     if cfg.trainer.devices == "auto" or devices < 1:
         raise UserError(f"trainer.devices={cfg.trainer.devices}: a job asks for a number of devices per node; give one")
     tasks = 1 if runs_in_single_process(cfg) else devices
-    uses_gpus = cfg.trainer.accelerator != "cpu"
+    uses_gpus, is_elastic = cfg.trainer.accelerator != "cpu", cfg.launch.elastic
     cpus = (arguments.cpus_per_device or (4 if uses_gpus else 1)) * devices // tasks
     options = {
         "job-name": arguments.name,
         "nodes": cfg.trainer.num_nodes,
-        "ntasks-per-node": tasks,
+        **({} if is_elastic else {"ntasks-per-node": tasks}),  # with it SLURM gives the minimum of --nodes=1-4
         **({"gpus-per-node": devices} if uses_gpus else {}),
-        "cpus-per-task": cpus,
+        "cpus-per-task": cpus * tasks if is_elastic else cpus,
         "time": arguments.time,
         "signal": f"USR1@{arguments.save_before}",
         "output": folder / "slurm.out",
@@ -57,8 +58,11 @@ def script(cfg: DictConfig, overrides: list[str], folder: Path, arguments: argpa
     words = ["--requeue", *(f"--{name}={value}" for name, value in options.items()), *arguments.option]
     command = [sys.executable, str(ROOT / "train.py"), *overrides, f"run_dir={folder}", "resume=auto"]
     lines = "\n".join(f"#SBATCH {word}" for word in words)
+    condition = f'[ "$code" -eq {128 + signal.SIGUSR1} ]'
+    if is_elastic:  # a rank has raised or was killed, after the job has saved
+        condition += f' || [[ "$code" == @(1|13[4-9]) && "{folder}/checkpoints/last.ckpt" -nt "{folder}/job.start" ]]'
     return _SCRIPT.format(
-        options=lines, cpus=cpus, tasks=tasks, command=shlex.join(command), stopped=128 + signal.SIGUSR1
+        options=lines, cpus=cpus, tasks=tasks, command=shlex.join(command), folder=folder, condition=condition
     )
 
 

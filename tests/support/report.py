@@ -10,6 +10,7 @@ ALLOWED_SKIPS = {
     "tests/engine/gpu/test_dry_gpu.py": "there is no C++ compiler, or another torch than the stubs are for",
     "tests/engine/config/test_refusals.py::test_refused_by_the_command_line[trainer.accelerator=gpu": "there is a GPU",
     "tests/engine/report/test_pages.py": "Chromium is not installed",
+    "tests/engine/faults/test_elastic_trials.py": "SLURM is not installed, or there are no network namespaces",
     "tests/engine/launch/test_slurm.py": "SLURM is not installed",
     "tests/engine/launch/test_two_hosts.py": "network namespaces take root, and iproute2",
     "tests/engine/test_canaries.py::test_torch_still_records_a_stack_trace_to_seed_an_unused_device": "there is a GPU",

@@ -19,7 +19,7 @@ from src.engine.utils import signals
 from src.engine.utils.errors import UserError
 from src.engine.utils.targets import NOT_PASSED, build
 
-_PROBE_TIMEOUT = 30.0  # seconds
+_PROBE_TIMEOUT = 90.0  # seconds; a probe may import torch from a slow disk
 _PAUSE = float(os.environ.get("ELASTIC_PAUSE", 60.0))  # seconds before lost devices are tried; each loss doubles it
 
 

@@ -23,6 +23,7 @@ from src.engine.launch.outcome import exit_rank, run_recorded
 from src.engine.launch.workers import launch_workers, run_rank
 from src.engine.utils.errors import UserError
 from src.engine.utils.process import detect_cluster_environment
+from src.engine.utils.signals import die_with_parent
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -67,6 +68,8 @@ def _join_started_ranks(
 ) -> dict[str, float]:
     """Run this process as one of the ranks that torchrun or SLURM started; only rank zero prints a user error."""
     rank = env.global_rank()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun leaves its ranks behind if it is killed
+        die_with_parent(os.getppid())
     try:
         store = connect_ranks(env)  # it lives as long as the run, because the process group may use its server
         cfg = share_config(store, rank, env.world_size(), cfg)

@@ -1,11 +1,8 @@
 """SIGKILL at random, fifty times: the run, resumed under another strategy, equals the uninterrupted one.
 
 Every third kill is uniform over the full run, of which most is startup. The others are uniform over training.
-
-Elastic runs, five or ELASTIC_TRIALS of them, lose and get back ranks, launchers and devices at random.
 """
 
-import contextlib
 import os
 import random
 import signal
@@ -17,7 +14,7 @@ import pytest
 import torch
 
 from src.engine.config.folder import newest_checkpoint, remove_partial_checkpoints
-from tests.support.commands import PARITY, TWO, callback, ranks, slow, start, wait_for_exit, wait_until
+from tests.support.commands import PARITY, TWO, callback, ranks, start, wait_for_exit, wait_until
 from tests.support.comparison import check_last_checkpoints, check_same_rows
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit, fit_ranks
@@ -25,8 +22,6 @@ from tests.support.runs import Record, compose, fit, fit_ranks
 TASK = [*PARITY, "callbacks.checkpoint.every_n_train_steps=2", "test=false"]
 ELSEWHERE = [("auto", 1), ("ddp", 2), ("ddp", 4), ("fsdp", 2), ("pipeline", 2)]
 VICTIMS = ["rank 0", "rank 1", "launcher", "all"]
-ELASTIC = [("ddp", 3), ("hybrid", 4), ("fsdp", 3), ("auto", 2), ("hsdp", 4), ("pipeline", 2), ("ddp_spawn", 2)]
-FAULTS = ["kill a rank", "kill a rank", "kill the launcher", "take a device", "take a device", "give devices back"]
 
 
 def start_run(small: list[str], folder: Path) -> "subprocess.Popen[str]":
@@ -69,74 +64,6 @@ def test_resumes_after_a_random_kill(
     check_samples(read_samples(folder), fit_ranks(cfg, pool), saved, reference)
     check_last_checkpoints(folder, reference.file.parent)
     check_same_rows(folder, reference.file.parent)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(int(os.environ.get("ELASTIC_TRIALS", 5))))
-def test_elastic_run_survives_random_faults(number: int, reference: Record, small: list[str], folder: Path) -> None:
-    run = ElasticRun(folder, *ELASTIC[number % len(ELASTIC)], small, random.Random(number))
-    for _ in range(4):
-        run.wait_and_suffer()
-    run.finish()
-    check_last_checkpoints(folder, reference.file.parent)
-    check_same_rows(folder, reference.file.parent)
-
-
-class ElasticRun:
-    """An elastic run whose devices are files: a device is unusable while `lost.INDEX` exists."""
-
-    def __init__(self, folder: Path, strategy: str, devices: int, small: list[str], rng: random.Random) -> None:
-        self.folder, self.devices, self.rng = folder, devices, rng
-        folder.mkdir()
-        self.words = [*small, *TASK, f"strategy={strategy}", f"trainer.devices={devices}", f"run_dir={folder}"]
-        self.words += [slow(0.2), "resume=auto", "launch.elastic=true", "launch.max_restarts=9"]
-        self.words.append(f"launch.probe='test ! -e {folder}/lost.$DEVICE'")
-        self.process = self.start()
-
-    def start(self) -> "subprocess.Popen[str]":
-        return start(*self.words, ELASTIC_PAUSE="1")
-
-    def wait_and_suffer(self) -> None:
-        """Wait for some seconds of start, training or saving, then do something to the run."""
-        time.sleep(self.rng.uniform(0, 15))
-        fault = self.rng.choice(FAULTS)
-        if self.process.poll() is not None:
-            self.check_end()
-        elif fault == "kill the launcher":
-            kill(self.process, "launcher")
-            self.process = self.start()
-        elif fault == "give devices back":
-            self.give_back()
-        else:
-            if fault == "take a device":
-                (self.folder / f"lost.{self.rng.randrange(self.devices)}").touch()
-            if victims := all_ranks(self.process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.rng.choice(victims), signal.SIGKILL)
-
-    def give_back(self) -> None:
-        for file in self.folder.glob("lost.*"):
-            file.unlink()
-
-    def finish(self) -> None:
-        self.give_back()
-        while self.check_end():
-            pass
-
-    def check_end(self) -> bool:
-        """Check that the run has finished, or that too few devices were left; return whether it is started again."""
-        code, _, err = wait_for_exit(self.process, 240)
-        if code == 0:
-            return False
-        assert "devices are left, too few for" in err, err[-3000:]
-        self.give_back()
-        self.process = self.start()
-        return True
-
-
-def all_ranks(launcher: int) -> list[int]:
-    """Return the ranks of a launcher, and those that they have started, as under `ddp_spawn`."""
-    return [pid for rank in ranks(launcher) for pid in (rank, *ranks(rank))]
 
 
 def kill(process: "subprocess.Popen[str]", victim: str) -> None:

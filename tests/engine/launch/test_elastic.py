@@ -7,8 +7,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from src.engine.launch import workers
 from src.engine.launch.elastic import DevicePolicy, unusable_devices, with_devices
 from src.engine.utils.errors import UserError
+from src.engine.utils.events import append_event, read_events
 from tests.support.runs import compose
 
 Failure = tuple[int | None, int, set[int], str]
@@ -115,6 +117,18 @@ def test_a_command_probes_devices(folder: Path) -> None:
     assert unusable_devices(cfg, [0, 1, 2]) == set(), "a CPU is always there"
     cfg.trainer.accelerator = "cuda"
     assert unusable_devices(cfg, [0, 99]) == ({99} if torch.cuda.is_available() else {0, 99})
+
+
+def test_a_start_leaves_out_unusable_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of the start before, which had three devices, was killed."""
+    cfg = compose(
+        folder, "strategy=ddp", "trainer.devices=3", "launch.elastic=true", "launch.probe='test $DEVICE != 1'"
+    )
+    folder.mkdir()
+    append_event(folder, "start", 0, world_size=3)
+    monkeypatch.setattr(workers, "_run_group", lambda cfg, processes: (cfg.runtime.world_size, processes))
+    assert workers.launch_workers(cfg) == (2, 2)
+    assert read_events(folder)[-1]["reason"] == "device 1 is unusable"
 
 
 def test_configuration_for_other_devices(folder: Path) -> None:
