@@ -28,7 +28,7 @@ _SCRIPT = """\
 {options}
 
 touch "{folder}/job.start"
-srun --cpus-per-task={cpus} --ntasks=$((SLURM_NNODES * {tasks})) --wait=300 {command}
+srun --cpus-per-task={cpus} --ntasks=$((SLURM_NNODES * {tasks})) --ntasks-per-node={tasks} --wait=300 {command}
 code=$?
 if {condition}; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"

@@ -61,6 +61,8 @@ class ElasticRun:
 
     def suffer(self) -> None:
         """Wait for a moment of start, training, validation or saving, and let a fault happen."""
+        if self.has_ended():
+            self.start_again()
         if self.rng.random() < 0.6:  # else a fault often hits a start
             rows = count_lines(self.run_dir)
             wait_until(lambda: count_lines(self.run_dir) != rows or self.has_ended(), 30)
@@ -84,9 +86,15 @@ class ElasticRun:
         if victims := self.all_ranks():
             kill(self.rng.choice(victims))
 
-    def finish(self) -> None:
-        """Wait for the end of the run, which must succeed; start it again where a user has to."""
+    def start_again(self) -> bool:
+        """Start a run that has ended where a user has to; return False if it has finished. Fail for another end."""
         raise NotImplementedError
+
+    def finish(self) -> None:
+        while True:
+            assert wait_until(self.has_ended, 400), "the run has not ended"
+            if not self.start_again():
+                return
 
     def close(self) -> None:
         """End what is left after an error."""
@@ -136,14 +144,17 @@ class LocalRun(ElasticRun):
         for file in self.folder.glob("lost.*"):
             file.unlink()
 
-    def finish(self) -> None:
-        while True:
-            self.give_devices_back()
-            code, _, err = wait_for_exit(self.process, 240)
-            if code == 0:
-                return
+    def start_again(self) -> bool:
+        code, _, err = wait_for_exit(self.process)
+        if code:
             assert "devices are left, too few for" in err, err[-3000:]
+            self.give_devices_back()
             self.start()
+        return code != 0
+
+    def finish(self) -> None:
+        self.give_devices_back()
+        super().finish()
 
     def close(self) -> None:
         kill_group(self.process.pid)
@@ -198,8 +209,12 @@ class TorchrunRun(ElasticRun):
         if self.agents[1].poll() is not None:
             self.agents[1] = self.start(1)
 
+    def start_again(self) -> bool:
+        assert self.agents[0].wait() == 0
+        return False
+
     def finish(self) -> None:
-        assert self.agents[0].wait(400) == 0
+        super().finish()
         self.agents[1].terminate()  # it may wait for the first host
         self.agents[1].wait(60)
 
@@ -225,7 +240,7 @@ class SlurmRun(ElasticRun):
         result = subprocess.run(command, cwd=ROOT, env=self.slurm.environment, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         place, answer = result.stdout.splitlines()
-        self.run_dir, self.job = Path(place), answer.split()[-1]
+        self.run_dir, self.job, self.kills = Path(place), answer.split()[-1], 0
 
     def all_ranks(self) -> list[int]:
         found = subprocess.run(["pgrep", "-f", f"^{sys.executable} .*{self.run_dir}"], capture_output=True, text=True)
@@ -253,14 +268,18 @@ class SlurmRun(ElasticRun):
     def return_the_node(self) -> None:
         self.control("update", "NodeName=node2", "State=RESUME")
 
-    def finish(self) -> None:
-        for _ in range(4):
-            self.slurm.wait_until(self.has_ended, 240, "end of the job")
-            if self.slurm.job_state(self.job) == "COMPLETED":
-                return
-            self.control("requeue", self.job)
-            self.slurm.wait_until(lambda: not self.has_ended(), 30, "second start of the job")
-        pytest.fail((self.run_dir / "slurm.out").read_text())
+    def kill_a_rank(self) -> None:
+        super().kill_a_rank()
+        self.kills += 1
+
+    def start_again(self) -> bool:
+        """Queue a job again whose rank was killed before its first checkpoint."""
+        if self.slurm.job_state(self.job) == "COMPLETED":
+            return False
+        self.kills -= 1
+        assert self.kills >= 0, "the job has failed by itself"
+        self.control("requeue", self.job)
+        return wait_until(lambda: not self.has_ended(), 30)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
