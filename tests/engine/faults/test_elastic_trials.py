@@ -39,7 +39,7 @@ TASK = [*PARITY, "callbacks.checkpoint.every_n_train_steps=2", "test=false"]
 
 
 class ElasticRun:
-    """An elastic run in one place; the methods that `faults` names happen to it.
+    """An elastic run in one place, to which faults happen.
 
     Args:
         folder: an empty folder for its files.
@@ -48,7 +48,6 @@ class ElasticRun:
     """
 
     strategies: ClassVar[list[tuple[str, int]]]  # with the number of devices, on each host if there are several
-    faults: ClassVar[list[str]]
 
     def __init__(self, folder: Path, number: int, small: list[str]) -> None:
         self.folder, self.run_dir = folder, folder / "run"
@@ -65,16 +64,17 @@ class ElasticRun:
             self.start_again()
         if self.rng.random() < 0.6:  # else a fault often hits a start
             rows = count_lines(self.run_dir)
-            wait_until(lambda: count_lines(self.run_dir) != rows or self.has_ended(), 30)
+            wait_until(lambda: count_lines(self.run_dir) != rows or self.has_ended(), 90)
             time.sleep(self.rng.uniform(0, 3))
         else:
             time.sleep(self.rng.uniform(0, 15))
-        fault = self.rng.choice(self.faults)
-        print(f"{fault} after {count_lines(self.run_dir)} lines of {self.number_of_ranks()} ranks")
+        fault = self.rng.choice(self.faults())
+        print(f"{fault} after {count_lines(self.run_dir)} lines of {len(self.all_ranks())} ranks")
         getattr(self, fault)()
 
-    def number_of_ranks(self) -> int:
-        return len(self.all_ranks())
+    def faults(self) -> list[str]:
+        """Return the names of the methods that can happen now, those that should happen more often twice."""
+        raise NotImplementedError
 
     def all_ranks(self) -> list[int]:
         raise NotImplementedError
@@ -112,7 +112,6 @@ class LocalRun(ElasticRun):
         ("pipeline", 2),
         ("ddp_spawn", 2),
     ]
-    faults: ClassVar = [*2 * ["kill_a_rank"], "kill_the_launcher", *2 * ["take_a_device"], "give_devices_back"]
 
     def __init__(self, folder: Path, number: int, small: list[str]) -> None:
         super().__init__(folder, number, small)
@@ -128,6 +127,9 @@ class LocalRun(ElasticRun):
 
     def has_ended(self) -> bool:
         return self.process.poll() is not None
+
+    def faults(self) -> list[str]:
+        return [*2 * ["kill_a_rank"], "kill_the_launcher", *2 * ["take_a_device"], "give_devices_back"]
 
     def kill_the_launcher(self) -> None:
         if not self.has_ended():
@@ -164,21 +166,14 @@ class TorchrunRun(ElasticRun):
     """A run on one or two hosts. The first one must stay, because torchrun's rendezvous is there."""
 
     strategies: ClassVar = [("ddp", 1), ("hybrid", 2), ("fsdp", 1), ("hsdp", 2), ("auto", 1)]
-    faults: ClassVar = [
-        *2 * ["kill_a_rank"],
-        "kill_an_agent",
-        "send_a_host_away",
-        "cut_the_cable",
-        *2 * ["start_a_host"],
-    ]
 
     def __init__(self, folder: Path, number: int, small: list[str]) -> None:
         super().__init__(folder, number, small)
         self.hosts = Hosts(folder)
         meeting = [f"--rdzv-endpoint={self.hosts.addresses[0]}:29400", "--rdzv-conf=last_call_timeout=2"]
-        self.command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--rdzv-backend=c10d", *meeting]
+        program = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run"]
+        self.command = [*program, "--nnodes=1:2", "--rdzv-backend=c10d", *meeting]
         self.command += [f"--nproc-per-node={self.devices}", "--max-restarts=100", *TRAIN, *self.words, *self.resumable]
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # docs/clusters.md
         self.started: list[subprocess.Popen[bytes]] = []
         self.hosts.set_up()
         self.agents = [self.start(host) for host in (0, 1)]
@@ -194,6 +189,11 @@ class TorchrunRun(ElasticRun):
     def has_ended(self) -> bool:
         return self.agents[0].poll() is not None
 
+    def faults(self) -> list[str]:
+        if self.agents[1].poll() is None:
+            return [*2 * ["kill_a_rank"], "kill_an_agent", "send_a_host_away", "cut_the_cable"]
+        return [*2 * ["start_a_host"], "kill_a_rank"]
+
     def kill_an_agent(self) -> None:
         kill(self.agents[1].pid)
 
@@ -206,8 +206,7 @@ class TorchrunRun(ElasticRun):
         self.hosts.link("up")
 
     def start_a_host(self) -> None:
-        if self.agents[1].poll() is not None:
-            self.agents[1] = self.start(1)
+        self.agents[1] = self.start(1)
 
     def start_again(self) -> bool:
         assert self.agents[0].wait() == 0
@@ -219,8 +218,8 @@ class TorchrunRun(ElasticRun):
         self.agents[1].wait(60)
 
     def close(self) -> None:
-        for process in self.started:
-            process.kill()
+        for pid in [*self.all_ranks(), *(process.pid for process in self.started if process.poll() is None)]:
+            kill(pid)
         self.hosts.tear_down()
         for log in sorted(self.folder.glob("*.log")):
             print(f"{log.name}\n{log.read_text()[-5000:]}")
@@ -230,7 +229,6 @@ class SlurmRun(ElasticRun):
     """A job on one or two nodes of a real SLURM."""
 
     strategies: ClassVar = [("ddp", 1), ("hsdp", 2), ("fsdp", 1), ("hybrid", 2), ("auto", 1)]
-    faults: ClassVar = [*2 * ["kill_a_rank"], "signal_the_job", "drain_a_node", "lose_a_node", *2 * ["return_the_node"]]
 
     def __init__(self, folder: Path, number: int, small: list[str]) -> None:
         super().__init__(folder, number, small)
@@ -248,6 +246,11 @@ class SlurmRun(ElasticRun):
 
     def has_ended(self) -> bool:
         return self.slurm.job_state(self.job) in ("COMPLETED", "FAILED")
+
+    def faults(self) -> list[str]:
+        state = self.slurm.run("sinfo", "--nodes=node2", "--noheader", "--format=%t").strip()
+        changes = ["drain_a_node", "lose_a_node"] if state in ("idle", "mix", "alloc") else 2 * ["return_the_node"]
+        return [*2 * ["kill_a_rank"], "signal_the_job", *changes]
 
     def control(self, *words: str) -> None:
         """Change the cluster or the job, unless it has just ended."""
@@ -267,6 +270,7 @@ class SlurmRun(ElasticRun):
 
     def return_the_node(self) -> None:
         self.control("update", "NodeName=node2", "State=RESUME")
+        self.signal_the_job()  # a running job keeps its nodes
 
     def kill_a_rank(self) -> None:
         super().kill_a_rank()
