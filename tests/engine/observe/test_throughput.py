@@ -1,11 +1,8 @@
 """Throughput readings match an independent measurement under every strategy, and have no side effects."""
 
-import csv
 import logging
 from pathlib import Path
-from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
@@ -13,78 +10,35 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from src.data.augment.augmentation import Augmentation
 from src.engine.observe.throughput import flops_per_sample, peak_flops
 from src.engine.parallel.dp import DP
 from src.engine.run.experiment import assemble
+from tests.engine.observe.test_timeline import DELAY, MLP, Clock, Slow
+from tests.engine.observe.test_timeline import clock as clock
+from tests.support.comparison import read_rows
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit
 
-MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=4"]
 NAMES = {f"throughput/{name}" for name in ("samples_per_sec", "step_ms", "data_fraction", "peak_memory_mib")}
-
-
-class Clock:
-    """A clock that only the test advances."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def read(self) -> float:
-        return self.now
-
-
-class Slow(L.Callback):
-    """Advance the clock in a batch, in validation, and when a checkpoint is saved."""
-
-    def __init__(self, clock: Clock, batch: float = 0.0, elsewhere: float = 0.0) -> None:
-        self.clock, self.batch, self.elsewhere = clock, batch, elsewhere
-
-    def on_before_backward(self, *_: Any) -> None:
-        self.clock.now += self.batch
-
-    def on_validation_batch_start(self, *_: Any) -> None:
-        self.clock.now += self.elsewhere
-
-    def on_save_checkpoint(self, *_: Any) -> None:
-        self.clock.now += self.elsewhere
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("src.engine.observe.timeline.time.time", clock.read)
-    return clock
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
     """Return the rows of a run's log points."""
-    with (folder / "metrics.csv").open() as stream:
-        read = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(stream)]
+    read = [{name: float(value) for name, value in row.items() if value} for row in read_rows(folder)]
     return [row for row in read if "throughput/samples_per_sec" in row]
 
 
-def test_measures_all_but_validation_and_checkpoints(
-    clock: Clock, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch takes 20 ms and 10 ms to fetch; the long validations and checkpoints do not count."""
+def test_measures_all_but_validation_and_checkpoints(clock: Clock, small: list[str], folder: Path) -> None:
+    """Data and optimizer take a delay of each batch; validations and checkpoints take some as well."""
     cfg = compose(folder, *small, *MLP, "trainer.max_epochs=2", "callbacks.checkpoint.every_n_train_steps=3")
-    mix = Augmentation.mix
-
-    def slowly(self: Augmentation, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        clock.now += 0.01
-        return mix(self, *args)
-
-    monkeypatch.setattr(Augmentation, "mix", slowly)
-    trainer, module, data = assemble(cfg)
-    trainer.callbacks.append(Slow(clock, batch=0.02, elsewhere=0.5))
-    trainer.fit(module, datamodule=data)
+    places = ("data", "optimizer", "validation", "save")
+    fit(cfg, *(Slow(place, sleep=clock.sleep) for place in places))
     logged = rows(folder)
     assert len(logged) == 6, "every fourth of 22 steps, and the last one"
     assert [row for row in logged if "throughput/data_fraction" in row]
     for row in logged:
-        assert row["throughput/step_ms"] == pytest.approx(30)
-        assert row["throughput/samples_per_sec"] == pytest.approx(32000 / 30)
+        assert row["throughput/step_ms"] == pytest.approx(2000 * DELAY)
+        assert row["throughput/samples_per_sec"] == pytest.approx(32 / (2 * DELAY))
         assert 0 < row.get("throughput/data_fraction", 0.5) < 1, "a save may interrupt the recorded step"
         assert 50 < row["throughput/peak_memory_mib"] < 50_000
         assert "throughput/mfu" not in row
@@ -95,8 +49,10 @@ def test_micro_batches_and_medians_at_the_end(
 ) -> None:
     halves = ["trainer.max_epochs=1", "trainer.accumulate_grad_batches=2", "callbacks.throughput.peak_tflops=0.001"]
     with caplog.at_level(logging.INFO, "src"):
-        fit(compose(folder, *small, *MLP, *halves), Slow(clock, batch=0.02))
-    assert [row["throughput/step_ms"] for row in rows(folder)] == [pytest.approx(40)] * 3
+        fit(
+            compose(folder, *small, *MLP, *halves), *(Slow(place, sleep=clock.sleep) for place in ("data", "optimizer"))
+        )
+    assert [row["throughput/step_ms"] for row in rows(folder)] == [pytest.approx(3000 * DELAY)] * 3, "of two batches"
     (message,) = [record.getMessage() for record in caplog.records if record.name == "src.engine.observe.throughput"]
     for name in ("samples_per_sec", "step_ms", "data_fraction", "peak_memory_mib", "mfu", "gflop_per_step"):
         assert name in message

@@ -10,6 +10,7 @@ import rich
 from lightning.pytorch.callbacks import model_summary
 from rich.file_proxy import FileProxy
 
+from src.engine.config import command_line
 from src.engine.utils.process import TerminalHandler
 
 COMMAND = f"wandb sync /{'a-long-folder/' * 8}host:100:key:/"  # ":100:" is also the name of an emoji
@@ -54,6 +55,12 @@ def test_shows_the_table_of_a_model_summary(monkeypatch: pytest.MonkeyPatch) -> 
     model_summary.ModelSummary.summarize([("Name", ["net"])], 7, 7, 1.0, {"train": 1, "eval": 0}, 0)
     assert "Total params" in sys.stdout.getvalue()
     assert "another message" not in sys.stdout.getvalue()
+
+
+def test_torch_does_not_warn_of_redirects() -> None:
+    """It does on macOS only, in each process that imports train.py."""
+    assert command_line.__name__ == "src.engine.config.command_line"  # it sets the level
+    assert not logging.getLogger("torch.distributed.elastic.multiprocessing.redirects").isEnabledFor(logging.WARNING)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's malloc is tuned")
