@@ -1,6 +1,5 @@
 """metrics.csv has one row per step, is complete at every moment, and is cut and continued on resumption."""
 
-import csv
 import errno
 from pathlib import Path
 from typing import Any
@@ -8,21 +7,17 @@ from typing import Any
 import pytest
 
 from src.engine.observe.csv import CSVLogger
-
-
-def rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open(newline="") as stream:
-        return list(csv.DictReader(stream))
+from tests.support.comparison import read_rows
 
 
 def test_writes_one_row_per_step_immediately(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     logger.log_hyperparams({"seed": 1})
     logger.log_metrics({"loss": 0.1}, step=1)
-    assert rows(tmp_path) == [{"step": "1", "epoch": "", "loss": "0.1"}]
+    assert read_rows(tmp_path) == [{"step": "1", "epoch": "", "loss": "0.1"}]
     logger.log_metrics({"loss": 0.2, "epoch": 0}, step=2)
     logger.log_metrics({"acc": 0.5}, step=2)
-    assert rows(tmp_path)[1] == {"step": "2", "epoch": "0", "loss": "0.2", "acc": "0.5"}
+    assert read_rows(tmp_path)[1] == {"step": "2", "epoch": "0", "loss": "0.2", "acc": "0.5"}
     assert (tmp_path / "config.yaml").read_text() == "seed: 1\n"
 
 
@@ -40,7 +35,7 @@ def test_continues_on_a_full_disk(
             logger.log_metrics({"loss": 0.1}, step=step)
     assert caplog.text.count("metrics.csv lacks rows") == 1
     logger.log_metrics({"loss": 0.1}, step=4)
-    assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3", "4"]
+    assert [row["step"] for row in read_rows(tmp_path)] == ["1", "2", "3", "4"]
 
 
 def test_resumes_after_a_kill(tmp_path: Path) -> None:
@@ -52,9 +47,9 @@ def test_resumes_after_a_kill(tmp_path: Path) -> None:
     second = CSVLogger(tmp_path)
     second.cut(3)
     second.log_metrics({"loss": 9.0, "acc": 1.0}, step=3)
-    assert [row["step"] for row in rows(tmp_path)] == ["0", "1", "2", "3"]
-    assert rows(tmp_path)[2]["loss"] == "0.2"
-    assert rows(tmp_path)[3]["acc"] == "1.0"
+    assert [row["step"] for row in read_rows(tmp_path)] == ["0", "1", "2", "3"]
+    assert read_rows(tmp_path)[2]["loss"] == "0.2"
+    assert read_rows(tmp_path)[3]["acc"] == "1.0"
 
 
 @pytest.mark.parametrize(("left", "steps"), [("10,0,1.0\n20,0,1.", [10, 30]), ("10", [30]), ("", [30])])
@@ -64,5 +59,4 @@ def test_drops_a_partial_line_of_a_killed_process(left: str, steps: list[int], t
     logger = CSVLogger(tmp_path)
     logger.cut(20)
     logger.log_metrics({"epoch": 0, "train/loss": 9.0}, step=30)
-    rows = (tmp_path / "metrics.csv").read_text().splitlines()
-    assert [int(row.split(",")[0]) for row in rows[1:]] == steps
+    assert [int(row["step"]) for row in read_rows(tmp_path)] == steps

@@ -8,9 +8,8 @@ import lightning as L
 import pytest
 import torch
 
-from src.engine.observe.csv import CSVLogger
 from src.engine.observe.gradients import _gradient_scale
-from tests.support.comparison import TOLERANCE
+from tests.support.comparison import TOLERANCE, read_rows
 from tests.support.experiments import SHORT
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit, fit_ranks
@@ -36,7 +35,7 @@ class Reference(L.Callback):
 
 def logged(folder: Path) -> list[float]:
     """Return the norm of each log point."""
-    return [float(row["optim/grad_norm"]) for row in CSVLogger(folder)._read() if "optim/grad_norm" in row]
+    return [float(row["optim/grad_norm"]) for row in read_rows(folder) if row["optim/grad_norm"]]
 
 
 @pytest.fixture(scope="module")

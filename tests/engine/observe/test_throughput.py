@@ -48,10 +48,9 @@ def test_micro_batches_and_medians_at_the_end(
     clock: Clock, small: list[str], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     halves = ["trainer.max_epochs=1", "trainer.accumulate_grad_batches=2", "callbacks.throughput.peak_tflops=0.001"]
+    slow = [Slow(place, sleep=clock.sleep) for place in ("data", "optimizer")]
     with caplog.at_level(logging.INFO, "src"):
-        fit(
-            compose(folder, *small, *MLP, *halves), *(Slow(place, sleep=clock.sleep) for place in ("data", "optimizer"))
-        )
+        fit(compose(folder, *small, *MLP, *halves), *slow)
     assert [row["throughput/step_ms"] for row in rows(folder)] == [pytest.approx(3000 * DELAY)] * 3, "of two batches"
     (message,) = [record.getMessage() for record in caplog.records if record.name == "src.engine.observe.throughput"]
     for name in ("samples_per_sec", "step_ms", "data_fraction", "peak_memory_mib", "mfu", "gflop_per_step"):

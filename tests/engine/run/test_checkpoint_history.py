@@ -1,12 +1,12 @@
 """Best checkpoints are saved after their validation, and survive a kill and a moved run folder."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.comparison import read_rows
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.interruption import die, run_on_ranks
 from tests.support.pool import Pool
@@ -29,8 +29,7 @@ TWICE_AN_EPOCH = ["+trainer.val_check_interval=2", "callbacks=[default,top_k]", 
 
 def scores(folder: Path) -> dict[int, float]:
     """Return the validation accuracies of a run by their steps, which metrics.csv counts from zero."""
-    with (folder / "metrics.csv").open() as file:
-        return {int(row["step"]) + 1: float(row["val/acc"]) for row in csv.DictReader(file) if row["val/acc"]}
+    return {int(row["step"]) + 1: float(row["val/acc"]) for row in read_rows(folder) if row["val/acc"]}
 
 
 def history(file: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,20 @@ from omegaconf import OmegaConf
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
 from src.engine.utils import signals
-from tests.support.commands import ROOT, TINY, TORCHRUN, TWO, callback, error_line, run, run_here, slow, start
+from tests.support.commands import (
+    ROOT,
+    TINY,
+    TORCHRUN,
+    TWO,
+    callback,
+    error_line,
+    run,
+    run_here,
+    slow,
+    start,
+    wait_for_rows,
+    wait_until,
+)
 from tests.support.wandb_files import read_runs
 
 MLP = [*TINY, "trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
@@ -90,9 +102,7 @@ def test_stopped_sweep_resumes(small: list[str], tmp_path: Path) -> None:
     arguments = [*small, *MLP, *slowly, "logger=none", "callbacks.checkpoint.every_n_train_steps=1"]
     process = start("-m", *arguments, "seed=0,1", f"hydra.sweep.dir='{folder}'")
     metrics = folder / "1" / "metrics.csv"
-    deadline = time.monotonic() + 120
-    while (not metrics.exists() or len(rows(metrics)) < 8) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_rows(folder / "1", 8, process)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT, err
@@ -167,13 +177,10 @@ def test_parallel_jobs_have_their_own_cores(launcher: list[str], small: list[str
 def test_joblib_processes_end_with_the_sweep(number: signal.Signals, small: list[str], tmp_path: Path) -> None:
     endless = ["-m", *small, *MLP, "logger=none", "trainer.max_epochs=10000", "seed=0,1", *JOBLIB]
     process = start(*endless, f"hydra.sweep.dir={tmp_path}/sweep")
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("sweep/*/metrics.csv")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert wait_until(lambda: bool(list(tmp_path.glob("sweep/*/metrics.csv"))), 120)
     process.send_signal(number)
     process.communicate(timeout=30)  # the pipes close with the last process
     assert process.returncode == -number
-    assert list(tmp_path.glob("sweep/*/metrics.csv"))
 
 
 @pytest.mark.slow
@@ -183,9 +190,7 @@ def test_stopped_optuna_sweep_resumes(small: list[str], tmp_path: Path) -> None:
     slowly = [slow(0.05), "trainer.max_epochs=2"]
     optuna = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "+hydra.sweeper.sampler.seed=0"]
     process = start(*optuna, *small, *MLP, *slowly, lr, REPORT, "logger=none", f"hydra.sweep.dir={folder}")
-    deadline = time.monotonic() + 120
-    while not (folder / "1" / "metrics.csv").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_rows(folder / "1", 1, process)
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
     chosen = json.loads((folder / "1" / "job.json").read_text())["overrides"]
