@@ -211,14 +211,8 @@ ON_RANKS = [
     (f"{PIPELINE} strategy.stages=3", "strategy.stages=3 does not divide the 2 processes"),
     (f"{PIPELINE} strategy.split=[layer9]", "strategy.split: no cut can be before layer9; did you mean layer"),
     (f"{PIPELINE} strategy.split=[layer2,layer3]", "2 stages need 1 cuts"),
-    (
-        f"{PIPELINE} model=mlp ~model.width model.hidden=[16] strategy.split=[layer1]",
-        "no cut into 2 stages that leaves",
-    ),
-    (
-        f"{PIPELINE} model=mlp ~model.width model.hidden=[16] strategy.schedule=interleaved_1f1b",
-        "4 stages, but `model` has 2 blocks with parameters",
-    ),
+    (f"{TWO_BLOCKS} strategy.split=[layer1]", "no cut into 2 stages that leaves"),
+    (f"{TWO_BLOCKS} strategy.schedule=interleaved_1f1b", "4 stages, but `model` has 2 blocks with parameters"),
     (f"{PIPELINE} trainer.precision=16-mixed", "16-mixed"),
     (f"{PIPELINE} module.compile=true", "module.compile=true"),
     (f"{PIPELINE} strategy.schedule=zbv_zero_bubble module.recompute=blocks", "zbv_zero_bubble.*module.recompute=b"),
