@@ -38,3 +38,16 @@ EXPERIMENTS: dict[str, list[str]] = {
         "data.source.train_size=190",
     ],
 }
+
+
+def _torch_class(name: str, **arguments: object) -> list[str]:
+    """Return the overrides that choose a scheduler of torch."""
+    listed = [f"+scheduler.scheduler.{key}={value}" for key, value in arguments.items()]
+    return ["scheduler=torch", f"scheduler.scheduler._target_=torch.optim.lr_scheduler.{name}", *listed]
+
+
+TORCH_SCHEDULES = {
+    "epoch": _torch_class("StepLR", step_size=1, gamma=0.5),
+    "two steps": [*_torch_class("ExponentialLR", gamma=0.5), "scheduler.interval=step", "scheduler.frequency=2"],
+    "plateau": _torch_class("ReduceLROnPlateau", patience=0, threshold=10.0, factor=0.5),
+}

@@ -1,19 +1,13 @@
 """Dropout by samples has the same masks on any hardware, and its masks are uncorrelated."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from src.engine.determinism.dropout import DropPath, SampleDropout, set_keys, use_sample_dropout
 from src.engine.determinism.hashing import hash_ints
-from tests.support.comparison import TOLERANCE, distances
-from tests.support.runs import Record
 
 SAMPLES, ELEMENTS, RATE = 400, 3000, 0.3
-VIT = ["model=vit", "model.width=8", "model.depth=4", "model.heads=2", "model.patch=8"]
-DROPPING = [*VIT, "model.dropout=0.2", "model.drop_path=0.3"]
 
 
 def masks(layer: SampleDropout, epoch: int = 0) -> Tensor:
@@ -73,27 +67,6 @@ def test_layers_hashed_together_have_the_masks_of_each() -> None:
     assert torch.equal(together[5], 0 * ones)
     kept = (together[3][:24, 0] > 0).nonzero().flatten().tolist()
     assert kept == [1, 4, 6, 17, 19, 20], "fixed, since other masks would change every experiment"
-
-
-@pytest.mark.parametrize(
-    ("devices", "options"),
-    [
-        (2, ["strategy=pipeline", "strategy.schedule=zbv_zero_bubble"]),
-        pytest.param(4, ["strategy=hybrid", "strategy.data_parallel=fsdp"], marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_agrees_with_single_process(
-    devices: int, options: list[str], alone: Callable[..., Record], short_run: Callable[..., list[Record]]
-) -> None:
-    """test_any_data.py and test_recomputation.py have dropout under other strategies, and with accumulation."""
-    for record in short_run(*DROPPING, *options, f"trainer.devices={devices}"):
-        assert max(distances(record, alone(*DROPPING))) < TOLERANCE
-
-
-def test_dropout_changes_the_run(alone: Callable[..., Record]) -> None:
-    losses = zip(alone(*VIT, "model.dropout=0", "model.drop_path=0").losses, alone(*DROPPING).losses, strict=True)
-    assert min(abs(a - b) for a, b in losses) > 1e-6
 
 
 def test_layers_without_a_row_for_each_sample_behave_as_in_torch() -> None:

@@ -1,6 +1,5 @@
-"""Optimizers and schedulers of torch, by `_target_`, learn the same on any hardware and after a restart."""
+"""Schedulers of torch, by `_target_`, learn the same after a restart; tests/engine/parity has them on any hardware."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,22 +9,9 @@ from torch import nn
 from src.engine.run.experiment import run
 from src.engine.state.optimizer_state import name_parameters
 from src.engine.utils.errors import UserError
-from tests.support.comparison import TOLERANCE, check_resumed, distances
-from tests.support.experiments import SHORT_EPOCH, SHORT_RUN, SMALL_MLP
-from tests.support.runs import Record, compose, fit
-
-
-def torch_class(name: str, **arguments: object) -> list[str]:
-    """Return the overrides that choose a scheduler of torch."""
-    listed = [f"+scheduler.scheduler.{key}={value}" for key, value in arguments.items()]
-    return ["scheduler=torch", f"scheduler.scheduler._target_=torch.optim.lr_scheduler.{name}", *listed]
-
-
-SCHEDULES = {
-    "epoch": torch_class("StepLR", step_size=1, gamma=0.5),
-    "two steps": [*torch_class("ExponentialLR", gamma=0.5), "scheduler.interval=step", "scheduler.frequency=2"],
-    "plateau": torch_class("ReduceLROnPlateau", patience=0, threshold=10.0, factor=0.5),
-}
+from tests.support.comparison import check_resumed
+from tests.support.experiments import SHORT_EPOCH, SHORT_RUN, SMALL_MLP, TORCH_SCHEDULES
+from tests.support.runs import compose, fit
 
 
 @pytest.fixture
@@ -33,20 +19,11 @@ def task(small: list[str]) -> list[str]:
     return [*small, *SHORT_RUN, *SMALL_MLP]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_agrees_with_single_process(
-    schedule: str, alone: Callable[..., Record], short_run: Callable[..., list[Record]]
-) -> None:
-    chosen = [*SMALL_MLP, *SCHEDULES[schedule], "optimizer._target_=torch.optim.RMSprop"]
-    for record in short_run(*chosen, "strategy=fsdp", "trainer.devices=2", "trainer.accumulate_grad_batches=2"):
-        assert max(distances(record, alone(*chosen))) < TOLERANCE
-
-
 @pytest.mark.parametrize(
     ("schedule", "stop"), [("epoch", SHORT_EPOCH), ("two steps", SHORT_EPOCH + 2), ("plateau", SHORT_EPOCH)]
 )
 def test_resumes(schedule: str, stop: int, task: list[str], folder: Path) -> None:
-    chosen = [*task, *SCHEDULES[schedule], "trainer.max_steps=12", "trainer.max_epochs=3"]
+    chosen = [*task, *TORCH_SCHEDULES[schedule], "trainer.max_steps=12", "trainer.max_epochs=3"]
     reference = fit(compose(folder / "full", *chosen))
     saves = f"callbacks.checkpoint.every_n_train_steps={stop}"
     fit(compose(folder / "part", *chosen, f"trainer.max_steps={stop}", saves))
@@ -55,14 +32,14 @@ def test_resumes(schedule: str, stop: int, task: list[str], folder: Path) -> Non
 
 
 def test_the_plateau_lowers_the_learning_rate(task: list[str], folder: Path) -> None:
-    run(compose(folder, *task, *SCHEDULES["plateau"], "trainer.max_steps=15", "trainer.max_epochs=3"))
+    run(compose(folder, *task, *TORCH_SCHEDULES["plateau"], "trainer.max_steps=15", "trainer.max_epochs=3"))
     rates = {line.split(",")[3] for line in (folder / "metrics.csv").read_text().splitlines()[1:]}
     assert len(rates) > 1
 
 
 @pytest.mark.parametrize(("first", "second"), [("epoch", "plateau"), ("constant", "epoch")])
 def test_refuses_to_resume_with_another_scheduler(first: str, second: str, task: list[str], folder: Path) -> None:
-    chosen = SCHEDULES | {"constant": []}
+    chosen = TORCH_SCHEDULES | {"constant": []}
     run(compose(folder / "a", *task, *chosen[first], "trainer.max_steps=2"))
     with pytest.raises(UserError, match="another kind of `scheduler`"):
         run(compose(folder / "b", *task, *chosen[second], f"ckpt_path={folder}/a/checkpoints/last.ckpt"))

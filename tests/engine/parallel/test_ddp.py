@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from src.engine.parallel import ddp
 from src.engine.parallel.ddp import DDP
-from tests.support.comparison import TOLERANCE, check_replicas, check_resumed, distances
+from tests.support.comparison import check_replicas, check_resumed, distances
 from tests.support.experiments import SHORT_RUN
 from tests.support.interruption import SaveOnce, die
 from tests.support.pool import Pool
@@ -150,14 +150,6 @@ def test_powersgd_starts_anew_in_a_continued_run(pool: Pool, small: list[str], f
     resumed = compose(folder, *small, *task, "trainer.devices=4", f"ckpt_path={folder}/died.ckpt")
     for record in pool.run(4, fit, resumed):
         assert record.losses == pytest.approx(reference[0].losses[4:], rel=1e-2)
-
-
-def test_trains_a_network_with_unused_parameters(
-    alone: Callable[..., Record], short_run: Callable[..., list[Record]]
-) -> None:
-    network = ["model._target_=tests.support.zoo.Unused", "~model.width", "~model.norm"]
-    for record in short_run(*network, *TWO, "+strategy.find_unused_parameters=true"):
-        assert max(distances(record, alone(*network))) < TOLERANCE
 
 
 @pytest.mark.parametrize(

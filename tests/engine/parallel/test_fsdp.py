@@ -5,20 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.comparison import TOLERANCE, check_resumed, distances
+from tests.support.comparison import check_resumed
 from tests.support.experiments import SHORT_RUN
 from tests.support.interruption import die
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
 FSDP = ["strategy=fsdp", "trainer.devices=2"]
-
-
-def test_clips_by_the_norm_of_all_shards(alone: Callable[..., Record], short_run: Callable[..., list[Record]]) -> None:
-    clip = "trainer.gradient_clip_val=0.5"
-    assert alone(clip).losses != alone().losses
-    for record in short_run(*FSDP, clip):
-        assert max(distances(record, alone(clip))) < TOLERANCE
 
 
 def test_an_optimizer_without_state_resumes(

@@ -17,29 +17,11 @@ from src.engine.parallel.pipeline.blocks import Block, ordered_blocks
 from src.engine.parallel.pipeline.schedules import SCHEDULES
 from src.engine.parallel.pipeline.split import cut
 from src.engine.run.experiment import assemble
-from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import SHORT_RUN
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
 PIPELINE = ["strategy=pipeline", "trainer.devices=2"]
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["trainer.gradient_clip_val=0.5", "strategy.microbatches=1", "strategy.schedule=gpipe"],
-        ["strategy=hybrid", "trainer.devices=4", "trainer.gradient_clip_val=0.5", "strategy.data_parallel=fsdp"],
-        pytest.param(["strategy=hybrid", "trainer.devices=4", "trainer.gradient_clip_val=0.5"], marks=pytest.mark.slow),
-    ],
-    ids=" ".join,
-)
-def test_agrees_with_single_process(
-    overrides: list[str], alone: Callable[..., Record], short_run: Callable[..., list[Record]]
-) -> None:
-    plain = [word for word in overrides if not word.startswith(("strategy", "trainer.devices"))]
-    for record in short_run(*PIPELINE, *overrides):
-        assert max(distances(record, alone(*plain))) < TOLERANCE
 
 
 def test_trains_in_half_precision(alone: Callable[..., Record], short_run: Callable[..., list[Record]]) -> None:
