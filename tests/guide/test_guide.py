@@ -5,6 +5,7 @@ A chapter needs no test of its own. `make test` runs the first mistake of each c
 
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from docs.guide.check import CHAPTERS, check
 from docs.guide.experiment import TOLERANCE, train_alone
-from tests.support.commands import ROOT, run
+from tests.support.commands import ROOT, run, start
 from tests.support.comparison import read_rows
 
 GUIDE = ROOT / "docs" / "guide"
@@ -33,14 +34,18 @@ def code_blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.M | re.S)
 
 
-def template_commands() -> list[tuple[str, str]]:
-    """Return the chapter and the words of each `python train.py` line under "One word here"."""
-    found = []
-    for name, page in PAGES.items():
-        section = page.partition("## One word here")[2].partition("\n## ")[0]
-        lines = "".join(code_blocks(section, "bash")).replace("\\\n", " ").splitlines()
-        found += [(name, line) for line in lines if line.startswith("python train.py experiment=guide")]
-    return found
+def commands(page: str) -> list[str]:
+    return "".join(code_blocks(page, "bash")).replace("\\\n", " ").splitlines()
+
+
+TEMPLATE = "python train.py experiment=guide"
+# The lines that no test below runs otherwise. The benchmark takes many minutes, and has tests of its own.
+OTHERS = [
+    line
+    for page in (*PAGES.values(), (GUIDE / "which_strategy.md").read_text())
+    for line in commands(page)
+    if not re.match(rf"{TEMPLATE}|python -m (docs.guide.\w+.train|scripts.dev.bench)\b", line)
+]
 
 
 def run_script(name: str, *options: str) -> "subprocess.CompletedProcess[str]":
@@ -107,12 +112,34 @@ def test_exercises_have_solutions(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "line"), template_commands(), ids=lambda value: value)
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [(name, line) for name, page in PAGES.items() for line in commands(page) if line.startswith(TEMPLATE)],
+    ids=lambda value: value,
+)
 def test_command_trains_what_the_script_trains(name: str, line: str, tmp_path: Path) -> None:
     words = shlex.split(line, comments=True)[2:]
     run(*words, "trainer.accelerator=cpu", "report=false", f"run_dir={tmp_path}/run")
     losses = [float(row["train/loss"]) for row in read_rows(tmp_path / "run") if row["train/loss"]]
     assert losses == pytest.approx(train_alone("model.normalize=true" in words), rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", OTHERS)
+def test_other_command_runs(line: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    words = shlex.split(line.replace("HOST:29500", address).replace("torchrun", "python -m torch.distributed.run"))
+    if line.startswith("torchrun --nproc"):
+        words.insert(3, "--standalone")  # a free port
+    if "train.py" in words:
+        words += ["trainer.accelerator=cpu", "report=false", f"run_dir={tmp_path}/run"]
+        words += [] if re.search("experiment=| data=", line) else ["data=shapes"]  # CIFAR-10 would be downloaded
+        words += [] if re.search("experiment=|debug=|doctor=", line) else ["debug=one_step"]
+    hosts = [start(*words[1:], program=()) for _ in range(2 if "--nnodes=2" in words else 1)]
+    for host in hosts:
+        out, err = host.communicate(timeout=300)
+        assert host.returncode == 0, out + err[-3000:]
 
 
 def test_chinese_readme_is_in_step() -> None:
