@@ -26,6 +26,11 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
 
         examine(cfg)
         return {}
+    if cfg.plan:
+        from src.engine.plan.plan import show_plan
+
+        show_plan(cfg)
+        return {}
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         from src.engine.sweeps.job import run_job
 

@@ -39,6 +39,7 @@ LAYERS = [  # of src/engine, from the top down: each imports from those below it
     "doctor",  # checks before a run
     "sweeps",  # jobs of a multirun
     "launch",  # starts the ranks
+    "plan",  # what each strategy needs for a run
     "run",  # one run on one rank
     "report",  # report.html, from the files of run folders
     "config",  # from the command line to one resolved configuration

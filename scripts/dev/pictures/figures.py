@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, NamedTuple
 
 from scripts.dev.pictures.passes import Rows, draw_passes, duration, fastest_step
-from scripts.dev.pictures.simulation import bubble, simulate
 from src.engine.parallel.pipeline.schedules import SCHEDULES
+from src.engine.parallel.pipeline.simulation import bubble, simulate
 from src.engine.report.comparison import comparison_figure
 from src.engine.report.page import new_figure
 from src.engine.report.run_folder import RunFolder

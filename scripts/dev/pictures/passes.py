@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.dev.pictures.simulation import Pass
+from src.engine.parallel.pipeline.simulation import Pass
 from src.engine.utils.files import read_json_lines
 
 if TYPE_CHECKING:

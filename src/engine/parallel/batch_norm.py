@@ -67,10 +67,7 @@ def rank_groups(layout: BatchLayout, data_parallel: Any) -> RankGroups:
         data_parallel: process group of the data-parallel ranks; None if there is one.
     """
     holds, rank = layout.counts > 0, layout.parallel.dp_rank  # (ranks, groups)
-    is_sharing = np.arange(len(holds)) == rank
-    for _ in holds:  # add the ranks that share a group with one of these
-        is_sharing = holds[:, holds[is_sharing].any(0)].any(1)
-    ranks = np.flatnonzero(is_sharing).tolist()
+    ranks = ranks_that_share(layout)
     counts = layout.counts[ranks][:, holds[ranks].any(0)]
     sharing = data_parallel
     if len(ranks) < len(holds):
@@ -85,6 +82,15 @@ def rank_groups(layout: BatchLayout, data_parallel: Any) -> RankGroups:
         weight=counts.shape[1] / holds.shape[1] / len(ranks),
         micro_batches=layout.micro_batches,
     )
+
+
+def ranks_that_share(layout: BatchLayout) -> list[int]:
+    """Return this data-parallel rank, and those with which it shares groups, also through others."""
+    holds = layout.counts > 0
+    is_sharing, count = np.arange(len(holds)) == layout.parallel.dp_rank, 0
+    while count < is_sharing.sum():  # add the ranks that share a group with one of these
+        count, is_sharing = is_sharing.sum(), holds[:, holds[is_sharing].any(0)].any(1)
+    return np.flatnonzero(is_sharing).tolist()
 
 
 def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:

@@ -99,16 +99,19 @@ class FSDP(ShardedStateStrategy):
 
     def _shard(self, net: nn.Module) -> None:
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP supports no other format
-        if self.policy.param_dtype:
-            # Batch statistics stay in full precision, so the weights of these layers must too: no policy.
-            for norm in [module for module in net.modules() if isinstance(module, _BatchNorm)]:
-                fully_shard(norm, mesh=self.device_mesh)
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.policy}
+        for module in self.gathered_modules(net):
+            is_norm = self.policy.param_dtype and isinstance(module, _BatchNorm)
+            fully_shard(module, mesh=self.device_mesh, **({} if is_norm else options))
+
+    def gathered_modules(self, net: nn.Module) -> list[nn.Module]:
+        """Return the modules that gather their weights at once, each without the weights of those before it."""
+        # Batch statistics stay in full precision, so the weights of these layers must too: no policy.
+        norms = [part for part in net.modules() if isinstance(part, _BatchNorm)] if self.policy.param_dtype else []
         # A block with tied weights, such as an embedding and the head, is gathered with the network.
         uses = _uses(net)
         blocks = [block for block in _networks(net) if all(uses[weight] == n for weight, n in _uses(block).items())]
-        for module in [*blocks, net]:
-            fully_shard(module, mesh=self.device_mesh, **options)
+        return [*norms, *blocks, net]
 
 
 def _networks(module: nn.Module) -> Iterator[nn.Module]:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from src.engine.determinism.layout import BatchLayout
 from src.engine.parallel.batch_norm import (
     apply_norm_groups,
     average_statistics,
@@ -25,17 +26,7 @@ class NormGroups(L.Callback):
         if stage != "fit" or not any(isinstance(part, _BatchNorm) for part in pl_module.modules()):
             return
         layout = trainer.datamodule.layout
-        if layout.norm_groups > layout.batch_size:
-            raise UserError(
-                f"data.norm_groups={layout.norm_groups} exceeds data.batch_size={layout.batch_size}: set fewer groups"
-            )
-        if not layout.has_whole_groups:
-            raise UserError(
-                f"data.norm_groups={layout.norm_groups} does not divide over the {layout.micro_batches} micro-batches "
-                "of a step (trainer.accumulate_grad_batches, strategy.microbatches), so batch normalization would be "
-                f"another experiment: use fewer, set data.norm_groups={layout.micro_batches}, which is another "
-                "experiment too, or take a model without batch normalization, such as vit"
-            )
+        check_groups(layout)
         kwargs = trainer.distributed_sampler_kwargs or {}
         ranks = kwargs.get("group", dist.group.WORLD) if layout.parallel.dp_size > 1 else None
         apply_norm_groups(pl_module, rank_groups(layout, ranks))
@@ -57,6 +48,21 @@ class NormGroups(L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         average_statistics(pl_module)
         revert_norm_groups(pl_module)
+
+
+def check_groups(layout: BatchLayout) -> None:
+    """Raise a UserError if the micro-batches of the layout cannot hold whole normalization groups."""
+    if layout.norm_groups > layout.batch_size:
+        raise UserError(
+            f"data.norm_groups={layout.norm_groups} exceeds data.batch_size={layout.batch_size}: set fewer groups"
+        )
+    if not layout.has_whole_groups:
+        raise UserError(
+            f"data.norm_groups={layout.norm_groups} does not divide over the {layout.micro_batches} micro-batches "
+            "of a step (trainer.accumulate_grad_batches, strategy.microbatches), so batch normalization would be "
+            f"another experiment: use fewer, set data.norm_groups={layout.micro_batches}, which is another "
+            "experiment too, or take a model without batch normalization, such as vit"
+        )
 
 
 def _average_before_saving(strategy: Strategy, module: L.LightningModule) -> None:

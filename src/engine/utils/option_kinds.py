@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from src.engine.utils.targets import default_options
 
 HARDWARE = """
-    ckpt_path resume fit test predict doctor report tags optimized_metric run_dir runtime.* logger.*
+    ckpt_path resume fit test predict doctor plan hardware.* report tags optimized_metric run_dir runtime.* logger.*
     launch.timeout launch.max_restarts launch.elastic launch.min_devices launch.probe
     optimizer.compile optimizer.fused optimizer.foreach optimizer.capturable data.augment.compile
     module.compile module.channels_last module.recompute module.tta

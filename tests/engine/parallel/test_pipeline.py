@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from scripts.dev.pictures.simulation import Action, order_of_passes
 from src.engine.parallel.pipeline.blocks import Block, ordered_blocks
 from src.engine.parallel.pipeline.schedules import SCHEDULES
+from src.engine.parallel.pipeline.simulation import Action, order_of_passes
 from src.engine.parallel.pipeline.split import cut
 from src.engine.run.experiment import assemble
 from tests.support.experiments import SHORT_RUN

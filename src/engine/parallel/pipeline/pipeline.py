@@ -133,7 +133,7 @@ class Pipeline(ShardedStateStrategy):
 
     def parallelize(self, module: L.LightningModule) -> None:
         """Keep the blocks of this rank's stages, and replace the forward pass of the network with the pipeline."""
-        self._check_options(module)
+        self.check_options(module)
         check_module(module)
         net = cast(nn.Module, module.net)
         self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
@@ -156,7 +156,7 @@ class Pipeline(ShardedStateStrategy):
         if self.is_global_zero:
             self._log_stages(blocks)
 
-    def _check_options(self, module: L.LightningModule) -> None:
+    def check_options(self, module: L.LightningModule) -> None:
         if getattr(module, "should_compile", False):
             raise UserError("module.compile=true compiles the full network, of which a pipeline's rank holds a part")
         if self.spec.splits_backward and getattr(module, "recompute", "none") != "none":

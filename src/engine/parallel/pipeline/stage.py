@@ -47,7 +47,7 @@ class Stage(nn.Module):
     def __init__(self, net: nn.Module, blocks: Sequence[Block], inputs: Sequence[fx.Node]) -> None:
         super().__init__()
         nodes, outputs = [node for block in blocks for node in block.nodes], blocks[-1].outputs
-        self.body = fx.GraphModule(net, _extract(nodes, inputs, outputs))
+        self.body = fx.GraphModule(net, extract_graph(nodes, inputs, outputs))
         self.calls, self.calls_before = 0, 0
         self._dropouts = dropouts(self)
         self.keys: Tensor | None = None
@@ -69,7 +69,7 @@ class Stage(nn.Module):
         return tuple(_Transit.apply(result, torch.contiguous_format) for result in results)
 
 
-def _extract(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
+def extract_graph(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
     """Return the graph of some consecutive nodes.
 
     Args:

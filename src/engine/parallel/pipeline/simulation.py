@@ -1,12 +1,10 @@
 """Simulation of a pipeline schedule: when each rank runs which pass, and the bubble between the passes.
 
-All stages cost the same. A forward pass takes one unit of time, and so do the gradients of a stage's inputs and those
-of its weights; a full backward pass takes two. Sending takes no time. The step ends when all ranks are done, because
-the optimizer step waits for the gradients of all.
+The step ends when all ranks are done, because the optimizer step waits for the gradients of all.
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ from torch import nn
 
 from src.engine.parallel.pipeline.schedules import SCHEDULES, build_schedule
 
-_DURATIONS = {"F": 1, "B": 2, "I": 1, "W": 1}
+_UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 class Action(NamedTuple):
@@ -31,7 +29,7 @@ class Action(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """An action with its start and end since the start of the step: in units of a forward pass, or in seconds."""
+    """An action with its start and end since the start of the step, in seconds or units of a forward pass."""
 
     stage: int
     microbatch: int
@@ -76,8 +74,20 @@ def _forward_ahead(stage: int, microbatches: int, ahead: int) -> list[Action]:
     return actions
 
 
-def simulate(schedule: str, ranks: int, microbatches: int) -> list[list[Pass]]:
-    """Return the passes of each rank in a step, with their times. The arguments are those of `order_of_passes`."""
+def simulate(
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    duration: Callable[[Action], float] = lambda action: _UNITS[action.kind],
+    delay: Callable[[Action, int], float] = lambda result, stage: 0.0,
+) -> list[list[Pass]]:
+    """Return the passes of each rank in a step, with their times.
+
+    Args:
+        schedule, ranks, microbatches: as for `order_of_passes`.
+        duration: of a pass; by default all stages cost the same, and a full backward pass takes two units of time.
+        delay: from the end of a pass until a stage has its result.
+    """
     order = order_of_passes(schedule, ranks, microbatches)
     waiting = [deque(actions) for actions in order]
     last_stage = max(action.stage for actions in order for action in actions)
@@ -91,8 +101,8 @@ def simulate(schedule: str, ranks: int, microbatches: int) -> list[list[Pass]]:
                 continue
             action = actions.popleft()
             rank_is_free = passes[-1].end if passes else 0.0
-            start = max([rank_is_free, *(ends[other] for other in needed)])
-            passes.append(Pass(*action, start, start + _DURATIONS[action.kind]))
+            start = max([rank_is_free, *(ends[other] + delay(other, action.stage) for other in needed)])
+            passes.append(Pass(*action, start, start + duration(action)))
             ends[_result(action)] = passes[-1].end
         if sum(map(len, waiting)) == remaining:
             raise ValueError("passes wait for others that do not exist")

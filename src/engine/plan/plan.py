@@ -1,0 +1,284 @@
+"""`plan=true` and `strategy=best`: the strategies that a run can use, what each needs, and which one is the fastest."""
+
+import itertools
+import json
+import logging
+import multiprocessing
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning as L
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from src.engine.config.folder import CONF, register_resolvers
+from src.engine.config.resolve import device_count, refuse_unknown_options, resolve_devices
+from src.engine.determinism.sampler import total_steps
+from src.engine.parallel.compatibility import check_can_train
+from src.engine.parallel.pipeline.schedules import SCHEDULES
+from src.engine.plan import BEST
+from src.engine.plan.hardware import Hardware
+from src.engine.plan.profile import Profile
+from src.engine.plan.step import Estimate, Job
+from src.engine.plan.strategies import plan_step
+from src.engine.run.experiment import assemble
+from src.engine.utils.errors import UserError
+from src.engine.utils.files import atomic_write
+from src.engine.utils.targets import NOT_PASSED, build, check_options
+
+AUTO, RECOMPUTE = "strategy=auto", "module.recompute=blocks"
+_STAGES, _MICRO_BATCHES = (2, 4, 8, 16), (4, 8, 16)
+_MIN_GAIN = 0.05  # of a step, by which another strategy must be faster than `auto`
+_USABLE = 0.95  # fraction of a device's memory
+_SHOWN = 15  # rows of the table; plan.json has all
+
+
+@dataclass
+class Candidate:
+    """A strategy, as it is chosen on the command line.
+
+    Attributes:
+        options: the overrides.
+        estimate: its step; None if the run would be refused.
+        lost: why another one is better, or the error with which the run would be refused; empty for the best.
+    """
+
+    options: list[str]
+    estimate: Estimate | None = None
+    lost: str = ""
+
+    @property
+    def name(self) -> str:
+        """The options without `strategy`."""
+        return " ".join(word.removeprefix("strategy=").removeprefix("strategy.") for word in self.options)
+
+
+@dataclass
+class Plan:
+    """The candidates for a run, the best first.
+
+    Attributes:
+        steps: optimizer steps of the run.
+        alone: a step on one device; None if that would be refused.
+    """
+
+    job: Job
+    steps: int
+    alone: Estimate | None
+    candidates: list[Candidate]
+
+
+def plan_run(cfg: DictConfig) -> Plan:
+    """Return the plan of a composed configuration, made in a new process: a launcher never touches a device."""
+    hydra_cfg = HydraConfig.get()
+    refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
+    if cfg.data.get("batch_size_per_device"):
+        raise UserError("a plan compares strategies that train the same batches: set data.batch_size")
+    asked = [word for word in hydra_cfg.overrides.task if word.startswith("strategy")] or [AUTO]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(make_plan, cfg, [] if asked[0] == f"strategy={BEST}" else asked).result()
+
+
+def make_plan(cfg: DictConfig, asked: list[str]) -> Plan:
+    """Return the plan of a composed configuration: the strategy with the overrides `asked`, if any, and others."""
+    register_resolvers()
+    warnings.simplefilter("ignore")
+    logging.disable()
+    hardware: Hardware = build(cfg.hardware)
+    if cfg.trainer.devices in ("auto", -1):
+        cfg.trainer.devices = hardware.devices_per_node
+    profile, job, steps = begin_run(cfg, hardware)
+    candidates = [estimate(options, cfg, profile, job) for options in _options(job, asked)]
+    if not job.recompute:
+        too_large = [one for one in candidates if one.estimate and not _fits(one.estimate, job)]
+        recomputing = replace(job, recompute=True)
+        candidates += [estimate([*one.options, RECOMPUTE], cfg, profile, recomputing) for one in too_large]
+    alone = None
+    with suppress(UserError):
+        alone = plan_step("auto", profile, replace(job, ranks=1, per_host=1))
+    return Plan(job, steps, alone, _ranked(candidates, job))
+
+
+def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
+    """Start the run on one process, without callbacks; return the profile of its network, and its number of steps."""
+    own: Any = cfg.copy()
+    own.trainer.devices = own.trainer.num_nodes = own.trainer.accumulate_grad_batches = 1
+    own.trainer.fast_dev_run, own.trainer.enable_progress_bar = True, False
+    own.trainer.accelerator, _ = resolve_devices("cpu" if hardware.tflops else "auto", 1)
+    own.strategy, own.callbacks, own.logger = {"_target_": "lightning.pytorch.strategies.SingleDeviceStrategy"}, {}, {}
+    own.ckpt_path, own.seed, own.run_dir = None, own.seed or 0, tempfile.gettempdir()
+    OmegaConf.resolve(own)
+    trainer, module, data = assemble(own)
+    if not (hasattr(module, "net") and hasattr(module, "loss")):
+        raise UserError(f"{type(module).__name__} has no `net` or no `loss`, from which a plan is made")
+    begin = _Begin()
+    trainer.callbacks.append(begin)
+    with suppress(_HasBegun):
+        trainer.fit(module, datamodule=data, weights_only=True)
+    job = Job(
+        hardware,
+        device_count(cfg.trainer) * cfg.trainer.num_nodes,
+        device_count(cfg.trainer),
+        data.global_batch_size,
+        cfg.trainer.accumulate_grad_batches,
+        data.layout.norm_groups,
+        cfg.trainer.sync_batchnorm,
+        data.layout.has_pairs,
+        str(cfg.trainer.precision),
+        cfg.module.get("recompute") == "blocks",
+    )
+    return begin.profile, job, total_steps(cfg.trainer.max_epochs, cfg.trainer.max_steps, data.steps_per_epoch)
+
+
+class _HasBegun(BaseException):
+    """Ends the run where training would start."""
+
+
+class _Begin(L.Callback):
+    profile: Profile
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.profile = Profile(trainer, pl_module)
+        raise _HasBegun
+
+
+def _options(job: Job, asked: list[str]) -> Iterator[list[str]]:
+    """Yield the overrides of each candidate: of the one asked for, and of others that train the same."""
+    every = [asked] if asked else []
+    every.append([AUTO])
+    if job.ranks > 1:
+        every += [["strategy=ddp", "strategy.shard_optimizer=true"], ["strategy=fsdp"]]
+        every.append(["strategy=fsdp", "strategy.reshard_after_forward=false"])
+    replicas = max(2, job.ranks // job.per_host)
+    if replicas < job.ranks:
+        every.append(["strategy=hsdp", f"strategy.replicas={replicas}"])
+    for stages in [number for number in _STAGES if job.ranks % number == 0]:
+        kind = ["strategy=pipeline"] if stages == job.ranks else ["strategy=hybrid", f"strategy.stages={stages}"]
+        for schedule, count in itertools.product(SCHEDULES, _MICRO_BATCHES):
+            every.append([*kind, f"strategy.schedule={schedule}", f"strategy.microbatches={count}"])
+    yield from (options for number, options in enumerate(every) if options not in every[:number])
+
+
+def estimate(options: list[str], cfg: DictConfig, profile: Profile, job: Job) -> Candidate:
+    """Return a candidate with its estimate, or with the error with which the run would be refused."""
+    group, *others = [word for word in options if word.startswith("strategy")]
+    own = OmegaConf.masked_copy(cfg, ["trainer"])
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            own.strategy = hydra.compose(group.replace("=", "/"), others).strategy
+        OmegaConf.resolve(own)
+        check_options(OmegaConf.masked_copy(own, ["strategy"]))
+        strategy = build(OmegaConf.masked_copy(own.strategy, [key for key in own.strategy if key != NOT_PASSED]))
+        check_can_train(strategy, profile.module)
+        return Candidate(options, plan_step(strategy, profile, job))
+    except UserError as error:
+        return Candidate(options, lost=str(error))
+
+
+def _fits(step: Estimate, job: Job) -> bool:
+    return sum(step.memory.values()) <= _USABLE * job.hardware.memory
+
+
+def _ranked(candidates: list[Candidate], job: Job) -> list[Candidate]:
+    """Return the candidates, the fastest that fits first, and say why the others lost. `auto` need not be faster."""
+
+    def order(one: Candidate) -> tuple[bool, bool, float]:
+        if not one.estimate:
+            return True, True, 0.0
+        return False, not _fits(one.estimate, job), one.estimate.step * (1 - _MIN_GAIN * (one.options == [AUTO]))
+
+    ranked = sorted(candidates, key=order)
+    best = ranked[0].estimate
+    for candidate in ranked:
+        step = candidate.estimate
+        if step and not _fits(step, job):
+            needed, present = sum(step.memory.values()) / 2**30, job.hardware.memory / 2**30
+            candidate.lost = f"needs {needed:.1f} GiB of {present:.0f}"
+        elif step and best and step is not best:
+            name, waits = max((step.seconds.get(part, 0.0), part) for part in ("communication", "bubble"))[::-1]
+            slower = step.step / best.step - 1
+            how = f"{slower:.0%} slower" if slower > 0 else f"not {_MIN_GAIN:.0%} faster than auto"
+            candidate.lost = f"{how}; {name} is {waits / step.step:.0%} of a step"
+    return ranked
+
+
+def choose_strategy(cfg: DictConfig) -> DictConfig:
+    """Compose the configuration again with the best strategy, as if that had been typed; print the choice."""
+    best, *others = plan_run(cfg).candidates
+    if best.lost or not best.estimate:
+        raise UserError(f"strategy=best: no strategy can train this; {best.name}: {best.lost}")
+    reasons = "".join(f"; {one.name}: {one.lost}" for one in others[:3])
+    print(f"best: {best.name}, {1000 * best.estimate.step:.0f} ms a step{reasons}", file=sys.stderr)
+    words = [word for word in HydraConfig.get().overrides.task if not word.startswith("strategy")] + best.options
+    own: Any = HydraConfig.instance().cfg
+    OmegaConf.set_readonly(own.hydra, False)
+    own.hydra.overrides.task, own.hydra.runtime.choices.strategy = words, best.options[0].partition("=")[2]
+    return hydra.compose("train", words)
+
+
+def show_plan(cfg: DictConfig) -> None:
+    """Plan the run, print the table and the errors, and write plan.json into the run folder."""
+    plan, folder = plan_run(cfg), Path(HydraConfig.get().runtime.output_dir)
+    rows = [_row(one, plan) for one in plan.candidates]
+    possible = [row for row in rows if row["step_ms"]]
+    table = Table(*next(iter(possible), {}), box=None)
+    for row in possible[:_SHOWN]:
+        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+    Console().print(table)
+    refused: dict[str, list[str]] = {}
+    for row in rows[len(possible) :]:
+        refused.setdefault(row["why not"], []).append(row["strategy"])
+    for error, names in refused.items():
+        print(f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}: {error}")
+    with atomic_write(folder / "plan.json") as file:
+        file.write_text(
+            json.dumps([_details(one) | row for one, row in zip(plan.candidates, rows, strict=True)], indent=1)
+        )
+    print(f"{plan.job.ranks} ranks, {plan.job.batch_size} samples a step, {plan.steps} steps; {folder / 'plan.json'}")
+
+
+def _row(one: Candidate, plan: Plan) -> dict[str, Any]:
+    """Return the row of a candidate in the table; MB are those that its busiest rank sends in a step."""
+    step, job = one.estimate, plan.job
+    if not step:
+        return {"strategy": one.name, "step_ms": None, "why not": one.lost}
+    sent = {
+        within: sum(c.sent for c in step.collectives if c.is_within_host(job) == within) / 1e6
+        for within in (True, False)
+    }
+    hours = step.step * plan.steps / 3600
+    return {
+        "strategy": one.name,
+        "GiB": sum(step.memory.values()) / 2**30,
+        "MB in a host": sent[True],
+        "MB between": sent[False],
+        "step_ms": 1000 * step.step,
+        "bubble": f"{step.seconds.get('bubble', 0.0) / step.step:.0%}",
+        "efficiency": f"{plan.alone.step / step.step / job.ranks:.0%}" if plan.alone else "",
+        "hours": hours,
+        "price": hours * job.ranks * job.hardware.price_per_hour if job.hardware.price_per_hour else "",
+        "why not": one.lost,
+    }
+
+
+def _details(one: Candidate) -> dict[str, Any]:
+    """Return what plan.json has of a candidate besides its row."""
+    if not one.estimate:
+        return {"options": one.options}
+    collectives = [vars(collective) for collective in one.estimate.collectives]
+    return {
+        "options": one.options,
+        "memory": one.estimate.memory,
+        "seconds": one.estimate.seconds,
+        "collectives": collectives,
+    }

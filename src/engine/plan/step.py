@@ -1,0 +1,96 @@
+"""A training step as a plan describes it: what it computes and where, its collectives, memory and seconds."""
+
+from dataclasses import dataclass, field
+
+from src.engine.parallel.pipeline.simulation import Pass
+from src.engine.plan.hardware import Hardware, Link
+
+_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # of a ring over all ranks but one
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run computes, and on what.
+
+    Attributes:
+        ranks, per_host: number of ranks, in all and on each host.
+        batch_size: samples of the global batch.
+        accumulate: `trainer.accumulate_grad_batches`.
+        norm_groups: groups of batch normalization.
+        is_synchronized: `trainer.sync_batchnorm`.
+        has_pairs: whether samples are mixed in pairs.
+        precision: `trainer.precision`.
+        recompute: whether blocks compute their activations again.
+    """
+
+    hardware: Hardware
+    ranks: int
+    per_host: int
+    batch_size: int
+    accumulate: int
+    norm_groups: int
+    is_synchronized: bool
+    has_pairs: bool
+    precision: str
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Equal calls of a collective by a rank in a step.
+
+    Attributes:
+        kind: all_reduce, all_gather, reduce_scatter, broadcast or send, which is a send or a receive.
+        nbytes: bytes of the full tensor of a call.
+        ranks, stride: ranks of the group, and the distance of their numbers.
+        calls: number of calls.
+    """
+
+    kind: str
+    nbytes: int
+    ranks: int
+    stride: int = 1
+    calls: int = 1
+
+    def is_within_host(self, job: Job) -> bool:
+        """Return whether all ranks of the group are on one host."""
+        return (self.ranks - 1) * self.stride < job.per_host
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a ring algorithm sends per rank, in all calls (Patarasuk and Yuan, 2009)."""
+        factor = _ROUNDS[self.kind] * (self.ranks - 1) / self.ranks if self.kind in _ROUNDS else 1
+        return self.calls * self.nbytes * factor
+
+    def seconds(self, job: Job) -> float:
+        """Return the seconds of all calls, by a ring, or by a tree if that is faster for many ranks."""
+        link: Link = job.hardware.within if self.is_within_host(job) else job.hardware.between
+        if self.kind not in _ROUNDS:
+            return self.calls * link.seconds(self.nbytes, 1)
+        rounds = _ROUNDS[self.kind]
+        if self.kind == "reduce_scatter" and not job.hardware.overlaps:
+            rounds = 2  # gloo's is an all-reduce: https://github.com/pytorch/pytorch/issues/118911
+        ring = link.seconds(rounds * self.nbytes * (self.ranks - 1) / self.ranks, rounds * (self.ranks - 1))
+        return self.calls * min(ring, link.seconds(2 * self.nbytes, 2 * (self.ranks - 1).bit_length()))
+
+
+@dataclass
+class Estimate:
+    """A training step of the rank that needs most.
+
+    Attributes:
+        memory: bytes by category.
+        collectives: what the rank sends and receives.
+        seconds: seconds of the step by part.
+        passes: the passes of each rank of a pipeline.
+    """
+
+    memory: dict[str, int]
+    collectives: list[Collective]
+    seconds: dict[str, float]
+    passes: list[list[Pass]] = field(default_factory=list)
+
+    @property
+    def step(self) -> float:
+        """Seconds of the step."""
+        return sum(self.seconds.values())

@@ -1,0 +1,371 @@
+"""What each strategy sends, holds in memory and waits for in a training step, in closed form from a profile.
+
+Each class describes the rank that needs most. What ranks send at log points, and about once a second to agree whether
+to stop, is left out.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from src.engine.determinism.layout import BatchLayout, DataParallelInfo
+from src.engine.parallel.batch_norm import ranks_that_share
+from src.engine.parallel.norm_groups import check_groups
+from src.engine.parallel.pipeline.simulation import Action, bubble, simulate
+from src.engine.parallel.pipeline.split import cut
+from src.engine.plan.profile import Operation, Part, Profile
+from src.engine.plan.step import Collective, Estimate, Job
+from src.engine.utils.errors import UserError
+
+_BUCKETS = [1 << 20, 25 << 20]  # bytes of DistributedDataParallel's first bucket, and of the others
+_HOOKS = {None: 1.0, "fp16": 0.5, "bf16": 0.5}  # the bytes of a float32 gradient under them, as a fraction
+
+
+class OneDevice:
+    """A step of one process without a strategy; the strategies differ in some of its parts.
+
+    Args:
+        strategy: the strategy, which has not been set up.
+        profile: the network.
+        job: the run.
+
+    Raises:
+        UserError: the error with which the run would end, as for a batch that does not divide.
+    """
+
+    model_ranks, micro_batches = 1, 1  # ranks that share a replica, and micro-batches into which it divides a batch
+    copies = 2  # of a batch: as the data module makes it, and in the memory format of the network
+
+    def __init__(self, strategy: Any, profile: Profile, job: Job) -> None:
+        self.strategy, self.profile, self.job = strategy, profile, job
+        self.replicas = job.ranks // self.model_ranks
+        samples = self._layout(0).counts.sum(1)  # of each rank in a micro-batch
+        self.layout = self._layout(int(samples.argmax()))
+        self.samples = int(samples.max())
+        norms = [part for part in profile.net.modules() if isinstance(part, _BatchNorm)]
+        self.norms = norms if job.is_synchronized else []
+        if self.norms:
+            check_groups(self.layout)
+        own_groups = int((self.layout.counts[self.layout.parallel.dp_rank] > 0).sum())
+        self.parts = profile.parts(self.samples, own_groups, job.recompute)
+        self.passes, self.data_seconds = self._pass_seconds()
+        self.weights = list(profile.weights.values())  # those that the rank holds, if only a shard of each
+
+    def _layout(self, rank: int) -> BatchLayout:
+        shares, job = getattr(self.strategy, "shares", None), self.job
+        parallel = DataParallelInfo(self.replicas, rank, self.micro_batches, tuple(shares) if shares else None)
+        return BatchLayout(job.batch_size, parallel, job.accumulate, job.norm_groups, job.has_pairs)
+
+    def _pass_seconds(self) -> tuple[list[tuple[float, float]], float]:
+        """Return the seconds of the forward and the backward pass of each part for a micro-batch, and of its data."""
+        job, hardware = self.job, self.job.hardware
+        if not hardware.tflops:
+            threads = max(1, torch.get_num_threads() // job.per_host)
+            lines = self.profile.measured(job.batch_size, job.norm_groups, threads)
+            slower = max(1.0, job.per_host / hardware.devices_per_node)  # processes that share a core
+            *times, data = (slower * line(self.samples) for line in lines)
+            passes = zip(times[: len(self.parts)], times[len(self.parts) :], strict=True)
+            return [(forward, backward + forward * job.recompute) for forward, backward in passes], data
+
+        def seconds(operations: Sequence[Operation]) -> float:
+            return sum(hardware.operation_seconds(*operation, job.precision) for operation in operations)
+
+        return [(seconds(part.forward), seconds(part.backward)) for part in self.parts], 0.0
+
+    def estimate(self) -> Estimate:
+        """Return the step."""
+        collectives = [one for one in [*self.norm_collectives(), *self.collectives()] if one.ranks > 1]
+        return Estimate(self.memory(), collectives, self.seconds())
+
+    def norm_collectives(self) -> Iterator[Collective]:
+        """Yield those of batch normalization whose groups several ranks share: moments, and sums of gradients."""
+        sharing, held = ranks_that_share(self.layout), {id(weight) for weight in self.weights}
+        groups, ranks = int((self.layout.counts[sharing].sum(0) > 0).sum()), len(sharing)
+        size = 8 if self.job.precision == "64-true" else 4
+        for norm in self.norms:
+            if ranks > 1 and (norm.weight is None or id(norm.weight) in held):
+                nbytes = 2 * groups * norm.num_features * size
+                yield Collective("all_gather", nbytes * ranks, ranks, self.model_ranks, self.layout.micro_batches)
+                yield Collective("all_reduce", nbytes, ranks, self.model_ranks, self.layout.micro_batches)
+
+    def collectives(self) -> list[Collective]:
+        """Return those of the strategy, of which some may have a group of one rank."""
+        return []
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes by category."""
+        return {
+            "weights": sum(weight.nbytes for weight in self.weights) + self.profile.buffer_bytes,
+            "gradients": sum(weight.nbytes for weight in self.trained),
+            "optimizer": self.optimizer_bytes(),
+            "activations": self.activation_bytes(),
+            "batch": self.copies * self.samples * self.micro_batches * self.profile.example[0].nbytes,
+            "data set": self.profile.data_bytes,
+        }
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The weights of the rank that are trained."""
+        return [weight for weight in self.weights if weight.requires_grad]
+
+    def optimizer_bytes(self) -> int:
+        """Return the bytes of the optimizer state."""
+        return sum(self.profile.optimizer_bytes[id(weight)] for weight in self.trained)
+
+    def activation_bytes(self) -> int:
+        """Return the bytes at the peak of the passes, which follow each other."""
+        return peak_bytes([(part, "F") for part in self.parts] + [(part, "B") for part in reversed(self.parts)])
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of a step by part, with all its micro-batches."""
+        forward, backward = (self.job.accumulate * sum(times) for times in zip(*self.passes, strict=True))
+        waiting = sum(one.seconds(self.job) for one in self.norm_collectives()) + self.waiting()
+        parts = {"data": self.job.accumulate * self.data_seconds, "forward": forward, "backward": backward}
+        return parts | {"communication": waiting, "optimizer": self.optimizer_seconds()}
+
+    def waiting(self) -> float:
+        """Return the seconds in which a rank only communicates, batch normalization aside."""
+        return self._total(self.collectives())
+
+    def _total(self, collectives: Sequence[Collective]) -> float:
+        return sum(one.seconds(self.job) for one in collectives if one.ranks > 1)
+
+    def optimizer_seconds(self) -> float:
+        """Return the seconds of the optimizer step."""
+        if not self.job.hardware.tflops:
+            every = sum(weight.nbytes for weight in self.profile.weights.values())
+            return self.profile.optimizer_seconds * self.memory()["gradients"] / every
+        memory = self.memory()
+        return (3 * memory["gradients"] + 2 * memory["optimizer"]) / self.job.hardware.memory_rate
+
+
+class Replicas(OneDevice):
+    """DistributedDataParallel, whose all-reduces overlap with the last backward pass of a step."""
+
+    def __init__(self, strategy: Any, profile: Profile, job: Job) -> None:
+        if strategy.comm_hook not in _HOOKS:
+            raise UserError(f"strategy.comm_hook={strategy.comm_hook} cannot be planned: set null, fp16 or bf16")
+        super().__init__(strategy, profile, job)
+
+    def collectives(self) -> list[Collective]:
+        reductions = [one for one, _ in self._buckets()]
+        if not self.strategy.shard_optimizer:
+            return reductions
+        return reductions + [Collective("broadcast", weight.nbytes, self.job.ranks) for weight in self.trained]
+
+    def _buckets(self) -> Iterator[tuple[Collective, int]]:
+        """Yield each all-reduce, with the number of the part whose backward pass completes its gradients."""
+        part_of = {id(weight): number for number, part in enumerate(self.parts) for weight in part.weights}
+        weights: list[Any] = self.trained[::-1]  # in this order their gradients are ready
+        limit = self.strategy._ddp_kwargs.get("bucket_cap_mb")
+        buckets, _ = dist._compute_bucket_assignment_by_size(weights, [limit << 20] if limit else _BUCKETS)
+        for bucket in buckets:
+            nbytes = int(sum(weights[i].nbytes for i in bucket) * _HOOKS[self.strategy.comm_hook])
+            yield Collective("all_reduce", nbytes, self.job.ranks), min(part_of[id(weights[i])] for i in bucket)
+
+    def waiting(self) -> float:
+        if not self.job.hardware.overlaps:
+            return super().waiting()
+        ends = list(accumulate(backward for _, backward in self.passes[::-1]))[::-1]  # of each part's backward pass
+        is_free = 0.0
+        for reduction, part in self._buckets():
+            is_free = max(is_free, ends[part]) + reduction.seconds(self.job)
+        broadcasts = [one for one in self.collectives() if one.kind == "broadcast"]
+        return max(0.0, is_free - ends[0]) + self._total(broadcasts)
+
+    def optimizer_bytes(self) -> int:
+        if not self.strategy.shard_optimizer:
+            return super().optimizer_bytes()
+        ranks = [(0, 0)] * self.job.ranks  # numbers and bytes of each; ZeRO deals out the largest weights first
+        for weight in sorted(self.trained, key=lambda weight: -weight.numel()):
+            least = min(range(len(ranks)), key=lambda rank: ranks[rank][0])
+            ranks[least] = ranks[least][0] + weight.numel(), ranks[least][1] + self.profile.optimizer_bytes[id(weight)]
+        return max(nbytes for _, nbytes in ranks)
+
+    def memory(self) -> dict[str, int]:
+        memory = super().memory()
+        if not self.strategy._ddp_kwargs["gradient_as_bucket_view"]:
+            memory["gradients"] *= 2
+        return memory
+
+
+class Shards(OneDevice):
+    """FSDP2: all-gathers of weights and reduce-scatters of gradients, one group of weights after the other."""
+
+    def __init__(self, strategy: Any, profile: Profile, job: Job) -> None:
+        strategy.check_world_size(job.ranks)
+        super().__init__(strategy, profile, job)
+        self.shards = job.ranks // strategy.replicas
+        self.gathered: list[list[nn.Parameter]] = []
+        for module in strategy.gathered_modules(profile.net):
+            before = {id(weight) for group in self.gathered for weight in group}
+            self.gathered.append([weight for weight in module.parameters() if id(weight) not in before])
+        self.gathered = [group for group in self.gathered if group]
+
+    def _bytes(self, group: Sequence[nn.Parameter]) -> int:
+        """Return the bytes of weights whose first dimension is padded to a multiple of the shards."""
+        return sum(-(-len(weight) // self.shards) * self.shards * weight[0].nbytes for weight in group)
+
+    def collectives(self) -> list[Collective]:
+        return [one for group in self.gathered for one in self._collectives_of(group)]
+
+    def _collectives_of(self, group: Sequence[nn.Parameter]) -> Iterator[Collective]:
+        policy, count, own_size = self.strategy.policy, self.job.accumulate, group[0].itemsize
+        has_policy = not (policy.param_dtype and all(weight.ndim == 1 for weight in group))  # as a norm has not
+        size = policy.param_dtype.itemsize if has_policy and policy.param_dtype else own_size
+        gathers = 2 if self.strategy.reshard_after_forward or not has_policy else 1
+        yield Collective("all_gather", self._bytes(group) * size // own_size, self.shards, 1, count * gathers)
+        size = policy.reduce_dtype.itemsize if has_policy and policy.reduce_dtype else size
+        reduced = self._bytes([weight for weight in group if weight.requires_grad]) * size // own_size
+        yield Collective("reduce_scatter", reduced, self.shards, 1, count)
+        yield Collective("all_reduce", reduced // self.shards, self.strategy.replicas, self.shards, count)
+
+    def waiting(self) -> float:
+        if not self.job.hardware.overlaps:
+            return super().waiting()
+        # Passes hide the others, but not the first all-gather and the last reduce-scatter.
+        ends = [self._total([one]) / one.calls for one in self._collectives_of(self.gathered[0])]
+        return max(sum(ends), super().waiting() - self.job.accumulate * sum(map(sum, self.passes)))
+
+    def memory(self) -> dict[str, int]:
+        every, largest = sum(map(self._bytes, self.gathered)), max(map(self._bytes, self.gathered))
+        weights = min(2 * largest, every) if self.strategy.reshard_after_forward else every
+        memory = super().memory() | {"gathered": weights + 2 * largest}  # and the gradients, before they are reduced
+        memory["weights"] = every // self.shards + self.profile.buffer_bytes
+        memory["gradients"] = self._bytes(self.trained) // self.shards
+        return memory
+
+    def optimizer_bytes(self) -> int:
+        return (
+            super().optimizer_bytes() * self._bytes(self.trained) // sum(w.nbytes for w in self.trained) // self.shards
+        )
+
+
+class Stages(OneDevice):
+    """A pipeline, and replicas of it: the rank of the stages that need most memory."""
+
+    copies = 4  # one in the order of the micro-batches, and that in their memory format
+
+    def __init__(self, strategy: Any, profile: Profile, job: Job) -> None:
+        strategy.check_world_size(job.ranks)
+        strategy.check_options(profile.module)
+        if profile.untraced:
+            raise profile.untraced
+        self.model_ranks, self.micro_batches = strategy.stages or job.ranks, strategy.microbatches
+        super().__init__(strategy, profile, job)
+        self.rank_of = strategy.spec.stage_to_rank(self.model_ranks)
+        blocks = [block for part in self.parts for block in part.blocks]
+        number_of = {part.blocks[0].name: number for number, part in enumerate(self.parts)}
+        stages = cut(blocks, len(self.rank_of), strategy.split)
+        bounds = [*(number_of[stage[0].name] for stage in stages), len(self.parts)]
+        self.stages = [range(start, end) for start, end in pairwise(bounds)]  # of parts
+        self.timeline = simulate(strategy.schedule, self.model_ranks, self.micro_batches, self._duration, self._delay)
+        self.shards = self.replicas if strategy.data_parallel == "fsdp" else 1
+        needs = [(sum(self._hold(rank).memory().values()), rank) for rank in range(self.model_ranks)]
+        self._hold(max(needs)[1])
+
+    def _hold(self, rank: int) -> "Stages":
+        """Describe this rank from now on."""
+        self.rank = rank
+        self.weights = [weight for stage in self._own for i in self.stages[stage] for weight in self.parts[i].weights]
+        return self
+
+    @property
+    def _own(self) -> list[int]:
+        return [stage for stage, rank in enumerate(self.rank_of) if rank == self.rank]
+
+    def _duration(self, action: Action) -> float:
+        forward, backward = (sum(self.passes[i][kind] for i in self.stages[action.stage]) for kind in (0, 1))
+        return {"F": forward, "B": backward}.get(action.kind, backward / 2)
+
+    def _delay(self, result: Action, stage: int) -> float:
+        if self.rank_of[result.stage] == self.rank_of[stage]:
+            return 0.0
+        return Collective("send", self._sent(min(result.stage, stage)), 2).seconds(self.job)
+
+    def _sent(self, stage: int) -> int:
+        """Return the bytes that a stage sends for a micro-batch, and gets back as gradients; the last one, none."""
+        return self.parts[self.stages[stage][-1]].sent if 0 <= stage < len(self.rank_of) - 1 else 0
+
+    def collectives(self) -> list[Collective]:
+        batches, nbytes = self.job.accumulate, sum(weight.nbytes for weight in self.trained)
+        outputs = self.parts[-1].sent * self.micro_batches
+        found = [Collective("broadcast", outputs, self.model_ranks, 1, batches)]
+        kinds = ["all_reduce"] if self.shards == 1 else ["all_gather", "reduce_scatter"]
+        found += [Collective(kind, nbytes, self.replicas, self.model_ranks, batches) for kind in kinds]
+        for stage, pair in enumerate(pairwise(self.rank_of)):
+            if self.rank in pair and pair[0] != pair[1]:
+                found.append(Collective("send", self._sent(stage), 2, 1, 2 * self.micro_batches * batches))
+        return found
+
+    def waiting(self) -> float:
+        return self._total([one for one in self.collectives() if one.kind != "send"])
+
+    def memory(self) -> dict[str, int]:
+        memory = super().memory()
+        # FSDP gathers the stages once a batch; replicas average a copy of the gradients.
+        gathered = 2 * memory["weights"] if self.shards > 1 else memory["gradients"] if self.replicas > 1 else 0
+        received = sum(self._sent(stage - 1) + self._sent(stage) for stage in self._own) * self.micro_batches
+        for name in ("weights", "gradients", "optimizer"):
+            memory[name] //= self.shards
+        return memory | {"gathered": gathered, "received": received}
+
+    def activation_bytes(self) -> int:
+        in_turn: list[tuple[Part, str]] = []
+        for entry in self.timeline[self.rank]:
+            parts = [self.parts[i] for i in self.stages[entry.stage]]
+            nbytes = self._sent(entry.stage - 1) + self._sent(entry.stage)
+            copies = Part([], [], kept=nbytes, forward_peak=nbytes)  # in the memory format in which they are sent
+            in_turn += [
+                (part, entry.kind) for part in ([copies, *parts] if entry.kind == "F" else [*parts[::-1], copies])
+            ]
+        return peak_bytes(in_turn)
+
+    def seconds(self) -> dict[str, float]:
+        seconds, batches = super().seconds(), self.job.accumulate
+        length = max(entry.end for passes in self.timeline for entry in passes)
+        forward = sum(entry.end - entry.start for passes in self.timeline for entry in passes if entry.kind == "F")
+        seconds["forward"] = batches * forward / self.model_ranks
+        seconds["bubble"] = batches * bubble(self.timeline) * length
+        seconds["backward"] = batches * length - seconds["forward"] - seconds["bubble"]
+        return seconds
+
+    def estimate(self) -> Estimate:
+        estimate = super().estimate()
+        estimate.passes = self.timeline
+        return estimate
+
+
+def peak_bytes(passes: Sequence[tuple[Part, str]]) -> int:
+    """Return the most bytes of activations in passes that follow each other: `F`, `B`, or `I` and `W` as its halves."""
+    in_use = largest = 0
+    for part, kind in passes:
+        largest = max(largest, in_use + (part.forward_peak if kind == "F" else part.backward_peak))
+        in_use += part.kept * {"F": 1, "I": 0}.get(kind, -1)
+    return largest
+
+
+_PLANS: dict[str, type[OneDevice]] = {
+    "auto": OneDevice,
+    "DDP": Replicas,
+    "DDPSpawn": Replicas,
+    "FSDP": Shards,
+    "Pipeline": Stages,
+}
+
+
+def plan_step(strategy: Any, profile: Profile, job: Job) -> Estimate:
+    """Return the step of a run under a strategy, or `auto` for none.
+
+    Raises:
+        UserError: the error with which the run would end; or if no plan for the strategy exists.
+    """
+    name = strategy if isinstance(strategy, str) else type(strategy).__name__
+    if name not in _PLANS:
+        raise UserError(f"strategy={name.lower()} cannot be planned: take ddp, fsdp, hsdp, pipeline or hybrid")
+    return _PLANS[name](strategy, profile, job).estimate()

@@ -1,0 +1,142 @@
+"""Plans against real runs: the collectives of a step on gloo ranks, and the memory that they allocate."""
+
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from src.engine.plan.hardware import Hardware
+from src.engine.plan.plan import Candidate, begin_run, estimate
+from src.engine.run.experiment import assemble
+from src.engine.utils.steps import RankConsensus
+from src.engine.utils.targets import build
+from tests.support.pool import Pool
+from tests.support.runs import compose
+
+TASK = ["data=shapes", "data.source.train_size=200", "data.source.test_size=100", "data.batch_size=32"]
+TASK += ["hardware=h100", "trainer.max_steps=4", "callbacks=none", "optimizer=adamw"]
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "send",
+}
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts the collectives of a rank by their kind, and the bytes of their larger tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__
+            given = [x for arg in args[:2] for x in (arg if isinstance(arg, list) else [arg])]
+            nbytes = max(x.nbytes for x in given if isinstance(x, torch.Tensor))
+            self.found[_KINDS.get(name, name), nbytes] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Watch(L.Callback):
+    """Records the third step, which no log point follows: its collectives, its start and its end."""
+
+    def __init__(self) -> None:
+        self.mode, self.times = _Collectives(), [0, 0]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        loop: Any = trainer.fit_loop.epoch_loop
+        advance = loop.advance
+
+        def watched(fetcher: Any) -> None:
+            if loop._batches_that_stepped != 2:
+                return advance(fetcher)
+            self.times[0] = time.time_ns()
+            with self.mode:
+                advance(fetcher)
+            self.times[1] = time.time_ns()
+            return None
+
+        loop.advance = watched
+
+
+def train(cfg: DictConfig) -> Watch:
+    RankConsensus.poll = lambda *_: 0  # type: ignore[method-assign]  # ranks agree by the clock
+    trainer, module, data = assemble(cfg)
+    watch = Watch()
+    trainer.callbacks.append(watch)
+    trainer.fit(module, datamodule=data, weights_only=True)
+    return watch
+
+
+def collectives_of(cfg: DictConfig) -> Counter[tuple[str, int]]:
+    return train(cfg).mode.found
+
+
+def peak_memory(cfg: DictConfig) -> int:
+    """Return the most bytes that the allocator has given to a run during its third step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        watch = train(cfg)
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    in_use = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        in_use += event.nbytes()
+        if watch.times[0] <= event.start_ns() <= watch.times[1]:
+            peak = max(peak, in_use)
+    return peak
+
+
+def planned(cfg: DictConfig, words: list[str], **changes: Any) -> Candidate:
+    hardware: Hardware = build(cfg.hardware)
+    profile, job, _ = begin_run(cfg, hardware)
+    return estimate(words, cfg, profile, replace(job, **changes))
+
+
+CASES = {
+    "ddp": (2, ["strategy=ddp"]),
+    "small buckets": (2, ["strategy=ddp", "strategy.bucket_cap_mb=1"]),
+    "sharded optimizer": (2, ["strategy=ddp", "strategy.shard_optimizer=true"]),
+    "fsdp": (2, ["strategy=fsdp"]),
+    "fsdp, weights kept": (2, ["strategy=fsdp", "strategy.reshard_after_forward=false"]),
+    "hsdp": (4, ["strategy=hsdp"]),
+    "pipeline": (2, ["strategy=pipeline"]),
+    "zbv": (2, ["strategy=pipeline", "strategy.schedule=zbv_zero_bubble"]),
+    "hybrid": (4, ["strategy=hybrid"]),
+    "hybrid, fsdp": (4, ["strategy=hybrid", "strategy.data_parallel=fsdp"]),
+}
+_QUICK = ("small buckets", "hsdp", "hybrid")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in _QUICK else pytest.mark.slow) for name in CASES]
+)
+def test_collectives_are_those_of_a_run(name: str, pool: Pool, folder: Path) -> None:
+    ranks, words = CASES[name]
+    cfg = compose(folder, *TASK, f"trainer.devices={ranks}", *words)
+    own = planned(cfg, words)
+    assert own.estimate, own.lost
+    expected: Counter[tuple[str, int]] = Counter()
+    for one in own.estimate.collectives:
+        expected[one.kind, one.nbytes] += one.calls
+    assert expected in pool.run(ranks, collectives_of, cfg)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["resnet9", "vit"])
+@pytest.mark.parametrize("name", ["ddp", "sharded optimizer", "fsdp", "pipeline", "zbv"])
+def test_memory_is_that_of_a_run(name: str, model: str, pool: Pool, folder: Path) -> None:
+    ranks, words = CASES[name]
+    cfg = compose(folder, *TASK, f"trainer.devices={ranks}", f"model={model}", "data.batch_size=64", *words)
+    own = planned(cfg, words)
+    assert own.estimate, own.lost
+    assert sum(own.estimate.memory.values()) == pytest.approx(max(pool.run(ranks, peak_memory, cfg)), rel=0.1)
