@@ -11,7 +11,19 @@ from omegaconf import DictConfig, OmegaConf
 from src.engine.launch import workers
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import read_events
-from tests.support.commands import PARITY, TWO, callback, ranks, run, slow, start, steps, wait_for_exit, wait_for_rows
+from tests.support.commands import (
+    PARITY,
+    TORCHRUN,
+    TWO,
+    callback,
+    ranks,
+    run,
+    slow,
+    start,
+    steps,
+    wait_for_exit,
+    wait_for_rows,
+)
 from tests.support.comparison import check_last_checkpoints
 from tests.support.runs import compose, fit
 
@@ -87,6 +99,15 @@ def test_no_rank_outlives_a_launcher_killed_during_startup(small: list[str], fol
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     assert wait_for_exit(process)[0] == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_torchrun(small: list[str], folder: Path) -> None:
+    """Its ranks would train for another half minute; a fixture checks that none is left."""
+    process = start(*small, *PARITY, *TWO, slow(2), f"run_dir={folder}", program=TORCHRUN)
+    wait_for_rows(folder, 2, process)
+    os.kill(process.pid, signal.SIGKILL)
+    assert wait_for_exit(process, 10)[0] == -signal.SIGKILL
 
 
 def configured(max_restarts: int) -> DictConfig:
