@@ -54,7 +54,7 @@ def test_job_on_two_nodes_stops_and_resumes(slurm: Slurm, small: list[str], tmp_
     reference = fit(compose(tmp_path / "single", *small, "experiment=parity"))
     job, folder = submit(slurm, *TASK, *QUIET, *small, "strategy=ddp", SLOW)
     try:
-        slurm.wait_until(lambda: len(rows(folder)) >= 5, 90, "fifth step")
+        slurm.wait_until(lambda: len(rows(folder)) >= 5, 240, "fifth step")
         slurm.run("scancel", "--signal=USR1", job)
         slurm.wait_until(lambda: slurm.job_state(job) != "RUNNING", 60, "end of the first part")
         assert len(rows(folder)) < 20
@@ -74,7 +74,7 @@ def test_elastic_job_continues_on_fewer_nodes(slurm: Slurm, small: list[str], tm
     reference = fit(compose(tmp_path / "single", *small, "experiment=parity"))
     job, folder = submit(slurm, *TASK, *QUIET, *small, "strategy=ddp", "launch.elastic=true", SLOW)
     try:
-        slurm.wait_until(lambda: len(rows(folder)) >= 5, 120, "fifth step")
+        slurm.wait_until(lambda: len(rows(folder)) >= 5, 240, "fifth step")
         slurm.run("scontrol", "requeuehold", job)
         slurm.wait_until(lambda: slurm.job_state(job) == "PENDING", 60, "end of the first part")
         assert len(rows(folder)) < 20
