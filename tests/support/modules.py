@@ -6,7 +6,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import MaxMetric, MeanMetric
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAccuracy
 
 
@@ -95,6 +95,43 @@ class TemplateStyle(L.LightningModule):
         optimizer = self.hparams["optimizer"](params=self.trainer.model.parameters())
         scheduler = self.hparams["scheduler"](optimizer=optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/acc"}}
+
+
+class Accumulates(Plain):
+    """Values over an epoch and over the run, in each way in which torchmetrics and Lightning accumulate them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean_label, self.labels, self.correlation = MeanMetric(), CatMetric(), PearsonCorrCoef()
+        self.best, self.own_mean = MaxMetric(), MeanMetric()
+
+    def on_train_start(self) -> None:
+        self.best.reset()  # lightning-hydra-template does so after the sanity check
+
+    def on_train_epoch_start(self) -> None:
+        self.own_mean.reset()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        label = batch[1].double()
+        self.mean_label.update(label)
+        self.own_mean.update(label)
+        self.labels.update(label)
+        self.correlation.update(label, label.sqrt())
+        self.log("train/mean_label", self.mean_label, on_step=False, on_epoch=True)
+        self.log("train/label", label.mean(), on_step=True, on_epoch=True, sync_dist=True, batch_size=len(label))
+        self.log(
+            "train/largest", label.max() - batch_idx, on_epoch=True, on_step=False, reduce_fx="max", sync_dist=True
+        )
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict({"train/own_mean": self.own_mean.compute(), "train/labels": self.labels.compute().sum()})
+        self.labels.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.best.update(10 / (1 + self.trainer.global_step))
+        self.log("train/best", self.best.compute())
 
 
 class Scaled(nn.Module):

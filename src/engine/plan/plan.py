@@ -113,18 +113,19 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
     """Start the run on one process, without callbacks; return the profile of its network, and its number of steps."""
     own: Any = cfg.copy()
     own.trainer.devices = own.trainer.num_nodes = own.trainer.accumulate_grad_batches = 1
-    own.trainer.fast_dev_run, own.trainer.enable_progress_bar = True, False
+    own.trainer.enable_progress_bar = False
     own.trainer.accelerator, _ = resolve_devices("cpu" if hardware.tflops else "auto", 1)
     own.strategy, own.callbacks, own.logger = {"_target_": "lightning.pytorch.strategies.SingleDeviceStrategy"}, {}, {}
-    own.ckpt_path, own.seed, own.run_dir = None, own.seed or 0, tempfile.gettempdir()
-    OmegaConf.resolve(own)
-    trainer, module, data = assemble(own)
-    if not (hasattr(module, "net") and hasattr(module, "loss")):
-        raise UserError(f"{type(module).__name__} has no `net` or no `loss`, from which a plan is made")
+    own.ckpt_path, own.seed = None, own.seed or 0
     begin = _Begin()
-    trainer.callbacks.append(begin)
-    with suppress(_HasBegun):
-        trainer.fit(module, datamodule=data, weights_only=True)
+    with tempfile.TemporaryDirectory() as own.run_dir:
+        OmegaConf.resolve(own)
+        trainer, module, data = assemble(own)
+        if not (hasattr(module, "net") and hasattr(module, "loss")):
+            raise UserError(f"{type(module).__name__} has no `net` or no `loss`, from which a plan is made")
+        trainer.callbacks.append(begin)
+        with suppress(_HasBegun):
+            trainer.fit(module, datamodule=data, weights_only=True)
     job = Job(
         hardware,
         device_count(cfg.trainer) * cfg.trainer.num_nodes,

@@ -26,7 +26,14 @@ from src.engine.run.checkpoint import LastCheckpoint
 from src.engine.run.description import RunDescription
 from src.engine.run.predictions import PredictionWriter
 from src.engine.run.stopping import PreemptionHandler, Watchdog
-from src.engine.run.training_loop import BufferCheck, FiniteCheck, MonitorCheck, OptimizerSteps, patch_trainer
+from src.engine.run.training_loop import (
+    BufferCheck,
+    FiniteCheck,
+    MetricStates,
+    MonitorCheck,
+    OptimizerSteps,
+    patch_trainer,
+)
 from src.engine.state.io import AtomicCheckpointIO, load_initial_weights
 from src.engine.utils.errors import UserError, as_typed
 from src.engine.utils.events import append_event
@@ -165,6 +172,7 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
         PreemptionHandler(folder),
         RunDescription(cfg, list(_build_each(cfg, "logger").values())),
         ExactResumption(),
+        MetricStates(),  # after ExactResumption, which saves the position
         RandomNumbers(cfg.seed),
         BufferCheck(),
         OptimizerSteps(),

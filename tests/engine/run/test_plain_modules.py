@@ -9,6 +9,7 @@ from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.experiments import SHORT
+from tests.support.interruption import die, run_on_ranks
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import Record, compose, fit, fit_and_test, fit_ranks
 
@@ -81,6 +82,24 @@ def test_resumes_under_another_strategy(task: list[str], reference: Record, pool
     assert len(saved["optimizer_states"][0]["param_groups"]) == 3
     resumed = fit(compose(folder / "b", *plain, f"ckpt_path={folder}/a/checkpoints/last.ckpt"))
     check_resumed([resumed], reference, done=5)
+
+
+@pytest.mark.parametrize(("here", "there"), [(1, 1), (2, 1), (1, 2)])
+def test_metrics_accumulate_over_a_resumption(here: int, there: int, task: list[str], pool: Pool, folder: Path) -> None:
+    """The run stops at the end of the first epoch, and within the second."""
+    words = [*task, *of_class("Accumulates"), "test=false", "strategy=ddp", "trainer.max_steps=10"]
+    reference = fit(compose(folder, *words))
+    run_on_ranks(pool, here, fit, compose(folder / "end", *words, f"trainer.devices={here}", "trainer.max_steps=5"))
+    within = compose(folder / "within", *words, f"trainer.devices={here}")
+    run_on_ranks(pool, here, die, within, "on_train_batch_start", 7)
+    for file in ("end/checkpoints/last.ckpt", "within/died.ckpt"):
+        resumed = compose(folder / "resumed", *words, f"trainer.devices={there}", f"ckpt_path={folder}/{file}")
+        for record in run_on_ranks(pool, there, fit, resumed):
+            for name in ("mean_label", "label_epoch", "largest", "own_mean", "labels", "best"):
+                assert record.metrics[f"train/{name}"] == pytest.approx(reference.metrics[f"train/{name}"]), (
+                    file,
+                    name,
+                )
 
 
 def test_predicts(task: list[str], images: Path, pool: Pool, folder: Path) -> None:
