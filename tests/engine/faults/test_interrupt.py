@@ -12,7 +12,6 @@ import lightning as L
 import pytest
 import torch
 
-from src.data.datamodule import ImageDataModule
 from src.engine.run import experiment
 from src.engine.utils import signals
 from tests.support.commands import PARITY, TWO, ranks, start, wait_for_exit, wait_until
@@ -41,21 +40,6 @@ def test_interrupt_saves_and_stops(
     assert stopped.value.code == 128 + signal.SIGINT
     assert 3 <= torch.load(folder / "checkpoints" / "last.ckpt")["global_step"] < 20
     assert "Ctrl-C again stops at once" in capfd.readouterr().err
-
-
-def test_interrupt_before_training(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning ends an interrupted process with exit code 1, here during a download."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(ImageDataModule, "prepare_data", interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            experiment.run(compose(folder, *small, *PARITY))
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.slow

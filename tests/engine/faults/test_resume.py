@@ -12,7 +12,7 @@ import torch
 from src.engine.utils.errors import UserError
 from tests.support.comparison import check_resumed
 from tests.support.experiments import SHORT_EPOCH, SHORT_RUN, SHORT_STEPS, SMALL_MLP
-from tests.support.interruption import Died, SaveAndDie, SaveAndDieAtBatch, SaveOnce, die, run_on_ranks
+from tests.support.interruption import Died, SaveAndDieAtBatch, die, run_on_ranks
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
 
@@ -53,15 +53,6 @@ def test_resumes_exactly(
     check_resumed(resumed, reference, step)
     for k, batch in enumerate(reference.indices[step:]):
         assert sorted(index for rank in resumed for index in rank.indices[k]) == sorted(batch)
-
-
-def test_metrics_have_one_row_per_step(small: list[str], folder: Path) -> None:
-    cfg = task(folder, small, 1)
-    with pytest.raises(Died):  # two steps after the save
-        fit(cfg, SaveOnce(SAVED), SaveAndDie("on_train_batch_end", SAVED + 2))
-    fit(task(folder, small, 1, f"ckpt_path={folder}/saved.ckpt"))
-    rows = (folder / "metrics.csv").read_text().splitlines()[1:]
-    assert [int(row.split(",")[0]) for row in rows] == list(range(SHORT_STEPS))
 
 
 def test_repeats_a_half_accumulated_step(alone: Callable[..., Record], small: list[str], folder: Path) -> None:

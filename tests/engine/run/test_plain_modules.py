@@ -153,11 +153,14 @@ def test_weights_only_checkpoint_can_be_read(task: list[str], folder: Path) -> N
             ["callbacks.best.monitor=val_acc"],
             "callbacks.best monitors val_acc, which validation does not log .it logs val",
         ),
-        (["module=classifier", "callbacks.best.monitor=val/f1"], "callbacks.best monitors val/f1, .*it logs val/loss"),
         (["module=template", "strategy=pipeline"], "strategy=pipeline needs TemplateStyle.loss"),
         (["module=template", "test=true"], "test=True: TemplateStyle has no test_step: add it"),
+        (
+            ["module._target_=tests.support.modules.OwnParameter", "strategy=fsdp"],
+            "but temperature belongs to OwnParameter itself",
+        ),
     ],
-    ids=["no network", "no metric", "unusual metric", "no loss", "no test"],
+    ids=["no network", "no metric", "no loss", "no test", "own parameter"],
 )
 def test_refused_before_training(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=message):
@@ -167,11 +170,6 @@ def test_refused_before_training(overrides: list[str], message: str, task: list[
 
 def of_class(name: str) -> list[str]:
     return ["module=plain", f"module._target_=tests.support.modules.{name}"]
-
-
-def test_fsdp_refuses_a_parameter_of_the_module_itself(task: list[str], folder: Path) -> None:
-    with pytest.raises(UserError, match="but temperature belongs to OwnParameter itself"):
-        run(compose(folder, *task, *of_class("OwnParameter"), "strategy=fsdp"))
 
 
 def test_fsdp_shards_lists_of_parameters(task: list[str], pool: Pool, folder: Path) -> None:
