@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.dev import parity
 from scripts.dev.benchmarks.cases import BENCHMARKS
 from scripts.dev.benchmarks.programs import Case, Program, run_in_turn, table
 from scripts.dev.peers.callbacks import Communication, resident
@@ -78,6 +79,10 @@ def test_reads_memory_and_communication(pool: Pool, cifar: Path, folder: Path) -
         found = json.loads((folder.parent / f"rank.{rank}.json").read_text())
         assert 0 < found["communicating"] <= 100
         assert found["MB"] > 0
+
+
+def test_parity_table_has_its_tests() -> None:
+    assert parity.TEST.is_file()
 
 
 def test_resident_set_counts_touched_memory() -> None:

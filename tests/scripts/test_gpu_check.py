@@ -74,6 +74,19 @@ def test_different_runs_are_noticed(loss: float, weight: float, tmp_path: Path) 
         expect_equal(result(tmp_path / "c", loss, weight), expected)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--accelerator", "cpu", "--only", "nothing"], "--only nothing matches no case; there are short-run, hashes"),
+        *([] if torch.cuda.is_available() else [([], "torch finds no NVIDIA GPU")]),
+    ],
+)
+def test_errors_are_one_line(words: list[str], message: str) -> None:
+    _, err = run_here(*words, program="scripts.dev.gpu_check.__main__", code=1)
+    assert message in err
+    assert err.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_every_case_runs_on_a_cpu(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
