@@ -1,4 +1,4 @@
-"""The folders of runs and of a sweep's jobs, the newest checkpoint, and the run id; a continued run keeps them."""
+"""The folders of runs and of a sweep's jobs, which a continued run keeps, and the newest checkpoint in them."""
 
 import itertools
 import os
@@ -81,23 +81,6 @@ def saved_config(folder: Path) -> Any:
     if "runtime" not in saved:
         raise UserError(f"{folder / CONFIG} is not that of a run of this version")
     return saved
-
-
-def run_and_sweep_id(folder: Path, is_sweep: bool) -> tuple[str, str | None]:
-    """Return the W&B run id and the sweep id.
-
-    A continued run keeps its saved ids, and a W&B agent sets them in the environment. Otherwise the run id is the name
-    of the run folder, in a sweep preceded by the name of the sweep folder, and a random number. Two folders may have
-    the same name. The sweep id is the name of the sweep folder.
-    """
-    if (folder / CONFIG).is_file():
-        saved = saved_config(folder).runtime
-        return saved.run_id, saved.sweep_id
-    if "WANDB_SWEEP_ID" in os.environ:  # wandb's agent started this process, and gave the run its id
-        return os.environ["WANDB_RUN_ID"], os.environ["WANDB_SWEEP_ID"]
-    sweep_id = folder.parent.name if is_sweep else None
-    name = f"{sweep_id}-{folder.name}" if is_sweep else folder.name
-    return f"{name}-{secrets.token_hex(3)}", sweep_id
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

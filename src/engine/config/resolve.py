@@ -23,7 +23,6 @@ from src.engine.config.folder import (
     folder_of,
     newest_checkpoint,
     remove_partial_checkpoints,
-    run_and_sweep_id,
     saved_config,
 )
 from src.engine.state.run_files import checkpoint_file
@@ -211,6 +210,23 @@ def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
     runtime.strategy = ("ddp" if world_size > 1 else "single") if is_auto else choices.strategy
     runtime.world_size = world_size
     runtime.tags = list(dict.fromkeys([*cfg.tags, runtime.strategy, f"x{world_size}", runtime.model]))
+
+
+def run_and_sweep_id(folder: Path, is_sweep: bool) -> tuple[str, str | None]:
+    """Return the W&B run id and the sweep id.
+
+    A continued run keeps its saved ids, and a W&B agent sets them in the environment. Otherwise the run id is the name
+    of the run folder, in a sweep preceded by the name of the sweep folder, and a random number. Two folders may have
+    the same name. The sweep id is the name of the sweep folder.
+    """
+    if (folder / CONFIG).is_file():
+        saved = saved_config(folder).runtime
+        return saved.run_id, saved.sweep_id
+    if "WANDB_SWEEP_ID" in os.environ:  # wandb's agent started this process, and gave the run its id
+        return os.environ["WANDB_RUN_ID"], os.environ["WANDB_SWEEP_ID"]
+    sweep_id = folder.parent.name if is_sweep else None
+    name = f"{sweep_id}-{folder.name}" if is_sweep else folder.name
+    return f"{name}-{secrets.token_hex(3)}", sweep_id
 
 
 def _saved_or_drawn_seed(ckpt_path: str | None, folder: Path) -> int:

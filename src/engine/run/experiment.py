@@ -239,7 +239,7 @@ def _checkpoint_to_test(cfg: DictConfig, trainer: L.Trainer) -> str | None:
     if cfg.test != "best":
         return None
     callbacks: list[Any] = [one for one in trainer.checkpoint_callbacks if getattr(one, "monitor", None)]
-    if not callbacks or not callbacks[0].best_model_path:
+    if not callbacks[0].best_model_path:
         raise UserError("test=best: training has kept no best checkpoint (callbacks.best): set test=true")
     _log.info("test=best: %s", callbacks[0].best_model_path)
     return callbacks[0].best_model_path

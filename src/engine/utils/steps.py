@@ -26,8 +26,7 @@ class RankConsensus:
     clocks differ.
     """
 
-    def __init__(self, seconds: float = 1.0) -> None:
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._interval = self._steps_left = 1  # steps from the last poll to the next one, and those left
         self._last_poll = time.monotonic()
 
@@ -54,4 +53,4 @@ class RankConsensus:
         """Return the number of steps to the next poll, by the speed of the steps since the last one."""
         steps_per_second = self._interval / max(now - self._last_poll, 1e-6)
         # At most double, because the first step is not typical.
-        return min(max(1, int(steps_per_second * self._seconds)), 2 * self._interval, _MAX_INTERVAL)
+        return min(max(1, int(steps_per_second)), 2 * self._interval, _MAX_INTERVAL)

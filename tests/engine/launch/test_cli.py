@@ -11,8 +11,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from src.engine.config.command_line import quote
-from src.engine.config.folder import CONFIG, remove_if_unused, run_and_sweep_id
-from src.engine.config.resolve import source_revision
+from src.engine.config.folder import CONFIG, remove_if_unused
+from src.engine.config.resolve import run_and_sweep_id, source_revision
 from tests.support.commands import ROOT, TINY, error_line, run_here
 from tests.support.runs import compose
 
