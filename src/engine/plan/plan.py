@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,8 +86,12 @@ def plan_run(cfg: DictConfig) -> Plan:
     if cfg.data.get("batch_size_per_device"):
         raise UserError("a plan compares strategies that train the same batches: set data.batch_size")
     asked = [word for word in hydra_cfg.overrides.task if word.startswith("strategy")] or [AUTO]
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(make_plan, cfg, [] if asked[0] == f"strategy={BEST}" else asked).result()
+    asked = [] if asked[0] == f"strategy={BEST}" else asked
+    try:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(make_plan, cfg, asked).result()
+    except BrokenProcessPool:
+        raise UserError("the plan was killed: this machine has too little memory for the weights of `model`") from None
 
 
 def make_plan(cfg: DictConfig, asked: list[str]) -> Plan:
