@@ -38,9 +38,9 @@ def lines(text: str) -> list[list[str]]:
 
 
 def commands(text: str) -> list[tuple[str, ...]]:
-    """Return the arguments of each different `train.py` line."""
+    """Return the arguments of each different `train.py` line that trains."""
     found = [tuple(line[line.index("train.py") + 1 :]) for line in lines(text) if "train.py" in line]
-    return [words for words in dict.fromkeys(found) if words != ("--help",)]
+    return [words for words in dict.fromkeys(found) if "plan=true" not in words and words != ("--help",)]
 
 
 LINES = lines(GUIDE)

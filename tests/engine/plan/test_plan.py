@@ -131,9 +131,11 @@ def test_collectives_are_those_of_a_run(name: str, pool: Pool, folder: Path) -> 
     assert expected in pool.run(ranks, collectives_of, cfg)
 
 
+SIZES = [(name, model) for name in ("ddp", "sharded optimizer", "fsdp", "pipeline") for model in ("resnet9", "vit")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["resnet9", "vit"])
-@pytest.mark.parametrize("name", ["ddp", "sharded optimizer", "fsdp", "pipeline", "zbv"])
+@pytest.mark.parametrize(("name", "model"), [*SIZES, ("zbv", "resnet9")])
 def test_memory_is_that_of_a_run(name: str, model: str, pool: Pool, folder: Path) -> None:
     ranks, words = CASES[name]
     cfg = compose(folder, *TASK, f"trainer.devices={ranks}", f"model={model}", "data.batch_size=64", *words)
