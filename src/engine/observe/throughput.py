@@ -47,10 +47,11 @@ class Throughput(L.Callback):
 
     Args:
         peak_tflops: peak TFLOP/s of one device in the run's precision, if Lightning's figure is missing or wrong.
+        planned_step_ms: milliseconds of a step in the run's plan, which are logged beside those of the run.
     """
 
-    def __init__(self, peak_tflops: float | None = None) -> None:
-        self.peak_tflops = peak_tflops
+    def __init__(self, peak_tflops: float | None = None, planned_step_ms: float | None = None) -> None:
+        self.peak_tflops, self.planned_step_ms = peak_tflops, planned_step_ms
         self._peak_flops: float | None = None  # of one device, per second
         self._step_flops: float | None = None  # over all processes
         self._reports: list[dict[str, float]] = []
@@ -93,6 +94,8 @@ class Throughput(L.Callback):
             if self._peak_flops and self._step_flops:
                 devices = trainer.num_devices * trainer.num_nodes  # `strategy=dp` has several in one process
                 report["mfu"] = self._step_flops / step / devices / self._peak_flops
+        if self.planned_step_ms:
+            report["planned_step_ms"] = self.planned_step_ms
         if recorded and recorded.spans.get("data"):  # a save may have interrupted the recording
             report["data_fraction"] = recorded.spans["data"] / recorded.seconds
         # Tensors on the CPU, so that logging them does not wait for the GPU.

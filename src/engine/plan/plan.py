@@ -229,7 +229,9 @@ def choose_strategy(cfg: DictConfig) -> DictConfig:
     own: Any = HydraConfig.instance().cfg
     OmegaConf.set_readonly(own.hydra, False)
     own.hydra.overrides.task, own.hydra.runtime.choices.strategy = words, best.options[0].partition("=")[2]
-    return hydra.compose("train", words)
+    cfg = hydra.compose("train", words)
+    cfg.runtime.planned_step_ms = round(1000 * best.estimate.step, 1)
+    return cfg
 
 
 def show_plan(cfg: DictConfig) -> None:
