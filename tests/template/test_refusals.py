@@ -24,7 +24,11 @@ MODELS = [
     ("callbacks=[default,samples] model=mlp", "callbacks.samples is for modules that generate images"),
     ("experiment=gan callbacks.samples.count=50", "callbacks.samples.count=50"),
     ("experiment=gan trainer.gradient_clip_val=1.0", "gradient_clip_val"),
-    *[(f"experiment=gan strategy={name}", "set strategy=ddp") for name in STRATEGIES if name not in DATA_PARALLEL],
+    *[
+        (f"experiment=gan strategy={name}", "set strategy=ddp")
+        for name in STRATEGIES
+        if name not in (*DATA_PARALLEL, "best")
+    ],
 ]
 DATA = [
     ("data.num_classes=5", "data.num_classes=5, but `train` has labels from 0 to 9"),

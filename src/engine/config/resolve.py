@@ -58,7 +58,10 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
     refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
     _resolve_checkpoints(cfg, folder)
     if cfg.predict:
-        cfg.predict = str(Path(cfg.predict).expanduser().absolute())
+        folder_of_images = Path(cfg.predict).expanduser().absolute()
+        if not folder_of_images.is_dir():  # now, because training may take hours
+            raise UserError(f"predict={cfg.predict}: there is no such folder, or no image in it")
+        cfg.predict = str(folder_of_images)
     cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     _check_launch(cfg)
     cfg.run_dir = str(folder)

@@ -218,7 +218,7 @@ def check_all_reduce(cfg: DictConfig) -> str:
     """
     if int(os.environ.get("SLURM_NTASKS", 1)) > 1 and not {"SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
         raise UserError("the job has several tasks, but no srun started them: start `srun python train.py ...`")
-    cfg.fit, cfg.resume, cfg.launch.max_restarts = False, None, 0
+    cfg.fit, cfg.resume, cfg.launch.max_restarts, cfg.launch.elastic = False, None, 0, False
     if cfg.trainer.num_nodes == 1 and not detect_cluster_environment():
         with open_dict(cfg.strategy):  # a process per device, also for a strategy that starts its own processes
             cfg.strategy.pop("single_process", None)

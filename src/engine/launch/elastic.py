@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,14 +127,16 @@ def unusable_devices(cfg: DictConfig, devices: Collection[int]) -> set[int]:
     """Return the devices whose probe fails: `launch.probe`, or on a GPU a new process that puts a tensor on it."""
     put_tensor = f'exec {sys.executable} -c "import torch; torch.ones(1, device=$DEVICE).item()"'
     command = cfg.launch.probe or ("true" if cfg.trainer.accelerator == "cpu" else put_tensor)
-    options: Any = {"shell": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    errors = None if cfg.launch.probe else subprocess.DEVNULL  # those of a command of the user are shown
+    options: Any = {"shell": True, "stdout": subprocess.DEVNULL, "stderr": errors}
     probes = [subprocess.Popen(command, env=os.environ | {"DEVICE": str(device)}, **options) for device in devices]
-    return {device for device, probe in zip(devices, probes, strict=True) if not _succeeds(probe)}
+    deadline = time.monotonic() + _PROBE_TIMEOUT
+    return {device for device, probe in zip(devices, probes, strict=True) if not _succeeds(probe, deadline)}
 
 
-def _succeeds(probe: "subprocess.Popen[bytes]") -> bool:
+def _succeeds(probe: "subprocess.Popen[bytes]", deadline: float) -> bool:
     try:
-        return probe.wait(_PROBE_TIMEOUT) == 0
+        return probe.wait(max(0.0, deadline - time.monotonic())) == 0
     except subprocess.TimeoutExpired:
         probe.kill()  # without a wait, because it may be stuck in the driver
         return False

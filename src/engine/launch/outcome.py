@@ -30,6 +30,7 @@ from src.engine.utils.signals import Stopped
 
 REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of a rank's report
 _EXIT_DELAY = 3.0  # seconds; torchrun and this launcher look at the ranks ten times a second
+_TIMER = "Timeout ("  # what faulthandler writes before it ends a process
 _LOCK_TIMEOUT = 5.0  # seconds in which the processes of a killed start end
 _LIBRARIES = rf".*(?:site|dist)-packages/|{re.escape(sysconfig.get_path('stdlib'))}/|<"
 _ENGINE = rf"(?:{re.escape(str(PROJECT))}/)?(?:src/engine/|train\.py)"
@@ -115,10 +116,12 @@ def first_failure(failed: Any, run_dir: str) -> Exception:
     died.dead_rank = rank
     if failure.exitcode < 0:  # killed by a signal
         return died
-    if failure.exitcode == 1 and not Path(failure.error_file).is_file():  # the timer of `Watchdog`
+    logs = [file for file in Path(run_dir, "logs").glob("rank*.log") if _TIMER in file.read_text(errors="replace")]
+    has_no_report = not Path(failure.error_file).is_file() or "ProcessExitedException" in str(failure.message)
+    if failure.exitcode == 1 and has_no_report and logs:  # ended by the timer of `Watchdog`, perhaps in a spawned rank
         return RankFailedError(
-            f"rank {rank} ended without an error, as a rank does that takes no step within launch.timeout; the logs in "
-            f"{run_dir}/logs then have the stacks of all ranks"
+            f"a rank took no step within launch.timeout: the logs in {run_dir}/logs have the stacks of the ranks that "
+            "could write them"
         )
     reports = Path(failure.error_file).parent.parent.glob("*/error.json")
     for file in sorted(reports, key=lambda file: file.stat().st_mtime_ns):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -69,8 +70,8 @@ def _join_started_ranks(
 ) -> dict[str, float]:
     """Run this process as one of the ranks that torchrun or SLURM started; only rank zero prints a user error."""
     rank = env.global_rank()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun leaves its ranks behind if it is killed
-        die_with_parent(os.getppid())
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun leaves its ranks behind if it is killed: they save, and end
+        die_with_parent(os.getppid(), signal.SIGTERM)
     try:
         store = connect_ranks(env)  # it lives as long as the run, because the process group may use its server
         cfg = share_config(store, rank, env.world_size(), cfg)

@@ -8,7 +8,7 @@ BEST = "best"
 
 def with_best_strategy(cfg: DictConfig) -> DictConfig:
     """Return a composed configuration, with another strategy in the place of `strategy=best`."""
-    if HydraConfig.get().runtime.choices.strategy != BEST:
+    if HydraConfig.get().runtime.choices.get("strategy") != BEST:
         return cfg
     from src.engine.plan.plan import choose_strategy  # late, because it imports Lightning
 

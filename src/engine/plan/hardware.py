@@ -40,7 +40,7 @@ class Hardware:
 
     Args:
         devices_per_node: number of devices of a node.
-        memory_gib: memory of one device.
+        memory_gib: memory of one device; on CPUs that of a node.
         within: `gb_per_s` and `us` of the link between two devices of a node, in one direction.
         between: the same between two nodes, for each device.
         tflops: peak of one device without sparsity, by `fp64`, `fp32`, `tf32` (convolutions in float32) and `bf16`;
@@ -86,7 +86,7 @@ def this_machine(price_per_hour: float | None = None) -> Hardware:
     if gpus:
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     link = cache[name]
     return Hardware(devices, memory / 2**30, link, link, price_per_hour=price_per_hour, overlaps=gpus > 0)
 

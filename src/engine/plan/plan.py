@@ -35,12 +35,11 @@ from src.engine.plan.strategies import plan_step
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import atomic_write
-from src.engine.utils.targets import NOT_PASSED, build, check_options
+from src.engine.utils.targets import NOT_PASSED, build, check_options, check_value
 
 AUTO, RECOMPUTE = "strategy=auto", "module.recompute=blocks"
 _STAGES, _MICRO_BATCHES = (2, 4, 8, 16), (4, 8, 16)
 _MIN_GAIN = 0.05  # of a step, by which another strategy must be faster than `auto`
-_USABLE = 0.95  # fraction of a device's memory
 _SHOWN = 15  # rows of the table; plan.json has all
 
 
@@ -82,29 +81,40 @@ class Plan:
 def plan_run(cfg: DictConfig) -> Plan:
     """Return the plan of a composed configuration, made in a new process: a launcher never touches a device."""
     hydra_cfg = HydraConfig.get()
+    check_value("plan", cfg.plan, bool)
     refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
     if cfg.data.get("batch_size_per_device"):
         raise UserError("a plan compares strategies that train the same batches: set data.batch_size")
-    asked = [word for word in hydra_cfg.overrides.task if word.startswith("strategy")] or [AUTO]
-    asked = [] if asked[0] == f"strategy={BEST}" else asked
+    group = f"strategy={hydra_cfg.runtime.choices.strategy}"
+    options = [word for word in hydra_cfg.overrides.task if word.lstrip("+~").startswith("strategy.")]
+    if group == f"strategy={BEST}" and options:
+        raise UserError(f"strategy=best chooses the options of the strategy: leave out {options[0]}")
+    asked = [] if group == f"strategy={BEST}" else [group, *options]
+    cfg = cfg.copy()
+    if not asked or not cfg.hardware.get("tflops"):  # as the run that follows, or on this machine
+        cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     try:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _silence) as pool:
             return pool.submit(make_plan, cfg, asked).result()
     except BrokenProcessPool:
         raise UserError("the plan was killed: this machine has too little memory for the weights of `model`") from None
 
 
+def _silence() -> None:
+    """Show no banner and no advice of Lightning in this process."""
+    warnings.simplefilter("ignore")
+    logging.disable()
+
+
 def make_plan(cfg: DictConfig, asked: list[str]) -> Plan:
     """Return the plan of a composed configuration: the strategy with the overrides `asked`, if any, and others."""
     register_resolvers()
-    warnings.simplefilter("ignore")
-    logging.disable()
     hardware: Hardware = build(cfg.hardware)
     if cfg.trainer.devices in ("auto", -1):
         cfg.trainer.devices = hardware.devices_per_node
     profile, job, steps = begin_run(cfg, hardware)
     candidates = [estimate(options, cfg, profile, job) for options in _options(job, asked)]
-    if not job.recompute:
+    if "recompute" in cfg.module and not (job.recompute or cfg.module.get("compile")):
         too_large = [one for one in candidates if one.estimate and not _fits(one.estimate, job)]
         recomputing = replace(job, recompute=True)
         candidates += [estimate([*one.options, RECOMPUTE], cfg, profile, recomputing) for one in too_large]
@@ -119,7 +129,9 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
     own: Any = cfg.copy()
     own.trainer.devices = own.trainer.num_nodes = own.trainer.accumulate_grad_batches = 1
     own.trainer.enable_progress_bar = False
-    own.trainer.accelerator, _ = resolve_devices("cpu" if hardware.tflops else "auto", 1)
+    own.trainer.accelerator, _ = resolve_devices("cpu" if hardware.tflops else cfg.trainer.accelerator, 1)
+    if "recompute" in own.module:
+        own.module.recompute = "none"  # the profile has both
     own.strategy, own.callbacks, own.logger = {"_target_": "lightning.pytorch.strategies.SingleDeviceStrategy"}, {}, {}
     own.ckpt_path, own.seed = None, own.seed or 0
     begin = _Begin()
@@ -131,17 +143,19 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
         trainer.callbacks.append(begin)
         with suppress(_HasBegun):
             trainer.fit(module, datamodule=data, weights_only=True)
+    if begin.profile is None:
+        raise UserError("trainer.max_epochs or max_steps lets this run train nothing, so there is nothing to plan")
     job = Job(
         hardware,
-        device_count(cfg.trainer) * cfg.trainer.num_nodes,
-        device_count(cfg.trainer),
-        data.global_batch_size,
-        cfg.trainer.accumulate_grad_batches,
-        data.layout.norm_groups,
-        cfg.trainer.sync_batchnorm,
-        data.layout.has_pairs,
-        str(cfg.trainer.precision),
-        cfg.module.get("recompute") == "blocks",
+        ranks=device_count(cfg.trainer) * cfg.trainer.num_nodes,
+        per_host=device_count(cfg.trainer),
+        batch_size=data.global_batch_size,
+        accumulate=cfg.trainer.accumulate_grad_batches,
+        norm_groups=data.layout.norm_groups,
+        is_synchronized=cfg.trainer.sync_batchnorm,
+        has_pairs=data.layout.has_pairs,
+        precision=str(cfg.trainer.precision),
+        recompute=cfg.module.get("recompute") == "blocks",
     )
     return begin.profile, job, total_steps(cfg.trainer.max_epochs, cfg.trainer.max_steps, data.steps_per_epoch)
 
@@ -151,7 +165,7 @@ class _HasBegun(BaseException):
 
 
 class _Begin(L.Callback):
-    profile: Profile
+    profile: Profile | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.profile = Profile(trainer, pl_module)
@@ -177,7 +191,7 @@ def _options(job: Job, asked: list[str]) -> Iterator[list[str]]:
 
 def estimate(options: list[str], cfg: DictConfig, profile: Profile, job: Job) -> Candidate:
     """Return a candidate with its estimate, or with the error with which the run would be refused."""
-    group, *others = [word for word in options if word.startswith("strategy")]
+    group, *others = [word for word in options if word != RECOMPUTE]
     own = OmegaConf.masked_copy(cfg, ["trainer"])
     try:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
@@ -192,7 +206,7 @@ def estimate(options: list[str], cfg: DictConfig, profile: Profile, job: Job) ->
 
 
 def _fits(step: Estimate, job: Job) -> bool:
-    return sum(step.memory.values()) <= _USABLE * job.hardware.memory
+    return sum(step.memory.values()) <= job.memory
 
 
 def _ranked(candidates: list[Candidate], job: Job) -> list[Candidate]:
@@ -201,35 +215,37 @@ def _ranked(candidates: list[Candidate], job: Job) -> list[Candidate]:
     def order(one: Candidate) -> tuple[bool, bool, float]:
         if not one.estimate:
             return True, True, 0.0
-        return False, not _fits(one.estimate, job), one.estimate.step * (1 - _MIN_GAIN * (one.options == [AUTO]))
+        return False, not _fits(one.estimate, job), one.estimate.step * (1 - _MIN_GAIN * (one.options[0] == AUTO))
 
     ranked = sorted(candidates, key=order)
     best = ranked[0].estimate
     for candidate in ranked:
         step = candidate.estimate
         if step and not _fits(step, job):
-            needed, present = sum(step.memory.values()) / 2**30, job.hardware.memory / 2**30
-            candidate.lost = f"needs {needed:.1f} GiB of {present:.0f}"
+            candidate.lost = f"needs {sum(step.memory.values()) / 2**30:.1f} GiB of {job.memory / 2**30:.1f}"
         elif step and best and step is not best:
-            name, waits = max((step.seconds.get(part, 0.0), part) for part in ("communication", "bubble"))[::-1]
-            slower = step.step / best.step - 1
-            how = f"{slower:.0%} slower" if slower > 0 else f"not {_MIN_GAIN:.0%} faster than auto"
+            name = max(("communication", "bubble"), key=lambda part: step.seconds.get(part, 0.0))
+            waits, slower = step.seconds.get(name, 0.0), step.step / best.step - 1
+            is_kept = ranked[0].options[0] == AUTO and slower <= 0
+            how = f"not {_MIN_GAIN:.0%} faster than auto" if is_kept else f"{slower:.0%} slower"
             candidate.lost = f"{how}; {name} is {waits / step.step:.0%} of a step"
     return ranked
 
 
 def choose_strategy(cfg: DictConfig) -> DictConfig:
-    """Compose the configuration again with the best strategy, as if that had been typed; print the choice."""
+    """Return the configuration with the best strategy, as if that had been typed; print the choice."""
     best, *others = plan_run(cfg).candidates
     if best.lost or not best.estimate:
         raise UserError(f"strategy=best: no strategy can train this; {best.name}: {best.lost}")
     reasons = "".join(f"; {one.name}: {one.lost}" for one in others[:3])
     print(f"best: {best.name}, {1000 * best.estimate.step:.0f} ms a step{reasons}", file=sys.stderr)
-    words = [word for word in HydraConfig.get().overrides.task if not word.startswith("strategy")] + best.options
+    words = [word for word in HydraConfig.get().overrides.task if word != f"strategy={BEST}"] + best.options
     own: Any = HydraConfig.instance().cfg
     OmegaConf.set_readonly(own.hydra, False)
     own.hydra.overrides.task, own.hydra.runtime.choices.strategy = words, best.options[0].partition("=")[2]
-    cfg = hydra.compose("train", words)
+    cfg.strategy = hydra.compose("train", words).strategy
+    if RECOMPUTE in best.options:
+        cfg.module.recompute = "blocks"
     cfg.runtime.planned_step_ms = round(1000 * best.estimate.step, 1)
     return cfg
 

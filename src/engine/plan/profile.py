@@ -89,7 +89,7 @@ class Profile:
         self.weights: dict[str, nn.Parameter] = dict(self.net.named_parameters())
         self.buffer_bytes = sum(buffer.nbytes for buffer in self.net.buffers())
         self.data_bytes = sum(tensor.nbytes for tensor in _tensors_in_memory(self.data.train_dataloader().dataset))
-        self.optimizer_seconds, self.optimizer_bytes = _step(trainer.optimizers[0], list(self.weights.values()))
+        self.optimizer_seconds, self.optimizer_bytes = self._step(trainer.optimizers[0])
         revert_norm_groups(module)
         self.example = self._inputs(self.data.example_batch(2))
         self.cuts: list[list[Block]] = [[]]
@@ -101,6 +101,22 @@ class Profile:
             return
         ends = [number + 1 for number, block in enumerate(blocks) if block.can_end_stage]
         self.cuts = [blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    def _step(self, optimizer: Any) -> tuple[float, dict[int, int]]:
+        """Return the seconds of the optimizer's step on this machine, and the bytes of its state by id of weight."""
+        for weight in self.weights.values():
+            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+        seconds = []
+        for _ in range(_ROUNDS):
+            begun = self._now()
+            optimizer.step()
+            seconds.append(self._now() - begun)
+        optimizer.zero_grad()
+        state = {id(weight): optimizer.state[weight].values() for weight in self.weights.values()}
+        nbytes = {
+            key: sum(x.nbytes for x in values if isinstance(x, Tensor) and x.ndim) for key, values in state.items()
+        }
+        return min(seconds), nbytes
 
     def _inputs(self, batch: Any) -> Tensor:
         """Return what `training_step` gives the network for a batch of the data."""
@@ -188,12 +204,15 @@ class Profile:
             while passes:
                 part, received, values = passes.pop()
                 weights = [weight for weight in self._used(net, part.blocks) if weight.requires_grad]
-                gradients = [torch.empty_like(value).fill_(1e-3) for value in values]
-                with watch(part, "B") as set_apart:
+                outputs = [value for value in values if value.requires_grad]  # none before the first trained weight
+                gradients = [torch.empty_like(value).fill_(1e-3) for value in outputs]
+                with watch(part, "B") as exclude:
                     wanted = [*weights, *(value for value in received if value.requires_grad)]
-                    found = torch.autograd.grad(values, wanted, gradients, allow_unused=True)
-                    set_apart(found[: len(weights)])
-                del received, values, wanted, found
+                    found = (
+                        torch.autograd.grad(outputs, wanted, gradients, allow_unused=True) if wanted and outputs else ()
+                    )
+                    exclude(found[: len(weights)])
+                del received, values, outputs, wanted, found
         revert_norm_groups(net)
         return parts
 
@@ -210,7 +229,7 @@ class Profile:
     def _used(net: nn.Module, blocks: Sequence[Block]) -> list[nn.Parameter]:
         """Return the weights of some blocks, or of the network if there are none; each once."""
         every = dict(net.named_parameters(remove_duplicate=False))
-        names = [name for block in blocks for name in block.parameters] or list(every)
+        names = [name for block in blocks for name in block.parameters] if blocks else list(every)
         return list({id(every[name]): every[name] for name in names}.values())
 
 
@@ -254,9 +273,9 @@ class _Recorder(TorchDispatchMode):
         """Let `part` have the operations and bytes of a pass, except the tensors given to the yielded function."""
         self.events.clear()
         self.operations = part.forward if kind == "F" else part.backward
-        apart: set[int] = set()
-        yield lambda found: apart.update(x.untyped_storage()._cdata for x in found if x is not None)
-        sizes = [nbytes for storage, nbytes in self.events if storage not in apart]
+        excluded: set[int] = set()
+        yield lambda found: excluded.update(x.untyped_storage()._cdata for x in found if x is not None)
+        sizes = [nbytes for storage, nbytes in self.events if storage not in excluded]
         peak = max(accumulate(sizes), default=0)
         if kind == "F":
             part.kept, part.forward_peak = sum(sizes), peak
@@ -284,17 +303,3 @@ def _tensors_in_memory(dataset: Any) -> Iterator[Tensor]:
     """Yield the tensors of a dataset, and of the one of which it is a split."""
     for owner in (dataset, getattr(dataset, "dataset", None)):
         yield from (value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, Tensor))
-
-
-def _step(optimizer: Any, weights: Sequence[nn.Parameter]) -> tuple[float, dict[int, int]]:
-    """Return the seconds of the optimizer's step on this machine, and the bytes of its state by id of weight."""
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
-    seconds = []
-    for _ in range(_ROUNDS):
-        begun = time.perf_counter()
-        optimizer.step()
-        seconds.append(time.perf_counter() - begun)
-    optimizer.zero_grad()
-    state = {id(weight): [x for x in optimizer.state[weight].values() if isinstance(x, Tensor)] for weight in weights}
-    return min(seconds), {key: sum(x.nbytes for x in tensors if x.ndim) for key, tensors in state.items()}

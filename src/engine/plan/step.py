@@ -1,10 +1,10 @@
 """A training step as a plan describes it: what it computes and where, its collectives, memory and seconds."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from src.engine.parallel.pipeline.simulation import Pass
 from src.engine.plan.hardware import Hardware, Link
 
+_USABLE = 0.95  # fraction of a device's memory
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # of a ring over all ranks but one
 
 
@@ -32,7 +32,12 @@ class Job:
     is_synchronized: bool
     has_pairs: bool
     precision: str
-    recompute: bool = False
+    recompute: bool
+
+    @property
+    def memory(self) -> float:
+        """Bytes that a rank may use; processes on CPUs share those of their host."""
+        return _USABLE * self.hardware.memory / (1 if self.hardware.overlaps else self.per_host)
 
 
 @dataclass(frozen=True)
@@ -82,13 +87,11 @@ class Estimate:
         memory: bytes by category.
         collectives: what the rank sends and receives.
         seconds: seconds of the step by part.
-        passes: the passes of each rank of a pipeline.
     """
 
     memory: dict[str, int]
     collectives: list[Collective]
     seconds: dict[str, float]
-    passes: list[list[Pass]] = field(default_factory=list)
 
     @property
     def step(self) -> float:

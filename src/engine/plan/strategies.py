@@ -6,6 +6,7 @@ to stop, is left out.
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from src.engine.determinism.layout import BatchLayout, DataParallelInfo
 from src.engine.parallel.batch_norm import ranks_that_share
 from src.engine.parallel.norm_groups import check_groups
+from src.engine.parallel.pipeline.rehearsal import check_module
 from src.engine.parallel.pipeline.simulation import Action, bubble, simulate
 from src.engine.parallel.pipeline.split import cut
 from src.engine.plan.profile import Operation, Part, Profile
@@ -166,17 +168,17 @@ class Replicas(OneDevice):
         buckets, _ = dist._compute_bucket_assignment_by_size(weights, [limit << 20] if limit else _BUCKETS)
         for bucket in buckets:
             nbytes = int(sum(weights[i].nbytes for i in bucket) * _HOOKS[self.strategy.comm_hook])
-            yield Collective("all_reduce", nbytes, self.job.ranks), min(part_of[id(weights[i])] for i in bucket)
+            yield Collective("all_reduce", nbytes, self.job.ranks), min(part_of.get(id(weights[i]), 0) for i in bucket)
 
     def waiting(self) -> float:
         if not self.job.hardware.overlaps:
             return super().waiting()
         ends = list(accumulate(backward for _, backward in self.passes[::-1]))[::-1]  # of each part's backward pass
-        is_free = 0.0
+        link_free_at = 0.0
         for reduction, part in self._buckets():
-            is_free = max(is_free, ends[part]) + reduction.seconds(self.job)
+            link_free_at = max(link_free_at, ends[part]) + reduction.seconds(self.job)
         broadcasts = [one for one in self.collectives() if one.kind == "broadcast"]
-        return max(0.0, is_free - ends[0]) + self._total(broadcasts)
+        return max(0.0, link_free_at - ends[0]) + self._total(broadcasts)
 
     def optimizer_bytes(self) -> int:
         if not self.strategy.shard_optimizer:
@@ -201,48 +203,51 @@ class Shards(OneDevice):
         strategy.check_world_size(job.ranks)
         super().__init__(strategy, profile, job)
         self.shards = job.ranks // strategy.replicas
-        self.gathered: list[list[nn.Parameter]] = []
+        if scalars := [name for name, weight in profile.weights.items() if not weight.ndim]:
+            raise UserError(f"strategy=fsdp cannot shard {scalars[0]}, a single number: give it the shape (1,)")
+        self.gathered: list[tuple[list[nn.Parameter], bool]] = []  # weights, and whether they are those of a norm
+        seen: set[int] = set()
         for module in strategy.gathered_modules(profile.net):
-            before = {id(weight) for group in self.gathered for weight in group}
-            self.gathered.append([weight for weight in module.parameters() if id(weight) not in before])
-        self.gathered = [group for group in self.gathered if group]
-
-    def _bytes(self, group: Sequence[nn.Parameter]) -> int:
-        """Return the bytes of weights whose first dimension is padded to a multiple of the shards."""
-        return sum(-(-len(weight) // self.shards) * self.shards * weight[0].nbytes for weight in group)
+            if group := [weight for weight in module.parameters() if id(weight) not in seen]:
+                self.gathered.append((group, isinstance(module, _BatchNorm)))
+            seen |= {id(weight) for weight in group}
 
     def collectives(self) -> list[Collective]:
-        return [one for group in self.gathered for one in self._collectives_of(group)]
+        return [one for group, is_norm in self.gathered for one in self._collectives_of(group, is_norm)]
 
-    def _collectives_of(self, group: Sequence[nn.Parameter]) -> Iterator[Collective]:
+    def _collectives_of(self, group: Sequence[nn.Parameter], is_norm: bool) -> Iterator[Collective]:
         policy, count, own_size = self.strategy.policy, self.job.accumulate, group[0].itemsize
-        has_policy = not (policy.param_dtype and all(weight.ndim == 1 for weight in group))  # as a norm has not
+        has_policy = not (policy.param_dtype and is_norm)
         size = policy.param_dtype.itemsize if has_policy and policy.param_dtype else own_size
         gathers = 2 if self.strategy.reshard_after_forward or not has_policy else 1
-        yield Collective("all_gather", self._bytes(group) * size // own_size, self.shards, 1, count * gathers)
+        yield Collective("all_gather", padded(group, self.shards) * size // own_size, self.shards, 1, count * gathers)
         size = policy.reduce_dtype.itemsize if has_policy and policy.reduce_dtype else size
-        reduced = self._bytes([weight for weight in group if weight.requires_grad]) * size // own_size
-        yield Collective("reduce_scatter", reduced, self.shards, 1, count)
-        yield Collective("all_reduce", reduced // self.shards, self.strategy.replicas, self.shards, count)
+        if reduced := padded([w for w in group if w.requires_grad], self.shards) * size // own_size:
+            yield Collective("reduce_scatter", reduced, self.shards, 1, count)
+            yield Collective("all_reduce", reduced // self.shards, self.strategy.replicas, self.shards, count)
 
     def waiting(self) -> float:
         if not self.job.hardware.overlaps:
             return super().waiting()
         # Passes hide the others, but not the first all-gather and the last reduce-scatter.
-        ends = [self._total([one]) / one.calls for one in self._collectives_of(self.gathered[0])]
+        ends = [self._total([one]) / one.calls for one in self._collectives_of(*self.gathered[0])]
         return max(sum(ends), super().waiting() - self.job.accumulate * sum(map(sum, self.passes)))
 
     def memory(self) -> dict[str, int]:
-        every, largest = sum(map(self._bytes, self.gathered)), max(map(self._bytes, self.gathered))
+        sizes = [padded(group, self.shards) for group, _ in self.gathered]
+        every, largest = sum(sizes), max(sizes)
         weights = min(2 * largest, every) if self.strategy.reshard_after_forward else every
         memory = super().memory() | {"gathered": weights + 2 * largest}  # and the gradients, before they are reduced
         memory["weights"] = every // self.shards + self.profile.buffer_bytes
-        memory["gradients"] = self._bytes(self.trained) // self.shards
+        memory["gradients"] = padded(self.trained, self.shards) // self.shards
         return memory
 
     def optimizer_bytes(self) -> int:
         return (
-            super().optimizer_bytes() * self._bytes(self.trained) // sum(w.nbytes for w in self.trained) // self.shards
+            super().optimizer_bytes()
+            * padded(self.trained, self.shards)
+            // sum(w.nbytes for w in self.trained)
+            // self.shards
         )
 
 
@@ -253,7 +258,12 @@ class Stages(OneDevice):
 
     def __init__(self, strategy: Any, profile: Profile, job: Job) -> None:
         strategy.check_world_size(job.ranks)
-        strategy.check_options(profile.module)
+        strategy.check_precision(job.precision)
+        compiles = getattr(profile.module, "should_compile", False)
+        strategy.check_options(
+            SimpleNamespace(should_compile=compiles, recompute="blocks" if job.recompute else "none")
+        )
+        check_module(profile.module)
         if profile.untraced:
             raise profile.untraced
         self.model_ranks, self.micro_batches = strategy.stages or job.ranks, strategy.microbatches
@@ -286,7 +296,12 @@ class Stages(OneDevice):
     def _delay(self, result: Action, stage: int) -> float:
         if self.rank_of[result.stage] == self.rank_of[stage]:
             return 0.0
-        return Collective("send", self._sent(min(result.stage, stage)), 2).seconds(self.job)
+        return self._send(min(result.stage, stage)).seconds(self.job)
+
+    def _send(self, stage: int, calls: int = 1) -> Collective:
+        """Return the sends between a stage and the next one."""
+        hosts = {self.rank_of[number] // self.job.per_host for number in (stage, stage + 1)}
+        return Collective("send", self._sent(stage), 2, 1 if len(hosts) == 1 else self.job.per_host, calls)
 
     def _sent(self, stage: int) -> int:
         """Return the bytes that a stage sends for a micro-batch, and gets back as gradients; the last one, none."""
@@ -296,11 +311,16 @@ class Stages(OneDevice):
         batches, nbytes = self.job.accumulate, sum(weight.nbytes for weight in self.trained)
         outputs = self.parts[-1].sent * self.micro_batches
         found = [Collective("broadcast", outputs, self.model_ranks, 1, batches)]
-        kinds = ["all_reduce"] if self.shards == 1 else ["all_gather", "reduce_scatter"]
-        found += [Collective(kind, nbytes, self.replicas, self.model_ranks, batches) for kind in kinds]
+        if self.shards == 1:
+            found.append(Collective("all_reduce", nbytes, self.replicas, self.model_ranks, batches))
+        for stage in self._own if self.shards > 1 else ():
+            weights = [weight for i in self.stages[stage] for weight in self.parts[i].weights]
+            trained = [weight for weight in weights if weight.requires_grad]
+            for kind, used in {"all_gather": weights, "reduce_scatter": trained}.items():
+                found.append(Collective(kind, padded(used, self.shards), self.shards, self.model_ranks, batches))
         for stage, pair in enumerate(pairwise(self.rank_of)):
             if self.rank in pair and pair[0] != pair[1]:
-                found.append(Collective("send", self._sent(stage), 2, 1, 2 * self.micro_batches * batches))
+                found.append(self._send(stage, 2 * self.micro_batches * batches))
         return found
 
     def waiting(self) -> float:
@@ -320,9 +340,9 @@ class Stages(OneDevice):
         for entry in self.timeline[self.rank]:
             parts = [self.parts[i] for i in self.stages[entry.stage]]
             nbytes = self._sent(entry.stage - 1) + self._sent(entry.stage)
-            copies = Part([], [], kept=nbytes, forward_peak=nbytes)  # in the memory format in which they are sent
+            transit = Part([], [], kept=nbytes, forward_peak=nbytes)  # copies in the memory format that is sent
             in_turn += [
-                (part, entry.kind) for part in ([copies, *parts] if entry.kind == "F" else [*parts[::-1], copies])
+                (part, entry.kind) for part in ([transit, *parts] if entry.kind == "F" else [*parts[::-1], transit])
             ]
         return peak_bytes(in_turn)
 
@@ -335,10 +355,10 @@ class Stages(OneDevice):
         seconds["backward"] = batches * length - seconds["forward"] - seconds["bubble"]
         return seconds
 
-    def estimate(self) -> Estimate:
-        estimate = super().estimate()
-        estimate.passes = self.timeline
-        return estimate
+
+def padded(weights: Sequence[nn.Parameter], shards: int) -> int:
+    """Return the bytes of weights whose first dimension FSDP2 pads to a multiple of the shards."""
+    return sum(-(-len(weight) // shards) * shards * weight[0].nbytes for weight in weights)
 
 
 def peak_bytes(passes: Sequence[tuple[Part, str]]) -> int:

@@ -184,4 +184,6 @@ def _settings(run: RunFolder) -> Markup:
     """Return the command and revision of the newest start, and the tables of the configuration."""
     options = {name: value for name, value in run.config.items() if not name.startswith(_HIDDEN)}
     command = shlex.join(map(str, run.started.get("command") or []))
-    return macros("run").settings(command, run.started, run.started.get("changes"), options)
+    changes = run.started.get("changes") or {}  # earlier versions wrote [default, value]
+    changed = {name: value[-1] if isinstance(value, list) else value for name, value in changes.items()}
+    return macros("run").settings(command, run.started, changed, options)

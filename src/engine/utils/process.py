@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 import torch.distributed as dist
 
+from src.engine.utils.errors import UserError
+
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
 
@@ -53,6 +55,8 @@ def detect_cluster_environment() -> ClusterEnvironment | None:
     if TorchElasticEnvironment.detect():
         return TorchElasticEnvironment()
     if SLURMEnvironment.detect() and int(os.environ.get("SLURM_NTASKS", 1)) > 1:
+        if "SLURM_NTASKS_PER_NODE" not in os.environ:  # which Lightning requires
+            raise UserError("srun started several tasks: give it --ntasks-per-node in place of --ntasks")
         return SLURMEnvironment(auto_requeue=False)
     return None
 

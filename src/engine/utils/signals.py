@@ -74,9 +74,9 @@ def record_signal(number: int) -> bool:
     return is_second
 
 
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent has ended, in whatever way."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Make the kernel send this process a signal when its parent has ended, in whatever way."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent ended before that call
         os._exit(1)
 

@@ -48,7 +48,7 @@ def test_error_names_the_stacks_of_a_hang(strategy: str, small: list[str], folde
     before = time.monotonic()
     _, err = run(*small, *PARITY, *TWO, *hang, f"run_dir={folder}", code=1)
     assert time.monotonic() - before < 60
-    assert "takes no step within launch.timeout; the logs in" in err
+    assert "took no step within launch.timeout: the logs in" in err
     assert "Traceback" not in err
     stacks = (folder / "logs" / "rank1.log").read_text()
     assert "support/callbacks.py" in stacks
@@ -69,7 +69,7 @@ def test_error_names_a_stopped_rank(small: list[str], folder: Path) -> None:
     os.kill(ranks(process.pid)[1], signal.SIGSTOP)
     code, _, err = wait_for_exit(process)
     assert code == 1
-    assert "takes no step within launch.timeout; the logs in" in err
+    assert "took no step within launch.timeout: the logs in" in err
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from src.engine.plan.hardware import Hardware
-from src.engine.plan.plan import Candidate, begin_run, estimate
+from src.engine.plan.plan import Candidate, begin_run, estimate, make_plan
 from src.engine.run.experiment import assemble
 from src.engine.utils.steps import RankConsensus
 from src.engine.utils.targets import build
@@ -132,6 +132,27 @@ def test_collectives_are_those_of_a_run(name: str, pool: Pool, folder: Path) -> 
 
 
 SIZES = [(name, model) for name in ("ddp", "sharded optimizer", "fsdp", "pipeline") for model in ("resnet9", "vit")]
+
+
+def test_every_model_that_starts_without_weights_can_be_planned(folder: Path) -> None:
+    """The first part of this network flattens images: it has no weights, and no gradient to compute."""
+    cfg = compose(folder, *TASK, "trainer.devices=2", "model=mlp")
+    own = planned(cfg, ["strategy=pipeline"])
+    assert own.estimate, own.lost
+    assert own.estimate.memory["weights"] < sum(weight.nbytes for weight in build(cfg.model).parameters())
+
+
+def test_the_best_fits_and_auto_is_kept_unless_another_is_clearly_faster(folder: Path) -> None:
+    cfg = compose(folder, *TASK, "trainer.devices=8", "trainer.num_nodes=2")
+    plan = make_plan(cfg, [])
+    assert plan.candidates[0].lost == ""
+    assert all(candidate.lost for candidate in plan.candidates[1:])
+    auto = next(one for one in plan.candidates if one.options == ["strategy=auto"])
+    fastest = min(one.estimate.step for one in plan.candidates if one.estimate)
+    assert auto.estimate
+    assert (plan.candidates[0] is auto) == (0.95 * auto.estimate.step <= fastest)
+    cfg.hardware.memory_gib = 1e-3
+    assert "needs" in make_plan(cfg, []).candidates[0].lost
 
 
 @pytest.mark.slow

@@ -119,12 +119,16 @@ class Pipeline(ShardedStateStrategy):
         if ranks < 1 or world_size % ranks:
             raise UserError(f"strategy.stages={ranks} does not divide the {world_size} processes: take a divisor")
 
+    def check_precision(self, precision: str) -> None:
+        """Raise a UserError for a precision that scales the loss."""
+        if precision == "16-mixed":
+            raise UserError("trainer.precision=16-mixed scales the loss, which a schedule does not: take bf16-mixed")
+
     def setup_environment(self) -> None:
         self._setup_distributed()
         self.check_world_size(self.world_size)
         ranks = self.stages or self.world_size
-        if self.precision_plugin.precision == "16-mixed":
-            raise UserError("trainer.precision=16-mixed scales the loss, which a schedule does not: take bf16-mixed")
+        self.check_precision(self.precision_plugin.precision)
         shape, names = (self.world_size // ranks, ranks), ("data_parallel", "pipeline")
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         self._replicas = self._device_mesh["data_parallel"]  # a look-up takes two milliseconds
@@ -156,7 +160,8 @@ class Pipeline(ShardedStateStrategy):
         if self.is_global_zero:
             self._log_stages(blocks)
 
-    def check_options(self, module: L.LightningModule) -> None:
+    def check_options(self, module: Any) -> None:
+        """Raise a UserError for options of the module that a pipeline does not have."""
         if getattr(module, "should_compile", False):
             raise UserError("module.compile=true compiles the full network, of which a pipeline's rank holds a part")
         if self.spec.splits_backward and getattr(module, "recompute", "none") != "none":
