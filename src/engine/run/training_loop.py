@@ -1,6 +1,6 @@
-"""What Lightning's training loop does otherwise here: signals, log points, intervals in steps, kept metrics.
+"""Changes of Lightning's training loop: signals, log points, intervals in steps, metrics that a checkpoint keeps.
 
-And its checks of monitored metrics, of buffers that would depend on the hardware, and of divergence.
+The callbacks check monitored metrics, buffers that would depend on the hardware, and divergence.
 
 `patch_trainer` names Lightning's lines, relative to
 https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytorch/. When Lightning changes,
