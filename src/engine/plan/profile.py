@@ -284,7 +284,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _line(start: int, value: float, slope: float, samples: int) -> float:
-    return max(0.0, value + slope * (samples - start))
+    return max(0.0, float(value + slope * (samples - start)))  # no number of NumPy, which a configuration refuses
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from src.engine.plan.hardware import Hardware
@@ -17,6 +17,7 @@ from src.engine.plan.plan import Candidate, begin_run, estimate, make_plan
 from src.engine.run.experiment import assemble
 from src.engine.utils.steps import RankConsensus
 from src.engine.utils.targets import build
+from tests.support.commands import TINY, run
 from tests.support.pool import Pool
 from tests.support.runs import compose
 
@@ -163,3 +164,14 @@ def test_memory_is_that_of_a_run(name: str, model: str, pool: Pool, folder: Path
     own = planned(cfg, words)
     assert own.estimate, own.lost
     assert sum(own.estimate.memory.values()) == pytest.approx(max(pool.run(ranks, peak_memory, cfg)), rel=0.1)
+
+
+def test_best_strategy_trains_as_if_it_had_been_typed(small: list[str], folder: Path) -> None:
+    task = [*small, *TINY, "trainer.devices=2", "trainer.max_steps=6", "logger=none", "test=false"]
+    _, err = run(*task, "strategy=best", f"run_dir={folder}")
+    chosen = OmegaConf.load(folder / "config.yaml")
+    assert err.startswith("best: ") or "\nbest: " in err
+    assert "strategy=best" not in chosen.runtime.overrides
+    assert any(word.startswith("strategy=") for word in chosen.runtime.overrides)
+    assert chosen.callbacks.throughput.planned_step_ms == chosen.runtime.planned_step_ms > 0
+    assert "throughput/planned_step_ms" in (folder / "metrics.csv").read_text()
