@@ -30,14 +30,14 @@ def load_library() -> None:
 
 
 def _compiled() -> Path:
-    """Return the compiled library: one file per source and version of torch, in the user's cache folder."""
-    key = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:16]
+    """Return the compiled library: one file per source and installed torch, in the user's cache folder."""
+    torch = _torch_folder()  # the library is linked with this folder, which another clone's environment may outlive
+    key = hashlib.sha256(SOURCE.read_bytes() + f"{torch} {version('torch')}".encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dry_gpu"
     library = cache / f"fake_cuda_{key}.so"
     if not library.exists():
         cache.mkdir(parents=True, exist_ok=True)
         part = library.with_suffix(f".{os.getpid()}.part")
-        torch = _torch_folder()
         options = ["-shared", "-fPIC", "-std=c++20", "-I", f"{torch}/include", "-L", f"{torch}/lib"]
         linked = [f"-Wl,-rpath,{torch}/lib", "-lc10", "-ltorch_cpu"]
         subprocess.run(["g++", *options, str(SOURCE), "-o", str(part), *linked], check=True)
