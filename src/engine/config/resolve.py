@@ -6,6 +6,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,12 @@ _RECIPES = ("experiment", "preset", "debug")  # the groups whose files set optio
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
 
 
-def resolve_config(cfg: DictConfig) -> DictConfig:
+def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] | None = None) -> DictConfig:
     """Set what each start decides (checkpoint, devices, run folder, run id), and resolve all interpolations.
+
+    Args:
+        cfg: the composed configuration.
+        plan_strategy: replaces `strategy=best` once the other options are checked.
 
     Raises:
         UserError: if an option is unknown, a checkpoint is missing, the run folder is not writable, or there are fewer
@@ -63,6 +68,8 @@ def resolve_config(cfg: DictConfig) -> DictConfig:
             raise UserError(f"predict={cfg.predict}: there is no such folder, or no image in it")
         cfg.predict = str(folder_of_images)
     cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
+    if plan_strategy:
+        plan_strategy(cfg)
     _check_launch(cfg)
     cfg.run_dir = str(folder)
     cfg.tags = [str(tag) for tag in ([cfg.tags] if isinstance(cfg.tags, str | int) else cfg.tags or [])]

@@ -32,14 +32,13 @@ class DevicePolicy:
 
     Args:
         devices: indices of the devices that the user asked for.
-        launch: the options `max_restarts` and `min_devices`.
-        strategy: its configuration.
+        cfg: the resolved configuration.
     """
 
-    def __init__(self, devices: list[int], launch: Any, strategy: DictConfig) -> None:
-        self.devices, self.launch, self.strategy = devices, launch, strategy
+    def __init__(self, devices: list[int], cfg: DictConfig) -> None:
+        self.devices, self.cfg, self.launch = devices, cfg, cfg.launch
         self.used = devices  # those of the ranks, in their order
-        self.restarts_left = launch.max_restarts  # without a newer checkpoint; negative after one too many
+        self.restarts_left = self.launch.max_restarts  # without a newer checkpoint; negative after one too many
         self.pause = _PAUSE  # seconds before lost devices may come back
         self._lost: set[int] = set()
         self._died: set[int] = set()  # devices whose rank has died since the newest checkpoint
@@ -92,8 +91,10 @@ class DevicePolicy:
 
     def accepts(self, size: int) -> bool:
         """Return whether the strategy can arrange so many ranks, by the check that it makes when a run starts."""
-        names = [str(key) for key in self.strategy if key != NOT_PASSED]
-        strategy = build(OmegaConf.masked_copy(self.strategy, names))
+        if self.cfg.runtime.is_planned:  # another strategy is chosen
+            return True
+        names = [str(key) for key in self.cfg.strategy if key != NOT_PASSED]
+        strategy = build(OmegaConf.masked_copy(self.cfg.strategy, names))
         try:
             getattr(strategy, "check_world_size", lambda _: None)(size)
         except UserError:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from src.engine.config.resolve import device_count, resolve_config, runs_in_single_process
-from src.engine.plan import with_best_strategy
+from src.engine.plan import plan_strategy
 from src.engine.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def share_config(store: dist.Store, rank: int, world_size: int, cfg: DictConfig)
             _check_same_options([store.get(f"composed/{other}") for other in range(world_size)])
             if cfg.launch.elastic is True:
                 _take_started_world(cfg, world_size)
-            result = resolve_config(with_best_strategy(cfg))
+            result = resolve_config(cfg, plan_strategy)
             _check_world_size(result, world_size)
         except UserError as error:
             result = error

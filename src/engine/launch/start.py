@@ -22,7 +22,7 @@ from src.engine.config.resolve import device_count, resolve_config
 from src.engine.launch.external import connect_ranks, share_config
 from src.engine.launch.outcome import exit_rank, run_recorded
 from src.engine.launch.workers import launch_workers, run_rank
-from src.engine.plan import with_best_strategy
+from src.engine.plan import plan_strategy
 from src.engine.utils.errors import UserError
 from src.engine.utils.process import detect_cluster_environment
 from src.engine.utils.signals import die_with_parent
@@ -48,7 +48,7 @@ def launch(
         return _join_started_ranks(env, cfg, keep_trainer)
     if cfg.launch.elastic is True:  # a job that was queued again may have one task
         cfg.trainer.num_nodes = int(os.environ.get("SLURM_NNODES", cfg.trainer.num_nodes))
-    cfg = resolve_config(with_best_strategy(cfg))
+    cfg = resolve_config(cfg, plan_strategy)
     devices = device_count(cfg.trainer)
     if (nodes := cfg.trainer.num_nodes) > 1:
         command = shlex.join(["train.py", *HydraConfig.get().overrides.task])

@@ -83,7 +83,7 @@ def launch_workers(cfg: DictConfig) -> dict[str, float]:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     devices = cfg.trainer.devices
-    policy = DevicePolicy([*range(devices)] if isinstance(devices, int) else [*devices], cfg.launch, cfg.strategy)
+    policy = DevicePolicy([*range(devices)] if isinstance(devices, int) else [*devices], cfg)
     if cfg.launch.elastic and (reason := policy.after_probe(unusable_devices(cfg, policy.devices))):
         if events := read_events(cfg.run_dir):  # of a launcher that has died
             append_event(cfg.run_dir, "restart", events[-1]["step"], reason)
@@ -129,7 +129,12 @@ def _next_start(cfg: DictConfig, policy: DevicePolicy, end: RankFailedError | si
 
 def _with_devices_of(policy: DevicePolicy, cfg: DictConfig, reason: str) -> DictConfig:
     print(f"{reason}; going on with {len(policy.used)} of {len(policy.devices)} devices", file=sys.stderr)
-    return with_devices(cfg, policy.used)
+    cfg = with_devices(cfg, policy.used)
+    if cfg.runtime.is_planned:
+        from src.engine.plan.plan import choose_again  # late, because it imports Lightning
+
+        choose_again(cfg)
+    return cfg
 
 
 def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:

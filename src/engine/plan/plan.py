@@ -27,7 +27,7 @@ from src.engine.config.resolve import device_count, refuse_unknown_options, reso
 from src.engine.determinism.sampler import total_steps
 from src.engine.parallel.compatibility import check_can_train
 from src.engine.parallel.pipeline.schedules import SCHEDULES
-from src.engine.plan import BEST
+from src.engine.plan import BEST, plan_key, remember
 from src.engine.plan.hardware import Hardware
 from src.engine.plan.profile import Profile
 from src.engine.plan.step import Estimate, Job
@@ -35,12 +35,13 @@ from src.engine.plan.strategies import plan_step
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import atomic_write
-from src.engine.utils.targets import NOT_PASSED, build, check_options, check_value
+from src.engine.utils.targets import NOT_PASSED, build, check_options, check_value, drop_replaced_options
 
 AUTO, RECOMPUTE = "strategy=auto", "module.recompute=blocks"
 _STAGES, _MICRO_BATCHES = (2, 4, 8, 16), (4, 8, 16)
 _MIN_GAIN = 0.05  # of a step, by which another strategy must be faster than `auto`
 _SHOWN = 15  # rows of the table; plan.json has all
+_DETAILS = ("options", "memory", "seconds", "collectives")  # only in plan.json
 
 
 @dataclass
@@ -50,12 +51,14 @@ class Candidate:
     Attributes:
         options: the overrides.
         estimate: its step; None if the run would be refused.
-        lost: why another one is better, or the error with which the run would be refused; empty for the best.
+        strategy: its configuration; None likewise.
+        reason: why another one is better, or the error with which the run would be refused; empty for the best.
     """
 
     options: list[str]
     estimate: Estimate | None = None
-    lost: str = ""
+    strategy: DictConfig | None = None
+    reason: str = ""
 
     @property
     def name(self) -> str:
@@ -69,19 +72,20 @@ class Plan:
 
     Attributes:
         steps: optimizer steps of the run.
-        alone: a step on one device; None if that would be refused.
+        single: a step on one device; None if that would be refused.
     """
 
     job: Job
     steps: int
-    alone: Estimate | None
+    single: Estimate | None
     candidates: list[Candidate]
 
 
 def plan_run(cfg: DictConfig) -> Plan:
-    """Return the plan of a composed configuration, made in a new process: a launcher never touches a device."""
+    """Return the plan of a composed configuration, and remember the times of its candidates."""
     hydra_cfg = HydraConfig.get()
     check_value("plan", cfg.plan, bool)
+    drop_replaced_options(cfg, hydra_cfg.overrides.task)
     refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
     if cfg.data.get("batch_size_per_device"):
         raise UserError("a plan compares strategies that train the same batches: set data.batch_size")
@@ -90,9 +94,26 @@ def plan_run(cfg: DictConfig) -> Plan:
     if group == f"strategy={BEST}" and options:
         raise UserError(f"strategy=best chooses the options of the strategy: leave out {options[0]}")
     asked = [] if group == f"strategy={BEST}" else [group, *options]
-    cfg = cfg.copy()
     if not asked or not cfg.hardware.get("tflops"):  # as the run that follows, or on this machine
         cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
+    elif cfg.trainer.devices in ("auto", -1):
+        cfg.trainer.devices = cfg.hardware.devices_per_node
+    plan = _plan_in_new_process(cfg, asked)
+    times = {
+        plan_key(cfg, one.strategy): _milliseconds(one.estimate)
+        for one in plan.candidates
+        if one.estimate and one.strategy and RECOMPUTE not in one.options
+    }
+    remember("plans.json", times)
+    return plan
+
+
+def _milliseconds(step: Estimate) -> float:
+    return round(1000 * step.step, 1)
+
+
+def _plan_in_new_process(cfg: DictConfig, asked: list[str]) -> Plan:
+    """Return the plan, made where devices may be used: a launcher never touches one."""
     try:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _silence) as pool:
             return pool.submit(make_plan, cfg, asked).result()
@@ -110,18 +131,16 @@ def make_plan(cfg: DictConfig, asked: list[str]) -> Plan:
     """Return the plan of a composed configuration: the strategy with the overrides `asked`, if any, and others."""
     register_resolvers()
     hardware: Hardware = build(cfg.hardware)
-    if cfg.trainer.devices in ("auto", -1):
-        cfg.trainer.devices = hardware.devices_per_node
     profile, job, steps = begin_run(cfg, hardware)
     candidates = [estimate(options, cfg, profile, job) for options in _options(job, asked)]
     if "recompute" in cfg.module and not (job.recompute or cfg.module.get("compile")):
         too_large = [one for one in candidates if one.estimate and not _fits(one.estimate, job)]
         recomputing = replace(job, recompute=True)
         candidates += [estimate([*one.options, RECOMPUTE], cfg, profile, recomputing) for one in too_large]
-    alone = None
+    single = None
     with suppress(UserError):
-        alone = plan_step("auto", profile, replace(job, ranks=1, per_host=1))
-    return Plan(job, steps, alone, _ranked(candidates, job))
+        single = plan_step("auto", profile, replace(job, ranks=1, per_host=1))
+    return Plan(job, steps, single, _ranked(candidates, job))
 
 
 def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
@@ -196,13 +215,14 @@ def estimate(options: list[str], cfg: DictConfig, profile: Profile, job: Job) ->
     try:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             own.strategy = hydra.compose(group.replace("=", "/"), others).strategy
+        composed = own.strategy.copy()
         OmegaConf.resolve(own)
         check_options(OmegaConf.masked_copy(own, ["strategy"]))
         strategy = build(OmegaConf.masked_copy(own.strategy, [key for key in own.strategy if key != NOT_PASSED]))
         check_can_train(strategy, profile.module)
-        return Candidate(options, plan_step(strategy, profile, job))
+        return Candidate(options, plan_step(strategy, profile, job), composed)
     except UserError as error:
-        return Candidate(options, lost=str(error))
+        return Candidate(options, reason=str(error))
 
 
 def _fits(step: Estimate, job: Job) -> bool:
@@ -222,32 +242,45 @@ def _ranked(candidates: list[Candidate], job: Job) -> list[Candidate]:
     for candidate in ranked:
         step = candidate.estimate
         if step and not _fits(step, job):
-            candidate.lost = f"needs {sum(step.memory.values()) / 2**30:.1f} GiB of {job.memory / 2**30:.1f}"
+            candidate.reason = f"needs {sum(step.memory.values()) / 2**30:.1f} GiB of {job.memory / 2**30:.1f}"
         elif step and best and step is not best:
             name = max(("communication", "bubble"), key=lambda part: step.seconds.get(part, 0.0))
             waits, slower = step.seconds.get(name, 0.0), step.step / best.step - 1
             is_kept = ranked[0].options[0] == AUTO and slower <= 0
             how = f"not {_MIN_GAIN:.0%} faster than auto" if is_kept else f"{slower:.0%} slower"
-            candidate.lost = f"{how}; {name} is {waits / step.step:.0%} of a step"
+            candidate.reason = f"{how}; {name} is {waits / step.step:.0%} of a step"
     return ranked
 
 
-def choose_strategy(cfg: DictConfig) -> DictConfig:
-    """Return the configuration with the best strategy, as if that had been typed; print the choice."""
-    best, *others = plan_run(cfg).candidates
-    if best.lost or not best.estimate:
-        raise UserError(f"strategy=best: no strategy can train this; {best.name}: {best.lost}")
-    reasons = "".join(f"; {one.name}: {one.lost}" for one in others[:3])
-    print(f"best: {best.name}, {1000 * best.estimate.step:.0f} ms a step{reasons}", file=sys.stderr)
+def choose_strategy(cfg: DictConfig) -> None:
+    """Set the best strategy in a composed configuration, as if it had been typed; print the choice."""
+    best = _set_best(cfg, plan_run(cfg.copy()))
     words = [word for word in HydraConfig.get().overrides.task if word != f"strategy={BEST}"] + best.options
     own: Any = HydraConfig.instance().cfg
     OmegaConf.set_readonly(own.hydra, False)
     own.hydra.overrides.task, own.hydra.runtime.choices.strategy = words, best.options[0].partition("=")[2]
-    cfg.strategy = hydra.compose("train", words).strategy
+    cfg.runtime.is_planned = True
+
+
+def choose_again(cfg: DictConfig) -> None:
+    """Set the strategy that is the best for the devices of a resolved configuration, which have changed."""
+    _set_best(cfg, _plan_in_new_process(cfg, []))
+    if "throughput" in cfg.callbacks:
+        cfg.callbacks.throughput.planned_step_ms = cfg.runtime.planned_step_ms
+    OmegaConf.resolve(cfg)
+
+
+def _set_best(cfg: DictConfig, plan: Plan) -> Candidate:
+    best, *others = plan.candidates
+    if best.reason or not best.estimate:
+        raise UserError(f"strategy=best: no strategy can train this; {best.name}: {best.reason}")
+    reasons = "".join(f"; {one.name}: {one.reason}" for one in others[:3])
+    print(f"best: {best.name}, {1000 * best.estimate.step:.0f} ms a step{reasons}", file=sys.stderr)
+    cfg.strategy = best.strategy
     if RECOMPUTE in best.options:
         cfg.module.recompute = "blocks"
-    cfg.runtime.planned_step_ms = round(1000 * best.estimate.step, 1)
-    return cfg
+    cfg.runtime.planned_step_ms = _milliseconds(best.estimate)
+    return best
 
 
 def show_plan(cfg: DictConfig) -> None:
@@ -255,54 +288,47 @@ def show_plan(cfg: DictConfig) -> None:
     plan, folder = plan_run(cfg), Path(HydraConfig.get().runtime.output_dir)
     rows = [_row(one, plan) for one in plan.candidates]
     possible = [row for row in rows if row["step_ms"]]
-    table = Table(*next(iter(possible), {}), box=None)
+    columns = [name for name in next(iter(possible), {}) if name not in _DETAILS]
+    table = Table(box=None)
+    for name in columns:
+        is_text = name in ("strategy", "why not")
+        table.add_column(name, no_wrap=True, min_width=24 if is_text else 7, justify="left" if is_text else "right")
     for row in possible[:_SHOWN]:
-        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
-    Console().print(table)
+        cells = [row[name] for name in columns]
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
     refused: dict[str, list[str]] = {}
     for row in rows[len(possible) :]:
         refused.setdefault(row["why not"], []).append(row["strategy"])
     for error, names in refused.items():
         print(f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}: {error}")
     with atomic_write(folder / "plan.json") as file:
-        file.write_text(
-            json.dumps([_details(one) | row for one, row in zip(plan.candidates, rows, strict=True)], indent=1)
-        )
+        file.write_text(json.dumps(rows, indent=1))
     print(f"{plan.job.ranks} ranks, {plan.job.batch_size} samples a step, {plan.steps} steps; {folder / 'plan.json'}")
 
 
 def _row(one: Candidate, plan: Plan) -> dict[str, Any]:
-    """Return the row of a candidate in the table; MB are those that its busiest rank sends in a step."""
+    """Return what plan.json has of a candidate; MB are those that its busiest rank sends in a step."""
     step, job = one.estimate, plan.job
     if not step:
-        return {"strategy": one.name, "step_ms": None, "why not": one.lost}
-    sent = {
-        within: sum(c.sent for c in step.collectives if c.is_within_host(job) == within) / 1e6
-        for within in (True, False)
-    }
-    hours = step.step * plan.steps / 3600
+        return {"strategy": one.name, "options": one.options, "step_ms": None, "why not": one.reason}
+    within, between = (
+        sum(c.sent for c in step.collectives if c.is_within_host(job) == is_within) / 1e6 for is_within in (True, False)
+    )
+    hours, price = step.step * plan.steps / 3600, job.hardware.price_per_hour
     return {
         "strategy": one.name,
         "GiB": sum(step.memory.values()) / 2**30,
-        "MB in a host": sent[True],
-        "MB between": sent[False],
+        "MB within": within,
+        "MB between": between,
         "step_ms": 1000 * step.step,
         "bubble": f"{step.seconds.get('bubble', 0.0) / step.step:.0%}",
-        "efficiency": f"{plan.alone.step / step.step / job.ranks:.0%}" if plan.alone else "",
+        "efficiency": f"{plan.single.step / step.step / job.ranks:.0%}" if plan.single else "",
         "hours": hours,
-        "price": hours * job.ranks * job.hardware.price_per_hour if job.hardware.price_per_hour else "",
-        "why not": one.lost,
-    }
-
-
-def _details(one: Candidate) -> dict[str, Any]:
-    """Return what plan.json has of a candidate besides its row."""
-    if not one.estimate:
-        return {"options": one.options}
-    collectives = [vars(collective) for collective in one.estimate.collectives]
-    return {
+        **({"price": hours * job.ranks * price} if price else {}),
+        "why not": one.reason,
         "options": one.options,
-        "memory": one.estimate.memory,
-        "seconds": one.estimate.seconds,
-        "collectives": collectives,
+        "memory": step.memory,
+        "seconds": step.seconds,
+        "collectives": [vars(collective) for collective in step.collectives],
     }

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from src.engine.plan.hardware import Hardware, Link
+from src.engine.plan.hardware import Hardware
 
 _USABLE = 0.95  # fraction of a device's memory
-_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # of a ring over all ranks but one
+_RING_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # over all ranks but one
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Collective:
         nbytes: bytes of the full tensor of a call.
         ranks, stride: ranks of the group, and the distance of their numbers.
         calls: number of calls.
+        overlaps: whether a device computes meanwhile, if it can.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Collective:
     ranks: int
     stride: int = 1
     calls: int = 1
+    overlaps: bool = False
 
     def is_within_host(self, job: Job) -> bool:
         """Return whether all ranks of the group are on one host."""
@@ -64,19 +66,20 @@ class Collective:
     @property
     def sent(self) -> float:
         """Bytes that a ring algorithm sends per rank, in all calls (Patarasuk and Yuan, 2009)."""
-        factor = _ROUNDS[self.kind] * (self.ranks - 1) / self.ranks if self.kind in _ROUNDS else 1
+        factor = _RING_ROUNDS[self.kind] * (self.ranks - 1) / self.ranks if self.kind in _RING_ROUNDS else 1
         return self.calls * self.nbytes * factor
 
     def seconds(self, job: Job) -> float:
         """Return the seconds of all calls, by a ring, or by a tree if that is faster for many ranks."""
-        link: Link = job.hardware.within if self.is_within_host(job) else job.hardware.between
-        if self.kind not in _ROUNDS:
-            return self.calls * link.seconds(self.nbytes, 1)
-        rounds = _ROUNDS[self.kind]
-        if self.kind == "reduce_scatter" and not job.hardware.overlaps:
+        hardware, others, rounds = job.hardware, self.ranks - 1, _RING_ROUNDS.get(self.kind)
+        is_within = self.is_within_host(job)
+        if rounds is None:
+            return self.calls * hardware.message_seconds(is_within, self.nbytes, 1)
+        if self.kind == "reduce_scatter" and not hardware.overlaps:
             rounds = 2  # gloo's is an all-reduce: https://github.com/pytorch/pytorch/issues/118911
-        ring = link.seconds(rounds * self.nbytes * (self.ranks - 1) / self.ranks, rounds * (self.ranks - 1))
-        return self.calls * min(ring, link.seconds(2 * self.nbytes, 2 * (self.ranks - 1).bit_length()))
+        ring = hardware.message_seconds(is_within, rounds * self.nbytes * others / self.ranks, rounds * others)
+        tree = hardware.message_seconds(is_within, 2 * self.nbytes, 2 * others.bit_length())
+        return self.calls * min(ring, tree)
 
 
 @dataclass

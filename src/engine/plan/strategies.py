@@ -4,8 +4,9 @@ Each class describes the rank that needs most. What ranks send at log points, an
 to stop, is left out.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +42,7 @@ class OneDevice:
     """
 
     model_ranks, micro_batches = 1, 1  # ranks that share a replica, and micro-batches into which it divides a batch
-    copies = 2  # of a batch: as the data module makes it, and in the memory format of the network
+    batch_copies = 2  # as the data module makes it, and in the memory format of the network
 
     def __init__(self, strategy: Any, profile: Profile, job: Job) -> None:
         self.strategy, self.profile, self.job = strategy, profile, job
@@ -81,8 +82,11 @@ class OneDevice:
 
     def estimate(self) -> Estimate:
         """Return the step."""
-        collectives = [one for one in [*self.norm_collectives(), *self.collectives()] if one.ranks > 1]
-        return Estimate(self.memory(), collectives, self.seconds())
+        return Estimate(self.memory(), self.all_collectives(), self.seconds())
+
+    def all_collectives(self) -> list[Collective]:
+        """Return the collectives of a step."""
+        return [one for one in [*self.norm_collectives(), *self.collectives()] if one.ranks > 1]
 
     def norm_collectives(self) -> Iterator[Collective]:
         """Yield those of batch normalization whose groups several ranks share: moments, and sums of gradients."""
@@ -90,7 +94,7 @@ class OneDevice:
         groups, ranks = int((self.layout.counts[sharing].sum(0) > 0).sum()), len(sharing)
         size = 8 if self.job.precision == "64-true" else 4
         for norm in self.norms:
-            if ranks > 1 and (norm.weight is None or id(norm.weight) in held):
+            if norm.weight is None or id(norm.weight) in held:
                 nbytes = 2 * groups * norm.num_features * size
                 yield Collective("all_gather", nbytes * ranks, ranks, self.model_ranks, self.layout.micro_batches)
                 yield Collective("all_reduce", nbytes, ranks, self.model_ranks, self.layout.micro_batches)
@@ -106,7 +110,7 @@ class OneDevice:
             "gradients": sum(weight.nbytes for weight in self.trained),
             "optimizer": self.optimizer_bytes(),
             "activations": self.activation_bytes(),
-            "batch": self.copies * self.samples * self.micro_batches * self.profile.example[0].nbytes,
+            "batch": self.batch_copies * self.samples * self.micro_batches * self.profile.example[0].nbytes,
             "data set": self.profile.data_bytes,
         }
 
@@ -125,17 +129,21 @@ class OneDevice:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of a step by part, with all its micro-batches."""
-        forward, backward = (self.job.accumulate * sum(times) for times in zip(*self.passes, strict=True))
-        waiting = sum(one.seconds(self.job) for one in self.norm_collectives()) + self.waiting()
-        parts = {"data": self.job.accumulate * self.data_seconds, "forward": forward, "backward": backward}
+        count, hardware = self.job.accumulate, self.job.hardware
+        forward, backward = (count * sum(times) for times in zip(*self.passes, strict=True))
+        collectives = self.waited_for()
+        hidden = sum(one.seconds(self.job) for one in collectives if one.overlaps and hardware.overlaps)
+        waiting = sum(one.seconds(self.job) for one in collectives) - min(hidden, self.hiding_seconds())
+        parts = {"data": count * self.data_seconds, "forward": forward, "backward": backward}
         return parts | {"communication": waiting, "optimizer": self.optimizer_seconds()}
 
-    def waiting(self) -> float:
-        """Return the seconds in which a rank only communicates, batch normalization aside."""
-        return self._total(self.collectives())
+    def waited_for(self) -> list[Collective]:
+        """Return the collectives for which the rank waits, if no pass hides them."""
+        return self.all_collectives()
 
-    def _total(self, collectives: Sequence[Collective]) -> float:
-        return sum(one.seconds(self.job) for one in collectives if one.ranks > 1)
+    def hiding_seconds(self) -> float:
+        """Return the seconds of the passes that may hide collectives."""
+        return self.job.accumulate * sum(map(sum, self.passes))
 
     def optimizer_seconds(self) -> float:
         """Return the seconds of the optimizer step."""
@@ -155,30 +163,19 @@ class Replicas(OneDevice):
         super().__init__(strategy, profile, job)
 
     def collectives(self) -> list[Collective]:
-        reductions = [one for one, _ in self._buckets()]
-        if not self.strategy.shard_optimizer:
-            return reductions
-        return reductions + [Collective("broadcast", weight.nbytes, self.job.ranks) for weight in self.trained]
-
-    def _buckets(self) -> Iterator[tuple[Collective, int]]:
-        """Yield each all-reduce, with the number of the part whose backward pass completes its gradients."""
-        part_of = {id(weight): number for number, part in enumerate(self.parts) for weight in part.weights}
+        limit, ranks = self.strategy._ddp_kwargs.get("bucket_cap_mb"), self.job.ranks
         weights: list[Any] = self.trained[::-1]  # in this order their gradients are ready
-        limit = self.strategy._ddp_kwargs.get("bucket_cap_mb")
         buckets, _ = dist._compute_bucket_assignment_by_size(weights, [limit << 20] if limit else _BUCKETS)
-        for bucket in buckets:
-            nbytes = int(sum(weights[i].nbytes for i in bucket) * _HOOKS[self.strategy.comm_hook])
-            yield Collective("all_reduce", nbytes, self.job.ranks), min(part_of.get(id(weights[i]), 0) for i in bucket)
+        fraction, found = _HOOKS[self.strategy.comm_hook], []
+        for number, bucket in enumerate(buckets, 1):
+            nbytes = int(sum(weights[i].nbytes for i in bucket) * fraction)
+            found.append(Collective("all_reduce", nbytes, ranks, overlaps=number < len(buckets)))
+        if self.strategy.shard_optimizer:
+            found += [Collective("broadcast", weight.nbytes, ranks) for weight in self.trained]
+        return found
 
-    def waiting(self) -> float:
-        if not self.job.hardware.overlaps:
-            return super().waiting()
-        ends = list(accumulate(backward for _, backward in self.passes[::-1]))[::-1]  # of each part's backward pass
-        link_free_at = 0.0
-        for reduction, part in self._buckets():
-            link_free_at = max(link_free_at, ends[part]) + reduction.seconds(self.job)
-        broadcasts = [one for one in self.collectives() if one.kind == "broadcast"]
-        return max(0.0, link_free_at - ends[0]) + self._total(broadcasts)
+    def hiding_seconds(self) -> float:
+        return sum(backward for _, backward in self.passes)  # of the last micro-batch
 
     def optimizer_bytes(self) -> int:
         if not self.strategy.shard_optimizer:
@@ -213,25 +210,26 @@ class Shards(OneDevice):
             seen |= {id(weight) for weight in group}
 
     def collectives(self) -> list[Collective]:
-        return [one for group, is_norm in self.gathered for one in self._collectives_of(group, is_norm)]
+        policy, count, shards, found = self.strategy.policy, self.job.accumulate, self.shards, list[Collective]()
+        for number, (group, is_norm) in enumerate(self.gathered):
+            stored = group[0].itemsize
+            has_policy = not (policy.param_dtype and is_norm)
+            size = policy.param_dtype.itemsize if has_policy and policy.param_dtype else stored
+            gathers = 2 if self.strategy.reshard_after_forward or not has_policy else 1
+            hides: Any = {"overlaps": number > 0}  # no pass hides the first all-gather and the last reduce-scatter
+            gathered = padded(group, shards) * size // stored
+            found.append(Collective("all_gather", gathered, shards, 1, count * gathers, **hides))
+            size = policy.reduce_dtype.itemsize if has_policy and policy.reduce_dtype else size
+            if reduced := padded([w for w in group if w.requires_grad], shards) * size // stored:
+                found.append(Collective("reduce_scatter", reduced, shards, 1, count, **hides))
+                replicas = self.strategy.replicas
+                found.append(Collective("all_reduce", reduced // shards, replicas, shards, count, **hides))
+        return found
 
-    def _collectives_of(self, group: Sequence[nn.Parameter], is_norm: bool) -> Iterator[Collective]:
-        policy, count, own_size = self.strategy.policy, self.job.accumulate, group[0].itemsize
-        has_policy = not (policy.param_dtype and is_norm)
-        size = policy.param_dtype.itemsize if has_policy and policy.param_dtype else own_size
-        gathers = 2 if self.strategy.reshard_after_forward or not has_policy else 1
-        yield Collective("all_gather", padded(group, self.shards) * size // own_size, self.shards, 1, count * gathers)
-        size = policy.reduce_dtype.itemsize if has_policy and policy.reduce_dtype else size
-        if reduced := padded([w for w in group if w.requires_grad], self.shards) * size // own_size:
-            yield Collective("reduce_scatter", reduced, self.shards, 1, count)
-            yield Collective("all_reduce", reduced // self.shards, self.strategy.replicas, self.shards, count)
-
-    def waiting(self) -> float:
-        if not self.job.hardware.overlaps:
-            return super().waiting()
-        # Passes hide the others, but not the first all-gather and the last reduce-scatter.
-        ends = [self._total([one]) / one.calls for one in self._collectives_of(*self.gathered[0])]
-        return max(sum(ends), super().waiting() - self.job.accumulate * sum(map(sum, self.passes)))
+    def seconds(self) -> dict[str, float]:
+        # Weights are copied out of what was gathered, and gradients into what is reduced.
+        copied = sum(one.nbytes * one.calls for one in self.collectives() if one.kind != "all_reduce")
+        return super().seconds() | {"copies": 2 * copied / self.job.hardware.memory_rate}
 
     def memory(self) -> dict[str, int]:
         sizes = [padded(group, self.shards) for group, _ in self.gathered]
@@ -243,18 +241,16 @@ class Shards(OneDevice):
         return memory
 
     def optimizer_bytes(self) -> int:
-        return (
-            super().optimizer_bytes()
-            * padded(self.trained, self.shards)
-            // sum(w.nbytes for w in self.trained)
-            // self.shards
-        )
+        padding = padded(self.trained, self.shards) / sum(weight.nbytes for weight in self.trained)
+        return int(super().optimizer_bytes() * padding / self.shards)
 
 
 class Stages(OneDevice):
     """A pipeline, and replicas of it: the rank of the stages that need most memory."""
 
-    copies = 4  # one in the order of the micro-batches, and that in their memory format
+    rank: int
+    own_stages: list[int]
+    batch_copies = 4  # one in the order of the micro-batches, and that in their memory format
 
     def __init__(self, strategy: Any, profile: Profile, job: Job) -> None:
         strategy.check_world_size(job.ranks)
@@ -276,27 +272,36 @@ class Stages(OneDevice):
         self.stages = [range(start, end) for start, end in pairwise(bounds)]  # of parts
         self.timeline = simulate(strategy.schedule, self.model_ranks, self.micro_batches, self._duration, self._delay)
         self.shards = self.replicas if strategy.data_parallel == "fsdp" else 1
-        needs = [(sum(self._hold(rank).memory().values()), rank) for rank in range(self.model_ranks)]
-        self._hold(max(needs)[1])
 
-    def _hold(self, rank: int) -> "Stages":
-        """Describe this rank from now on."""
-        self.rank = rank
-        self.weights = [weight for stage in self._own for i in self.stages[stage] for weight in self.parts[i].weights]
-        return self
+    def estimate(self) -> Estimate:
+        ranks = [self.at_rank(rank) for rank in range(self.model_ranks)]
+        largest = max(ranks, key=lambda rank: sum(rank.memory().values()))
+        return super(Stages, largest).estimate()
 
-    @property
-    def _own(self) -> list[int]:
-        return [stage for stage, rank in enumerate(self.rank_of) if rank == self.rank]
+    def at_rank(self, rank: int) -> "Stages":
+        """Return the description of a rank, by its number in its pipeline."""
+        own = copy.copy(self)
+        own.rank, own.own_stages = rank, [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+        own.weights = [weight for stage in own.own_stages for weight in self._weights_of(stage)]
+        return own
+
+    def _weights_of(self, stage: int) -> list[nn.Parameter]:
+        return [weight for number in self.stages[stage] for weight in self.parts[number].weights]
 
     def _duration(self, action: Action) -> float:
         forward, backward = (sum(self.passes[i][kind] for i in self.stages[action.stage]) for kind in (0, 1))
-        return {"F": forward, "B": backward}.get(action.kind, backward / 2)
+        seconds = {"F": forward, "B": backward}.get(action.kind, backward / 2)
+        if not self.job.hardware.overlaps and action.kind != "W":  # a CPU sends results itself
+            seconds += self._send_seconds(action.stage, action.stage + (1 if action.kind == "F" else -1))
+        return seconds
 
     def _delay(self, result: Action, stage: int) -> float:
-        if self.rank_of[result.stage] == self.rank_of[stage]:
+        return self._send_seconds(result.stage, stage)
+
+    def _send_seconds(self, sender: int, receiver: int) -> float:
+        if receiver not in range(len(self.rank_of)) or self.rank_of[sender] == self.rank_of[receiver]:
             return 0.0
-        return self._send(min(result.stage, stage)).seconds(self.job)
+        return self._send(min(sender, receiver)).seconds(self.job)
 
     def _send(self, stage: int, calls: int = 1) -> Collective:
         """Return the sends between a stage and the next one."""
@@ -308,29 +313,29 @@ class Stages(OneDevice):
         return self.parts[self.stages[stage][-1]].sent if 0 <= stage < len(self.rank_of) - 1 else 0
 
     def collectives(self) -> list[Collective]:
-        batches, nbytes = self.job.accumulate, sum(weight.nbytes for weight in self.trained)
+        batches, replicas, apart = self.job.accumulate, self.replicas, self.model_ranks
         outputs = self.parts[-1].sent * self.micro_batches
         found = [Collective("broadcast", outputs, self.model_ranks, 1, batches)]
         if self.shards == 1:
-            found.append(Collective("all_reduce", nbytes, self.replicas, self.model_ranks, batches))
-        for stage in self._own if self.shards > 1 else ():
-            weights = [weight for i in self.stages[stage] for weight in self.parts[i].weights]
+            nbytes = sum(weight.nbytes for weight in self.trained)
+            found.append(Collective("all_reduce", nbytes, replicas, apart, batches))
+        for weights in map(self._weights_of, self.own_stages if self.shards > 1 else ()):
             trained = [weight for weight in weights if weight.requires_grad]
             for kind, used in {"all_gather": weights, "reduce_scatter": trained}.items():
-                found.append(Collective(kind, padded(used, self.shards), self.shards, self.model_ranks, batches))
+                found.append(Collective(kind, padded(used, self.shards), self.shards, apart, batches))
         for stage, pair in enumerate(pairwise(self.rank_of)):
             if self.rank in pair and pair[0] != pair[1]:
                 found.append(self._send(stage, 2 * self.micro_batches * batches))
         return found
 
-    def waiting(self) -> float:
-        return self._total([one for one in self.collectives() if one.kind != "send"])
+    def waited_for(self) -> list[Collective]:
+        return [one for one in self.all_collectives() if one.kind != "send"]  # sends are in the simulation
 
     def memory(self) -> dict[str, int]:
         memory = super().memory()
         # FSDP gathers the stages once a batch; replicas average a copy of the gradients.
         gathered = 2 * memory["weights"] if self.shards > 1 else memory["gradients"] if self.replicas > 1 else 0
-        received = sum(self._sent(stage - 1) + self._sent(stage) for stage in self._own) * self.micro_batches
+        received = sum(self._sent(stage - 1) + self._sent(stage) for stage in self.own_stages) * self.micro_batches
         for name in ("weights", "gradients", "optimizer"):
             memory[name] //= self.shards
         return memory | {"gathered": gathered, "received": received}

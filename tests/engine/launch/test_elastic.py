@@ -41,8 +41,8 @@ SEQUENCES: dict[str, tuple[tuple[int, ...], list[Failure]]] = {
 
 def policy_for(sizes: tuple[int, ...], min_devices: int = 1) -> DevicePolicy:
     """Return the policy of four devices and two restarts, with a strategy that accepts these sizes."""
-    launch = SimpleNamespace(max_restarts=2, min_devices=min_devices)
-    policy = DevicePolicy([0, 1, 2, 3], launch, Mock())
+    cfg = Mock(launch=SimpleNamespace(max_restarts=2, min_devices=min_devices))
+    policy = DevicePolicy([0, 1, 2, 3], cfg)
     policy.accepts = sizes.__contains__  # type: ignore[assignment,method-assign]
     return policy
 
@@ -106,7 +106,7 @@ def test_each_loss_doubles_the_pause() -> None:
 )
 def test_sizes_are_those_that_the_strategy_accepts(words: list[str], sizes: list[int], folder: Path) -> None:
     cfg = compose(folder, *words, "trainer.devices=4")
-    policy = DevicePolicy([0, 1, 2, 3], cfg.launch, cfg.strategy)
+    policy = DevicePolicy([0, 1, 2, 3], cfg)
     assert [size for size in range(1, 5) if policy.accepts(size)] == sizes
 
 

@@ -125,7 +125,7 @@ def test_collectives_are_those_of_a_run(name: str, pool: Pool, folder: Path) -> 
     ranks, words = CASES[name]
     cfg = compose(folder, *TASK, f"trainer.devices={ranks}", *words)
     own = planned(cfg, words)
-    assert own.estimate, own.lost
+    assert own.estimate, own.reason
     expected: Counter[tuple[str, int]] = Counter()
     for one in own.estimate.collectives:
         expected[one.kind, one.nbytes] += one.calls
@@ -139,21 +139,21 @@ def test_every_model_that_starts_without_weights_can_be_planned(folder: Path) ->
     """The first part of this network flattens images: it has no weights, and no gradient to compute."""
     cfg = compose(folder, *TASK, "trainer.devices=2", "model=mlp")
     own = planned(cfg, ["strategy=pipeline"])
-    assert own.estimate, own.lost
+    assert own.estimate, own.reason
     assert own.estimate.memory["weights"] < sum(weight.nbytes for weight in build(cfg.model).parameters())
 
 
 def test_the_best_fits_and_auto_is_kept_unless_another_is_clearly_faster(folder: Path) -> None:
     cfg = compose(folder, *TASK, "trainer.devices=8", "trainer.num_nodes=2")
     plan = make_plan(cfg, [])
-    assert plan.candidates[0].lost == ""
-    assert all(candidate.lost for candidate in plan.candidates[1:])
+    assert plan.candidates[0].reason == ""
+    assert all(candidate.reason for candidate in plan.candidates[1:])
     auto = next(one for one in plan.candidates if one.options == ["strategy=auto"])
     fastest = min(one.estimate.step for one in plan.candidates if one.estimate)
     assert auto.estimate
     assert (plan.candidates[0] is auto) == (0.95 * auto.estimate.step <= fastest)
     cfg.hardware.memory_gib = 1e-3
-    assert "needs" in make_plan(cfg, []).candidates[0].lost
+    assert "needs" in make_plan(cfg, []).candidates[0].reason
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_memory_is_that_of_a_run(name: str, model: str, pool: Pool, folder: Path
     ranks, words = CASES[name]
     cfg = compose(folder, *TASK, f"trainer.devices={ranks}", f"model={model}", "data.batch_size=64", *words)
     own = planned(cfg, words)
-    assert own.estimate, own.lost
+    assert own.estimate, own.reason
     assert sum(own.estimate.memory.values()) == pytest.approx(max(pool.run(ranks, peak_memory, cfg)), rel=0.1)
 
 
@@ -175,3 +175,16 @@ def test_best_strategy_trains_as_if_it_had_been_typed(small: list[str], folder: 
     assert any(word.startswith("strategy=") for word in chosen.runtime.overrides)
     assert chosen.callbacks.throughput.planned_step_ms == chosen.runtime.planned_step_ms > 0
     assert "throughput/planned_step_ms" in (folder / "metrics.csv").read_text()
+
+    typed = [word for word in chosen.runtime.overrides if word.startswith("strategy")]
+    run(*task, *typed, f"run_dir={folder}/typed")
+    saved = OmegaConf.load(folder / "typed" / "config.yaml")
+    assert saved.runtime.planned_step_ms == chosen.runtime.planned_step_ms, "a run knows the newest plan for it"
+    assert saved.strategy == chosen.strategy
+
+
+def test_best_strategy_is_refused_before_a_plan_is_made(small: list[str], folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    _, err = run(*small, *TINY, "strategy=best", f"run_dir={folder}", code=1)
+    assert err.startswith(f"error: run_dir={folder} holds a run")
