@@ -9,6 +9,20 @@ import numpy as np
 import yaml
 
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
+PLAN: list[dict[str, Any]] = [  # what plan.json has: of two candidates, and of two that are refused
+    {
+        "strategy": name,
+        "options": [f"strategy={name}"],
+        "GiB": gib,
+        "step_ms": step,
+        "price": "",
+        "why not": why,
+        "memory": {"weights": gib * 2**29, "activations": gib * 2**29},
+        "seconds": {"forward": step / 2000, "communication": step / 2000},
+        "collectives": [],
+    }
+    for name, gib, step, why in (("fsdp", 1.0, 20.0, ""), ("ddp", 3.0, 25.0, "needs 3.0 GiB of 2.0"))
+] + [{"strategy": f"pipeline microbatches={n}", "step_ms": None, "why not": "<b> too many"} for n in (8, 16)]
 _START = 1_770_000_000.0  # UNIX seconds
 
 
@@ -32,7 +46,8 @@ def write_run(
     """
     folder.mkdir(parents=True)
     _write_metrics(folder / "metrics.csv", points, gap, cells or {})
-    strategy = {"_target_": "src.engine.parallel.pipeline.pipeline.Pipeline", "schedule": "gpipe"}
+    strategy: dict[str, Any] = {"_target_": "src.engine.parallel.pipeline.pipeline.Pipeline", "schedule": "gpipe"}
+    strategy |= {"stages": None, "microbatches": 4}
     config = {"seed": 0, "strategy": strategy, "optimizer": {"lr": 0.1}, "experiment": "5f3a9c"}
     config |= {"trainer": {"precision": precision}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -52,6 +67,7 @@ def _write_metrics(file: Path, points: int, gap: float, cells: dict[str, float])
         row = {"step": 10 * point, "epoch": 4 * point // points, "train/loss": loss, "train/acc": 0.9 * done + 0.1}
         row |= {"lr": 0.1 * min(1, 5 * done) * (1 - done), "optim/grad_norm": 10 ** (1 - 3 * done) + rng.random() / 10}
         row |= {"throughput/samples_per_sec": 900 + 50 * rng.random(), "throughput/peak_memory_mib": 512.0}
+        row |= {"throughput/step_ms": 150.0, "throughput/planned_step_ms": 120.0}
         row |= {"ranks/busy_ms_max": 60 + 9 * rng.random(), "ranks/busy_ms_median": 55 + rng.random()}
         row |= {"ranks/slowest": 1, "ranks/gain": 0.1, "val/loss": "", "val/acc": "", "test/acc": ""}
         if point % 15 == 14:

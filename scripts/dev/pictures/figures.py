@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from scripts.dev.pictures.passes import Rows, draw_passes, duration, fastest_step
 from src.engine.parallel.pipeline.schedules import SCHEDULES
-from src.engine.parallel.pipeline.simulation import bubble, simulate
+from src.engine.parallel.pipeline.simulation import bubble, order_of_passes, simulate
 from src.engine.report.comparison import comparison_figure
 from src.engine.report.page import new_figure
+from src.engine.report.passes import Step, draw_passes, duration, fastest_step
 from src.engine.report.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class _Panel(NamedTuple):
     """One step: its title, passes, the factor from their times to the unit of the axis, and the length of the axis."""
 
     title: str
-    rows: Rows
+    step: Step
     scale: float
     length: float
 
@@ -40,14 +40,14 @@ def schedules_figure(runs: dict[str, RunFolder], ranks: int, microbatches: int) 
     takes one unit. Each recorded step has its own, because the ranks share the processors.
     """
     panels = []
-    simulations = {name: dict(enumerate(simulate(name, ranks, microbatches))) for name in runs}
-    longest = max(duration(rows) / _stages(name) for name, rows in simulations.items())
+    simulations = {name: simulate(name, ranks, microbatches) for name in runs}
+    longest = max(duration(step) / _stages(name) for name, step in simulations.items())
     for name, run in runs.items():
-        simulated, recorded = simulations[name], fastest_step(run.path)
-        title = f"<b>{name}</b>, simulated: the ranks idle {bubble(simulated.values()):.1%} of the step"
+        simulated, recorded = simulations[name], fastest_step(run.path, order_of_passes(name, ranks, microbatches))
+        title = f"<b>{name}</b>, simulated: the ranks idle {bubble(simulated):.1%} of the step"
         panels.append(_Panel(title, simulated, 1 / _stages(name), longest))
         milliseconds = 1000 * duration(recorded)
-        title = f"recorded, {milliseconds:,.0f} ms: the ranks idle {bubble(recorded.values()):.1%}"
+        title = f"recorded, {milliseconds:,.0f} ms: the ranks idle {bubble(recorded):.1%}"
         panels.append(_Panel(title, recorded, 1000.0, milliseconds))
     return _stack(panels, ranks)
 
@@ -71,7 +71,7 @@ def _stack(panels: list[_Panel], ranks: int) -> "go.Figure":
 
 
 def _add_panel(figure: "go.Figure", panel: _Panel, axis: str, domain: list[float]) -> None:
-    draw_passes(figure, panel.rows, panel.scale, axis)
+    draw_passes(figure, panel.step, panel.scale, axis=axis)
     time = {"range": [0, panel.length], "anchor": f"y{axis}", "showgrid": False, "showticklabels": False}
     rank = {"domain": domain, "anchor": f"x{axis}", "showgrid": False, "type": "category", "autorange": "reversed"}
     figure.update_layout({f"xaxis{axis}": time, f"yaxis{axis}": rank | {"tickfont": {"size": 9}}})

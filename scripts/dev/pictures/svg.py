@@ -8,15 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-# Of the passes, light and dark; white is not quite that of the page, from which it must differ.
-_PASSES = {
-    "bubble": ("rgba(29, 28, 26, 0.09)", "rgba(255, 255, 255, 0.1)"),
-    "forward": ("#5b8def", "#5b86dd"),
-    "backward": ("#2a9d74", "#2c9a72"),
-    "input-gradient": ("#43b98d", "#3fae86"),
-    "weight-gradient": ("#e9a23b", "#d3912f"),
-    "on-pass": ("#fefefe", "#fefefe"),
-}
 _STYLE = Path(__file__).parents[3] / "src" / "engine" / "report" / "templates" / "style.css"
 _PADDING = 14  # pixels between the figure and the edge
 _WIDTH = 900 - 2 * _PADDING  # pixels; a page on GitHub has 900
@@ -30,8 +21,7 @@ def palettes() -> tuple[dict[str, str], dict[str, str]]:
         dict(re.findall(r"--([\w-]+): (#\w{6}|rgba\([^)]*\));", block))
         for block in re.findall(r":root \{(.*?)\}", _STYLE.read_text(), re.DOTALL)
     )
-    light |= {name: colors[0] for name, colors in _PASSES.items()}
-    return light, light | dark | {name: colors[1] for name, colors in _PASSES.items()}
+    return light, light | dark
 
 
 def to_svg(figure: "go.Figure", title: str) -> str:

@@ -1,4 +1,4 @@
-"""Charts of the columns of metrics.csv; long curves have fewer points."""
+"""Charts of the columns of metrics.csv, where long curves have fewer points, and stacked bars."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,10 @@ BUCKETS = 600  # of a long curve, each with its smallest and its largest value; 
 _NOISY = 400  # points from which a curve is pale, with the mean of each of `_MEANS` sections upon it
 _MEANS = 100
 _WIDE_RANGE = 50  # largest value / smallest value from which an axis is logarithmic
+_MOST_TIMES = 4  # the longest bar, from which a limit is no longer drawn
 _FRACTIONS = ("acc", "val_class", "data_fraction", "gain", "mfu")  # last parts of the names of metrics from 0 to 1
 _SPLITS = ("train", "val", "test")
+CATEGORIES = {"autorange": "reversed", "showgrid": False, "type": "category"}  # an axis of names, the first on top
 _COLORS = {"train": "var(--s1)", "val": "var(--s2)", "test": "var(--s4)"}
 
 
@@ -36,6 +38,7 @@ def group_names(names: Iterable[str]) -> dict[str, list[str]]:
         stem = prefix if prefix.endswith("_class") else rest if prefix in _SPLITS and rest else name
         for ending in ("_max", "_min", "_median"):
             stem = stem.removesuffix(ending)
+        stem = stem.replace("/planned_", "/")
         groups.setdefault("lr" if stem.startswith("lr-") else stem, []).append(name)
     return groups
 
@@ -48,6 +51,40 @@ def metric_chart(metric: str, curves: dict[str, Curve]) -> Markup:
     figure.update_xaxes(title="step", rangemode="tozero")
     style_value_axis(figure, metric, curves.values())
     return chart(figure, metric, _note(curves))
+
+
+def stacked_bars(
+    title: str,
+    note: str,
+    names: list[str],
+    series: dict[str, tuple[str, list[float]]],
+    unit: str,
+    row: int = 0,
+    limit: float | None = None,
+) -> Markup:
+    """Return a chart with a horizontal bar for each name, which is stacked of parts.
+
+    Args:
+        title, note: as in `chart`.
+        names: names of the bars.
+        series: colors and values by the labels of the parts.
+        unit: unit of the values.
+        row: pixels of a bar; by default they are thinner if there are many.
+        limit: value that a line marks, unless the bars would be too short beside it.
+    """
+    height = 84 + len(names) * (row or min(30, max(8, 700 // len(names))))
+    figure = new_figure(height, barmode="stack", hovermode="y unified", bargap=0.35, yaxis=CATEGORIES)
+    for label, (color, values) in series.items():
+        marker = {"color": color, "line": {"width": 0}}
+        if any(values):
+            template = f"%{{x:.4g}} {unit}"
+            figure.add_bar(x=values, y=names, name=label, orientation="h", marker=marker, hovertemplate=template)
+    longest = max(map(sum, zip(*(values for _, values in series.values()), strict=True)))
+    if limit and limit < _MOST_TIMES * longest:
+        line = {"color": "var(--bad)", "width": 1.5, "dash": "dash"}
+        figure.add_shape(x0=limit, x1=limit, yref="paper", y0=0, y1=1, line=line)
+    figure.update_xaxes(title=unit)
+    return chart(figure, title, note, wide=True)
 
 
 def style_value_axis(figure: "go.Figure", metric: str, curves: Iterable[Curve]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from src.engine.report.metric_charts import group_names, metric_chart
+from src.engine.report.metric_charts import group_names, median, metric_chart, stacked_bars
 from src.engine.report.page import Section, chart, duration_text, macros, new_figure, number, parts, write_page
 from src.engine.report.run_folder import Curve, RunFolder
 
@@ -28,7 +28,6 @@ _MOST_CLASSES = 200  # of a matrix; that of a thousand is 20 MB, and its cells a
 _MOST_LABELED = 20  # classes of a matrix whose cells have room for a number, and of the table of the lowest accuracies
 _HIDDEN = "runtime."  # options that the program has set
 _SECTIONS = ("throughput", "ranks")  # first parts of the names of metrics that have sections of their own
-_CATEGORIES = {"autorange": "reversed", "showgrid": False, "type": "category"}  # an axis of names, the first on top
 _ACTIVITIES = {  # of a rank: labels and colors
     "data": ("data", "var(--s10)"),
     "forward_backward": ("forward and backward", "var(--s1)"),
@@ -77,6 +76,9 @@ def _key_figures(run: RunFolder) -> Iterable[tuple[str, str, str]]:
         yield "train/loss", number(float(last.values[-1])), f"at step {last.steps[-1]:,.0f}"
     for size, speed in run.speeds.items():
         yield "Images per second", number(speed), "median" + f" of {size} processes" * (len(run.speeds) > 1)
+    planned, measured = (median(curves, f"throughput/{name}") for name in ("planned_step_ms", "step_ms"))
+    if planned and measured:
+        yield "Step", number(measured, "ms"), f"median, {measured / planned:.2f} of the planned {number(planned, 'ms')}"
     if "throughput/peak_memory_mib" in curves:
         yield "Peak memory", number(float(curves["throughput/peak_memory_mib"].values.max()), "MiB"), "of any process"
     if (seconds := duration(run.events)) is not None:
@@ -112,22 +114,24 @@ def _curve_section(run: RunFolder) -> Section:
 
 
 def _rank_charts(run: RunFolder) -> list[Markup]:
-    times = [_time_chart(run.rank_seconds)] if run.rank_seconds else []
-    return [*times, *_charts(_groups(run, "ranks"))]
+    charts = [_time_chart(run.rank_seconds)] if run.rank_seconds else []
+    if charts and run.config.get("strategy.schedule"):
+        from src.engine.report.passes import passes_chart  # late: it imports torch, which takes seconds
+
+        charts.append(passes_chart(run))
+    return [*charts, *_charts(_groups(run, "ranks"))]
 
 
 def _time_chart(rank_seconds: dict[int, dict[str, float]]) -> Markup:
     """Return the chart of the seconds of each activity, one bar per rank."""
+    series = {
+        label: (color, [spent.get(activity, 0.0) for spent in rank_seconds.values()])
+        for activity, (label, color) in _ACTIVITIES.items()
+    }
     names = [f"rank {rank}" for rank in rank_seconds]
-    height = 84 + len(names) * min(30, max(8, 700 // len(names)))  # the bars are thinner if there are many
-    figure = new_figure(height, barmode="stack", hovermode="y unified", bargap=0.35, yaxis=_CATEGORIES)
-    for activity, (label, color) in _ACTIVITIES.items():
-        seconds = [spent.get(activity, 0.0) for spent in rank_seconds.values()]
-        marker = {"color": color, "line": {"width": 0}}
-        if any(seconds):
-            figure.add_bar(x=seconds, y=names, name=label, orientation="h", marker=marker, hovertemplate="%{x:.1f} s")
-    figure.update_xaxes(title="seconds")
-    return chart(figure, "Where the time goes", "Sum over the recorded intervals of each rank.", wide=True)
+    return stacked_bars(
+        "Where the time goes", "Sum over the recorded intervals of each rank.", names, series, "seconds"
+    )
 
 
 def _evaluation_section(split: str, evaluation: dict[str, Any]) -> Section:
