@@ -15,7 +15,6 @@ PLAN: list[dict[str, Any]] = [  # what plan.json has: of two candidates, and of 
         "options": [f"strategy={name}"],
         "GiB": gib,
         "step_ms": step,
-        "price": "",
         "why not": why,
         "memory": {"weights": gib * 2**29, "activations": gib * 2**29},
         "seconds": {"forward": step / 2000, "communication": step / 2000},

@@ -304,7 +304,16 @@ def show_plan(cfg: DictConfig) -> None:
         print(f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}: {error}")
     with atomic_write(folder / "plan.json") as file:
         file.write_text(json.dumps(rows, indent=1))
-    print(f"{plan.job.ranks} ranks, {plan.job.batch_size} samples a step, {plan.steps} steps; {folder / 'plan.json'}")
+    title = f"{plan.job.ranks} ranks, {plan.job.batch_size} samples a step, {plan.steps} steps"
+    print(f"{title}; {folder / 'plan.json'}")
+    if cfg.report:
+        try:
+            from src.engine.report.plan_page import write_plan_page  # late: a template without reports plans as well
+
+            hardware = HydraConfig.get().runtime.choices.hardware
+            print(write_plan_page(folder, f"{title}, hardware={hardware}", rows, plan.job.memory / 2**30))
+        except ModuleNotFoundError as error:
+            print(f"no plan.html: {error}; pip install '.[report]', or set report=false", file=sys.stderr)
 
 
 def _row(one: Candidate, plan: Plan) -> dict[str, Any]:

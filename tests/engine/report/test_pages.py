@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from scripts.report import write
+from src.engine.report.plan_page import write_plan_page
 from src.engine.state.jobs import Job
 from tests.support.browser import CHROMIUM, Session, open_pages
-from tests.support.run_folders import write_run
+from tests.support.run_folders import PLAN, write_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 PHONE = 400  # pixels
@@ -39,6 +40,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         write([first], None, single_file=False),
         write([write_sweep(runs / "sweep")], None, single_file=False),
         write([first, second], runs / "comparison.html", single_file=True),
+        write_plan_page(first, "a plan", PLAN, 2.0),
         broken,
     ]
 
