@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from src.engine.determinism.hashing import permutation
 from src.engine.determinism.layout import BatchLayout, DataParallelInfo
 from src.engine.determinism.sampler import EvaluationBatches, TrainingBatches
 from src.engine.utils.errors import UserError
 
 COUNT, BATCH = 103, 24
+SHARES = (1, 2, 3, 2) * 256  # of 1,024 ranks
 
 
 def layouts(
@@ -59,6 +61,18 @@ def test_epoch_takes_each_sample_at_most_once_and_drops_the_remainder() -> None:
     seen = [index for batch in epoch(2) for index in batch]
     assert len(seen) == len(set(seen)) == COUNT // BATCH * BATCH
     assert len(TrainingBatches(COUNT, BatchLayout(BATCH))) == len(epoch(1))
+
+
+@pytest.mark.parametrize(("batch", "shares", "sizes"), [(4096, None, {4}), (4100, None, {4, 5}), (4100, SHARES, None)])
+def test_1024_ranks_divide_the_epochs_order(batch: int, shares: tuple[int, ...] | None, sizes: set[int] | None) -> None:
+    """No two ranks hold the same position of a global batch; put in their positions, all shares are that order."""
+    ranks = layouts(1024, batch, shares)
+    tables = [TrainingBatches(2 * batch + 7, layout).table() for layout in ranks]
+    order = permutation(2 * batch + 7, 0, 0)[: 2 * batch]
+    positions = torch.cat([layout.positions[0] for layout in ranks])
+    assert positions.sort().values.tolist() == list(range(batch))
+    assert torch.cat(tables, dim=1)[:, positions.argsort()].flatten().equal(order)
+    assert not sizes or {table.shape[1] for table in tables} == sizes
 
 
 def test_order_is_fixed_by_seed_and_epoch() -> None:
