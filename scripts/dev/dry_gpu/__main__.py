@@ -16,7 +16,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only runs whose name contains this")
     parser.add_argument("--write", action="store_true", help="write the table to the page, instead of a comparison")
-    parser.add_argument("--operations", action="store_true", help="print operations and waits by name")
+    parser.add_argument("--operations", action="store_true", help="print operations, collectives and waits by name")
     options = parser.parse_args()
     if reason := reason_to_skip():
         print(f"skipped: {reason}")
@@ -34,6 +34,7 @@ def main() -> int:
         print(report.row(case, result), flush=True)
         if options.operations:
             print("\n".join(f"  {phase}: {names}" for phase, names in result.operations.items()))
+            print("\n".join(f"  {count} x {collective}" for collective, count in result.collectives.items()))
             print("\n".join(f"  at a log point: {count} x {wait}" for wait, count in result.at_log_point.items()))
         if options.write and not result.error:
             kept[case.title] = report.row(case, result)

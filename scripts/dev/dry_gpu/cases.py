@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+DEVICES = 8  # GPUs of a host, as in fake_cuda.cpp
 _BATCH = {1: 128, 4: 128, 1024: 2048}  # global batch by world size
 DATA = {"train_size": 14000, "test_size": 100}  # six steps of the largest batch
 
@@ -33,9 +34,11 @@ class Case:
         return self.world > 1 or "strategy=" in self.overrides
 
     def settings(self) -> list[str]:
-        """Return the overrides, with the data and the batch of its world."""
+        """Return the overrides, with the devices, the data and the batch of its world."""
+        per_node = min(DEVICES, self.world)
+        devices = [f"trainer.devices={per_node}", f"trainer.num_nodes={self.world // per_node}"]
         data = ["data=shapes", *(f"data.source.{name}={size}" for name, size in DATA.items())]
-        return [*data, f"data.batch_size={_BATCH[self.world]}", *self.overrides.split()]
+        return [*devices, *data, f"data.batch_size={_BATCH[self.world]}", *self.overrides.split()]
 
 
 _SPEEDRUN = "experiment=speedrun data.batch_size=1000 data.val_fraction=0.1"

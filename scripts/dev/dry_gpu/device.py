@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from scripts.dev.dry_gpu.cases import DEVICES
 from scripts.dev.dry_gpu.synchronizations import SYNCHRONIZATIONS
 
-DEVICES = 8  # as in fake_cuda.cpp
 _MEMORY = 80 << 30  # bytes
 # torch.compile reads most of these properties, and Lightning's throughput monitor reads the name.
 _PROPERTIES = SimpleNamespace(

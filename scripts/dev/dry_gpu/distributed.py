@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.connectors import data_connector
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from scripts.dev.dry_gpu.device import DEVICES
+from scripts.dev.dry_gpu.cases import DEVICES
 from src.engine.utils.steps import RankConsensus
 
 
@@ -35,6 +35,7 @@ def start_process_group(rank: int, world: int) -> None:
     RankConsensus.poll = lambda *_: 0  # type: ignore[method-assign]
     _replace_collectives()
     _replace_reducer()
+    _replace_buckets()
 
 
 def _replace_collectives() -> None:
@@ -74,6 +75,21 @@ def _replace_reducer() -> None:
     ddp.DistributedDataParallel.forward = prepare_and_forward  # type: ignore[method-assign]
 
 
+def _replace_buckets() -> None:
+    """Let DistributedDataParallel start with the buckets that its first step leads to: ranks agree on them by data."""
+    module: Any = ddp
+    config, assign = module._BucketCapacityConfig, dist._compute_bucket_assignment_by_size
+    limits = config.compute_bucket_size_limits
+
+    def assign_in_order_of_gradients(weights: list[Tensor], *args: Any) -> tuple[list[list[int]], list[int]]:
+        buckets, sizes = assign(weights[::-1], *args)  # the last weights have their gradients first
+        own = [[len(weights) - 1 - number for number in bucket] for bucket in buckets]
+        return own[::-1], sizes[::-1]  # the caller reverses both
+
+    config.compute_bucket_size_limits = lambda self, **_: limits(self, static_graph=False, find_unused_parameters=True)
+    module.dist._compute_bucket_assignment_by_size = assign_in_order_of_gradients
+
+
 class _Work:
     """A finished collective. The future of the fake group's own one has no result, which hooks of DDP need."""
 
@@ -90,7 +106,7 @@ class _Work:
 
 
 class _Reducer:
-    """The reducer of DistributedDataParallel, except that it keeps its buckets: ranks agree on new ones by data."""
+    """The reducer of DistributedDataParallel, except that it keeps its buckets, which `_replace_buckets` has chosen."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

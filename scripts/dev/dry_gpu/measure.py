@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from scripts.dev.dry_gpu.collectives import describe_call
 from scripts.dev.dry_gpu.compiler import is_in_compiled_graph
 from scripts.dev.dry_gpu.synchronizations import SYNCHRONIZATIONS
 from src.engine.utils.steps import is_log_point
@@ -89,7 +90,7 @@ class _Operations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional"):
             if name != "wait_tensor":  # the second half of a collective that is compiled
-                self.counter.collectives[name.strip("_")] += 1
+                self.counter.collectives[describe_call(func, args)] += 1
         elif _uses_cuda(args, kwargs, result) and not func.is_view and name not in _NO_LAUNCH:
             if not is_in_compiled_graph():
                 self.counter.operations.setdefault(self.counter.phase, Counter())[name] += 1

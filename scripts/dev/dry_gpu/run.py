@@ -19,9 +19,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from scripts.dev.dry_gpu.cases import DATA, Case
+from scripts.dev.dry_gpu.cases import DATA, DEVICES, Case
 from scripts.dev.dry_gpu.compiler import describe_graphs, install_compiler
-from scripts.dev.dry_gpu.device import DEVICES, install_device
+from scripts.dev.dry_gpu.device import install_device
 from scripts.dev.dry_gpu.distributed import start_process_group
 from scripts.dev.dry_gpu.measure import StepCounter
 from scripts.dev.dry_gpu.synchronizations import SYNCHRONIZATIONS
@@ -44,7 +44,7 @@ class Result:
 
     Attributes:
         operations: operations of a step between two log points, by phase and name.
-        collectives: collectives of that step by name.
+        collectives: collectives of that step by kind, bytes and ranks.
         synchronizations: number of host-device synchronizations in all these steps, by kind and lines of code.
         steps: number of these steps.
         at_log_point: number of synchronizations in the last step with a log point, likewise.
@@ -103,9 +103,7 @@ def dry_run(case: Case, overrides: list[str], folder: Path) -> Result:
     install_compiler()
     if case.has_process_group:
         start_process_group(case.rank, case.world)
-    per_node = min(DEVICES, case.world)
-    devices = ["accelerator=cuda", f"devices={per_node}", f"num_nodes={case.world // per_node}"]
-    settings = [*_SHORT, *(f"trainer.{option}" for option in devices), *overrides, *case.settings()]
+    settings = [*_SHORT, "trainer.accelerator=cuda", *overrides, *case.settings()]
     counter = _fit(_resolve(folder, *settings))
     if case.resumes:
         SYNCHRONIZATIONS.found.clear()

@@ -1,4 +1,7 @@
-"""Execute dry runs in a process of their own, because they replace functions of torch; print the results as JSON."""
+"""Execute dry runs in a process of their own, because they replace functions of torch; print the results as JSON.
+
+The arguments are the titles of the runs; `QUICK` without any.
+"""
 
 import json
 import sys
@@ -23,7 +26,7 @@ def main() -> None:
     from scripts.dev.dry_gpu.report import problems, read_rows
     from scripts.dev.dry_gpu.run import run_cases
 
-    cases = [case for case in CASES if case.title in QUICK]
+    cases = [case for case in CASES if case.title in (sys.argv[1:] or QUICK)]
     sabotages = " ".join(f"+callbacks.{name}._target_=tests.engine.gpu.sabotages.{name}" for name in SABOTAGES)
     cases.append(Case("sabotaged", sabotages))
     kept = read_rows()

@@ -2,7 +2,9 @@
 
 import json
 import sys
+from collections.abc import Iterable
 from inspect import getsourcelines
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +17,34 @@ from scripts.dev.dry_gpu.report import read_rows
 from tests.engine.gpu import sabotages
 from tests.engine.gpu.dry_runs import QUICK
 from tests.support.commands import run
+from tests.support.plans import planned_collectives
+from tests.support.runs import compose
 
 pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=f"{reason_to_skip()}")
 Results = dict[str, dict[str, Any]]
+UNPLANNED = ("ddp, gan", "ddp, powersgd", "ddp, post_local_sgd")
+PLANNED = {case.title: case for case in CASES if case.world > 1 and case.name not in UNPLANNED}
 
 
 @pytest.fixture(scope="module")
 def results() -> Results:
     """Return the results of the quick runs and the sabotages, by name."""
-    return json.loads(run(program=["-m", "tests.engine.gpu.dry_runs"])[0].splitlines()[-1])
+    return dry_runs()
+
+
+def dry_runs(*titles: str) -> Results:
+    return json.loads(run(*titles, program=["-m", "tests.engine.gpu.dry_runs"])[0].splitlines()[-1])
+
+
+def check_collectives(titles: Iterable[str], results: Results, folder: Path) -> None:
+    """Check that these runs have the collectives of the plan for their rank: kind, bytes, ranks and number."""
+    found, expected = {}, {}
+    for case in [PLANNED[title] for title in titles]:
+        cfg = compose(folder, *case.settings(), "hardware=h100", f"data.root={folder}")
+        words = [word for word in case.overrides.split() if word.startswith("strategy")] or ["strategy=auto"]
+        [expected[case.title]] = planned_collectives(cfg, words, [case.rank])
+        found[case.title] = results[case.title]["result"]["collectives"]
+    assert found == expected
 
 
 @pytest.mark.parametrize("title", QUICK)
@@ -32,6 +53,10 @@ def test_run_is_as_documented(results: Results, title: str) -> None:
     operations = results[title]["result"]["operations"]
     launched = sum(operations["forward and loss"].values())
     assert launched < 5 if "compiled" in title else launched > 40
+
+
+def test_collectives_are_those_of_the_plan(results: Results, folder: Path) -> None:
+    check_collectives([title for title in QUICK if title in PLANNED], results, folder)
 
 
 @pytest.mark.parametrize(
@@ -68,3 +93,10 @@ def test_refuses_an_unknown_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_all_runs_are_as_documented() -> None:
     run(program=["-m", "scripts.dev.dry_gpu"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "hsdp", "hybrid", "pipeline"])
+def test_collectives_of_all_runs_are_those_of_the_plan(name: str, folder: Path) -> None:
+    titles = [title for title in PLANNED if title.startswith(name) and title not in QUICK]
+    check_collectives(titles, dry_runs(*titles), folder)

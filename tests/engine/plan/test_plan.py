@@ -12,40 +12,31 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scripts.dev.dry_gpu.collectives import describe_call
 from src.engine.plan.hardware import Hardware
 from src.engine.plan.plan import Candidate, begin_run, estimate, make_plan
 from src.engine.run.experiment import assemble
 from src.engine.utils.steps import RankConsensus
 from src.engine.utils.targets import build
 from tests.support.commands import TINY, run
+from tests.support.plans import planned_collectives
 from tests.support.pool import Pool
 from tests.support.runs import compose
 
 TASK = ["data=shapes", "data.source.train_size=200", "data.source.test_size=100", "data.batch_size=32"]
 TASK += ["hardware=h100", "trainer.max_steps=4", "callbacks=none", "optimizer=adamw"]
-_KINDS = {
-    "allreduce_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "broadcast_": "broadcast",
-    "send": "send",
-    "recv_": "send",
-}
 
 
 class _Collectives(TorchDispatchMode):
-    """Counts the collectives of a rank by their kind, and the bytes of their larger tensor."""
+    """Counts the collectives of a rank by their description."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[tuple[str, int]] = Counter()
+        self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            name = func.overloadpacket.__name__
-            given = [x for arg in args[:2] for x in (arg if isinstance(arg, list) else [arg])]
-            nbytes = max(x.nbytes for x in given if isinstance(x, torch.Tensor))
-            self.found[_KINDS.get(name, name), nbytes] += 1
+            self.found[describe_call(func, args)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -80,7 +71,7 @@ def train(cfg: DictConfig) -> Watch:
     return watch
 
 
-def collectives_of(cfg: DictConfig) -> Counter[tuple[str, int]]:
+def collectives_of(cfg: DictConfig) -> Counter[str]:
     return train(cfg).mode.found
 
 
@@ -124,12 +115,7 @@ _QUICK = ("small buckets", "hsdp", "hybrid")
 def test_collectives_are_those_of_a_run(name: str, pool: Pool, folder: Path) -> None:
     ranks, words = CASES[name]
     cfg = compose(folder, *TASK, f"trainer.devices={ranks}", *words)
-    own = planned(cfg, words)
-    assert own.estimate, own.reason
-    expected: Counter[tuple[str, int]] = Counter()
-    for one in own.estimate.collectives:
-        expected[one.kind, one.nbytes] += one.calls
-    assert expected in pool.run(ranks, collectives_of, cfg)
+    assert planned_collectives(cfg, words, range(ranks)) == pool.run(ranks, collectives_of, cfg)
 
 
 SIZES = [(name, model) for name in ("ddp", "sharded optimizer", "fsdp", "pipeline") for model in ("resnet9", "vit")]
