@@ -55,6 +55,7 @@ class Part:
         blocks: its blocks; none if the network cannot be traced, and is one part.
         weights: its weights.
         kept: bytes that the backward pass needs, with the outputs.
+        between: bytes of gradients that the first half of a backward pass keeps for the second one.
         forward_peak, backward_peak: most bytes in use during a pass, besides those in use when it begins.
         forward, backward: operations of the passes.
         sent: bytes of the outputs.
@@ -63,6 +64,7 @@ class Part:
     blocks: list[Block]
     weights: list[nn.Parameter]
     kept: int = 0
+    between: int = 0
     forward_peak: int = 0
     backward_peak: int = 0
     forward: list[Operation] = field(default_factory=list)
@@ -141,7 +143,7 @@ class Profile:
         with _in_training(net, samples, self.module.device), mode:
             inputs = self.example.new_empty(samples, *self.example.shape[1:])
             inputs = inputs.contiguous(memory_format=suggest_memory_format(self.example))
-            with _Recorder([*net.parameters(), *net.buffers(), inputs]) as recorder:
+            with _Recorder([*net.parameters()], [*net.buffers(), inputs]) as recorder:
                 return self._train(net, inputs, groups, recorder.watch)
 
     @cache  # noqa: B019
@@ -237,12 +239,15 @@ class _Recorder(TorchDispatchMode):
     """Records operations, and the bytes of tensors that come into being and are freed.
 
     Args:
-        outside: tensors that are not counted.
+        weights: the weights.
+        others: other tensors that are not counted.
     """
 
-    def __init__(self, outside: Sequence[Tensor]) -> None:
+    def __init__(self, weights: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         super().__init__()
-        self.existing = {tensor.untyped_storage()._cdata for tensor in outside}
+        self.weights = {tensor.untyped_storage()._cdata for tensor in weights}
+        self.existing = self.weights | {tensor.untyped_storage()._cdata for tensor in others}
+        self.weighted = 0  # bytes of the results of operations on weights
         self.events: list[tuple[int, int]] = []  # storage and bytes, which are negative when it is freed
         self.operations: list[Operation] = []
 
@@ -261,6 +266,8 @@ class _Recorder(TorchDispatchMode):
             packet, count = func.overloadpacket, flop_registry.get(func.overloadpacket)
             flops = count(*args, **kwargs, out_val=result) if count else 0
             nbytes = sum(tensor.nbytes for tensor in [*read, *results])
+            if any(tensor.untyped_storage()._cdata in self.weights for tensor in read):
+                self.weighted += sum(tensor.nbytes for tensor in results)
             self.operations.append(Operation(flops, nbytes, "convolution" in packet.__name__))
         return result
 
@@ -272,13 +279,14 @@ class _Recorder(TorchDispatchMode):
     def watch(self, part: Part, kind: str) -> Iterator[Callable[[Any], None]]:
         """Let `part` have the operations and bytes of a pass, except the tensors given to the yielded function."""
         self.events.clear()
+        self.weighted = 0
         self.operations = part.forward if kind == "F" else part.backward
         excluded: set[int] = set()
         yield lambda found: excluded.update(x.untyped_storage()._cdata for x in found if x is not None)
         sizes = [nbytes for storage, nbytes in self.events if storage not in excluded]
         peak = max(accumulate(sizes), default=0)
         if kind == "F":
-            part.kept, part.forward_peak = sum(sizes), peak
+            part.kept, part.forward_peak, part.between = sum(sizes), peak, self.weighted
         else:
             part.backward_peak = max(0, peak)
 

@@ -19,7 +19,7 @@ from src.engine.determinism.layout import BatchLayout, DataParallelInfo
 from src.engine.parallel.batch_norm import ranks_that_share
 from src.engine.parallel.norm_groups import check_groups
 from src.engine.parallel.pipeline.rehearsal import check_module
-from src.engine.parallel.pipeline.simulation import Action, bubble, simulate
+from src.engine.parallel.pipeline.simulation import Action, Pass, bubble, simulate
 from src.engine.parallel.pipeline.split import cut
 from src.engine.plan.profile import Operation, Part, Profile
 from src.engine.plan.step import Collective, Estimate, Job
@@ -290,10 +290,15 @@ class Stages(OneDevice):
 
     def _duration(self, action: Action) -> float:
         forward, backward = (sum(self.passes[i][kind] for i in self.stages[action.stage]) for kind in (0, 1))
-        seconds = {"F": forward, "B": backward}.get(action.kind, backward / 2)
+        seconds = {"F": forward, "B": backward, "": 0.0}.get(self._kind(action), backward / 2)
         if not self.job.hardware.overlaps and action.kind != "W":  # a CPU sends results itself
             seconds += self._send_seconds(action.stage, action.stage + (1 if action.kind == "F" else -1))
         return seconds
+
+    @staticmethod
+    def _kind(action: Action | Pass) -> str:
+        """Return the kind of a pass; torch computes all gradients of the first stage in `W`, and none in `I`."""
+        return {"I": "", "W": "B"}.get(action.kind, action.kind) if action.stage == 0 else action.kind
 
     def _delay(self, result: Action, stage: int) -> float:
         return self._send_seconds(result.stage, stage)
@@ -343,12 +348,13 @@ class Stages(OneDevice):
     def activation_bytes(self) -> int:
         in_turn: list[tuple[Part, str]] = []
         for entry in self.timeline[self.rank]:
+            kind = self._kind(entry)
+            if not kind:
+                continue
             parts = [self.parts[i] for i in self.stages[entry.stage]]
             nbytes = self._sent(entry.stage - 1) + self._sent(entry.stage)
             transit = Part([], [], kept=nbytes, forward_peak=nbytes)  # copies in the memory format that is sent
-            in_turn += [
-                (part, entry.kind) for part in ([transit, *parts] if entry.kind == "F" else [*parts[::-1], transit])
-            ]
+            in_turn += [(part, kind) for part in ([transit, *parts] if kind == "F" else [*parts[::-1], transit])]
         return peak_bytes(in_turn)
 
     def seconds(self) -> dict[str, float]:
@@ -371,7 +377,7 @@ def peak_bytes(passes: Sequence[tuple[Part, str]]) -> int:
     in_use = largest = 0
     for part, kind in passes:
         largest = max(largest, in_use + (part.forward_peak if kind == "F" else part.backward_peak))
-        in_use += part.kept * {"F": 1, "I": 0}.get(kind, -1)
+        in_use += {"F": part.kept, "B": -part.kept, "I": part.between, "W": -part.kept - part.between}[kind]
     return largest
 
 

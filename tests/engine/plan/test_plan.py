@@ -143,7 +143,7 @@ def test_the_best_fits_and_auto_is_kept_unless_another_is_clearly_faster(folder:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "model"), [*SIZES, ("zbv", "resnet9")])
+@pytest.mark.parametrize(("name", "model"), [*SIZES, *(("zbv", model) for model in ("resnet9", "vit"))])
 def test_memory_is_that_of_a_run(name: str, model: str, pool: Pool, folder: Path) -> None:
     ranks, words = CASES[name]
     cfg = compose(folder, *TASK, f"trainer.devices={ranks}", f"model={model}", "data.batch_size=64", *words)
