@@ -40,6 +40,7 @@ from src.engine.utils.targets import NOT_PASSED, build, check_options, check_val
 AUTO, RECOMPUTE = "strategy=auto", "module.recompute=blocks"
 _STAGES, _MICRO_BATCHES = (2, 4, 8, 16), (4, 8, 16)
 _MIN_GAIN = 0.05  # of a step, by which another strategy must be faster than `auto`
+_ADVICE = "Raise trainer.accumulate_grad_batches, or use more devices."
 _SHOWN = 15  # rows of the table; plan.json has all
 _DETAILS = ("options", "memory", "seconds", "collectives")  # only in plan.json
 
@@ -235,7 +236,9 @@ def _ranked(candidates: list[Candidate], job: Job) -> list[Candidate]:
     def order(one: Candidate) -> tuple[bool, bool, float]:
         if not one.estimate:
             return True, True, 0.0
-        return False, not _fits(one.estimate, job), one.estimate.step * (1 - _MIN_GAIN * (one.options[0] == AUTO))
+        if not _fits(one.estimate, job):
+            return False, True, sum(one.estimate.memory.values())
+        return False, False, one.estimate.step * (1 - _MIN_GAIN * (one.options[0] == AUTO))
 
     ranked = sorted(candidates, key=order)
     best = ranked[0].estimate
@@ -273,7 +276,7 @@ def choose_again(cfg: DictConfig) -> None:
 def _set_best(cfg: DictConfig, plan: Plan) -> Candidate:
     best, *others = plan.candidates
     if best.reason or not best.estimate:
-        raise UserError(f"strategy=best: no strategy can train this; {best.name}: {best.reason}")
+        raise UserError(f"strategy=best: no strategy can train this; {best.name}: {best.reason}. {_ADVICE}")
     reasons = "".join(f"; {one.name}: {one.reason}" for one in others[:3])
     print(f"best: {best.name}, {1000 * best.estimate.step:.0f} ms a step{reasons}", file=sys.stderr)
     cfg.strategy = best.strategy
@@ -297,6 +300,8 @@ def show_plan(cfg: DictConfig) -> None:
         cells = [row[name] for name in columns]
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
     Console(width=None if sys.stdout.isatty() else 180).print(table)
+    if possible and possible[0]["why not"]:
+        print(f"No candidate fits. {_ADVICE}")
     refused: dict[str, list[str]] = {}
     for row in rows[len(possible) :]:
         refused.setdefault(row["why not"], []).append(row["strategy"])
