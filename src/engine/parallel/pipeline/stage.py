@@ -127,12 +127,16 @@ def remove_other_stages(net: nn.Module, stages: Sequence[Sequence[Block]], own: 
     """
     kept = [block for number, blocks in enumerate(stages) if number in own for block in blocks]
     others = [block for number, blocks in enumerate(stages) if number not in own for block in blocks]
-    for name in called_modules(others) - called_modules(kept):
+    modules = dict(net.named_modules(remove_duplicate=False))  # a module or parameter may have several names
+    removed = {id(modules[name]) for name in called_modules(others) - called_modules(kept)}
+    for name in [name for name, module in modules.items() if id(module) in removed]:
         net.set_submodule(name, nn.Identity())
-    remaining = {name for name, _ in net.named_parameters()}
-    for name in remaining & {name for block in others for name in block.parameters}:
-        module, _, parameter = name.rpartition(".")
-        delattr(net.get_submodule(module), parameter)
+    own_parameters = {id(parameter) for block in kept for parameter in block.parameters.values()}
+    of_others = {id(parameter) for block in others for parameter in block.parameters.values()} - own_parameters
+    for name, parameter in [*net.named_parameters(remove_duplicate=False)]:
+        if id(parameter) in of_others:
+            module, _, last = name.rpartition(".")
+            delattr(net.get_submodule(module), last)
 
 
 def called_modules(blocks: Iterable[Block]) -> set[str]:
