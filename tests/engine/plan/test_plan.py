@@ -18,7 +18,8 @@ from src.engine.plan.plan import Candidate, begin_run, estimate, make_plan
 from src.engine.run.experiment import assemble
 from src.engine.utils.steps import RankConsensus
 from src.engine.utils.targets import build
-from tests.support.commands import TINY, run
+from tests.support.commands import PARITY, TINY, run
+from tests.support.comparison import check_same_rows, read_rows
 from tests.support.plans import planned_collectives
 from tests.support.pool import Pool
 from tests.support.runs import compose
@@ -167,6 +168,14 @@ def test_best_strategy_trains_as_if_it_had_been_typed(small: list[str], folder: 
     saved = OmegaConf.load(folder / "typed" / "config.yaml")
     assert saved.runtime.planned_step_ms == chosen.runtime.planned_step_ms, "a run knows the newest plan for it"
     assert saved.strategy == chosen.strategy
+
+
+@pytest.mark.slow
+def test_best_strategy_trains_one_curve_on_any_number_of_processes(small: list[str], folder: Path) -> None:
+    for devices in (1, 2, 4):
+        run(*PARITY, *small, "strategy=best", f"trainer.devices={devices}", f"run_dir={folder}/{devices}")
+        assert len([row for row in read_rows(folder / f"{devices}") if row["train/loss"]]) == 20
+        check_same_rows(folder / f"{devices}", folder / "1")
 
 
 def test_best_strategy_is_refused_before_a_plan_is_made(small: list[str], folder: Path) -> None:
