@@ -5,7 +5,6 @@ import os
 import socket
 import statistics
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
+from torch.utils.benchmark import Timer
 
 from src.engine.plan import known, remember
 
@@ -85,21 +85,16 @@ def _measure(gpus: int) -> dict[str, Any]:
 
 
 def _measure_as_rank(rank: int, folder: str, uses_gpus: bool) -> None:
-    """Write the seconds of two all-reduces and a copy, which both ranks make at the same time."""
+    """Write the median seconds of two all-reduces and a copy, which both ranks make at the same time."""
     device = torch.device("cuda", rank) if uses_gpus else torch.device("cpu")
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("nccl" if uses_gpus else "gloo", store=store, rank=rank, world_size=2)
     small, large, copied = (torch.zeros(size // 4, device=device) for size in _SIZES)
-    other, seconds = torch.zeros_like(copied), []
-    for operation in (partial(dist.all_reduce, small), partial(dist.all_reduce, large), partial(other.copy_, copied)):
-        times = []
-        for _ in range(_REPEATS):
-            begun = time.perf_counter()
-            operation()
-            if uses_gpus:
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - begun)
-        seconds.append(statistics.median(times))
+    seconds = []
+    copy = partial(copied.copy_, copied.clone())
+    for operation in (partial(dist.all_reduce, small), partial(dist.all_reduce, large), copy):
+        timer = Timer("operation()", globals={"operation": operation})  # on a GPU, it waits for the operation
+        seconds.append(statistics.median(timer.timeit(1).mean for _ in range(_REPEATS)))
     if rank == 0:
         Path(folder, "seconds.json").write_text(json.dumps(seconds))
     dist.destroy_process_group()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._prims_common import suggest_memory_format
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -102,19 +103,21 @@ def _memory_format(node: fx.Node) -> torch.memory_format:
 
 
 class _Transit(torch.autograd.Function):
-    """Change the memory format of what a stage receives or sends; the gradient is contiguous, so that it can be sent.
+    """Change the memory format of what a stage receives or sends; the gradient gets the format from before.
 
+    Layers are slow if a gradient has another format than their activations.
     The result is no view for autograd. A block may change a received value in place, and schedules detach the output of
     a stage in place, which fails for a view (`stage_backward_input` in torch/distributed/pipelining/_backward.py).
     """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, memory_format: torch.memory_format) -> Tensor:
+        ctx.memory_format = suggest_memory_format(value)
         return value.contiguous(memory_format=memory_format).detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.contiguous(), None
+        return gradient.contiguous(memory_format=ctx.memory_format), None
 
 
 def remove_other_stages(net: nn.Module, stages: Sequence[Sequence[Block]], own: Container[int]) -> None:
