@@ -21,7 +21,9 @@ FACE = "src.engine"  # what those files import of the engine
 OPTIONAL = """
     scripts src.engine.doctor src.engine.notebook src.engine.report src.engine.optim.muon
     src.engine.observe.evaluation src.engine.observe.gradients src.engine.run.early_stopping src.engine.run.ema
-    src.engine.parallel.ddp_spawn src.engine.parallel.dp src.engine.parallel.fsdp src.engine.parallel.pipeline
+    src.engine.plan.hardware src.engine.plan.plan src.engine.plan.profile src.engine.plan.step
+    src.engine.plan.strategies src.engine.parallel.ddp_spawn src.engine.parallel.dp src.engine.parallel.fsdp
+    src.engine.parallel.pipeline
     src.models.airbench src.models.dcgan src.models.gan src.models.gan_samples
     src.models.preact_resnet src.models.resnet src.models.resnet9 src.models.vgg src.models.vit src.models.whitening
     src.models.wide_resnet src.data.sources.array_file src.data.sources.cifar src.data.sources.class_folders

@@ -59,7 +59,7 @@ _RUN = [
     "trainer.limit_val_batches=0",
     "callbacks.best=null",
 ]
-_RUN += ["trainer.log_every_n_steps=10", "trainer.enable_progress_bar=false"]
+_RUN += ["trainer.log_every_n_steps=20", "trainer.enable_progress_bar=false"]
 
 
 class _Sleep(torch.autograd.Function):

@@ -91,7 +91,7 @@ class DevicePolicy:
 
     def accepts(self, size: int) -> bool:
         """Return whether the strategy can arrange so many ranks, by the check that it makes when a run starts."""
-        if self.cfg.runtime.is_planned:  # another strategy is chosen
+        if self.cfg.runtime.chooses_strategy:  # another strategy is chosen
             return True
         names = [str(key) for key in self.cfg.strategy if key != NOT_PASSED]
         strategy = build(OmegaConf.masked_copy(self.cfg.strategy, names))

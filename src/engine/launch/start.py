@@ -1,7 +1,8 @@
 """Start the processes of a run with torch's elastic launcher, or join those that torchrun or SLURM started.
 
-The configuration is composed once, in the process that the user started, which never touches a device. Every rank
-gets that very object. No command line is rebuilt, and a job of a sweep leaves nothing behind for the next one.
+The configuration is composed once, in the process that the user started. Every rank gets that very object. With several
+ranks, this process only launches them, and never touches a device. No command line is rebuilt, and a job of a sweep
+leaves nothing behind for the next one.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from src.engine.launch.outcome import (
 from src.engine.state.run_files import stop_message
 from src.engine.utils import signals
 from src.engine.utils.events import append_event, read_events
-from src.engine.utils.process import close_process_group, connect_debugger, log_to_folder
+from src.engine.utils.process import close_process_group, connect_debugger, cores_per_rank, log_to_folder
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 
@@ -51,7 +51,7 @@ def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | N
 
     log_to_folder(cfg.run_dir, rank)
     if device_count(cfg.trainer) > 1 and not runs_in_single_process(cfg):
-        torch.set_num_threads(max(1, _cores_per_rank(device_count(cfg.trainer))))
+        torch.set_num_threads(max(1, cores_per_rank(device_count(cfg.trainer))))
     try:
         metrics = run(cfg, keep_trainer)
     except signals.Stopped:  # all ranks stop at the same step, so closing fails none of them
@@ -59,17 +59,6 @@ def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | N
         raise
     close_process_group()
     return metrics
-
-
-def _cores_per_rank(ranks: int) -> int:
-    """Return the CPU cores for each of the ranks of this node; torch would use all of them in each process.
-
-    GPU ranks need them as well, for data that is read or transformed on the host. A rank that SLURM started has cores
-    of its own.
-    """
-    if "SLURM_CPUS_PER_TASK" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return int(os.environ["SLURM_CPUS_PER_TASK"])
-    return len(os.sched_getaffinity(0)) // ranks
 
 
 def launch_workers(cfg: DictConfig) -> dict[str, float]:
@@ -130,7 +119,7 @@ def _next_start(cfg: DictConfig, policy: DevicePolicy, end: RankFailedError | si
 def _with_devices_of(policy: DevicePolicy, cfg: DictConfig, reason: str) -> DictConfig:
     print(f"{reason}; going on with {len(policy.used)} of {len(policy.devices)} devices", file=sys.stderr)
     cfg = with_devices(cfg, policy.used)
-    if cfg.runtime.is_planned:
+    if cfg.runtime.chooses_strategy:
         from src.engine.plan.plan import choose_again  # late, because it imports Lightning
 
         choose_again(cfg)

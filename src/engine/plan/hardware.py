@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 from torch.utils.benchmark import Timer
 
-from src.engine.plan import known, remember
+from src.engine.plan import read_cache, update_cache
 
 _FILE = "machine.json"
 _SIZES = (1 << 12, 1 << 22, 1 << 25)  # bytes of the tensors whose two all-reduces and copy are timed
@@ -63,14 +63,16 @@ def this_machine(price_per_hour: float | None = None) -> Hardware:
     """Return the hardware of this machine, which is measured once for each version of torch."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = f"{socket.gethostname()}, {gpus} GPUs, {os.cpu_count()} cores, torch {torch.__version__}"
-    if name not in known(_FILE):
-        remember(_FILE, {name: _measure(gpus)})
+    measured = read_cache(_FILE).get(name)
+    if not measured:
+        measured = _measure(gpus)
+        update_cache(_FILE, {name: measured})
     if gpus:
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     devices = gpus or len(os.sched_getaffinity(0))
-    return Hardware(devices, memory / 2**30, price_per_hour=price_per_hour, overlaps=gpus > 0, **known(_FILE)[name])
+    return Hardware(devices, memory / 2**30, price_per_hour=price_per_hour, overlaps=gpus > 0, **measured)
 
 
 def _measure(gpus: int) -> dict[str, Any]:
@@ -87,13 +89,15 @@ def _measure(gpus: int) -> dict[str, Any]:
 def _measure_as_rank(rank: int, folder: str, uses_gpus: bool) -> None:
     """Write the median seconds of two all-reduces and a copy, which both ranks make at the same time."""
     device = torch.device("cuda", rank) if uses_gpus else torch.device("cpu")
+    if uses_gpus:
+        torch.cuda.set_device(rank)  # the timer waits for this one
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("nccl" if uses_gpus else "gloo", store=store, rank=rank, world_size=2)
     small, large, copied = (torch.zeros(size // 4, device=device) for size in _SIZES)
     seconds = []
     copy = partial(copied.copy_, copied.clone())
     for operation in (partial(dist.all_reduce, small), partial(dist.all_reduce, large), copy):
-        timer = Timer("operation()", globals={"operation": operation})  # on a GPU, it waits for the operation
+        timer = Timer("operation()", globals={"operation": operation})
         seconds.append(statistics.median(timer.timeit(1).mean for _ in range(_REPEATS)))
     if rank == 0:
         Path(folder, "seconds.json").write_text(json.dumps(seconds))

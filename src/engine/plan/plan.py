@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import multiprocessing
+import os
 import sys
 import tempfile
 import warnings
@@ -18,8 +19,9 @@ from typing import Any
 import hydra
 import lightning as L
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from src.engine.config.folder import CONF, register_resolvers
@@ -27,7 +29,7 @@ from src.engine.config.resolve import device_count, refuse_unknown_options, reso
 from src.engine.determinism.sampler import total_steps
 from src.engine.parallel.compatibility import check_can_train
 from src.engine.parallel.pipeline.schedules import SCHEDULES
-from src.engine.plan import BEST, plan_key, remember
+from src.engine.plan import BEST, PLANS, plan_key, update_cache
 from src.engine.plan.hardware import Hardware
 from src.engine.plan.profile import Profile
 from src.engine.plan.step import Estimate, Job
@@ -35,6 +37,7 @@ from src.engine.plan.strategies import plan_step
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import atomic_write
+from src.engine.utils.signals import prepare_started_process
 from src.engine.utils.targets import NOT_PASSED, build, check_options, check_value, drop_replaced_options
 
 AUTO, RECOMPUTE = "strategy=auto", "module.recompute=blocks"
@@ -83,7 +86,7 @@ class Plan:
 
 
 def plan_run(cfg: DictConfig) -> Plan:
-    """Return the plan of a composed configuration, and remember the times of its candidates."""
+    """Return the plan of a composed configuration, and update_cache the times of its candidates."""
     hydra_cfg = HydraConfig.get()
     check_value("plan", cfg.plan, bool)
     drop_replaced_options(cfg, hydra_cfg.overrides.task)
@@ -95,35 +98,32 @@ def plan_run(cfg: DictConfig) -> Plan:
     if group == f"strategy={BEST}" and options:
         raise UserError(f"strategy=best chooses the options of the strategy: leave out {options[0]}")
     asked = [] if group == f"strategy={BEST}" else [group, *options]
-    if not asked or not cfg.hardware.get("tflops"):  # as the run that follows, or on this machine
+    if not (cfg.plan and cfg.hardware.get("tflops")):  # as the run that follows, or on this machine
         cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     elif cfg.trainer.devices in ("auto", -1):
         cfg.trainer.devices = cfg.hardware.devices_per_node
     plan = _plan_in_new_process(cfg, asked)
     times = {
-        plan_key(cfg, one.strategy): _milliseconds(one.estimate)
+        plan_key(cfg, one.strategy): one.estimate.step_ms
         for one in plan.candidates
         if one.estimate and one.strategy and RECOMPUTE not in one.options
     }
-    remember("plans.json", times)
+    update_cache(PLANS, times)
     return plan
-
-
-def _milliseconds(step: Estimate) -> float:
-    return round(1000 * step.step, 1)
 
 
 def _plan_in_new_process(cfg: DictConfig, asked: list[str]) -> Plan:
     """Return the plan, made where devices may be used: a launcher never touches one."""
     try:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _silence) as pool:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare, (os.getpid(),)) as pool:
             return pool.submit(make_plan, cfg, asked).result()
     except BrokenProcessPool:
         raise UserError("the plan was killed: this machine has too little memory for the weights of `model`") from None
 
 
-def _silence() -> None:
-    """Show no banner and no advice of Lightning in this process."""
+def _prepare(parent: int) -> None:
+    """Let the planning process end with its parent, and show no banner and no advice of Lightning."""
+    prepare_started_process(parent)
     warnings.simplefilter("ignore")
     logging.disable()
 
@@ -135,7 +135,7 @@ def make_plan(cfg: DictConfig, asked: list[str]) -> Plan:
     profile, job, steps = begin_run(cfg, hardware)
     candidates = [estimate(options, cfg, profile, job) for options in _options(job, asked)]
     if "recompute" in cfg.module and not (job.recompute or cfg.module.get("compile")):
-        too_large = [one for one in candidates if one.estimate and not _fits(one.estimate, job)]
+        too_large = [one for one in candidates if one.estimate and one.estimate.nbytes > job.memory]
         recomputing = replace(job, recompute=True)
         candidates += [estimate([*one.options, RECOMPUTE], cfg, profile, recomputing) for one in too_large]
     single = None
@@ -147,12 +147,15 @@ def make_plan(cfg: DictConfig, asked: list[str]) -> Plan:
 def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
     """Start the run on one process, without callbacks; return the profile of its network, and its number of steps."""
     own: Any = cfg.copy()
-    own.trainer.devices = own.trainer.num_nodes = own.trainer.accumulate_grad_batches = 1
+    listed = cfg.trainer.devices if isinstance(cfg.trainer.devices, ListConfig) else []
+    own.trainer.devices, own.trainer.num_nodes, own.trainer.accumulate_grad_batches = listed[:1] or 1, 1, 1
     own.trainer.enable_progress_bar = False
-    own.trainer.accelerator, _ = resolve_devices("cpu" if hardware.tflops else cfg.trainer.accelerator, 1)
+    if hardware.tflops:
+        own.trainer.accelerator, own.trainer.devices = "cpu", 1
     if "recompute" in own.module:
         own.module.recompute = "none"  # the profile has both
-    own.strategy, own.callbacks, own.logger = {"_target_": "lightning.pytorch.strategies.SingleDeviceStrategy"}, {}, {}
+    own.strategy = {"_target_": "src.engine.parallel.ddp.auto", "devices": 1, "num_nodes": 1}
+    own.callbacks, own.logger = {}, {}
     own.ckpt_path, own.seed = None, own.seed or 0
     begin = _Begin()
     with tempfile.TemporaryDirectory() as own.run_dir:
@@ -226,64 +229,67 @@ def estimate(options: list[str], cfg: DictConfig, profile: Profile, job: Job) ->
         return Candidate(options, reason=str(error))
 
 
-def _fits(step: Estimate, job: Job) -> bool:
-    return sum(step.memory.values()) <= job.memory
-
-
 def _ranked(candidates: list[Candidate], job: Job) -> list[Candidate]:
     """Return the candidates, the fastest that fits first, and say why the others lost. `auto` need not be faster."""
 
     def order(one: Candidate) -> tuple[bool, bool, float]:
         if not one.estimate:
             return True, True, 0.0
-        if not _fits(one.estimate, job):
-            return False, True, sum(one.estimate.memory.values())
-        return False, False, one.estimate.step * (1 - _MIN_GAIN * (one.options[0] == AUTO))
+        if one.estimate.nbytes > job.memory:
+            return False, True, one.estimate.nbytes
+        return False, False, one.estimate.step_ms * (1 - _MIN_GAIN * (one.options[0] == AUTO))
 
     ranked = sorted(candidates, key=order)
     best = ranked[0].estimate
     for candidate in ranked:
         step = candidate.estimate
-        if step and not _fits(step, job):
-            candidate.reason = f"needs {sum(step.memory.values()) / 2**30:.1f} GiB of {job.memory / 2**30:.1f}"
+        if step and step.nbytes > job.memory:
+            candidate.reason = f"needs {step.nbytes / 2**30:.1f} GiB of {job.memory / 2**30:.1f}"
         elif step and best and step is not best:
             name = max(("communication", "bubble"), key=lambda part: step.seconds.get(part, 0.0))
-            waits, slower = step.seconds.get(name, 0.0), step.step / best.step - 1
+            waits, slower = step.seconds.get(name, 0.0), step.step_ms / best.step_ms - 1
             is_kept = ranked[0].options[0] == AUTO and slower <= 0
             how = f"not {_MIN_GAIN:.0%} faster than auto" if is_kept else f"{slower:.0%} slower"
-            candidate.reason = f"{how}; {name} is {waits / step.step:.0%} of a step"
+            candidate.reason = f"{how}; {name} is {1000 * waits / step.step_ms:.0%} of a step"
     return ranked
 
 
 def choose_strategy(cfg: DictConfig) -> None:
     """Set the best strategy in a composed configuration, as if it had been typed; print the choice."""
-    best = _set_best(cfg, plan_run(cfg.copy()))
+    plan = plan_run(cfg.copy())
+    best = plan.candidates[0]
+    if best.reason or not best.estimate:
+        raise UserError(f"strategy=best: no strategy can train this; {best.name}: {best.reason}. {_ADVICE}")
+    _set_best(cfg, plan)
     words = [word for word in HydraConfig.get().overrides.task if word != f"strategy={BEST}"] + best.options
     own: Any = HydraConfig.instance().cfg
     OmegaConf.set_readonly(own.hydra, False)
-    own.hydra.overrides.task, own.hydra.runtime.choices.strategy = words, best.options[0].partition("=")[2]
-    cfg.runtime.is_planned = True
+    own.hydra.overrides.task, own.hydra.runtime.choices.strategy = words, cfg.runtime.strategy
+    cfg.runtime.chooses_strategy = True
 
 
 def choose_again(cfg: DictConfig) -> None:
-    """Set the strategy that is the best for the devices of a resolved configuration, which have changed."""
-    _set_best(cfg, _plan_in_new_process(cfg, []))
-    if "throughput" in cfg.callbacks:
-        cfg.callbacks.throughput.planned_step_ms = cfg.runtime.planned_step_ms
-    OmegaConf.resolve(cfg)
+    """Set the strategy that is the best for the devices of a resolved configuration, which have changed.
+
+    If none fits, the one with the smallest need is tried.
+    """
+    plan = _plan_in_new_process(cfg, [])
+    if plan.candidates[0].estimate:
+        _set_best(cfg, plan)
+        OmegaConf.resolve(cfg)
+        if OmegaConf.select(cfg, "callbacks.throughput"):
+            cfg.callbacks.throughput.planned_step_ms = cfg.runtime.planned_step_ms
 
 
-def _set_best(cfg: DictConfig, plan: Plan) -> Candidate:
+def _set_best(cfg: DictConfig, plan: Plan) -> None:
     best, *others = plan.candidates
-    if best.reason or not best.estimate:
-        raise UserError(f"strategy=best: no strategy can train this; {best.name}: {best.reason}. {_ADVICE}")
+    assert best.estimate
     reasons = "".join(f"; {one.name}: {one.reason}" for one in others[:3])
-    print(f"best: {best.name}, {1000 * best.estimate.step:.0f} ms a step{reasons}", file=sys.stderr)
-    cfg.strategy = best.strategy
+    print(f"best: {best.name}, {best.estimate.step_ms:.0f} ms a step{reasons}", file=sys.stderr)
+    cfg.strategy, cfg.runtime.strategy = best.strategy, best.options[0].partition("=")[2]
     if RECOMPUTE in best.options:
         cfg.module.recompute = "blocks"
-    cfg.runtime.planned_step_ms = _milliseconds(best.estimate)
-    return best
+    cfg.runtime.planned_step_ms = best.estimate.step_ms
 
 
 def show_plan(cfg: DictConfig) -> None:
@@ -298,7 +304,7 @@ def show_plan(cfg: DictConfig) -> None:
         table.add_column(name, no_wrap=True, min_width=24 if is_text else 7, justify="left" if is_text else "right")
     for row in possible[:_SHOWN]:
         cells = [row[name] for name in columns]
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else escape(str(cell)) for cell in cells))
     Console(width=None if sys.stdout.isatty() else 180).print(table)
     if possible and possible[0]["why not"]:
         print(f"No candidate fits. {_ADVICE}")
@@ -329,15 +335,15 @@ def _row(one: Candidate, plan: Plan) -> dict[str, Any]:
     within, between = (
         sum(c.sent for c in step.collectives if c.is_within_host(job) == is_within) / 1e6 for is_within in (True, False)
     )
-    hours, price = step.step * plan.steps / 3600, job.hardware.price_per_hour
+    hours, price = step.step_ms / 1000 * plan.steps / 3600, job.hardware.price_per_hour
     return {
         "strategy": one.name,
-        "GiB": sum(step.memory.values()) / 2**30,
+        "GiB": step.nbytes / 2**30,
         "MB within": within,
         "MB between": between,
-        "step_ms": 1000 * step.step,
-        "bubble": f"{step.seconds.get('bubble', 0.0) / step.step:.0%}",
-        "efficiency": f"{plan.single.step / step.step / job.ranks:.0%}" if plan.single else "",
+        "step_ms": step.step_ms,
+        "bubble": f"{1000 * step.seconds.get('bubble', 0.0) / step.step_ms:.0%}",
+        "efficiency": f"{plan.single.step_ms / step.step_ms / job.ranks:.0%}" if plan.single else "",
         "hours": hours,
         **({"price": hours * job.ranks * price} if price else {}),
         "why not": one.reason,

@@ -267,7 +267,10 @@ class _Recorder(TorchDispatchMode):
             flops = count(*args, **kwargs, out_val=result) if count else 0
             nbytes = sum(tensor.nbytes for tensor in [*read, *results])
             if any(tensor.untyped_storage()._cdata in self.weights for tensor in read):
-                self.weighted += sum(tensor.nbytes for tensor in results)
+                if packet is torch.ops.aten._to_copy:  # a weight in the type of autocast
+                    self.weights |= {tensor.untyped_storage()._cdata for tensor in results}
+                else:
+                    self.weighted += sum(tensor.nbytes for tensor in results)
             self.operations.append(Operation(flops, nbytes, "convolution" in packet.__name__))
         return result
 

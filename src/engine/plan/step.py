@@ -97,6 +97,11 @@ class Estimate:
     seconds: dict[str, float]
 
     @property
-    def step(self) -> float:
-        """Seconds of the step."""
-        return sum(self.seconds.values())
+    def nbytes(self) -> int:
+        """Bytes of all categories."""
+        return sum(self.memory.values())
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of the step."""
+        return round(1000 * sum(self.seconds.values()), 3)

@@ -24,6 +24,7 @@ from src.engine.parallel.pipeline.split import cut
 from src.engine.plan.profile import Operation, Part, Profile
 from src.engine.plan.step import Collective, Estimate, Job
 from src.engine.utils.errors import UserError
+from src.engine.utils.process import cores_per_rank
 
 _BUCKETS = [1 << 20, 25 << 20]  # bytes of DistributedDataParallel's first bucket, and of the others
 _HOOKS = {None: 1.0, "fp16": 0.5, "bf16": 0.5}  # the bytes of a float32 gradient under them, as a fraction
@@ -68,7 +69,7 @@ class OneDevice:
         """Return the seconds of the forward and the backward pass of each part for a micro-batch, and of its data."""
         job, hardware = self.job, self.job.hardware
         if not hardware.tflops:
-            threads = max(1, torch.get_num_threads() // job.per_host)
+            threads = max(1, cores_per_rank(job.per_host)) if job.per_host > 1 else torch.get_num_threads()
             lines = self.profile.measured(job.batch_size, job.norm_groups, threads)
             slower = max(1.0, job.per_host / hardware.devices_per_node)  # processes that share a core
             *times, data = (slower * line(self.samples) for line in lines)
@@ -131,15 +132,11 @@ class OneDevice:
         """Return the seconds of a step by part, with all its micro-batches."""
         count, hardware = self.job.accumulate, self.job.hardware
         forward, backward = (count * sum(times) for times in zip(*self.passes, strict=True))
-        collectives = self.waited_for()
+        collectives = [one for one in self.all_collectives() if one.kind != "send"]  # sends delay passes instead
         hidden = sum(one.seconds(self.job) for one in collectives if one.overlaps and hardware.overlaps)
         waiting = sum(one.seconds(self.job) for one in collectives) - min(hidden, self.hiding_seconds())
         parts = {"data": count * self.data_seconds, "forward": forward, "backward": backward}
         return parts | {"communication": waiting, "optimizer": self.optimizer_seconds()}
-
-    def waited_for(self) -> list[Collective]:
-        """Return the collectives for which the rank waits, if no pass hides them."""
-        return self.all_collectives()
 
     def hiding_seconds(self) -> float:
         """Return the seconds of the passes that may hide collectives."""
@@ -189,7 +186,7 @@ class Replicas(OneDevice):
     def memory(self) -> dict[str, int]:
         memory = super().memory()
         if not self.strategy._ddp_kwargs["gradient_as_bucket_view"]:
-            memory["gradients"] *= 2
+            memory["buckets"] = memory["gradients"]
         return memory
 
 
@@ -291,7 +288,8 @@ class Stages(OneDevice):
     def _duration(self, action: Action) -> float:
         forward, backward = (sum(self.passes[i][kind] for i in self.stages[action.stage]) for kind in (0, 1))
         seconds = {"F": forward, "B": backward, "": 0.0}.get(self._kind(action), backward / 2)
-        if not self.job.hardware.overlaps and action.kind != "W":  # a CPU sends results itself
+        # A CPU sends with the cores that compute, and receives with those of the other rank.
+        if not self.job.hardware.overlaps and action.kind != "W":
             seconds += self._send_seconds(action.stage, action.stage + (1 if action.kind == "F" else -1))
         return seconds
 
@@ -332,9 +330,6 @@ class Stages(OneDevice):
             if self.rank in pair and pair[0] != pair[1]:
                 found.append(self._send(stage, 2 * self.micro_batches * batches))
         return found
-
-    def waited_for(self) -> list[Collective]:
-        return [one for one in self.all_collectives() if one.kind != "send"]  # sends are in the simulation
 
     def memory(self) -> dict[str, int]:
         memory = super().memory()

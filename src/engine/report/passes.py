@@ -1,4 +1,4 @@
-"""The passes of a pipeline's step: as a run has recorded them, as its schedule plans them, and as a chart."""
+"""The passes of a pipeline's step: as a run has recorded them, as its schedule orders them, and as a chart."""
 
 from collections import defaultdict
 from itertools import chain
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from src.engine.parallel.pipeline.schedules import SCHEDULES
 from src.engine.parallel.pipeline.simulation import Action, Pass, bubble, order_of_passes, simulate
 from src.engine.report.metric_charts import CATEGORIES
 from src.engine.report.page import chart, new_figure
@@ -31,10 +32,10 @@ def duration(step: Step) -> float:
 
 
 def passes_chart(run: RunFolder) -> Markup:
-    """Return the chart of a recorded step, and above it the planned one; empty if no step of the run is recorded."""
+    """Return the chart of a recorded step, and above it a simulated one; empty if no step of the run is recorded."""
     schedule, count = run.config.get("strategy.schedule"), run.config.get("strategy.microbatches")
     ranks = run.config.get("strategy.stages") or run.world_size
-    if not (schedule and count and ranks) or not run.rank_seconds:
+    if schedule not in SCHEDULES or not (count and ranks and run.rank_seconds):
         return Markup()
     recorded = fastest_step(run.path, order_of_passes(schedule, ranks, count))
     if not recorded:
@@ -42,17 +43,17 @@ def passes_chart(run: RunFolder) -> Markup:
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
     for one in chain(*recorded):
         seconds[one.stage, one.kind].append(one.end - one.start)
-    planned = simulate(schedule, ranks, count, lambda action: median(seconds[action.stage, action.kind]))
+    simulated = simulate(schedule, ranks, count, lambda action: median(seconds[action.stage, action.kind]))
     layout = {"barmode": "overlay", "hovermode": "closest", "uniformtext": {"minsize": 8, "mode": "hide"}}
     figure = new_figure(84 + 2 * ranks * min(30, max(8, 700 // ranks)), bargap=0.14, **layout)
-    draw_passes(figure, planned, 1000, "planned, rank")
+    draw_passes(figure, simulated, 1000, "simulated, rank")
     draw_passes(figure, recorded, 1000, "recorded, rank")
     figure.update_xaxes(title="milliseconds", showgrid=False)
     figure.update_yaxes(CATEGORIES)
     note = (
-        f"The bubble is {bubble(planned):.1%} of the planned step, and {bubble(recorded):.1%} of the recorded one. A "
+        f"The bubble is {bubble(simulated):.1%} of the simulated step, and {bubble(recorded):.1%} of the recorded one. "
+        "A simulated pass takes the median of its stage's, so the difference is waiting, communication and variation."
     )
-    note += "planned pass takes the median of its stage's, so the difference is waiting, communication and variation."
     return chart(figure, f"Passes of {schedule}", note, wide=True)
 
 

@@ -35,7 +35,7 @@ HARDWARE = """
     callbacks.gradients.* callbacks.evaluation.* callbacks.samples.* callbacks.pruning.trial
 """.split()
 
-# The same of many a user's own DataModule.
+# Hardware options that DataModules of users often have.
 OWN_HARDWARE = ["data.data_dir", "data.pin_memory", "data.persistent_workers", "data.prefetch_factor"]
 
 # Values of hardware options that make another experiment, as NAME=VALUE.

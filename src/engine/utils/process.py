@@ -120,6 +120,17 @@ def connect_debugger(rank: int) -> None:
         os.environ.setdefault("PYTHONBREAKPOINT", "0")
 
 
+def cores_per_rank(ranks: int) -> int:
+    """Return the CPU cores for each of the ranks of this node; torch would use all of them in each process.
+
+    GPU ranks need them as well, for data that is read or transformed on the host. A rank that SLURM started has cores
+    of its own.
+    """
+    if "SLURM_CPUS_PER_TASK" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return int(os.environ["SLURM_CPUS_PER_TASK"])
+    return len(os.sched_getaffinity(0)) // ranks
+
+
 def tune_malloc() -> bool:
     """Let glibc's malloc reuse large blocks; return whether it accepted both options.
 

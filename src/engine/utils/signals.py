@@ -19,7 +19,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 FLAG_FILE = "STOP_FLAG_FILE"  # environment variable of a launcher's workers
-RESIZE = 1  # a launcher asks its ranks to save and end; less than the number of a signal, which counts first
+RESIZE = 1  # a launcher asks its ranks to save and end; the ranks take the largest number, so a signal (2 or more) wins
 _DUPLICATE_WINDOW = 2.0  # seconds in which one request can arrive from the scheduler, its job step and a launcher
 _INTERRUPT_WINDOW = 0.25  # seconds in which one Ctrl-C can arrive from the terminal and from torchrun
 _STOPPING = b"\nsaving and stopping before the next step; Ctrl-C again stops at once, without saving\n"

@@ -115,7 +115,7 @@ UNUSUAL: dict[str, Refusals] = {
 }
 NETWORKS = ORDINARY | UNUSUAL
 QUICK = {(name, list(PLACES)[(2 * row + k) % len(PLACES)]) for row, name in enumerate(ORDINARY) for k in (0, 1)}
-QUICK.add(("Tied", "fsdp x2"))
+QUICK |= {("Tied", "fsdp x2"), ("Tied", "pipeline x2")}
 ROWS = [
     pytest.param(name, place, id=f"{name}, {place}", marks=[] if (name, place) in QUICK else pytest.mark.slow)
     for name in NETWORKS

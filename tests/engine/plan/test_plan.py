@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.dev.dry_gpu.collectives import describe_call
 from src.engine.plan.hardware import Hardware
-from src.engine.plan.plan import Candidate, begin_run, estimate, make_plan
+from src.engine.plan.plan import Candidate, begin_run, choose_again, estimate, make_plan
 from src.engine.run.experiment import assemble
 from src.engine.utils.steps import RankConsensus
 from src.engine.utils.targets import build
@@ -176,6 +176,21 @@ def test_best_strategy_trains_one_curve_on_any_number_of_processes(small: list[s
         run(*PARITY, *small, "strategy=best", f"trainer.devices={devices}", f"run_dir={folder}/{devices}")
         assert len([row for row in read_rows(folder / f"{devices}") if row["train/loss"]]) == 20
         check_same_rows(folder / f"{devices}", folder / "1")
+
+
+def test_an_elastic_run_chooses_again(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """For fewer devices another strategy is the best; if none fits, the smallest is tried."""
+    monkeypatch.setattr("src.engine.plan.plan._plan_in_new_process", make_plan)
+    cfg = compose(folder, *TASK, "trainer.devices=4", "strategy=hybrid")
+    cfg.trainer.devices, cfg.runtime.world_size = 3, 3
+    choose_again(cfg)
+    assert cfg.runtime.strategy in ("auto", "ddp", "fsdp")
+    assert cfg.callbacks == {}
+    build(cfg.strategy)
+    planned_ms, cfg.hardware.memory_gib = cfg.runtime.planned_step_ms, 1e-3
+    assert planned_ms > 0
+    choose_again(cfg)
+    assert cfg.runtime.planned_step_ms > 0
 
 
 def test_best_strategy_is_refused_before_a_plan_is_made(small: list[str], folder: Path) -> None:

@@ -31,20 +31,20 @@ def test_page_of_a_plan(tmp_path: Path) -> None:
     write_plan_page(folder, "8 ranks", PLAN[2:], usable_gib=2.0)  # no strategy is possible
 
 
-def test_planned_passes_are_above_the_recorded_ones(tmp_path: Path) -> None:
+def test_simulated_passes_are_above_the_recorded_ones(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     page = write_page_of(folder).read_text()
-    assert "The bubble is 20.0% of the planned step, and 20.0% of the recorded one." in page
+    assert "The bubble is 20.0% of the simulated step, and 20.0% of the recorded one." in page
     assert "1.25 of the planned 120 ms" in page
     (chart,) = [figure for figure in figures(page) if figure["data"][0].get("name") == "bubble"]
     assert list(dict.fromkeys(row for part in chart["data"] for row in part["y"])) == [
-        *("planned, rank 0", "planned, rank 1", "recorded, rank 0", "recorded, rank 1")
+        *("simulated, rank 0", "simulated, rank 1", "recorded, rank 0", "recorded, rank 1")
     ]
-    planned, recorded = (part for part in chart["data"] if part["name"] == "backward")
-    assert planned["base"] == pytest.approx(recorded["base"], abs=1e-3)  # milliseconds; UNIX times are rounded
+    simulated, recorded = (part for part in chart["data"] if part["name"] == "backward")
+    assert simulated["base"] == pytest.approx(recorded["base"], abs=1e-3)  # milliseconds; UNIX times are rounded
 
 
-def test_planned_passes_wait_for_nothing_but_their_inputs(tmp_path: Path) -> None:
+def test_simulated_passes_wait_for_nothing_but_their_inputs(tmp_path: Path) -> None:
     """A rank whose clock is late by 30 ms seems to wait; a step of another schedule is left out."""
     folder = write_run(tmp_path / "run")
     file = folder / "timeline" / "rank1.jsonl"
@@ -54,6 +54,6 @@ def test_planned_passes_wait_for_nothing_but_their_inputs(tmp_path: Path) -> Non
     lines = [*others, json.dumps(line | {"start": line["start"] + 0.03}), json.dumps(other_schedule)]
     file.write_text("\n".join(lines) + "\n")
     page = write_page_of(folder).read_text()
-    assert "The bubble is 20.0% of the planned step, and 25.0% of the recorded one." in page
+    assert "The bubble is 20.0% of the simulated step, and 25.0% of the recorded one." in page
     file.unlink()
-    assert "planned step" not in write_page_of(folder).read_text()
+    assert "simulated step" not in write_page_of(folder).read_text()

@@ -130,16 +130,17 @@ def remove_other_stages(net: nn.Module, stages: Sequence[Sequence[Block]], own: 
     """
     kept = [block for number, blocks in enumerate(stages) if number in own for block in blocks]
     others = [block for number, blocks in enumerate(stages) if number not in own for block in blocks]
-    modules = dict(net.named_modules(remove_duplicate=False))  # a module or parameter may have several names
-    removed = {id(modules[name]) for name in called_modules(others) - called_modules(kept)}
-    for name in [name for name, module in modules.items() if id(module) in removed]:
-        net.set_submodule(name, nn.Identity())
+    # A module or a parameter may have several names.
+    own_modules = {net.get_submodule(name) for name in called_modules(kept)}
+    removed = {net.get_submodule(name) for name in called_modules(others)} - own_modules
     own_parameters = {id(parameter) for block in kept for parameter in block.parameters.values()}
     of_others = {id(parameter) for block in others for parameter in block.parameters.values()} - own_parameters
-    for name, parameter in [*net.named_parameters(remove_duplicate=False)]:
-        if id(parameter) in of_others:
-            module, _, last = name.rpartition(".")
-            delattr(net.get_submodule(module), last)
+    for parent in [*net.modules()]:
+        for name in [name for name, module in parent._modules.items() if module in removed]:
+            setattr(parent, name, nn.Identity())
+        for name, parameter in [*parent.named_parameters(recurse=False, remove_duplicate=False)]:
+            if id(parameter) in of_others:
+                delattr(parent, name)
 
 
 def called_modules(blocks: Iterable[Block]) -> set[str]:
