@@ -123,7 +123,7 @@ def _train(folder: str, processes: int, words: list[str]) -> None:
 
 
 def compare(processes: int, settings: list[str], rounds: int, steps: int) -> bool:
-    """Print a row for each strategy; return whether the planned fastest is, within 5 %, the fastest of the runs."""
+    """Print a row for each strategy; return whether the one that the plan names is the fastest, within 5 %."""
     plans: dict[str, float] = {}
     runs: dict[str, float] = {}
     for _ in range(rounds):
@@ -140,7 +140,9 @@ def compare(processes: int, settings: list[str], rounds: int, steps: int) -> boo
         strategy = name.replace("strategy=", "").replace("strategy.", "")
         cells = (title, processes, strategy, f"{plans[name]:.1f}", f"{milliseconds:.1f}")
         print("|", *(f"{cell} |" for cell in cells), f"{plans[name] / milliseconds:.2f} |", flush=True)
-    return runs[min(runs, key=lambda name: plans[name])] <= 1.05 * min(runs.values())
+    # As strategy=best, which keeps `auto` unless another one is clearly faster.
+    named = min(runs, key=lambda name: plans[name] * (0.95 if name == "strategy=auto" else 1))
+    return runs[named] <= 1.05 * min(runs.values())
 
 
 def main() -> None:
