@@ -301,7 +301,9 @@ def show_plan(cfg: DictConfig) -> None:
     table = Table(box=None)
     for name in columns:
         is_text = name in ("strategy", "why not")
-        table.add_column(name, no_wrap=True, min_width=24 if is_text else 7, justify="left" if is_text else "right")
+        table.add_column(
+            name, no_wrap=True, min_width=24 if is_text else max(7, len(name)), justify="left" if is_text else "right"
+        )
     for row in possible[:_SHOWN]:
         cells = [row[name] for name in columns]
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else escape(str(cell)) for cell in cells))
