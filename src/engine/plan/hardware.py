@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
-from torch.utils.benchmark import Timer
 
 from src.engine.plan import read_cache, update_cache
 
@@ -88,6 +87,8 @@ def _measure(gpus: int) -> dict[str, Any]:
 
 def _measure_as_rank(rank: int, folder: str, uses_gpus: bool) -> None:
     """Write the median seconds of two all-reduces and a copy, which both ranks make at the same time."""
+    from torch.utils.benchmark import Timer  # late, because each run checks the options of this file's classes
+
     device = torch.device("cuda", rank) if uses_gpus else torch.device("cpu")
     if uses_gpus:
         torch.cuda.set_device(rank)  # the timer waits for this one

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -64,11 +65,11 @@ class Watch(L.Callback):
 
 
 def train(cfg: DictConfig) -> Watch:
-    RankConsensus.poll = lambda *_: 0  # type: ignore[method-assign]  # ranks agree by the clock
     trainer, module, data = assemble(cfg)
     watch = Watch()
     trainer.callbacks.append(watch)
-    trainer.fit(module, datamodule=data, weights_only=True)
+    with patch.object(RankConsensus, "poll", return_value=0):  # ranks agree by the clock, which no plan knows
+        trainer.fit(module, datamodule=data, weights_only=True)
     return watch
 
 
@@ -136,9 +137,9 @@ def test_the_best_fits_and_auto_is_kept_unless_another_is_clearly_faster(folder:
     assert plan.candidates[0].reason == ""
     assert all(candidate.reason for candidate in plan.candidates[1:])
     auto = next(one for one in plan.candidates if one.options == ["strategy=auto"])
-    fastest = min(one.estimate.step for one in plan.candidates if one.estimate)
+    fastest = min(one.estimate.step_ms for one in plan.candidates if one.estimate)
     assert auto.estimate
-    assert (plan.candidates[0] is auto) == (0.95 * auto.estimate.step <= fastest)
+    assert (plan.candidates[0] is auto) == (0.95 * auto.estimate.step_ms <= fastest)
     cfg.hardware.memory_gib = 1e-3
     assert "needs" in make_plan(cfg, []).candidates[0].reason
 
@@ -185,7 +186,6 @@ def test_an_elastic_run_chooses_again(monkeypatch: pytest.MonkeyPatch, folder: P
     cfg.trainer.devices, cfg.runtime.world_size = 3, 3
     choose_again(cfg)
     assert cfg.runtime.strategy in ("auto", "ddp", "fsdp")
-    assert cfg.callbacks == {}
     build(cfg.strategy)
     planned_ms, cfg.hardware.memory_gib = cfg.runtime.planned_step_ms, 1e-3
     assert planned_ms > 0
