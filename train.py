@@ -26,12 +26,7 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
 
         examine(cfg)
         return {}
-    if cfg.plan:
-        from src.engine.plan.plan import show_plan
-
-        show_plan(cfg)
-        return {}
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
+    if HydraConfig.get().mode == RunMode.MULTIRUN and not cfg.plan:
         from src.engine.sweeps.job import run_job
 
         return run_job(cfg)
@@ -39,6 +34,11 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
     from src.engine.launch.start import launch
 
     try:
+        if cfg.plan:
+            from src.engine.plan.plan import show_plan
+
+            show_plan(cfg)
+            return {}
         return launch(cfg)
     except Exception as error:
         folder = HydraConfig.get().runtime.output_dir

@@ -86,7 +86,7 @@ class Plan:
 
 
 def plan_run(cfg: DictConfig) -> Plan:
-    """Return the plan of a composed configuration, and update_cache the times of its candidates."""
+    """Return the plan of a composed configuration, and keep the times of its candidates."""
     hydra_cfg = HydraConfig.get()
     check_value("plan", cfg.plan, bool)
     drop_replaced_options(cfg, hydra_cfg.overrides.task)
@@ -271,9 +271,13 @@ def choose_strategy(cfg: DictConfig) -> None:
 def choose_again(cfg: DictConfig) -> None:
     """Set the strategy that is the best for the devices of a resolved configuration, which have changed.
 
-    If none fits, the one with the smallest need is tried.
+    If none fits, the one with the smallest need is tried. If the plan fails, the run goes on with its own strategy.
     """
-    plan = _plan_in_new_process(cfg, [])
+    try:
+        plan = _plan_in_new_process(cfg, [])
+    except Exception as error:  # a device that is about to fail may raise anything
+        print(f"going on with the strategy as it is, because its plan failed: {error}", file=sys.stderr)
+        return
     if plan.candidates[0].estimate:
         _set_best(cfg, plan)
         OmegaConf.resolve(cfg)

@@ -27,8 +27,8 @@ from tests.support.runs import compose, fit
 
 def test_shrinks_and_grows_back(small: list[str], folder: Path) -> None:
     """Rank 1 dies twice before the first checkpoint; its device returns after one."""
-    task = [*small, *PARITY, "test=false", slow(0.25), "launch.elastic=true", f"run_dir={folder}"]
-    process = start(*task, "strategy=ddp", "trainer.devices=3", ELASTIC_PAUSE="1")
+    task = [*small, *PARITY, "test=false", slow(0.4), "launch.elastic=true", f"run_dir={folder}"]
+    process = start(*task, "strategy=ddp", "trainer.devices=3", ELASTIC_PAUSE="0.2")
     for number in (1, 2):
         wait_for_start(number, folder, process)
         os.kill(ranks(process.pid)[1], signal.SIGKILL)

@@ -1,5 +1,6 @@
 """Plans against real runs: the collectives of a step on gloo ranks, and the memory that they allocate."""
 
+import json
 import time
 from collections import Counter
 from dataclasses import replace
@@ -180,7 +181,7 @@ def test_best_strategy_trains_one_curve_on_any_number_of_processes(small: list[s
 
 
 def test_an_elastic_run_chooses_again(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """For fewer devices another strategy is the best; if none fits, the smallest is tried."""
+    """For fewer devices another strategy is the best; if none fits, the smallest is tried; no plan ends it."""
     monkeypatch.setattr("src.engine.plan.plan._plan_in_new_process", make_plan)
     cfg = compose(folder, *TASK, "trainer.devices=4", "strategy=hybrid")
     cfg.trainer.devices, cfg.runtime.world_size = 3, 3
@@ -191,6 +192,26 @@ def test_an_elastic_run_chooses_again(monkeypatch: pytest.MonkeyPatch, folder: P
     assert planned_ms > 0
     choose_again(cfg)
     assert cfg.runtime.planned_step_ms > 0
+    chosen, cfg.module._target_ = cfg.strategy.copy(), "src.no_such_module"
+    choose_again(cfg)
+    assert cfg.strategy == chosen
+
+
+def test_the_command_writes_the_plan_and_trains_nothing(small: list[str], folder: Path) -> None:
+    out, _ = run(*small, *TINY, "plan=true", "report=true", "hardware=h100", "trainer.num_nodes=2", f"run_dir={folder}")
+    assert "16 ranks, " in out
+    assert sorted(path.name for path in folder.iterdir()) == ["plan.html", "plan.json"]
+    best, *others = json.loads((folder / "plan.json").read_text())
+    assert best["step_ms"] > 0
+    assert best["why not"] == ""
+    assert all(row["why not"] for row in others)
+
+
+def test_an_error_of_a_plan_is_one_line_and_leaves_no_folder(small: list[str], folder: Path) -> None:
+    _, err = run(*small, *TINY, "plan=true", "hardware=h100", "model.depht=3", f"run_dir={folder}", code=1)
+    assert err.startswith("error: model.depht")
+    assert err.count("\n") == 1
+    assert not folder.exists()
 
 
 def test_best_strategy_is_refused_before_a_plan_is_made(small: list[str], folder: Path) -> None:
