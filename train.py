@@ -35,7 +35,7 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
 
     try:
         if cfg.plan:
-            from src.engine.plan.plan import show_plan
+            from src.engine.plan.show import show_plan
 
             show_plan(cfg)
             return {}

@@ -104,7 +104,7 @@ def planned(processes: int, settings: list[str]) -> dict[str, float]:
     """Return the planned milliseconds of a step by strategy."""
     with tempfile.TemporaryDirectory() as folder:
         _train(folder, processes, ["plan=true", *settings])
-        rows = json.loads(Path(folder, "plan.json").read_text())
+        rows = json.loads(Path(folder, "plan.json").read_text())["candidates"]
     return {" ".join(row["options"]): row["step_ms"] for row in rows}
 
 

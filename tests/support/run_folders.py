@@ -9,19 +9,25 @@ import numpy as np
 import yaml
 
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
-PLAN: list[dict[str, Any]] = [  # what plan.json has: of two candidates, and of two that are refused
-    {
-        "strategy": name,
-        "options": [f"strategy={name}"],
-        "GiB": gib,
-        "step_ms": step,
-        "why not": why,
-        "memory": {"weights": gib * 2**29, "activations": gib * 2**29},
-        "seconds": {"forward": step / 2000, "communication": step / 2000},
-        "collectives": [],
-    }
-    for name, gib, step, why in (("fsdp", 1.0, 20.0, ""), ("ddp", 3.0, 25.0, "needs 3.0 GiB of 2.0"))
-] + [{"strategy": f"pipeline microbatches={n}", "step_ms": None, "why not": "<b> too many"} for n in (8, 16)]
+PLAN: dict[str, Any] = {  # what plan.json has: of two candidates, and of two that are refused
+    "title": "8 ranks",
+    "usable GiB": 2.0,
+    "columns": ["strategy", "GiB", "step_ms", "why not"],
+    "candidates": [
+        {
+            "strategy": name,
+            "options": [f"strategy={name}"],
+            "GiB": gib,
+            "step_ms": step,
+            "why not": why,
+            "memory": {"weights": gib * 2**29, "activations": gib * 2**29},
+            "seconds": {"forward": step / 2000, "communication": step / 2000},
+            "collectives": [],
+        }
+        for name, gib, step, why in (("fsdp", 1.0, 20.0, ""), ("ddp", 3.0, 25.0, "needs 3.0 GiB of 2.0"))
+    ],
+    "refused": {"<b> too many": ["pipeline microbatches=8", "pipeline microbatches=16"]},
+}
 _START = 1_770_000_000.0  # UNIX seconds
 
 

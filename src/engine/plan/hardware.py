@@ -1,61 +1,66 @@
 """The hardware that a plan is for: figures of conf/hardware, or what is measured on this machine."""
 
+import gc
 import json
 import os
 import socket
 import statistics
 import tempfile
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from src.engine.plan import read_cache, update_cache
+from src.engine.utils.process import close_process_group
 
 _FILE = "machine.json"
-_SIZES = (1 << 12, 1 << 22, 1 << 25)  # bytes of the tensors whose two all-reduces and copy are timed
+_WIDTHS = (32, 1024)  # of square weights in float32, small and large, whose communication is timed
+_LAYERS = 4
 _REPEATS = 20
 _EFFICIENCY = 0.5  # fraction of its peak that a device reaches in large operations; assumed
 _LAUNCH = 5e-6  # seconds of a device's shortest operation; assumed
 _PRECISIONS = {"64": "fp64", "bf": "bf16", "16": "bf16"}
 
 
+@dataclass
 class Hardware:
     """Nodes of one kind, with the figures of a file in conf/hardware, whose comments have their units.
 
-    Args:
+    Attributes:
         tflops: by `fp64`, `fp32`, `tf32` (convolutions in float32) and `bf16`; None if the network is timed instead.
         overlaps: whether devices compute while they communicate. CPUs do both with the same cores.
+        sharding_us: microseconds of Python around a collective of FSDP, which GPUs that have enough to compute hide.
     """
 
-    def __init__(
-        self,
-        devices_per_node: int,
-        memory_gib: float,
-        within: dict[str, float],
-        between: dict[str, float],
-        memory_gb_per_s: float,
-        tflops: dict[str, float] | None = None,
-        price_per_hour: float | None = None,
-        overlaps: bool = True,
-    ) -> None:
-        self.devices_per_node, self.memory, self.price_per_hour = devices_per_node, memory_gib * 2**30, price_per_hour
-        self.within, self.between, self.overlaps = within, between, overlaps
-        self.tflops, self.memory_rate = tflops, memory_gb_per_s * 1e9
+    devices_per_node: int
+    memory_gib: float
+    within: dict[str, float]
+    between: dict[str, float]
+    memory_gb_per_s: float
+    tflops: dict[str, float] | None = None
+    price_per_hour: float | None = None
+    overlaps: bool = True
+    sharding_us: float = 0.0
 
     def message_seconds(self, is_within_node: bool, nbytes: float, messages: float) -> float:
         """Return the seconds of some messages between two devices, which have `nbytes` bytes together."""
         link = self.within if is_within_node else self.between
         return messages * link["us"] * 1e-6 + nbytes / (link["gb_per_s"] * 1e9)
 
+    def copy_seconds(self, nbytes: float) -> float:
+        """Return the seconds in which a device reads or writes some bytes of its memory."""
+        return nbytes / (self.memory_gb_per_s * 1e9)
+
     def operation_seconds(self, flops: float, nbytes: float, is_convolution: bool, precision: str) -> float:
         """Return the seconds of an operation by the roofline model (Williams, Waterman and Patterson, 2009)."""
         assert self.tflops
         rate = self.tflops[_PRECISIONS.get(precision[:2], "tf32" if is_convolution else "fp32")] * 1e12 * _EFFICIENCY
-        return max(flops / rate, nbytes / self.memory_rate, _LAUNCH)
+        return max(flops / rate, self.copy_seconds(nbytes), _LAUNCH)
 
 
 def this_machine(price_per_hour: float | None = None) -> Hardware:
@@ -75,31 +80,51 @@ def this_machine(price_per_hour: float | None = None) -> Hardware:
 
 
 def _measure(gpus: int) -> dict[str, Any]:
-    """Return the figures of the link between two GPUs, or two processes on the CPU, and of their memory."""
+    """Return the figures of the link between two GPUs, or two processes on the CPU, and of FSDP."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_measure_as_rank, (folder, gpus > 1), nprocs=2, start_method="spawn")
-        small, large, copy = json.loads(Path(folder, "seconds.json").read_text())
+        small, large, sharding_small, sharding_large = json.loads(Path(folder, "seconds.json").read_text())
+    nbytes, larger = (4 * width**2 for width in _WIDTHS)
     # Each of the two ranks sends two messages, with half of the tensor.
-    per_byte = max(large - small, 1e-9) / (_SIZES[1] - _SIZES[0])
-    link = {"gb_per_s": 1e-9 / per_byte, "us": max(0.0, small - _SIZES[0] * per_byte) / 2 * 1e6}
-    return {"within": link, "between": link, "memory_gb_per_s": 2 * _SIZES[2] / copy / 1e9}
+    per_byte = max(large - small, 1e-9) / (larger - nbytes)
+    link = {"gb_per_s": 1e-9 / per_byte, "us": max(0.0, small - nbytes * per_byte) / 2 * 1e6}
+    # FSDP gathers a weight twice and reduces its gradient once. It copies each of them, which reads and writes.
+    copied = max((sharding_large - 2 * large) - (sharding_small - 2 * small), 1e-9) / (larger - nbytes) / 3
+    sharding = max(0.0, sharding_small - 2 * small) / 3
+    return {"within": link, "between": link, "memory_gb_per_s": 2e-9 / copied, "sharding_us": sharding * 1e6}
 
 
 def _measure_as_rank(rank: int, folder: str, uses_gpus: bool) -> None:
-    """Write the median seconds of two all-reduces and a copy, which both ranks make at the same time."""
-    from torch.utils.benchmark import Timer  # late, because each run checks the options of this file's classes
+    """Write the median seconds of an all-reduce, and of what FSDP adds to a layer, for two sizes each.
+
+    Both ranks do the same at the same time.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # late: each run checks the options of these classes
+    from torch.distributed.fsdp import fully_shard
+    from torch.utils.benchmark import Timer
 
     device = torch.device("cuda", rank) if uses_gpus else torch.device("cpu")
     if uses_gpus:
         torch.cuda.set_device(rank)  # the timer waits for this one
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("nccl" if uses_gpus else "gloo", store=store, rank=rank, world_size=2)
-    small, large, copied = (torch.zeros(size // 4, device=device) for size in _SIZES)
-    seconds = []
-    copy = partial(copied.copy_, copied.clone())
-    for operation in (partial(dist.all_reduce, small), partial(dist.all_reduce, large), copy):
-        timer = Timer("operation()", globals={"operation": operation})
-        seconds.append(statistics.median(timer.timeit(1).mean for _ in range(_REPEATS)))
+
+    def median(statement: str, **names: Any) -> float:
+        timer = Timer(statement, globals=names)
+        return statistics.median(timer.timeit(1).mean for _ in range(_REPEATS))
+
+    mesh, reducing, sharding = init_device_mesh(device.type, (2,)), [], []
+    for width in _WIDTHS:
+        values = torch.zeros(width, width, device=device)
+        reducing.append(median("reduce(values)", reduce=dist.all_reduce, values=values))
+        net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(_LAYERS))).to(device)
+        names = {"net": net, "inputs": values[:2].requires_grad_()}
+        alone = median("net(inputs).sum().backward()", **names)
+        for module in (*net, net):
+            fully_shard(module, mesh=mesh)
+        sharding.append((median("net(inputs).sum().backward()", **names) - alone) / _LAYERS)
     if rank == 0:
-        Path(folder, "seconds.json").write_text(json.dumps(seconds))
-    dist.destroy_process_group()
+        Path(folder, "seconds.json").write_text(json.dumps([*reducing, *sharding]))
+    del net, mesh, names
+    gc.collect()  # FSDP's cycles hold the process group, with which a process may abort at its end
+    close_process_group()

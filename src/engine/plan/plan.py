@@ -1,7 +1,6 @@
 """`plan=true` and `strategy=best`: the strategies that a run can use, what each needs, and which one is the fastest."""
 
 import itertools
-import json
 import logging
 import multiprocessing
 import os
@@ -13,16 +12,13 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import hydra
 import lightning as L
 from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from src.engine.config.folder import CONF, register_resolvers
 from src.engine.config.resolve import device_count, refuse_unknown_options, resolve_devices
@@ -36,16 +32,13 @@ from src.engine.plan.step import Estimate, Job
 from src.engine.plan.strategies import plan_step
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
-from src.engine.utils.files import atomic_write
 from src.engine.utils.signals import prepare_started_process
 from src.engine.utils.targets import NOT_PASSED, build, check_options, check_value, drop_replaced_options
 
 AUTO, RECOMPUTE = "strategy=auto", "module.recompute=blocks"
 _STAGES, _MICRO_BATCHES = (2, 4, 8, 16), (4, 8, 16)
 _MIN_GAIN = 0.05  # of a step, by which another strategy must be faster than `auto`
-_ADVICE = "Raise trainer.accumulate_grad_batches, or use more devices."
-_SHOWN = 15  # rows of the table; plan.json has all
-_DETAILS = ("options", "memory", "seconds", "collectives")  # only in plan.json
+ADVICE = "Raise trainer.accumulate_grad_batches, or use more devices."
 
 
 @dataclass
@@ -157,16 +150,21 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
     own.strategy = {"_target_": "src.engine.parallel.ddp.auto", "devices": 1, "num_nodes": 1}
     own.callbacks, own.logger = {}, {}
     own.ckpt_path, own.seed = None, own.seed or 0
-    begin = _Begin()
+    profiles: list[Profile] = []
+
+    def begin(trainer: L.Trainer, module: L.LightningModule) -> None:
+        profiles.append(Profile(trainer, module))
+        raise _HasBegun
+
     with tempfile.TemporaryDirectory() as own.run_dir:
         OmegaConf.resolve(own)
         trainer, module, data = assemble(own)
         if not (hasattr(module, "net") and hasattr(module, "loss")):
             raise UserError(f"{type(module).__name__} has no `net` or no `loss`, from which a plan is made")
-        trainer.callbacks.append(begin)
+        trainer.callbacks.append(LambdaCallback(on_train_start=begin))
         with suppress(_HasBegun):
             trainer.fit(module, datamodule=data, weights_only=True)
-    if begin.profile is None:
+    if not profiles:
         raise UserError("trainer.max_epochs or max_steps lets this run train nothing, so there is nothing to plan")
     job = Job(
         hardware,
@@ -180,19 +178,11 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
         precision=str(cfg.trainer.precision),
         recompute=cfg.module.get("recompute") == "blocks",
     )
-    return begin.profile, job, total_steps(cfg.trainer.max_epochs, cfg.trainer.max_steps, data.steps_per_epoch)
+    return profiles[0], job, total_steps(cfg.trainer.max_epochs, cfg.trainer.max_steps, data.steps_per_epoch)
 
 
 class _HasBegun(BaseException):
     """Ends the run where training would start."""
-
-
-class _Begin(L.Callback):
-    profile: Profile | None = None
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.profile = Profile(trainer, pl_module)
-        raise _HasBegun
 
 
 def _options(job: Job, asked: list[str]) -> Iterator[list[str]]:
@@ -259,7 +249,7 @@ def choose_strategy(cfg: DictConfig) -> None:
     plan = plan_run(cfg.copy())
     best = plan.candidates[0]
     if best.reason or not best.estimate:
-        raise UserError(f"strategy=best: no strategy can train this; {best.name}: {best.reason}. {_ADVICE}")
+        raise UserError(f"strategy=best: no strategy can train this; {best.name}: {best.reason}. {ADVICE}")
     _set_best(cfg, plan)
     words = [word for word in HydraConfig.get().overrides.task if word != f"strategy={BEST}"] + best.options
     own: Any = HydraConfig.instance().cfg
@@ -294,67 +284,3 @@ def _set_best(cfg: DictConfig, plan: Plan) -> None:
     if RECOMPUTE in best.options:
         cfg.module.recompute = "blocks"
     cfg.runtime.planned_step_ms = best.estimate.step_ms
-
-
-def show_plan(cfg: DictConfig) -> None:
-    """Plan the run, print the table and the errors, and write plan.json into the run folder."""
-    plan, folder = plan_run(cfg), Path(HydraConfig.get().runtime.output_dir)
-    rows = [_row(one, plan) for one in plan.candidates]
-    possible = [row for row in rows if row["step_ms"]]
-    columns = [name for name in next(iter(possible), {}) if name not in _DETAILS]
-    table = Table(box=None)
-    for name in columns:
-        is_text = name in ("strategy", "why not")
-        table.add_column(
-            name, no_wrap=True, min_width=24 if is_text else max(7, len(name)), justify="left" if is_text else "right"
-        )
-    for row in possible[:_SHOWN]:
-        cells = [row[name] for name in columns]
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else escape(str(cell)) for cell in cells))
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
-    if possible and possible[0]["why not"]:
-        print(f"No candidate fits. {_ADVICE}")
-    refused: dict[str, list[str]] = {}
-    for row in rows[len(possible) :]:
-        refused.setdefault(row["why not"], []).append(row["strategy"])
-    for error, names in refused.items():
-        print(f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}: {error}")
-    with atomic_write(folder / "plan.json") as file:
-        file.write_text(json.dumps(rows, indent=1))
-    title = f"{plan.job.ranks} ranks, {plan.job.batch_size} samples a step, {plan.steps} steps"
-    print(f"{title}; {folder / 'plan.json'}")
-    if cfg.report:
-        try:
-            from src.engine.report.plan_page import write_plan_page  # late: a template without reports plans as well
-
-            hardware = HydraConfig.get().runtime.choices.hardware
-            print(write_plan_page(folder, f"{title}, hardware={hardware}", rows, plan.job.memory / 2**30))
-        except ModuleNotFoundError as error:
-            print(f"no plan.html: {error}; pip install '.[report]', or set report=false", file=sys.stderr)
-
-
-def _row(one: Candidate, plan: Plan) -> dict[str, Any]:
-    """Return what plan.json has of a candidate; MB are those that its busiest rank sends in a step."""
-    step, job = one.estimate, plan.job
-    if not step:
-        return {"strategy": one.name, "options": one.options, "step_ms": None, "why not": one.reason}
-    within, between = (
-        sum(c.sent for c in step.collectives if c.is_within_host(job) == is_within) / 1e6 for is_within in (True, False)
-    )
-    hours, price = step.step_ms / 1000 * plan.steps / 3600, job.hardware.price_per_hour
-    return {
-        "strategy": one.name,
-        "GiB": step.nbytes / 2**30,
-        "MB within": within,
-        "MB between": between,
-        "step_ms": step.step_ms,
-        "bubble": f"{1000 * step.seconds.get('bubble', 0.0) / step.step_ms:.0%}",
-        "efficiency": f"{plan.single.step_ms / step.step_ms / job.ranks:.0%}" if plan.single else "",
-        "hours": hours,
-        **({"price": hours * job.ranks * price} if price else {}),
-        "why not": one.reason,
-        "options": one.options,
-        "memory": step.memory,
-        "seconds": step.seconds,
-        "collectives": [vars(collective) for collective in step.collectives],
-    }

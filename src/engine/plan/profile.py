@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -35,7 +35,6 @@ from src.engine.utils.errors import UserError
 
 _ROUNDS, _LONG = 4, 2.0  # rounds of timed steps, and the seconds of a round after which there are no more
 _LARGEST = 256  # samples of the largest batch that is timed
-Seconds = Callable[[int], float]  # of a number of samples
 Watch = Callable[["Part", str], Any]  # context of a pass, `F` or `B`; a function in it gets the gradients of weights
 
 
@@ -147,16 +146,17 @@ class Profile:
                 return self._train(net, inputs, groups, recorder.watch)
 
     @cache  # noqa: B019
-    def measured(self, batch_size: int, groups: int, threads: int) -> list[Seconds]:
-        """Return the seconds on this machine: of all forward passes, of all backward passes, and of the data.
+    def measured(self, batch_size: int, groups: int, threads: int) -> Any:
+        """Return slopes and intercepts of the seconds on this machine, which are linear in the samples.
 
-        They are linear in the samples, through two sizes that take turns, so that other programs disturb both.
+        They are those of all forward passes, of all backward passes, and of the data. Batches of two sizes take turns,
+        so that other programs disturb both.
 
         Args:
             batch_size, groups: samples and normalization groups of a global batch.
             threads: number of threads that compute.
         """
-        small, large = (max(2, min(batch_size, _LARGEST) // part) for part in (8, 2))
+        small, large = max(2, min(batch_size, _LARGEST) // 8), max(4, min(batch_size, _LARGEST) // 2)
         before, rounds = torch.get_num_threads(), []
         torch.set_num_threads(threads)
         for _ in range(_ROUNDS):
@@ -165,9 +165,7 @@ class Profile:
             if time.perf_counter() - begun > _LONG:
                 break
         torch.set_num_threads(before)
-        shortest, longest = np.min(rounds, axis=0)
-        slopes = (longest - shortest) / max(1, large - small)
-        return [partial(_line, small, *pair) for pair in zip(shortest, slopes, strict=True)]
+        return np.polyfit([small, large], np.min(rounds, axis=0), 1)
 
     def _time(self, samples: int, groups: int) -> list[float]:
         seconds: dict[str, list[float]] = {"F": [], "B": []}
@@ -292,10 +290,6 @@ class _Recorder(TorchDispatchMode):
             part.kept, part.forward_peak, part.between = sum(sizes), peak, self.weighted
         else:
             part.backward_peak = max(0, peak)
-
-
-def _line(start: int, value: float, slope: float, samples: int) -> float:
-    return max(0.0, float(value + slope * (samples - start)))  # no number of NumPy, which a configuration refuses
 
 
 @contextmanager

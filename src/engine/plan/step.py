@@ -37,7 +37,7 @@ class Job:
     @property
     def memory(self) -> float:
         """Bytes that a rank may use; processes on CPUs share those of their host."""
-        return _USABLE * self.hardware.memory / (1 if self.hardware.overlaps else self.per_host)
+        return _USABLE * self.hardware.memory_gib * 2**30 / (1 if self.hardware.overlaps else self.per_host)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -70,9 +71,9 @@ class OneDevice:
         job, hardware = self.job, self.job.hardware
         if not hardware.tflops:
             threads = max(1, cores_per_rank(job.per_host)) if job.per_host > 1 else torch.get_num_threads()
-            lines = self.profile.measured(job.batch_size, job.norm_groups, threads)
+            slopes, intercepts = self.profile.measured(job.batch_size, job.norm_groups, threads)
             slower = max(1.0, job.per_host / hardware.devices_per_node)  # processes that share a core
-            *times, data = (slower * line(self.samples) for line in lines)
+            *times, data = (slower * np.maximum(0.0, intercepts + slopes * self.samples)).tolist()
             passes = zip(times[: len(self.parts)], times[len(self.parts) :], strict=True)
             return [(forward, backward + forward * job.recompute) for forward, backward in passes], data
 
@@ -148,7 +149,7 @@ class OneDevice:
             every = sum(weight.nbytes for weight in self.profile.weights.values())
             return self.profile.optimizer_seconds * self.memory()["gradients"] / every
         memory = self.memory()
-        return (3 * memory["gradients"] + 2 * memory["optimizer"]) / self.job.hardware.memory_rate
+        return self.job.hardware.copy_seconds(3 * memory["gradients"] + 2 * memory["optimizer"])
 
 
 class Replicas(OneDevice):
@@ -225,8 +226,10 @@ class Shards(OneDevice):
 
     def seconds(self) -> dict[str, float]:
         # Weights are copied out of what was gathered, and gradients into what is reduced.
-        copied = sum(one.nbytes * one.calls for one in self.collectives() if one.kind != "all_reduce")
-        return super().seconds() | {"copies": 2 * copied / self.job.hardware.memory_rate}
+        hardware, own = self.job.hardware, [one for one in self.collectives() if one.kind != "all_reduce"]
+        copies = hardware.copy_seconds(sum(2 * one.nbytes * one.calls for one in own))
+        python = hardware.sharding_us * 1e-6 * sum(one.calls for one in own)
+        return super().seconds() | {"sharding": copies + python}
 
     def memory(self) -> dict[str, int]:
         sizes = [padded(group, self.shards) for group, _ in self.gathered]

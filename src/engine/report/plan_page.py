@@ -9,42 +9,31 @@ from markupsafe import Markup
 from src.engine.report.metric_charts import stacked_bars
 from src.engine.report.page import Section, number, parts, series_color, write_page
 
-_DETAILS = ("options", "memory", "seconds", "collectives")  # of plan.json, which the table does not have
 _LABEL, _ROW = 34, 46  # characters of a line of a bar's label; pixels of a bar, whose label has up to three lines
 
 
-def write_plan_page(folder: Path, title: str, rows: list[dict[str, Any]], usable_gib: float) -> Path:
+def write_plan_page(folder: Path, plan: dict[str, Any]) -> Path:
     """Write plan.html into the run folder; return its path.
 
     Args:
         folder: the run folder.
-        title: what is planned.
-        rows: the content of plan.json, the best candidate first.
-        usable_gib: memory of a device that a candidate may use.
+        plan: the content of its plan.json.
     """
-    possible = [row for row in rows if row["step_ms"]]
-    refused: dict[str, list[str]] = {}
-    for row in rows:
-        if not row["step_ms"]:
-            refused.setdefault(row["why not"], []).append(row["strategy"])
+    rows, columns, refused, usable_gib = plan["candidates"], plan["columns"], plan["refused"], plan["usable GiB"]
+    table = parts.table(columns, [[row[name] for name in columns] for row in rows], sortable=True)
+    candidates = parts.grid([parts.card("", table, wide=True)])
     note = "The best is the first. MB are those that the busiest rank sends in a step."
     sections = [
-        Section("Candidates", _table(possible) if possible else parts.muted("The run refuses all strategies."), note),
-        Section("Memory and time", parts.grid(_charts(possible, usable_gib) if possible else [])),
+        Section("Candidates", candidates if rows else parts.muted("The run refuses all strategies."), note),
+        Section("Memory and time", parts.grid(_charts(rows, usable_gib) if rows else [])),
         Section("Refused", _errors(refused) if refused else Markup()),
     ]
     tiles = []
-    for row in possible[:1]:
+    for row in rows[:1]:
         step, gib = number(row["step_ms"], "ms"), number(row["GiB"], "GiB")
         usable = f"of {number(usable_gib, 'GiB')} that a device has for a run"
         tiles = [("Best", row["strategy"], row["why not"]), ("Step", step, ""), ("Memory", gib, usable)]
-    return write_page(folder / "plan.html", "Plan", title, parts.tiles(tiles), sections, folder.parent)
-
-
-def _table(rows: list[dict[str, Any]]) -> Markup:
-    columns = [name for name in rows[0] if name not in _DETAILS]
-    table = parts.table(columns, [[row[name] for name in columns] for row in rows], sortable=True)
-    return parts.grid([parts.card("", table, wide=True)])
+    return write_page(folder / "plan.html", "Plan", plan["title"], parts.tiles(tiles), sections, folder.parent)
 
 
 def _errors(refused: dict[str, list[str]]) -> Markup:

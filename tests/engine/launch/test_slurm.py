@@ -50,9 +50,10 @@ def rows(folder: Path) -> list[int]:
 
 @needs_slurm
 @pytest.mark.slow
-def test_job_on_two_nodes_stops_and_resumes(slurm: Slurm, small: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "best"])
+def test_job_on_two_nodes_stops_and_resumes(strategy: str, slurm: Slurm, small: list[str], tmp_path: Path) -> None:
     reference = fit(compose(tmp_path / "single", *small, "experiment=parity"))
-    job, folder = submit(slurm, *TASK, *QUIET, *small, "strategy=ddp", SLOW)
+    job, folder = submit(slurm, *TASK, *QUIET, *small, f"strategy={strategy}", SLOW)
     try:
         slurm.wait_until(lambda: len(rows(folder)) >= 5, 240, "fifth step")
         slurm.run("scancel", "--signal=USR1", job)

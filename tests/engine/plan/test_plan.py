@@ -201,7 +201,7 @@ def test_the_command_writes_the_plan_and_trains_nothing(small: list[str], folder
     out, _ = run(*small, *TINY, "plan=true", "report=true", "hardware=h100", "trainer.num_nodes=2", f"run_dir={folder}")
     assert "16 ranks, " in out
     assert sorted(path.name for path in folder.iterdir()) == ["plan.html", "plan.json"]
-    best, *others = json.loads((folder / "plan.json").read_text())
+    best, *others = json.loads((folder / "plan.json").read_text())["candidates"]
     assert best["step_ms"] > 0
     assert best["why not"] == ""
     assert all(row["why not"] for row in others)

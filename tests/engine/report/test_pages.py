@@ -40,7 +40,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         write([first], None, single_file=False),
         write([write_sweep(runs / "sweep")], None, single_file=False),
         write([first, second], runs / "comparison.html", single_file=True),
-        write_plan_page(first, "a plan", PLAN, 2.0),
+        write_plan_page(first, PLAN),
         broken,
     ]
 
