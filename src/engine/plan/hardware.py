@@ -16,7 +16,7 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from src.engine.plan import read_cache, update_cache
-from src.engine.utils.process import close_process_group
+from src.engine.utils.process import close_process_group, usable_cores
 
 _FILE = "machine.json"
 _WIDTHS = (32, 1024)  # of square weights in float32, small and large, whose communication is timed
@@ -75,7 +75,7 @@ def this_machine(price_per_hour: float | None = None) -> Hardware:
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    devices = gpus or len(os.sched_getaffinity(0))
+    devices = gpus or len(usable_cores())
     return Hardware(devices, memory / 2**30, price_per_hour=price_per_hour, overlaps=gpus > 0, **measured)
 
 

@@ -1,6 +1,7 @@
 """Devices of concurrent jobs of a sweep: each job gets GPUs or CPU cores that no other job uses."""
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,6 +13,7 @@ from omegaconf import DictConfig
 
 from src.engine.config.resolve import device_count
 from src.engine.utils.files import named_lock
+from src.engine.utils.process import usable_cores
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PAUSE = 0.2  # seconds between two attempts to get a lock
@@ -36,8 +38,11 @@ def reserve_devices(cfg: DictConfig) -> Iterator[None]:
 @contextmanager
 def _reserve_cores(count: int) -> Iterator[None]:
     """Reserve one core for each process, or all cores if there are fewer."""
-    before = sorted(os.sched_getaffinity(0))
+    before = usable_cores()
     with _acquire_locks([f"core {core}" for core in before], min(count, len(before))) as locks:
+        if sys.platform != "linux":  # macOS cannot restrict a process to some cores
+            yield
+            return
         os.sched_setaffinity(0, [int(name.split()[1]) for name in locks])
         try:
             yield

@@ -128,7 +128,12 @@ def cores_per_rank(ranks: int) -> int:
     """
     if "SLURM_CPUS_PER_TASK" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         return int(os.environ["SLURM_CPUS_PER_TASK"])
-    return len(os.sched_getaffinity(0)) // ranks
+    return len(usable_cores()) // ranks
+
+
+def usable_cores() -> list[int]:
+    """Return the numbers of the CPU cores that this process may use; on macOS all, because it does not tell."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
 
 
 def tune_malloc() -> bool:

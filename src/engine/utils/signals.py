@@ -75,8 +75,9 @@ def record_signal(number: int) -> bool:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Make the kernel send this process a signal when its parent has ended, in whatever way."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    """Make the kernel send this process a signal when its parent has ended, in whatever way; macOS cannot do this."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent ended before that call
         os._exit(1)
 

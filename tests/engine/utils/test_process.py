@@ -1,7 +1,9 @@
 """What a rank writes to the terminal, and how its process reuses memory."""
 
+import ctypes
 import io
 import logging
+import os
 import subprocess
 import sys
 
@@ -11,7 +13,9 @@ from lightning.pytorch.callbacks import model_summary
 from rich.file_proxy import FileProxy
 
 from src.engine.config import command_line
-from src.engine.utils.process import TerminalHandler
+from src.engine.sweeps.devices import _reserve_cores
+from src.engine.utils.process import TerminalHandler, cores_per_rank
+from src.engine.utils.signals import die_with_parent
 
 COMMAND = f"wandb sync /{'a-long-folder/' * 8}host:100:key:/"  # ":100:" is also the name of an emoji
 PROGRAM = """
@@ -61,6 +65,17 @@ def test_torch_does_not_warn_of_redirects() -> None:
     """It does on macOS only, in each process that imports train.py."""
     assert command_line.__name__ == "src.engine.config.command_line"  # it sets the level
     assert not logging.getLogger("torch.distributed.elastic.multiprocessing.redirects").isEnabledFor(logging.WARNING)
+
+
+def test_macos_has_no_calls_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes start there, and jobs of a sweep share the cores."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(ctypes, "CDLL", None)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.delattr(os, "sched_setaffinity")
+    die_with_parent(os.getppid())
+    with _reserve_cores(1):
+        assert cores_per_rank(1) == os.cpu_count()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's malloc is tuned")
