@@ -36,7 +36,7 @@ _CASES = {
         ["model=airbench"],
         ["model=mlp", "model.hidden=[1024,1024,1024]"],
     ],
-    4: [[*_SLEEPING, "model.hidden=[256,256,256]"], [*_SLEEPING, "model.hidden=[1500,1500,1500]"]],
+    4: [[*_SLEEPING, f"model.hidden=[{width},{width},{width}]"] for width in (256, 1500, 3000)],
 }
 _PIPELINES = [[f"strategy.schedule={schedule}", "strategy.microbatches=4"] for schedule in ("1f1b", "gpipe")]
 _ZERO_BUBBLE = ["strategy=pipeline", "strategy.schedule=zbv_zero_bubble", "strategy.microbatches=4"]

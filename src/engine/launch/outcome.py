@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from src.engine.config.folder import PROJECT, remove_if_unused
 from src.engine.state.jobs import is_sweep
 from src.engine.utils.errors import UserError
-from src.engine.utils.events import append_end, append_event, append_kill, last_logged_step
+from src.engine.utils.events import append_end, append_event, append_kill, logged_steps
 from src.engine.utils.files import named_lock, read_json_lines
 from src.engine.utils.process import log_file
 from src.engine.utils.signals import Stopped
@@ -165,7 +165,7 @@ def record_restart(run_dir: str, end: RankFailedError | Stopped, reason: str = "
     """Append the end of the ranks, and that they start again; `reason` is why on other devices, if so."""
     event, cause = _event_and_reason(end)
     append_end(run_dir, event, cause)
-    append_event(run_dir, "restart", last_logged_step(run_dir), reason or cause)
+    append_event(run_dir, "restart", logged_steps(run_dir), reason or cause)
 
 
 def _event_and_reason(error: BaseException) -> tuple[str, str]:

@@ -52,7 +52,7 @@ def append_end(run_dir: str | Path, event: str, reason: str, seconds: float | No
     """Append the end of a run, unless its rank zero has recorded one, or it has not started."""
     events = read_events(run_dir)
     if events and events[-1]["event"] in ("start", "resume"):
-        append_event(run_dir, event, last_logged_step(run_dir), reason, seconds)
+        append_event(run_dir, event, logged_steps(run_dir), reason, seconds)
 
 
 def append_resize(run_dir: str | Path, step: int | None, size: int) -> None:
@@ -63,8 +63,8 @@ def append_resize(run_dir: str | Path, step: int | None, size: int) -> None:
         append_event(run_dir, "resized", step, events[-1].get("reason"), **{"from": sizes[-1], "to": size})
 
 
-def last_logged_step(run_dir: str | Path) -> int | None:
-    """Return the step of the last complete row of metrics.csv, or None."""
+def logged_steps(run_dir: str | Path) -> int | None:
+    """Return the number of optimizer steps up to the last complete row of metrics.csv, whose first step is 0."""
     file = Path(run_dir) / "metrics.csv"
     rows = file.read_text().split("\n")[1:-1] if file.exists() else []
-    return int(rows[-1].partition(",")[0]) if rows else None
+    return int(rows[-1].partition(",")[0]) + 1 if rows else None
