@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from src.data.augment.augmentation import Augmentation, Preprocessing
+from src.data.augment.augmentation import Augmentation
+from src.data.augment.pixels import normalize
 from src.data.image_files import find_images
 from src.data.images import ImageFolder, ImageSplit, TransformedSplit, as_is, join
 from src.data.sources.source import ImageSource
 from src.data.splits import divide, load_sets
-from src.engine import Batch, BatchLayout, UserError
+from src.engine import Batch, BatchLayout, UserError, compiled, should_compile
 
 
 class ImageDataModule(L.LightningDataModule):
@@ -84,7 +85,6 @@ class ImageDataModule(L.LightningDataModule):
         self.device_resident = False if on_host else device_resident
         self.num_workers, self.seed = num_workers, seed
         self.augment, self.has_pairs = augment, bool(augment.mixers)
-        self.preprocessing = Preprocessing(augment, mean, std, num_classes, seed)
         self.splits: dict[str, ImageSplit] = {}
         self._saved_classes: list[str] = []
 
@@ -121,13 +121,19 @@ class ImageDataModule(L.LightningDataModule):
         dtype = trainer.lightning_module.dtype
         if trainer.training:
             return self.augment_batch(batch, trainer.current_epoch, trainer.global_step, dtype)
-        return self.preprocessing.normalize(batch, dtype)
+        return batch._replace(image=normalize(batch.image, self.mean, self.std, dtype))
 
     def augment_batch(self, batch: Batch, epoch: int = 0, step: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
         """Augment and normalize a batch of the training loader as the given step does; `to_pixels` shows the images."""
         trainer: Any = self.trainer
         layout = trainer.datamodule.layout if trainer else BatchLayout(len(batch.image), has_pairs=self.has_pairs)
-        return self.preprocessing.augment(batch, layout, epoch, step, dtype)
+        keys, mirrored = self.augment.keys(self.seed, epoch, batch.sample_index)
+        transform: Any = Augmentation.transform
+        if should_compile(self.augment.compile, batch.image):
+            transform = compiled(transform)
+        image = transform(self.augment, batch.image, keys, mirrored, self.mean, self.std, dtype)
+        image, target = self.augment.mix(image, batch.target, layout, self.seed, step, self.num_classes)
+        return batch._replace(image=image, target=target)
 
     def to_pixels(self, image: Tensor) -> Tensor:
         """Undo the normalization, and return (n, channels, height, width) images in [0, 1]."""

@@ -1,7 +1,6 @@
 """The configured augmentation of training batches: a pure function of seed, epoch, step and sample."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from src.data.augment import mixing
 from src.data.augment.pixels import all_alternating_flips, all_sample_keys, crop_and_flip, cutout, normalize
-from src.engine import Batch, BatchLayout, UserError, compiled, partners, should_compile
+from src.engine import BatchLayout, UserError, partners
 
 
 class Augmentation:
@@ -69,8 +68,17 @@ class Augmentation:
             image = crop_and_flip(image, keys, self.crop_padding, bool(self.flip) if mirrored is None else mirrored)
         return image
 
-    def apply_cutout(self, image: Tensor, keys: Tensor) -> Tensor:
-        """Cut a square out of each of (n, channels, height, width) normalized images, if `cutout` is set."""
+    def transform(
+        self,
+        image: Tensor,
+        keys: Tensor,
+        mirrored: Tensor | None,
+        mean: list[float],
+        std: list[float],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return augmented and normalized images; no number in here changes with the step, which would recompile it."""
+        image = normalize(self.augment_pixels(image, keys, mirrored), mean, std, dtype)
         return cutout(image, keys, self.cutout) if self.cutout else image
 
     def mix(
@@ -88,37 +96,3 @@ class Augmentation:
             mix, alpha = self.mixers[rng.integers(len(self.mixers))]
             image, target = mix(image, target, partners(layout, image.device), alpha, rng)
         return image, target
-
-
-class Preprocessing:
-    """Turns a batch of uint8 images into what the network gets.
-
-    Args:
-        augment: the augmentation of training images.
-        mean, std: statistics of the dataset per channel, of pixels in [0, 1].
-        num_classes: number of classes, for mixed targets.
-        seed: the seed of the run.
-    """
-
-    def __init__(self, augment: Augmentation, mean: list[float], std: list[float], num_classes: int, seed: int) -> None:
-        self.augmentation, self.mean, self.std = augment, mean, std
-        self.num_classes, self.seed = num_classes, seed
-
-    def augment(self, batch: Batch, layout: BatchLayout, epoch: int, step: int, dtype: torch.dtype) -> Batch:
-        """Augment and normalize a training batch."""
-        keys, mirrored = self.augmentation.keys(self.seed, epoch, batch.sample_index)
-        transform: Any = Preprocessing._transform
-        if should_compile(self.augmentation.compile, batch.image):
-            transform = compiled(transform)
-        image = transform(self, batch.image, keys, mirrored, dtype)
-        image, target = self.augmentation.mix(image, batch.target, layout, self.seed, step, self.num_classes)
-        return batch._replace(image=image, target=target)
-
-    def _transform(self, image: Tensor, keys: Tensor, mirrored: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the images; no number in here changes with the step, which would compile it again."""
-        image = self.augmentation.augment_pixels(image, keys, mirrored)
-        return self.augmentation.apply_cutout(normalize(image, self.mean, self.std, dtype), keys)
-
-    def normalize(self, batch: Batch, dtype: torch.dtype) -> Batch:
-        """Normalize an evaluation batch."""
-        return batch._replace(image=normalize(batch.image, self.mean, self.std, dtype))

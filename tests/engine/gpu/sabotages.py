@@ -33,7 +33,7 @@ class MaskInAugmentation(L.Callback):
         pixels[pixels > 0].sum()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        augmentation: Any = trainer.datamodule.preprocessing.augmentation
+        augmentation: Any = trainer.datamodule.augment
         augment = augmentation.augment_pixels
 
         def augment_pixels(*args: Any) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from src.data.augment.augmentation import Augmentation, Preprocessing
+from src.data.augment.augmentation import Augmentation
 from src.data.augment.pixels import crop_and_flip, sample_keys
 from src.engine.optim import muon
 from src.engine.utils.compilation import compiled
@@ -35,15 +35,14 @@ def augment(function: Any, options: dict[str, Any], epoch: int) -> Tensor:
     augmentation = Augmentation(**options)
     augmentation.samples = 100
     keys, mirrored = augmentation.keys(7, epoch, INDEX)
-    preprocessing = Preprocessing(augmentation, [0.4, 0.5, 0.6], [0.2, 0.25, 0.3], num_classes=10, seed=7)
-    return function(preprocessing, IMAGES, keys, mirrored, torch.float32)
+    return function(augmentation, IMAGES, keys, mirrored, [0.4, 0.5, 0.6], [0.2, 0.25, 0.3], torch.float32)
 
 
 @pytest.mark.parametrize("options", [{}, {"flip": "alternating", "crop_padding": 2}, {"cutout": 8, "flip": False}])
 def test_augmentation_is_compiled_once(options: dict[str, Any], compile: Compile) -> None:
-    function = compile(Preprocessing._transform)
+    function = compile(Augmentation.transform)
     for epoch in range(3):
-        expected = augment(Preprocessing._transform, options, epoch)
+        expected = augment(Augmentation.transform, options, epoch)
         with torch._dynamo.config.patch(error_on_recompile=epoch > 0):
             found = augment(function, options, epoch)
         assert torch.equal(found, expected)
@@ -77,12 +76,12 @@ def test_machine_code_has_the_same_random_numbers_and_crops() -> None:
     keys = compiled(sample_keys)(1, 2, INDEX)
     assert torch.equal(keys, sample_keys(1, 2, INDEX))
     assert torch.equal(compiled(crop_and_flip)(IMAGES, keys, 4, True), crop_and_flip(IMAGES, keys, 4, True))
-    function = compiled(Preprocessing._transform)
+    function = compiled(Augmentation.transform)
     for options in ({}, {"flip": "alternating"}, {"cutout": 8, "crop_padding": 0}):
-        found, expected = augment(function, options, 1), augment(Preprocessing._transform, options, 1)
+        found, expected = augment(function, options, 1), augment(Augmentation.transform, options, 1)
         assert torch.equal(found, expected)
 
 
 def test_objects_that_compile_are_pickled_for_spawned_ranks() -> None:
-    compiled(Preprocessing._transform)
-    pickle.dumps(Preprocessing(Augmentation(compile=True), [0.5], [0.5], num_classes=10, seed=0))
+    compiled(Augmentation.transform)
+    pickle.dumps(Augmentation(compile=True))
