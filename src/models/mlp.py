@@ -13,7 +13,6 @@ def mlp(
     """Return the network as a sequence of blocks; it maps (n, *image_shape) images to (n, num_classes) logits.
 
     Args:
-        num_classes: number of classes.
         image_shape: (channels, height, width) of the images.
         hidden: units of each hidden layer.
         dropout: probability of dropping a unit of a hidden layer.

@@ -15,10 +15,8 @@ def resnet9(num_classes: int, width: int = 16, norm: str = "batch", channels: in
     """Return the network as a sequence of blocks; it maps (n, channels, 32, 32) images to (n, num_classes) logits.
 
     Args:
-        num_classes: number of classes.
         width: channels of the first convolution.
         norm: `batch` or `group`.
-        channels: channels of the images.
     """
     return nn.Sequential(
         OrderedDict(

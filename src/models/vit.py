@@ -31,12 +31,9 @@ def vit(
     It maps (n, channels, height, width) images to (n, num_classes) logits.
 
     Args:
-        num_classes: number of classes.
         image_shape: (channels, height, width) of the images; height and width are multiples of `patch`.
         patch: side of a patch in pixels.
         width: embedding dimension, a multiple of `heads`.
-        depth: number of layers.
-        heads: number of attention heads.
         mlp_ratio: hidden units of the MLP in multiples of `width`.
         dropout: probability of dropping an element after the embedding, the attention and both layers of the MLP.
         drop_path: stochastic depth rate of the last layer; it rises linearly from zero at the first layer.

@@ -25,12 +25,10 @@ def wide_resnet(
     """Return the network as a sequence of blocks; it maps (n, channels, 32, 32) images to (n, num_classes) logits.
 
     Args:
-        num_classes: number of classes.
         depth: number of layers, 6 n + 4.
         width: channels in multiples of 16, 32 and 64 in the three groups.
         dropout: probability of dropping an element between the two convolutions of a block.
         norm: `batch` or `group`.
-        channels: channels of the images.
     """
     if depth < 10 or (depth - 4) % 6:
         raise UserError(f"model.depth={depth}: a wide ResNet has 6 n + 4 layers; take 10, 16, 22, 28 or 40")

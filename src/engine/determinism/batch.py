@@ -27,14 +27,6 @@ class Batch(NamedTuple):
     weight: Tensor
 
 
-def as_pair(batch: Batch, drop_padding: bool) -> tuple[Tensor, Tensor]:
-    """Return the images and the targets, which modules of other projects expect, without the rows of padding."""
-    if not drop_padding:
-        return batch.image, batch.target
-    is_sample = batch.weight > 0
-    return batch.image[is_sample], batch.target[is_sample]
-
-
 @device_constant
 def constant_weights(count: int, weight: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return (count,) equal weights of samples."""

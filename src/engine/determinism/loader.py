@@ -105,11 +105,6 @@ class _KeyedBatches(Sampler[Tensor]):
             yield batch if self.keep_padding else batch[:, batch[0] >= 0]
 
 
-def _as_is(batch: Any) -> Any:
-    """Collate nothing: SeededSamples has done it."""
-    return batch
-
-
 def fetch(
     loader: DataLoader[Any], samples: SeededSamples, batches: Iterable[Tensor], workers: int, **options: Any
 ) -> DataLoader[Any]:
@@ -123,7 +118,7 @@ def fetch(
     return DataLoader(
         samples,
         batch_sampler=batches,  # type: ignore[arg-type]
-        collate_fn=_as_is,
+        collate_fn=tuple,  # as it is: SeededSamples has collated
         num_workers=workers,
         worker_init_fn=partial(_init_worker, loader.worker_init_fn),
         multiprocessing_context=context,

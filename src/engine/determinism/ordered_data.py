@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from src.engine.determinism.batch import Batch, as_pair, constant_weights
+from src.engine.determinism.batch import Batch, constant_weights
 from src.engine.determinism.hashing import hash_ints
 from src.engine.determinism.layout import BatchLayout, DataParallelInfo, data_parallel_info
 from src.engine.determinism.loader import (
@@ -121,7 +121,7 @@ class OrderedData(L.LightningDataModule):
             self._loaders["train"] = self._own_loaders("train")
         (loader,) = self._loaders["train"]
         order = partial(epoch_order, loader.sampler, self.run_seed)
-        self._training = TrainingBatches(self._count(loader), self.layout, 0, self.steps_per_epoch, order)
+        self._training = TrainingBatches(self.layout, self.steps_per_epoch, order)
         self._training.epoch, self._training.start = self._start
         return self._rank_loader(loader, self._training)
 
@@ -170,8 +170,11 @@ class OrderedData(L.LightningDataModule):
             with refuse_draws("on_after_batch_transfer", self._is_divided, self._module.device.type):
                 batch = self._hook("on_after_batch_transfer")(batch, dataloader_idx)
         if not self._takes_batch:
+            if not isinstance(batch, Batch):
+                return batch
             # A prediction keeps its padding, because all ranks gather as many predictions.
-            return as_pair(batch, drop_padding=self.trainer.evaluating) if isinstance(batch, Batch) else batch
+            kept = batch.weight > 0 if self.trainer.evaluating else slice(None)
+            return batch.image[kept], batch.target[kept]
         if isinstance(batch, Batch):
             return batch._replace(weight=self._weights(batch.weight))
         if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
@@ -326,7 +329,7 @@ class OrderedData(L.LightningDataModule):
         parallel = self.parallel
         if name == "predict":  # all ranks gather as many predictions
             parallel = DataParallelInfo(parallel.dp_size, parallel.dp_rank)
-        return EvaluationBatches(self._evaluated(name, loader), size // self.accumulate, parallel, order)
+        return EvaluationBatches(order[: self._evaluated(name, loader)], size // self.accumulate, parallel)
 
     def _evaluated(self, name: str, loader: DataLoader[Any]) -> int:
         option = f"trainer.limit_{name}_batches"

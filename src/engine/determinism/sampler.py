@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from src.engine.determinism.hashing import permutation
-from src.engine.determinism.layout import SINGLE_PROCESS, BatchLayout, DataParallelInfo
+from src.engine.determinism.layout import BatchLayout, DataParallelInfo
 from src.engine.utils.errors import UserError
 
 
@@ -23,24 +22,13 @@ class TrainingBatches(Sampler[Tensor]):
     `epoch` and `start` (the samples of that epoch already trained) are read when the first batch is requested.
 
     Args:
-        num_samples: number of samples of an epoch.
         layout: the positions of this rank in a global batch.
-        seed: determines the order, together with the epoch.
-        steps: optimizer steps per epoch; None for all.
-        order: maps an epoch to its order, (num_samples,) positions in the dataset; None for a random permutation.
+        steps: optimizer steps per epoch.
+        order: maps an epoch to its order, positions in the dataset.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        layout: BatchLayout,
-        seed: int = 0,
-        steps: int | None = None,
-        order: Callable[[int], Tensor] | None = None,
-    ) -> None:
-        self.num_samples, self.layout = num_samples, layout
-        self.order = order or (lambda epoch: permutation(num_samples, seed, epoch))
-        self.steps = num_samples // layout.batch_size if steps is None else steps  # per epoch
+    def __init__(self, layout: BatchLayout, steps: int, order: Callable[[int], Tensor]) -> None:
+        self.layout, self.steps, self.order = layout, steps, order
         self.epoch, self.start = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -70,18 +58,17 @@ class EvaluationBatches(Sampler[Tensor]):
     There are as few batches as `batch_size` samples over all ranks allow, of equal size. The samples are assigned in
     turn: as many as its share to each rank's first batch, then to its second batch, and so on. So a batch has at most
     one round of padding, and a batch of two rounds or more has a sample.
+
+    Args:
+        order: the samples, as positions in the dataset.
+        batch_size: number of samples of a batch over all ranks.
+        parallel: the place of this rank.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        batch_size: int,
-        parallel: DataParallelInfo = SINGLE_PROCESS,
-        order: Tensor | None = None,
-    ) -> None:
-        self.order = torch.arange(num_samples) if order is None else order
-        shares = parallel.shares or [1] * parallel.dp_size
-        self.num_samples, self.samples_per_round, self.share = num_samples, sum(shares), shares[parallel.dp_rank]
+    def __init__(self, order: Tensor, batch_size: int, parallel: DataParallelInfo) -> None:
+        shares, num_samples = parallel.shares or [1] * parallel.dp_size, len(order)
+        self.order, self.num_samples = order, num_samples
+        self.samples_per_round, self.share = sum(shares), shares[parallel.dp_rank]
         self.first = sum(shares[: parallel.dp_rank])  # of this rank in a round
         self.batches = -(-num_samples // (max(1, batch_size // self.samples_per_round) * self.samples_per_round))
         self.rounds = -(-num_samples // max(1, self.batches * self.samples_per_round))
@@ -101,7 +88,7 @@ class EvaluationBatches(Sampler[Tensor]):
 
     def table(self) -> Tensor:
         """Return the positions in the dataset at these places."""
-        return torch.cat([self.order[: self.num_samples], torch.tensor([-1])])[self.places()]
+        return torch.cat([self.order, torch.tensor([-1])])[self.places()]
 
     def check_no_rank_is_empty(self, split: str) -> None:
         """Check that each batch of each rank has a sample."""

@@ -1,6 +1,4 @@
-"""Averaging and clipping of gradients over the ranks of a process group, and gradients set aside."""
-
-from collections.abc import Sequence
+"""Averaging and clipping of gradients over the ranks of a process group."""
 
 import torch
 import torch.distributed as dist
@@ -29,11 +27,3 @@ def clip_by_norm_over(group: dist.ProcessGroup, optimizer: Optimizer, clip_val: 
     squared_norm = to_full_tensor(nn.utils.get_total_norm(gradients)) ** 2
     dist.all_reduce(squared_norm, group=group)
     nn.utils.clip_grads_with_norm_(parameters, clip_val, squared_norm.sqrt())
-
-
-def take_gradients(parameters: Sequence[Tensor], keep: bool) -> list[Tensor | None]:
-    """Set the gradients to None; return them, or Nones if they need not be kept."""
-    taken = [parameter.grad if keep else None for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    return taken

@@ -58,11 +58,6 @@ def differing_overrides(overrides: list[list[str]]) -> list[list[str]]:
     ]
 
 
-def last_line(error: str) -> str:
-    """Return the last line of a traceback, which names the exception."""
-    return (error.strip().splitlines() or [""])[-1]
-
-
 def seed_rows(jobs: list[Job], overrides: list[list[str]], metric: str) -> list[dict[str, Any]]:
     """Return the mean and standard deviation of the results of jobs that differ only in the seed."""
     results: dict[str, list[float]] = {}  # by the other overrides

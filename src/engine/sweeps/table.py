@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from src.engine.state.jobs import DONE, Job, differing_overrides, last_line, read_jobs, seed_rows
+from src.engine.state.jobs import DONE, Job, differing_overrides, read_jobs, seed_rows
 from src.engine.utils.files import atomic_write
 
 _MAX_ERROR_LENGTH = 80  # characters of a job's error that the table shows
@@ -39,7 +39,7 @@ def _job_row(name: str, job: Job, overrides: list[str], metric: str) -> dict[str
         metric: job.result,
         "seconds": f"{job.seconds:.1f}",
         "status": "killed" if job.status == "running" else job.status,
-        "error": last_line(job.error),
+        "error": "".join(job.error.strip().splitlines()[-1:]),  # of a traceback: the exception
     }
     return cells | job.metrics
 

@@ -179,7 +179,7 @@ STRATEGIES = [
     ("strategy=ddp strategy.comm_hook=powersdg", "strategy.comm_hook=powersdg: .*did you mean powersgd"),
     ("strategy=ddp strategy.comm_start_step=1", "strategy.comm_start_step=1: .* give 2"),
     ("strategy=fsdp strategy.param_dtype=half-ish", "strategy.param_dtype=half-ish is no data type"),
-    ("strategy=pipeline strategy.schedule=1f1", "strategy.schedule=1f1 is no schedule: did you mean 1f1b"),
+    ("strategy=pipeline strategy.schedule=1f1", "strategy.schedule=1f1: did you mean 1f1b"),
     ("strategy=fsdp model._target_=tests.support.zoo.hooked ~model.norm", "lose the hook of the parameter net"),
     ("strategy=ddp_spawn model._target_=tests.support.zoo.hooked ~model.norm", "lose the hook of the parameter net"),
 ]

@@ -246,7 +246,7 @@ def test_order_of_samplers(folder: Path) -> None:
     longer = RandomSampler(POINTS, num_samples=250)  # type: ignore[arg-type]
     assert set(torch.bincount(epoch_order(longer, 0, 0)).tolist()) == {2, 3}
     weighted = WeightedRandomSampler([1.0] + 109 * [0.0], 32)
-    batches = TrainingBatches(32, BatchLayout(16), order=partial(epoch_order, weighted, 0))
+    batches = TrainingBatches(BatchLayout(16), 2, partial(epoch_order, weighted, 0))
     assert set(batches.table().flatten().tolist()) == {0}
     fetched = RankLoader(DataLoader(POINTS, 16), batches, 0, CPU, lambda positions: None)
     assert len({tuple(point.tolist()) for points, _ in fetched for point in points}) == 32, "one sample, 32 noises"

@@ -1,6 +1,7 @@
 """Global batches do not depend on the number of processes; evaluation counts each sample once."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ def layouts(
 
 def epoch(dp_size: int, number: int = 0, seed: int = 0) -> list[list[int]]:
     """The samples of each batch, over all ranks."""
-    ranks = [TrainingBatches(COUNT, layout, seed) for layout in layouts(dp_size)]
+    order = partial(permutation, COUNT, seed)
+    ranks = [TrainingBatches(layout, COUNT // BATCH, order) for layout in layouts(dp_size)]
     for rank in ranks:
         rank.epoch = number
     return [sorted(torch.cat(batches).tolist()) for batches in zip(*ranks, strict=True)]
@@ -60,18 +62,18 @@ def test_refuses_batches_that_do_not_divide(batch: int, options: dict[str, Any],
 def test_epoch_takes_each_sample_at_most_once_and_drops_the_remainder() -> None:
     seen = [index for batch in epoch(2) for index in batch]
     assert len(seen) == len(set(seen)) == COUNT // BATCH * BATCH
-    assert len(TrainingBatches(COUNT, BatchLayout(BATCH))) == len(epoch(1))
+    assert len(epoch(1)) == COUNT // BATCH
 
 
 @pytest.mark.parametrize(("batch", "shares", "sizes"), [(4096, None, {4}), (4100, None, {4, 5}), (4100, SHARES, None)])
 def test_1024_ranks_divide_the_epochs_order(batch: int, shares: tuple[int, ...] | None, sizes: set[int] | None) -> None:
     """No two ranks hold the same position of a global batch; put in their positions, all shares are that order."""
     ranks = layouts(1024, batch, shares)
-    tables = [TrainingBatches(2 * batch + 7, layout).table() for layout in ranks]
-    order = permutation(2 * batch + 7, 0, 0)[: 2 * batch]
+    order = permutation(2 * batch + 7, 0, 0)
+    tables = [TrainingBatches(layout, 2, lambda epoch: order).table() for layout in ranks]
     positions = torch.cat([layout.positions[0] for layout in ranks])
     assert positions.sort().values.tolist() == list(range(batch))
-    assert torch.cat(tables, dim=1)[:, positions.argsort()].flatten().equal(order)
+    assert torch.cat(tables, dim=1)[:, positions.argsort()].flatten().equal(order[: 2 * batch])
     assert not sizes or {table.shape[1] for table in tables} == sizes
 
 
@@ -86,9 +88,8 @@ def test_order_is_fixed_by_seed_and_epoch() -> None:
 def test_evaluation_counts_every_sample_once_by_shares(count: int, shares: tuple[int, ...]) -> None:
     """Each rank has as many batches, as few as possible, of as many rows as its share, with one round of padding."""
     size, rounds = sum(shares), 32 // sum(shares)
-    ranks = [
-        EvaluationBatches(count, 32, DataParallelInfo(len(shares), rank, shares=shares)) for rank in range(len(shares))
-    ]
+    places = [DataParallelInfo(len(shares), rank, shares=shares) for rank in range(len(shares))]
+    ranks = [EvaluationBatches(torch.arange(count), 32, place) for place in places]
     tables = [rank.table() for rank in ranks]
     indices = torch.cat([table.flatten() for table in tables])
     assert sorted(indices[indices >= 0].tolist()) == list(range(count))
@@ -100,6 +101,6 @@ def test_evaluation_counts_every_sample_once_by_shares(count: int, shares: tuple
 
 @pytest.mark.parametrize(("count", "batch", "dp_size"), [(3, 32, 4), (5, 2, 2)])
 def test_refuses_an_evaluation_in_which_a_rank_has_no_sample(count: int, batch: int, dp_size: int) -> None:
-    EvaluationBatches(count + 1, batch, DataParallelInfo(dp_size)).check_no_rank_is_empty("val")
+    EvaluationBatches(torch.arange(count + 1), batch, DataParallelInfo(dp_size)).check_no_rank_is_empty("val")
     with pytest.raises(UserError, match=f"the {count} samples of `val` leave a batch of one of the processes empty"):
-        EvaluationBatches(count, batch, DataParallelInfo(dp_size)).check_no_rank_is_empty("val")
+        EvaluationBatches(torch.arange(count), batch, DataParallelInfo(dp_size)).check_no_rank_is_empty("val")

@@ -21,7 +21,7 @@ from src.engine.determinism.layout import BatchLayout
 from src.engine.determinism.sampler import TrainingBatches
 from src.engine.parallel.batch_norm import GroupedBatchNorm
 from src.engine.parallel.ddp import DDP
-from src.engine.parallel.pipeline.schedules import SCHEDULES, schedule_spec
+from src.engine.parallel.pipeline.schedules import SCHEDULES
 from tests.support.comparison import TOLERANCE, check_replicas, distances
 from tests.support.experiments import EXPERIMENTS, SHORT, SHORT_RUN, SHORT_STEPS
 from tests.support.pool import Pool
@@ -58,7 +58,7 @@ SCHEDULED: dict[str, World] = {
         [f"strategy.schedule={name}", "strategy.microbatches=2"],
     )
     for name in SCHEDULES
-    if not schedule_spec(name).v_shape  # which needs four
+    if not SCHEDULES[name].v_shape  # which needs four
 }
 UNEVEN: dict[str, World] = {  # ranks with different numbers of samples
     "ddp x3": ("ddp", 3, []),
@@ -82,7 +82,7 @@ FEW_BLOCKS = 4  # the most stages for the default model's blocks
 
 
 def _experiment(schedule: str, devices: int) -> str:
-    return "deep" if schedule_spec(schedule).stages_per_rank * devices > FEW_BLOCKS else "sgd"
+    return "deep" if SCHEDULES[schedule].stages_per_rank * devices > FEW_BLOCKS else "sgd"
 
 
 QUICK = [

@@ -1,6 +1,7 @@
 """Transforms of the user change an image by (seed, epoch, sample) alone, on any number of processes and workers."""
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from src.data.images import ImageSet, ImageSplit, TransformedSplit, join
+from src.engine.determinism.hashing import permutation
 from src.engine.determinism.layout import BatchLayout, DataParallelInfo
 from src.engine.determinism.loader import RankLoader
 from src.engine.determinism.sampler import TrainingBatches
@@ -35,7 +37,8 @@ def images_by_sample(
     split = ImageSplit(ImageSet(torch.zeros(48, 3, 4, 4, dtype=torch.uint8), torch.zeros(48)), torch.arange(48))
     found: dict[int, list[int]] = {}
     for rank in range(dp_size):
-        batches = TrainingBatches(48, BatchLayout(16, DataParallelInfo(dp_size, rank), accumulate), seed)
+        layout = BatchLayout(16, DataParallelInfo(dp_size, rank), accumulate)
+        batches = TrainingBatches(layout, 3, partial(permutation, 48, seed))
         batches.set_epoch(epoch)
         data = TransformedSplit(split, [transform or Noise()])
         loader: Any = DataLoader(data, 16, shuffle=True, collate_fn=join)

@@ -27,10 +27,10 @@ from src.engine.determinism.batch import Batch
 from src.engine.determinism.dropout import dropouts
 from src.engine.determinism.random_functions import sample_random
 from src.engine.observe.recording import communication, computation
-from src.engine.parallel.gradients import average_over, clip_by_norm_over, take_gradients
+from src.engine.parallel.gradients import average_over, clip_by_norm_over
 from src.engine.parallel.pipeline.blocks import Block, constants, ordered_blocks
 from src.engine.parallel.pipeline.rehearsal import check_module, check_stages, input_of_network, without_log
-from src.engine.parallel.pipeline.schedules import build_schedule, schedule_spec
+from src.engine.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from src.engine.parallel.pipeline.split import cut, format_table
 from src.engine.parallel.pipeline.stage import (
     Stage,
@@ -44,7 +44,7 @@ from src.engine.parallel.pipeline.stage import (
     stage_shapes,
 )
 from src.engine.parallel.sharded_state import ShardedStateStrategy
-from src.engine.utils.errors import UserError
+from src.engine.utils.errors import UserError, check_choice
 
 _log = logging.getLogger(__name__)
 
@@ -77,11 +77,11 @@ class Pipeline(ShardedStateStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if data_parallel not in ("ddp", "fsdp"):
-            raise UserError(f"strategy.data_parallel={data_parallel}: take ddp or fsdp")
+        check_choice("strategy.schedule", schedule, SCHEDULES)
+        check_choice("strategy.data_parallel", data_parallel, ("ddp", "fsdp"))
         if not isinstance(microbatches, int) or microbatches < 1:
             raise UserError(f"strategy.microbatches={microbatches}: give a number of at least one")
-        self.stages, self.schedule, self.spec = stages, schedule, schedule_spec(schedule)
+        self.stages, self.schedule, self.spec = stages, schedule, SCHEDULES[schedule]
         self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
         self._torch_schedule: Any = None  # set when the network is split
         self._own_stages: dict[int, Stage] = {}  # the stages of this rank by their number
@@ -276,7 +276,9 @@ class Pipeline(ShardedStateStrategy):
             )
         self._losses = []
         self._check_constants()
-        accumulated = take_gradients(self._parameters, keep=self._accumulate > 1)
+        accumulated = [weight.grad if self._accumulate > 1 else None for weight in self._parameters]
+        for weight in self._parameters:
+            weight.grad = None
         if self._draws:
             keys, seed = sample_random.keys, torch.initial_seed()
             for stage in self._own_stages.values():

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from src.engine.utils.errors import UserError, suggest
+from src.engine.utils.errors import UserError
 
 
 class ScheduleSpec(NamedTuple):
@@ -53,13 +53,6 @@ SCHEDULES = {
 }
 
 
-def schedule_spec(name: str) -> ScheduleSpec:
-    """Return the schedule of that name."""
-    if name not in SCHEDULES:
-        raise UserError(f"strategy.schedule={name} is no schedule: {suggest(name, SCHEDULES)}")
-    return SCHEDULES[name]
-
-
 def build_schedule(
     name: str, stages: list[PipelineStage], microbatches: int, loss: Callable[[Any, Tensor], Tensor] | None
 ) -> Any:
@@ -72,7 +65,7 @@ def build_schedule(
         loss: maps a tuple of the outputs, and a target, to a weighted sum over samples. The gradients of the
             micro-batches therefore add up without scaling. None if the schedule is not executed.
     """
-    spec = schedule_spec(name)
+    spec = SCHEDULES[name]
     stage_or_stages: Any = stages[0] if spec.stages_per_rank == 1 else stages
     try:
         return spec.schedule(stage_or_stages, microbatches, loss_fn=loss, scale_grads=False)
