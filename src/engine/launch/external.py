@@ -8,11 +8,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from src.engine.config.resolve import device_count, resolve_config, runs_in_single_process
 from src.engine.plan import plan_strategy
 from src.engine.utils.errors import UserError
+from src.engine.utils.option_kinds import flatten_config
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -66,8 +68,10 @@ def share_config(store: dist.Store, rank: int, world_size: int, cfg: DictConfig)
 def _check_same_options(composed: list[bytes]) -> None:
     for rank, text in enumerate(composed):
         if text != composed[0]:
+            first, own = (flatten_config(yaml.safe_load(options)) for options in (composed[0], text))
+            name = next(name for name in [*first, *own] if first.get(name, "") != own.get(name, ""))
             raise UserError(
-                f"process {rank} was started with other options than process 0: "
+                f"process {rank} was started with another {name} than process 0: "
                 "give every process the same command and the same files under conf/"
             )
 

@@ -5,7 +5,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import nan
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from src.engine.config.folder import is_rank_zero
 from src.engine.config.resolve import resolve_config
 from src.engine.launch.outcome import fold_frames
 from src.engine.launch.start import launch
-from src.engine.state.jobs import DONE, Job
+from src.engine.state.jobs import DONE, Job, read_jobs
 from src.engine.sweeps.devices import reserve_devices
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
@@ -33,8 +33,12 @@ def run_job(cfg: DictConfig) -> float:
     An interrupted job continues from its newest checkpoint. The error of a failed job is not raised, because it would
     make Hydra's launchers and sweepers end the sweep.
     """
+    cfg.resume = "auto"  # from the newest checkpoint of an earlier start
     if not is_rank_zero():  # SLURM started several processes for this job
-        launch(cfg)
+        typed, sweep = sorted(HydraConfig.get().overrides.task), Path(HydraConfig.get().sweep.dir)
+        if not any(job.status in DONE and sorted(job.overrides) == typed for _, job in read_jobs(sweep)):
+            with suppress(SystemExit):  # of an error that rank zero reports; the sweep waits for all processes
+                launch(cfg)
         return nan
     # joblib sets a start method of its own, which fails in the workers.
     multiprocessing.set_start_method(None, force=True)
@@ -62,7 +66,6 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
             yield
 
     try:
-        cfg.resume = "auto"  # from the newest checkpoint of an earlier start
         job.metrics = launch(cfg, reserve_then_begin)
         job.result = job.metrics.get(job.metric)
         if job.metric and job.result is None:

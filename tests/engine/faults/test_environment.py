@@ -32,7 +32,7 @@ def test_error_names_a_rank_with_another_configuration(small: list[str], folder:
     both = [start(*command, rates[rank], **slurm_task(rank, port)) for rank in (0, 1)]
     printed = [wait_for_exit(process, 120) for process in both]
     assert [code for code, _, _ in printed] == [1, 1]
-    assert "process 1 was started with other options than process 0" in error_line(printed[0][2])
+    assert "process 1 was started with another optimizer.lr than process 0" in error_line(printed[0][2])
     assert printed[1][2] == "", "only rank zero prints the error"
 
 

@@ -121,13 +121,16 @@ def test_sweep_of_jobs_on_two_nodes(slurm: Slurm, small: list[str], tmp_path: Pa
     """Hydra's launcher submits each job, and srun starts its ranks."""
     launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=1"]
     limits = ["hydra.launcher.timeout_min=10", "hydra.launcher.cpus_per_task=1", f"hydra.sweep.dir={tmp_path}/sweep"]
-    words = [*TASK, *QUIET, *small, "strategy=ddp", "optimizer.lr=0.05,0.1"]
+    words = [*TASK, *QUIET, *small, "strategy=ddp", "optimizer.lr=0.05,0.1,many"]
     command = [sys.executable, str(ROOT / "train.py"), "-m", *launcher, *limits, *words]
     result = subprocess.run(command, env=slurm.environment, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    rows = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
-    assert [row["status"] for row in rows] == ["finished", "finished"]
-    assert len({row["val/acc"] for row in rows}) == 2
+    rows = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").read_text().splitlines()))
+    assert [row["status"] for row in rows] == ["finished", "finished", "failed"], result.stdout + result.stderr
+    assert "optimizer.lr=many" in rows[2]["error"], "a job that fails on all its ranks leaves the others alone"
+    assert len({row["val/acc"] for row in rows}) == 3
+    again = [word.removesuffix(",many") for word in command]
+    # No rank of a finished job waits for rank zero. The exit code is that of the sweep, which has a failed job.
+    assert subprocess.run(again, env=slurm.environment, cwd=ROOT, capture_output=True, timeout=120).returncode == 1
     reference = fit(compose(tmp_path / "single", *small, "experiment=parity", "optimizer.lr=0.05"))
     (job,) = [row["job"] for row in rows if "0.05" in row["overrides"]]
     found = torch.load(tmp_path / "sweep" / job / "checkpoints" / "last.ckpt")["state_dict"]
