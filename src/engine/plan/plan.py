@@ -170,11 +170,8 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
         hardware,
         ranks=device_count(cfg.trainer) * cfg.trainer.num_nodes,
         per_host=device_count(cfg.trainer),
-        batch_size=data.global_batch_size,
-        accumulate=cfg.trainer.accumulate_grad_batches,
-        norm_groups=data.layout.norm_groups,
+        layout=replace(data.layout, accumulate=cfg.trainer.accumulate_grad_batches),
         is_synchronized=cfg.trainer.sync_batchnorm,
-        has_pairs=data.layout.has_pairs,
         precision=str(cfg.trainer.precision),
         recompute=cfg.module.get("recompute") == "blocks",
     )

@@ -42,7 +42,7 @@ def show_plan(cfg: DictConfig) -> None:
             refused.setdefault(candidate.reason, []).append(candidate.name)
     job = plan.job
     content: dict[str, Any] = {
-        "title": f"{job.ranks} ranks, {job.batch_size} samples a step, {plan.steps} steps, hardware={hardware}",
+        "title": f"{job.ranks} ranks, {job.layout.batch_size} samples a step, {plan.steps} steps, hardware={hardware}",
         "usable GiB": job.memory / 2**30,
         "columns": [name for name in _COLUMNS if any(name in row for row in rows)],
         "candidates": rows,

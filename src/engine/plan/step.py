@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from src.engine.determinism.layout import BatchLayout
 from src.engine.plan.hardware import Hardware
 
 _USABLE = 0.95  # fraction of a device's memory
@@ -14,11 +15,8 @@ class Job:
 
     Attributes:
         ranks, per_host: number of ranks, in all and on each host.
-        batch_size: samples of the global batch.
-        accumulate: `trainer.accumulate_grad_batches`.
-        norm_groups: groups of batch normalization.
+        layout: the global batch and its micro-batches, on one process.
         is_synchronized: `trainer.sync_batchnorm`.
-        has_pairs: whether samples are mixed in pairs.
         precision: `trainer.precision`.
         recompute: whether blocks compute their activations again.
     """
@@ -26,11 +24,8 @@ class Job:
     hardware: Hardware
     ranks: int
     per_host: int
-    batch_size: int
-    accumulate: int
-    norm_groups: int
+    layout: BatchLayout
     is_synchronized: bool
-    has_pairs: bool
     precision: str
     recompute: bool
 

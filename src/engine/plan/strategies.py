@@ -6,6 +6,7 @@ to stop, is left out.
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -62,16 +63,16 @@ class OneDevice:
         self.weights = list(profile.weights.values())  # those that the rank holds, if only a shard of each
 
     def _layout(self, rank: int) -> BatchLayout:
-        shares, job = getattr(self.strategy, "shares", None), self.job
+        shares = getattr(self.strategy, "shares", None)
         parallel = DataParallelInfo(self.replicas, rank, self.micro_batches, tuple(shares) if shares else None)
-        return BatchLayout(job.batch_size, parallel, job.accumulate, job.norm_groups, job.has_pairs)
+        return replace(self.job.layout, parallel=parallel)
 
     def _pass_seconds(self) -> tuple[list[tuple[float, float]], float]:
         """Return the seconds of the forward and the backward pass of each part for a micro-batch, and of its data."""
         job, hardware = self.job, self.job.hardware
         if not hardware.tflops:
             threads = max(1, cores_per_rank(job.per_host)) if job.per_host > 1 else torch.get_num_threads()
-            slopes, intercepts = self.profile.measured(job.batch_size, job.norm_groups, threads)
+            slopes, intercepts = self.profile.measured(job.layout.batch_size, job.layout.norm_groups, threads)
             slower = max(1.0, job.per_host / hardware.devices_per_node)  # processes that share a core
             *times, data = (slower * np.maximum(0.0, intercepts + slopes * self.samples)).tolist()
             passes = zip(times[: len(self.parts)], times[len(self.parts) :], strict=True)
@@ -131,7 +132,7 @@ class OneDevice:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of a step by part, with all its micro-batches."""
-        count, hardware = self.job.accumulate, self.job.hardware
+        count, hardware = self.job.layout.accumulate, self.job.hardware
         forward, backward = (count * sum(times) for times in zip(*self.passes, strict=True))
         collectives = [one for one in self.all_collectives() if one.kind != "send"]  # sends delay passes instead
         hidden = sum(one.seconds(self.job) for one in collectives if one.overlaps and hardware.overlaps)
@@ -141,7 +142,7 @@ class OneDevice:
 
     def hiding_seconds(self) -> float:
         """Return the seconds of the passes that may hide collectives."""
-        return self.job.accumulate * sum(map(sum, self.passes))
+        return self.job.layout.accumulate * sum(map(sum, self.passes))
 
     def optimizer_seconds(self) -> float:
         """Return the seconds of the optimizer step."""
@@ -208,7 +209,7 @@ class Shards(OneDevice):
             seen |= {id(weight) for weight in group}
 
     def collectives(self) -> list[Collective]:
-        policy, count, shards, found = self.strategy.policy, self.job.accumulate, self.shards, list[Collective]()
+        policy, count, shards, found = self.strategy.policy, self.job.layout.accumulate, self.shards, list[Collective]()
         for number, (group, is_norm) in enumerate(self.gathered):
             stored = group[0].itemsize
             has_policy = not (policy.param_dtype and is_norm)
@@ -319,7 +320,7 @@ class Stages(OneDevice):
         return self.parts[self.stages[stage][-1]].sent if 0 <= stage < len(self.rank_of) - 1 else 0
 
     def collectives(self) -> list[Collective]:
-        batches, replicas, apart = self.job.accumulate, self.replicas, self.model_ranks
+        batches, replicas, apart = self.job.layout.accumulate, self.replicas, self.model_ranks
         outputs = self.parts[-1].sent * self.micro_batches
         found = [Collective("broadcast", outputs, self.model_ranks, 1, batches)]
         if self.shards == 1:
@@ -356,7 +357,7 @@ class Stages(OneDevice):
         return peak_bytes(in_turn)
 
     def seconds(self) -> dict[str, float]:
-        seconds, batches = super().seconds(), self.job.accumulate
+        seconds, batches = super().seconds(), self.job.layout.accumulate
         length = max(entry.end for passes in self.timeline for entry in passes)
         forward = sum(entry.end - entry.start for passes in self.timeline for entry in passes if entry.kind == "F")
         seconds["forward"] = batches * forward / self.model_ranks

@@ -3,7 +3,6 @@
 import json
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -91,10 +90,10 @@ def peak_memory(cfg: DictConfig) -> int:
     return peak
 
 
-def planned(cfg: DictConfig, words: list[str], **changes: Any) -> Candidate:
+def planned(cfg: DictConfig, words: list[str]) -> Candidate:
     hardware: Hardware = build(cfg.hardware)
     profile, job, _ = begin_run(cfg, hardware)
-    return estimate(words, cfg, profile, replace(job, **changes))
+    return estimate(words, cfg, profile, job)
 
 
 CASES = {
