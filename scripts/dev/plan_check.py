@@ -128,8 +128,7 @@ def compare(processes: int, settings: list[str], rounds: int, steps: int) -> boo
     runs: dict[str, float] = {}
     for _ in range(rounds):
         for name, milliseconds in planned(processes, settings).items():
-            if milliseconds:
-                plans[name] = min(milliseconds, plans.get(name, milliseconds))
+            plans[name] = min(milliseconds, plans.get(name, milliseconds))
         for words in _STRATEGIES[processes]:
             name = " ".join(words)
             if name in plans:

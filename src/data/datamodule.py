@@ -128,7 +128,7 @@ class ImageDataModule(L.LightningDataModule):
         trainer: Any = self.trainer
         layout = trainer.datamodule.layout if trainer else BatchLayout(len(batch.image), has_pairs=self.has_pairs)
         keys, mirrored = self.augment.keys(self.seed, epoch, batch.sample_index)
-        transform: Any = Augmentation.transform
+        transform: Any = type(self.augment).transform
         if should_compile(self.augment.compile, batch.image):
             transform = compiled(transform)
         image = transform(self.augment, batch.image, keys, mirrored, self.mean, self.std, dtype)

@@ -118,7 +118,7 @@ def fetch(
     return DataLoader(
         samples,
         batch_sampler=batches,  # type: ignore[arg-type]
-        collate_fn=tuple,  # as it is: SeededSamples has collated
+        collate_fn=tuple,  # which changes nothing: SeededSamples has collated the batch
         num_workers=workers,
         worker_init_fn=partial(_init_worker, loader.worker_init_fn),
         multiprocessing_context=context,

@@ -69,9 +69,9 @@ def _check_same_options(composed: list[bytes]) -> None:
     for rank, text in enumerate(composed):
         if text != composed[0]:
             first, own = (flatten_config(yaml.safe_load(options)) for options in (composed[0], text))
-            name = next(name for name in [*first, *own] if first.get(name, "") != own.get(name, ""))
+            names = [name for name in [*first, *own] if repr(first.get(name, "?")) != repr(own.get(name, "?"))]
             raise UserError(
-                f"process {rank} was started with another {name} than process 0: "
+                f"process {rank} was started with another {next(iter(names), 'configuration')} than process 0: "
                 "give every process the same command and the same files under conf/"
             )
 

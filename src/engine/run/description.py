@@ -120,7 +120,7 @@ class RunDescription(L.Callback):
             "strategy": f"{self._strategy_name}, {trainer.world_size} process(es) on {module.device.type}",
             "precision": trainer.precision,
             "data": data.description,
-            "batch": f"{batch} = {dp_size} x {micro_batches} micro-batches x {mean_size:.4g} per device",
+            "batch": f"{batch} = {dp_size} x {micro_batches} micro-batches x {round(mean_size, 2):g} per device",
             "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {data.total_steps} steps",
             "parameters": f"{self._num_parameters:,}",
             "run folder": self.config.run_dir,

@@ -5,9 +5,10 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from math import nan
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -35,10 +36,16 @@ def run_job(cfg: DictConfig) -> float:
     """
     cfg.resume = "auto"  # from the newest checkpoint of an earlier start
     if not is_rank_zero():  # SLURM started several processes for this job
-        typed, sweep = sorted(HydraConfig.get().overrides.task), Path(HydraConfig.get().sweep.dir)
-        if not any(job.status in DONE and sorted(job.overrides) == typed for _, job in read_jobs(sweep)):
-            with suppress(SystemExit):  # of an error that rank zero reports; the sweep waits for all processes
-                launch(cfg)
+        typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+        jobs = read_jobs(Path(HydraConfig.get().sweep.dir))
+        if any(job.status in DONE and sorted(job.overrides) == sorted(typed) for _, job in jobs):
+            return nan
+        try:
+            launch(cfg)
+        except signals.Stopped:
+            raise
+        except SystemExit:
+            pass  # rank zero reports the error; submitit would end the sweep if a process failed
         return nan
     # joblib sets a start method of its own, which fails in the workers.
     multiprocessing.set_start_method(None, force=True)

@@ -1,5 +1,6 @@
 """The events of a run, such as its starts and its end: `events.jsonl` in the run folder, a JSON object per line."""
 
+import csv
 import logging
 import time
 from pathlib import Path
@@ -64,7 +65,9 @@ def append_resize(run_dir: str | Path, step: int | None, size: int) -> None:
 
 
 def logged_steps(run_dir: str | Path) -> int | None:
-    """Return the number of optimizer steps up to the last complete row of metrics.csv, whose first step is 0."""
+    """Return the number of optimizer steps up to the last complete row of training in metrics.csv, or None."""
     file = Path(run_dir) / "metrics.csv"
-    rows = file.read_text().split("\n")[1:-1] if file.exists() else []
-    return int(rows[-1].partition(",")[0]) + 1 if rows else None
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []  # without one that a kill has cut
+    rows = csv.DictReader(lines)
+    steps = [row["step"] for row in rows if any(row[name] for name in row if name.startswith("train/"))]
+    return int(steps[-1]) + 1 if steps else None

@@ -62,7 +62,7 @@ def test_refuses_batches_that_do_not_divide(batch: int, options: dict[str, Any],
 def test_epoch_takes_each_sample_at_most_once_and_drops_the_remainder() -> None:
     seen = [index for batch in epoch(2) for index in batch]
     assert len(seen) == len(set(seen)) == COUNT // BATCH * BATCH
-    assert len(epoch(1)) == COUNT // BATCH
+    assert len(TrainingBatches(BatchLayout(BATCH, accumulate=2), 3, partial(permutation, COUNT, 0))) == 6
 
 
 @pytest.mark.parametrize(("batch", "shares", "sizes"), [(4096, None, {4}), (4100, None, {4, 5}), (4100, SHARES, None)])

@@ -129,8 +129,11 @@ def test_sweep_of_jobs_on_two_nodes(slurm: Slurm, small: list[str], tmp_path: Pa
     assert "optimizer.lr=many" in rows[2]["error"], "a job that fails on all its ranks leaves the others alone"
     assert len({row["val/acc"] for row in rows}) == 3
     again = [word.removesuffix(",many") for word in command]
-    # No rank of a finished job waits for rank zero. The exit code is that of the sweep, which has a failed job.
-    assert subprocess.run(again, env=slurm.environment, cwd=ROOT, capture_output=True, timeout=120).returncode == 1
+    # No rank of a finished job waits for rank zero, which would take ten minutes.
+    result = subprocess.run(again, env=slurm.environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in result.stderr
+    logs = [file.read_text() for file in (tmp_path / "sweep" / ".submitit").glob("*/*_0_log.out")]
+    assert sum("has finished before" in log for log in logs) == 2
     reference = fit(compose(tmp_path / "single", *small, "experiment=parity", "optimizer.lr=0.05"))
     (job,) = [row["job"] for row in rows if "0.05" in row["overrides"]]
     found = torch.load(tmp_path / "sweep" / job / "checkpoints" / "last.ckpt")["state_dict"]

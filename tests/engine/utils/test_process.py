@@ -71,8 +71,8 @@ def test_macos_has_no_calls_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes start there, and jobs of a sweep share the cores."""
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(ctypes, "CDLL", None)
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.delattr(os, "sched_setaffinity")
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
     die_with_parent(os.getppid())
     with _reserve_cores(1):
         assert cores_per_rank(1) == os.cpu_count()
