@@ -11,7 +11,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -74,7 +73,7 @@ class OneDevice:
             threads = max(1, cores_per_rank(job.per_host)) if job.per_host > 1 else torch.get_num_threads()
             slopes, intercepts = self.profile.measured(job.layout.batch_size, job.layout.norm_groups, threads)
             slower = max(1.0, job.per_host / hardware.devices_per_node)  # processes that share a core
-            *times, data = (slower * np.maximum(0.0, intercepts + slopes * self.samples)).tolist()
+            *times, data = (slower * (intercepts + slopes * self.samples).clip(min=0.0)).tolist()
             passes = zip(times[: len(self.parts)], times[len(self.parts) :], strict=True)
             return [(forward, backward + forward * job.recompute) for forward, backward in passes], data
 
