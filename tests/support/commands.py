@@ -56,7 +56,7 @@ def run(*arguments: str, code: int = 0, program: Sequence[str] = TRAIN, **variab
     """Run a command to its end, and return its output. No process of its group may be left."""
     process = start(*arguments, program=program, **variables)
     try:
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=400)
     finally:
         left = kill_group(process.pid)
     assert process.returncode == code, err[-3000:]
