@@ -65,9 +65,10 @@ def append_resize(run_dir: str | Path, step: int | None, size: int) -> None:
 
 
 def logged_steps(run_dir: str | Path) -> int | None:
-    """Return the number of optimizer steps up to the last complete row of training in metrics.csv, or None."""
+    """Return the number of optimizer steps up to the last complete row of metrics.csv, or None."""
     file = Path(run_dir) / "metrics.csv"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []  # without one that a kill has cut
-    rows = csv.DictReader(lines)
-    steps = [row["step"] for row in rows if any(row[name] for name in row if name.startswith("train/"))]
-    return int(steps[-1]) + 1 if steps else None
+    # A test's row counts all steps, as no other does. Other rows are known by any value, as plain modules name theirs.
+    others = ("step", "epoch", "test/")
+    rows = [row for row in csv.DictReader(lines) if any(row[key] for key in row if not key.startswith(others))]
+    return int(rows[-1]["step"]) + 1 if rows else None

@@ -23,7 +23,7 @@ def names(folder: Path) -> list[str]:
 
 def test_a_start_without_an_end_is_a_kill_at_the_last_sign_of_life(tmp_path: Path) -> None:
     append_event(tmp_path, "start", 0, world_size=2)
-    (tmp_path / "metrics.csv").write_text("step,epoch,train/loss,test/loss\n9,0,1.5,\n19,0,1.0,\n20,0,,1.0\n2")
+    (tmp_path / "metrics.csv").write_text("step,epoch,loss,test/loss\n9,0,1.5,\n19,0,1.0,\n20,0,,1.0\n2")
     with run_recorded(config(tmp_path)):
         append_event(tmp_path, "resume", 10)
     start, killed, resume = read_events(tmp_path)
