@@ -27,9 +27,9 @@ class EpochOrder(Sampler[int], Sized):
 class GuideData(L.LightningDataModule):
     """A plain LightningDataModule; the batch size is that of an optimizer step, over all processes."""
 
-    def __init__(self, batch_size: int = BATCH, norm_groups: int = 1) -> None:
+    def __init__(self, batch_size: int = BATCH) -> None:
         super().__init__()
-        self.batch_size, self.norm_groups = batch_size, norm_groups
+        self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(images(), self.batch_size, sampler=EpochOrder())

@@ -32,8 +32,6 @@ class ImageDataModule(L.LightningDataModule):
         root: folder of the source's files.
         batch_size: samples per optimizer step, over all processes and accumulated micro-batches.
         batch_size_per_device: samples per process and micro-batch, as an alternative to `batch_size`.
-        norm_groups: groups of the global batch over which batch normalization takes its statistics
-            (`src/engine/parallel/batch_norm.py`). Each micro-batch must hold whole groups.
         val_fraction: fraction of each class of the training set for validation; None for the dataset's own validation
             images or, without these, a tenth.
         train_samples: train on this many images only, the same fraction of each class; None for all.
@@ -58,7 +56,6 @@ class ImageDataModule(L.LightningDataModule):
         root: str = "data",
         batch_size: int | None = 128,
         batch_size_per_device: int | None = None,
-        norm_groups: int = 4,
         val_fraction: float | None = None,
         train_samples: int | None = None,
         predict_dir: str | None = None,
@@ -67,7 +64,7 @@ class ImageDataModule(L.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        _check_sizes(batch_size, batch_size_per_device, norm_groups=norm_groups, train_samples=train_samples)
+        _check_sizes(batch_size, batch_size_per_device, train_samples=train_samples)
         _check_properties(image_shape, mean, std, augment.crop_padding, val_fraction)
         on_host = num_workers or augment.transforms
         if device_resident not in ("auto", False) and (device_resident is not True or on_host):
@@ -79,7 +76,7 @@ class ImageDataModule(L.LightningDataModule):
             raise UserError(f"predict={predict_dir}: there is no such folder, or no image in it")
         self.source, self.root, self.num_classes = source, Path(root), num_classes
         self.image_shape, self.mean, self.std = cast(tuple[int, int, int], tuple(image_shape)), mean, std
-        self.batch_size, self.batch_size_per_device, self.norm_groups = batch_size, batch_size_per_device, norm_groups
+        self.batch_size, self.batch_size_per_device = batch_size, batch_size_per_device
         self.val_fraction, self.train_samples, self.predict_dir = val_fraction, train_samples, predict_dir
         # Workers and transforms are on the host, and so is the fetching of all splits, which share their images.
         self.device_resident = False if on_host else device_resident
@@ -168,7 +165,7 @@ class ImageDataModule(L.LightningDataModule):
 
 
 def _check_sizes(batch_size: int | None, batch_size_per_device: int | None, **sizes: int | None) -> None:
-    """Check numbers of samples and groups, as configured."""
+    """Check numbers of samples, as configured."""
     if (batch_size is None) == (batch_size_per_device is None):
         raise UserError("give data.batch_size or data.batch_size_per_device, and set the other to null")
     sizes |= {"batch_size": batch_size, "batch_size_per_device": batch_size_per_device}

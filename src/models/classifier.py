@@ -111,7 +111,7 @@ class ImageClassifier(Module):
         loss = self.loss(outputs, batch)
         if self.is_log_point:
             accuracy = (_correct(outputs.detach(), batch) * batch.weight).sum()
-            self.log_step({"train/loss": loss, "train/acc": accuracy}, batch_idx)
+            self.log_step({"train/loss": loss, "train/acc": accuracy})
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:

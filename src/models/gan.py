@@ -70,7 +70,7 @@ class GAN(Module):
         wrapped.step()
         if should_log:
             metrics = {"train/loss_generator": generator_loss, "train/loss_discriminator": discriminator_loss}
-            self.log_step({"train/loss": loss, **metrics}, batch_idx)
+            self.log_step({"train/loss": loss, **metrics})
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Compute nothing, since a GAN has no score.

@@ -50,7 +50,7 @@ def losses(file: Path) -> list[float]:
 
 
 def test_hand_written_ddp_has_the_same_losses(pool: Pool, cifar: Path, folder: Path) -> None:
-    clock, in_order = folder.parent / "clock.json", "data.norm_groups=1"  # groups order the samples of a batch
+    clock, in_order = folder.parent / "clock.json", "virtual_ranks=1"  # groups order the samples of a batch
     pool.run(2, run_peer, "handwritten", clock, "--data", cifar)
     ours = pool.run(2, fit, compose(folder, f"data.root={cifar}", *SAME, "trainer.sync_batchnorm=false", in_order))
     expected = losses(clock.with_suffix(".csv"))

@@ -14,11 +14,12 @@ SHORT = [  # 90 training and 10 validation samples
 SHORT_STEPS, SHORT_EPOCH = 8, 5
 SHORT_RUN = ["experiment=parity", *SHORT]
 SMALL_MLP = ["model=mlp", "~model.width", "model.hidden=[16]"]  # for runs whose network does not matter
+VIT = ["model=vit", "model.width=8", "model.depth=4", "model.heads=2", "model.patch=8"]
 EXPERIMENTS: dict[str, list[str]] = {
     "sgd": [],
     "adamw": ["optimizer=adamw", "optimizer.lr=0.01"],
     "mixed": ["data.augment.mixup=0.8", "data.augment.cutmix=1.0"],
-    "one group": ["data.norm_groups=1"],
+    "one group": ["virtual_ranks=1"],
     "muon": [
         "model=airbench",
         "~model.width",

@@ -9,7 +9,7 @@ from src.engine.parallel.pipeline.schedules import SCHEDULES
 Setting = dict[str, Any]
 Choices = dict[str, list[Any]]
 BATCH = 16  # of the short run
-GROUPS = 4  # the most micro-batches of a step: data.norm_groups
+GROUPS = 4  # the most micro-batches of a step: virtual_ranks
 COMMON: Choices = {
     "trainer.accumulate_grad_batches": [1, 2, 4],
     "trainer.log_every_n_steps": [1, 3],

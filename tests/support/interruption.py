@@ -38,18 +38,6 @@ class SaveAndDie(L.Callback):
         self._fire("on_train_epoch_end", trainer)
 
 
-class SaveAndDieAtBatch(L.Callback):
-    """Save a checkpoint after micro-batch `number`, counted from one, then raise."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx + 1 == self.number:
-            trainer.save_checkpoint(Path(trainer.default_root_dir) / "died.ckpt")
-            raise Died
-
-
 class SaveOnce(L.Callback):
     """Save a checkpoint after one step."""
 

@@ -96,7 +96,7 @@ def groups(images: Path) -> list[Case]:
     kinds = {
         "statistics of a process": ["trainer.sync_batchnorm=false"],
         "four groups": [],
-        "one group": ["data.norm_groups=1"],
+        "one group": ["virtual_ranks=1"],
     }
     uneven = {"shares 3:1": ["strategy=ddp", "strategy.shares=[3,1]"]}
     cases = []
@@ -181,7 +181,7 @@ def pipeline(images: Path, microbatches: int = 8) -> list[Case]:
     """A pipeline of two processes and eight micro-batches: hand-written and ours."""
     task = ("resnet9", images, SHORT)
     settings = ["strategy=pipeline", "strategy.split=[layer2]", f"strategy.microbatches={microbatches}"]
-    same = [f"data.norm_groups={microbatches}", "module.channels_last=false"]
+    same = [f"virtual_ranks={microbatches}", "module.channels_last=false"]
     programs = [
         peer("hand-written, torchrun", "handwritten_pipeline", *task, processes=2),
         ours("this template", *task, *settings, *same, devices=2),

@@ -45,7 +45,7 @@ _SPEEDRUN = "experiment=speedrun data.batch_size=1000 data.val_fraction=0.1"
 _DROPOUT = "model=vit model.drop_path=0.1 model.dropout=0.1"
 _ONE_GPU = [
     Case("default"),
-    Case("one group", "data.norm_groups=1"),
+    Case("one group", "virtual_ranks=1"),
     Case("bf16-mixed", "trainer.precision=bf16-mixed"),
     Case("16-mixed", "trainer.precision=16-mixed"),
     Case("adamw", "optimizer=adamw"),

@@ -27,7 +27,7 @@ def strategy_check(strategy: str, devices: int | list[int]) -> Callable[[Session
 
     def check(session: Session) -> str:
         options = [f"strategy={strategy}", *_options(strategy, devices)]
-        groups = f"data.norm_groups={MICRO_BATCHES if strategy in ('pipeline', 'hybrid') else 1}"
+        groups = f"virtual_ranks={MICRO_BATCHES if strategy in ('pipeline', 'hybrid') else 1}"
         expected = run(replace(session, accelerator="cpu"), "cpu", *SHORT_PARITY, groups)
         found = expect_equal(run(session, "float64", *SHORT_PARITY, groups, *options, devices=devices), expected)
         half = ["model.width=8", *TINY, "trainer.precision=bf16-mixed", "trainer.max_epochs=2", "test=false", groups]

@@ -12,7 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig
+from torch import Tensor
 
 from src.engine.utils.errors import UserError, as_typed
 from src.engine.utils.option_kinds import CONTINUABLE, default_value, experiment_options, matches
@@ -52,14 +54,33 @@ def describe_experiment(config: DictConfig, data: Any) -> Experiment:
     targets += [value for name, value in options.items() if name.endswith("_target_")]
     targets += [node["_target_"] for _, node in target_nodes(list(options.values()))]
     code = code_version(targets)
-    options |= {"data.batch_size": data.global_batch_size, _DATA: data.training_facts()}
+    options |= {"data.batch_size": data.global_batch_size, _DATA: _training_facts(*data.training_samples)}
     # Each rank computes something of its own with these: statistics, weights between two averages, a part of the batch.
     is_local = options.get("strategy.comm_hook") == "post_local_sgd" or "strategy._target_" in options
-    if is_local or not config.trainer.sync_batchnorm:
+    if is_local or not (config.trainer.sync_batchnorm or config.bit_exact):
         options["ranks x micro-batches"] = (
             f"{data.parallel.dp_size} x {data.accumulate * data.parallel.num_microbatches}"
         )
     return Experiment(options, code)
+
+
+def _training_facts(dataset: Any, count: int) -> str:
+    """Return what identifies the training samples: their number, and a hash of their indices and labels."""
+    content = hashlib.sha256()
+    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # a Subset, perhaps of another one
+        content.update(_bytes_of(dataset.indices))
+        dataset = dataset.dataset
+    content.update(_bytes_of(getattr(dataset, "labels", getattr(dataset, "targets", []))))
+    return f"{count} samples, SHA-256 {content.hexdigest()[:12]}"
+
+
+def _bytes_of(values: Any) -> bytes:
+    """Return bytes that identify indices or labels: numbers in an array, a tensor or a list, or anything else."""
+    try:
+        array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    except ValueError:  # lists of different lengths
+        array = np.asarray(0)
+    return repr(values).encode() if array.dtype == object else array.tobytes()
 
 
 def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config: DictConfig) -> Experiment:

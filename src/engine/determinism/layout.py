@@ -2,7 +2,8 @@
 
 Position p of the global batch belongs to micro-batch p % M of the M micro-batches of a step, and to normalization group
 p % G of G groups. Neither depends on the ranks, which take the positions of each micro-batch in turn, as many in a row
-as their share.
+as their share. Virtual ranks that are computed one by one have the layouts of so many ranks, whichever ranks compute
+them.
 """
 
 from dataclasses import dataclass
@@ -29,12 +30,23 @@ class DataParallelInfo:
         num_microbatches: number of micro-batches into which the strategy itself splits a batch, as a pipeline does;
             gradient accumulation does not count.
         shares: relative numbers of samples of the ranks; None for equal ones.
+        in_turn: whether the ranks take virtual ranks in turn, and not consecutive ones.
     """
 
     dp_size: int = 1
     dp_rank: int = 0
     num_microbatches: int = 1
     shares: tuple[int, ...] | None = None
+    in_turn: bool = False
+
+    def virtual_ranks(self, count: int, rank: int | None = None) -> range:
+        """Return which of `count` virtual ranks a rank (this one by default) computes one by one, by its share."""
+        rank = self.dp_rank if rank is None else rank
+        if self.in_turn:
+            return range(rank, count, self.dp_size)
+        shares = self.shares or (1,) * self.dp_size
+        first, last = (count * sum(shares[:number]) // sum(shares) for number in (rank, rank + 1))
+        return range(first, last)
 
 
 SINGLE_PROCESS = DataParallelInfo()
@@ -45,8 +57,27 @@ def data_parallel_info(trainer: L.Trainer | None) -> DataParallelInfo:
     kwargs: dict[str, Any] = (trainer and trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
     shares = kwargs.get("shares")
     return DataParallelInfo(
-        kwargs["num_replicas"], kwargs["rank"], kwargs.get("num_microbatches", 1), tuple(shares) if shares else None
+        kwargs["num_replicas"],
+        kwargs["rank"],
+        kwargs.get("num_microbatches", 1),
+        tuple(shares) if shares else None,
+        kwargs.get("in_turn", False),
     )
+
+
+class OneProcess:
+    """The trainer as a run on one process has it; all other attributes are the trainer's."""
+
+    world_size = num_devices = num_nodes = 1
+    global_rank = local_rank = node_rank = 0
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_trainer":  # not yet unpickled
+            raise AttributeError(name)
+        return getattr(self._trainer, name)
 
 
 @dataclass(frozen=True)
@@ -57,8 +88,8 @@ class BatchLayout:
         batch_size: samples of the global batch.
         parallel: the strategy's division of the data.
         accumulate: accumulated batches per optimizer step; each contains `num_microbatches` micro-batches.
-        norm_groups: normalization groups of the global batch. If the micro-batches cannot hold whole groups, which only
-            batch normalization needs, each counts as one group.
+        virtual_ranks: groups of the global batch over which batch normalization takes its statistics. If the
+            micro-batches cannot hold whole groups, which nothing else needs, each counts as one group.
         has_pairs: whether a sample must be on the same rank as its partner, half a global batch further on.
 
     Raises:
@@ -69,7 +100,7 @@ class BatchLayout:
     batch_size: int
     parallel: DataParallelInfo = SINGLE_PROCESS
     accumulate: int = 1
-    norm_groups: int = 1
+    virtual_ranks: int = 1
     has_pairs: bool = False
 
     def __post_init__(self) -> None:
@@ -107,7 +138,7 @@ class BatchLayout:
     @property
     def has_whole_groups(self) -> bool:
         """Whether each micro-batch holds whole normalization groups."""
-        return self.norm_groups % self.micro_batches == 0
+        return self.virtual_ranks % self.micro_batches == 0
 
     @property
     def is_uneven(self) -> bool:
@@ -156,7 +187,7 @@ class BatchLayout:
 
     @property
     def _groups_per_micro_batch(self) -> int:
-        return self.norm_groups // self.micro_batches if self.has_whole_groups else 1
+        return self.virtual_ranks // self.micro_batches if self.has_whole_groups else 1
 
     @cached_property
     def _ranks(self) -> NDArray[np.int64]:
@@ -176,6 +207,38 @@ class BatchLayout:
         """Positions of this rank in a micro-batch, (n,), ordered by group."""
         own = np.flatnonzero(self._ranks == self.parallel.dp_rank)
         return own[np.argsort(self._groups[own], kind="stable")]
+
+
+def virtual_layouts(
+    batch_size: int, parallel: DataParallelInfo, count: int, accumulate: int = 1, has_pairs: bool = False
+) -> list[BatchLayout]:
+    """Return the layouts of the virtual ranks that a rank computes one by one: those of the ranks of a larger run.
+
+    Args:
+        batch_size, parallel, accumulate, has_pairs: as of a `BatchLayout`.
+        count: number of virtual ranks of the run.
+
+    Raises:
+        UserError: if the virtual ranks do not divide the batch, or a rank would have none.
+    """
+    samples = 2 * count if has_pairs else count
+    if count & (count - 1) or batch_size % samples:
+        raise UserError(
+            f"bit_exact=true: virtual_ranks={count} must be a power of two, and {samples} must divide "
+            f"data.batch_size={batch_size}: change one of them"
+        )
+    if accumulate > 1:
+        raise UserError(
+            "bit_exact=true computes each virtual rank in a pass of its own, so the larger virtual_ranks is, the "
+            f"smaller are the passes: set trainer.accumulate_grad_batches=1 (now {accumulate})"
+        )
+    if not all(parallel.virtual_ranks(count, rank) for rank in range(parallel.dp_size)):
+        raise UserError(
+            f"bit_exact=true: virtual_ranks={count} leaves one of {parallel.dp_size} data-parallel ranks without one: "
+            "use fewer trainer.devices, or raise virtual_ranks, which is another experiment"
+        )
+    own = parallel.virtual_ranks(count)
+    return [BatchLayout(batch_size, DataParallelInfo(count, number), has_pairs=has_pairs) for number in own]
 
 
 @device_constant

@@ -4,13 +4,17 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, get_worker_info
 
+from src.engine.determinism.batch import StepPart, StepParts, as_part
 from src.engine.determinism.hashing import hash_ints, permutation
 from src.engine.determinism.sampler import Batches, TrainingBatches
 from src.engine.determinism.seeding import (
@@ -23,14 +27,14 @@ from src.engine.utils import signals
 from src.engine.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
-EVALUATION = -1  # in place of an epoch
+EVALUATION, SETUP = -1, -2  # in place of an epoch
 _PROBED = 8  # samples
 # What the loader of a rank takes over from the user's; what makes batches and starts workers aside.
 _OPTIONS = ("timeout", "in_order", "prefetch_factor", "persistent_workers")
 
 
 class RankLoader:
-    """Yields the batches of a rank.
+    """Yields the batches of a rank, each as `StepParts`.
 
     It is no DataLoader, so that Lightning neither builds it again, as it does for predictions, nor gives it a sampler.
 
@@ -43,8 +47,8 @@ class RankLoader:
         batches: the positions of the rank's batches.
         seed: the seed of the run.
         device: the device of the rank.
-        on_batch: gets the (n,) positions of each batch before it is yielded, unless the dataset has `batches`.
         is_divided: whether a global batch has other batches too.
+        parts: number of batches of `batches` that it yields at once, as the parts of an optimizer step.
     """
 
     def __init__(
@@ -53,12 +57,12 @@ class RankLoader:
         batches: Batches,
         seed: int,
         device: torch.device,
-        on_batch: Callable[[Tensor], None],
         is_divided: bool = False,
+        parts: int = 1,
     ) -> None:
         self.dataset: Any = loader.dataset
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
-        self.on_batch = on_batch
+        self.parts = parts
         is_batched = makes_batches(self.dataset)
         is_there = is_batched and self.dataset.move_to(device) and not loader.num_workers
         self._device = device if is_there else None
@@ -68,18 +72,23 @@ class RankLoader:
         self._loader = fetch(loader, samples, keyed, loader.num_workers, pin_memory=device.type == "cuda", **options)
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self.sampler) // self.parts
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[StepParts]:
+        batches = self._batches()
+        while parts := StepParts(islice(batches, self.parts)):
+            yield parts
+
+    def _batches(self) -> Iterator[StepPart]:
         if self._device is not None:
             table = self.sampler.table()
             table = table.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else table
-            yield from self.dataset.batches(table)
+            for batch in self.dataset.batches(table):
+                yield StepPart(batch.sample_index, batch)
             return
         try:
             for positions, batch in self._loader:
-                self.on_batch(positions)
-                yield batch
+                yield as_part(positions, batch)
         except UserError as error:
             error.__traceback__ = None  # it refers to the iterator, which without it ends its workers at once
             # From a worker, torch raises the error with the text of its traceback, whose last line is the message.
@@ -147,6 +156,26 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
             "from the global generators instead",
             *(method, type(loader.dataset).__name__),
         )
+
+
+def loaders_of(plain: L.LightningDataModule, name: str, seed: int) -> list[DataLoader[Any]]:
+    """Return the loaders of `train`, `val`, `test` or `predict` of a DataModule, made with generators of this seed."""
+    method = f"{name}_dataloader"
+    if not is_overridden(method, plain, L.LightningDataModule):
+        return []
+    with isolate_rng(include_cuda=False):
+        seed_generators(seed)
+        returned = getattr(plain, method)()
+    loaders = list(returned.values()) if isinstance(returned, dict) else returned
+    loaders = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+    for loader in loaders:
+        check_loader(loader, f"{type(plain).__name__}.{method}")
+    if name == "train" and len(loaders) != 1:
+        raise UserError(
+            f"{type(plain).__name__}.{method} returns {len(loaders)} loaders: return one, of a dataset that combines "
+            "theirs"
+        )
+    return loaders
 
 
 def check_loader(loader: Any, method: str) -> None:

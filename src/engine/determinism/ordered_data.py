@@ -1,11 +1,9 @@
 """The data of a run: the engine owns the order of the samples, and a plain LightningDataModule owns the samples."""
 
-import hashlib
 from functools import partial
 from typing import Any, cast
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -13,27 +11,30 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from src.engine.determinism.batch import Batch, constant_weights
+from src.engine.determinism.batch import Batch, StepPart, StepParts, as_part, constant_weights, join
 from src.engine.determinism.hashing import hash_ints
-from src.engine.determinism.layout import BatchLayout, DataParallelInfo, data_parallel_info
+from src.engine.determinism.layout import BatchLayout, DataParallelInfo, OneProcess, data_parallel_info, virtual_layouts
 from src.engine.determinism.loader import (
     EVALUATION,
+    SETUP,
     RankLoader,
-    check_loader,
     check_repeatable,
     epoch_order,
     fetch,
+    loaders_of,
 )
 from src.engine.determinism.sampler import EvaluationBatches, TrainingBatches, apply_limit, total_steps
 from src.engine.determinism.seeding import SeededSamples, makes_batches, refuse_draws, seed_generators
 from src.engine.utils.errors import UserError
 
 _LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
-_SETUP = -2  # in place of an epoch
 
 
 class OrderedData(L.LightningDataModule):
     """Divides the batches of any LightningDataModule among the ranks, in an order that no hardware changes.
+
+    A batch of Lightning is an optimizer step. Its parts are micro-batches, or the virtual ranks of this rank, computed
+    one by one (`src/engine/run/parts.py`).
 
     The DataModule sees a trainer of one process, so the batch size of its loaders is that of an optimizer step. Each
     loader is taken apart: this class keeps the dataset, `collate_fn`, the sampler and the options of workers. Random
@@ -41,8 +42,6 @@ class OrderedData(L.LightningDataModule):
 
     The DataModule may have these attributes:
 
-    - `norm_groups`: groups of the global batch over which batch normalization takes its statistics, 4 by default
-      (`src/engine/parallel/batch_norm.py`). Each micro-batch must hold whole groups.
     - `batch_size_per_device`: samples per process and micro-batch. If `batch_size` is None, it becomes their product.
     - `has_pairs`: whether a sample needs its partner, half a global batch further on, in the same micro-batch and rank.
     - `description`: some words for the banner.
@@ -53,17 +52,34 @@ class OrderedData(L.LightningDataModule):
         plain: the user's DataModule.
         seed: determines the order of the samples and the random numbers of their transforms.
         limits: limits of `train`, `val` and `test` per epoch: a number of global batches, or a fraction; None for all.
+        accumulate: micro-batches per optimizer step.
+        virtual_ranks: ranks of the run that the hardware executes. Position p of a global batch belongs to virtual rank
+            p % virtual_ranks.
+        bit_exact: compute the virtual ranks one by one, not together.
 
     Attributes:
-        layout: the positions of each global batch that this rank trains; set by `setup` for training.
+        layout: the positions of each global batch that this rank trains; set by `setup` for training. With `bit_exact`,
+            those of its first virtual rank.
+        parts: the parts of the current step.
     """
 
     layout: BatchLayout
 
-    def __init__(self, plain: L.LightningDataModule, seed: int, limits: dict[str, int | float | None]) -> None:
+    def __init__(
+        self,
+        plain: L.LightningDataModule,
+        seed: int,
+        limits: dict[str, int | float | None],
+        accumulate: int = 1,
+        virtual_ranks: int = 4,
+        bit_exact: bool = False,
+    ) -> None:
         super().__init__()
         self.plain, self.run_seed, self.limits = plain, seed, limits
+        self.accumulate, self.virtual_ranks, self.bit_exact = accumulate, virtual_ranks, bit_exact
         self.prepare_data_per_node = plain.prepare_data_per_node
+        self.parts = StepParts()
+        self._positions = torch.empty(0)  # of this rank in a global batch, (parts, n); set with `layout`
         self._start = (0, 0)  # the epoch in which training starts, and the number of its samples already trained
         self._training: TrainingBatches | None = None
         self._loaders: dict[str, list[DataLoader[Any]]] = {}  # of each stage, as the DataModule made them
@@ -90,7 +106,7 @@ class OrderedData(L.LightningDataModule):
         self.plain.trainer = cast(L.Trainer, OneProcess(cast(L.Trainer, self.trainer)))
         self._set_batch_size()
         with isolate_rng(include_cuda=False):
-            seed_generators(int(hash_ints(self.run_seed, _SETUP)))
+            seed_generators(int(hash_ints(self.run_seed, SETUP)))
             self.plain.setup(stage)
         for name in _LOADERS[stage]:
             self._loaders[name] = self._own_loaders(name)
@@ -121,9 +137,9 @@ class OrderedData(L.LightningDataModule):
             self._loaders["train"] = self._own_loaders("train")
         (loader,) = self._loaders["train"]
         order = partial(epoch_order, loader.sampler, self.run_seed)
-        self._training = TrainingBatches(self.layout, self.steps_per_epoch, order)
+        self._training = TrainingBatches(self.global_batch_size, self._positions, self.steps_per_epoch, order)
         self._training.epoch, self._training.start = self._start
-        return self._rank_loader(loader, self._training)
+        return self._rank_loader(loader, self._training, len(self._positions))
 
     def resume(self, epoch: int, samples: int) -> None:
         """Let training start in an epoch of which so many samples are trained already."""
@@ -143,32 +159,57 @@ class OrderedData(L.LightningDataModule):
         """Return this rank's loader of samples to predict, or a list of several."""
         return self._evaluation_loaders("predict")
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Call the hook of the DataModule, or that of the module, with the generators seeded for this batch."""
-        if not isinstance(batch, Batch):
+    def on_before_batch_transfer(self, batch: StepParts, dataloader_idx: int) -> StepParts:
+        """Call the hook of the DataModule, or that of the module, with the generators seeded for each part."""
+        return batch.map(self._before_transfer, dataloader_idx)
+
+    def transfer_batch_to_device(self, batch: StepParts, device: torch.device, dataloader_idx: int) -> StepParts:
+        """Call the hook of the DataModule, or that of the module, for each part."""
+        return batch.map(self._transfer, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: StepParts, dataloader_idx: int) -> Any:
+        """Call the hook of the DataModule, or that of the module, for each part; return what the hooks of a step get.
+
+        That is the batch of one part, or micro-batches joined to one. Of several virtual ranks it is the batch of the
+        first, as each process of DistributedDataParallel sees the batch of its own rank.
+        """
+        self.parts = batch.map(self._after_transfer, dataloader_idx)
+        self.end_parts()
+        batches = [part.batch for part in self.parts]
+        return batches[0] if self.bit_exact or len(batches) == 1 else join(batches)
+
+    def begin_part(self, part: StepPart) -> None:
+        """Let `sample_index` be that of a part of the step."""
+        self._sample_index = part.samples
+
+    def end_parts(self) -> None:
+        """Let `sample_index` be that of what the hooks of a step get."""
+        samples = [part.samples for part in self.parts]
+        self._sample_index = samples[0] if self.bit_exact or len(samples) == 1 else torch.cat(samples)
+
+    def _before_transfer(self, part: StepPart, dataloader_idx: int) -> Any:
+        if not isinstance(part.batch, Batch):
             epoch = self.trainer.current_epoch if self.trainer.training else EVALUATION
-            key = int(hash_ints(self.run_seed, epoch, int(self._sample_index[0])))
-            seed_generators(key, self._module.device.type)
-        return self._hook("on_before_batch_transfer")(batch, dataloader_idx)
+            seed_generators(int(hash_ints(self.run_seed, epoch, int(part.samples[0]))), self._module.device.type)
+        return self._hook("on_before_batch_transfer")(part.batch, dataloader_idx)
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Transfer the batch, unless it is on the device already: Lightning's own check of this is slow."""
-        if isinstance(batch, Batch) and batch.image.device == device:
-            return batch
-        return self._hook("transfer_batch_to_device")(batch, device, dataloader_idx)
+    def _transfer(self, part: StepPart, device: torch.device, dataloader_idx: int) -> Any:
+        if isinstance(part.batch, Batch) and part.batch.image.device == device:
+            return part.batch  # Lightning's own check of this is slow
+        return self._hook("transfer_batch_to_device")(part.batch, device, dataloader_idx)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Call the hook of the DataModule, or that of the module; return what the steps of the module take.
+    def _after_transfer(self, part: StepPart, dataloader_idx: int) -> Any:
+        """Return what the steps of the module take.
 
         A module that has `takes_batch` gets a `Batch` with its weights; any other module gets what the loader yields,
         or the pair of a `Batch`.
         """
-        if isinstance(batch, Batch):
-            self._sample_index = batch.sample_index
-            batch = self._hook("on_after_batch_transfer")(batch, dataloader_idx)
+        self.begin_part(part)
+        if isinstance(part.batch, Batch):
+            batch = self._hook("on_after_batch_transfer")(part.batch, dataloader_idx)
         else:
             with refuse_draws("on_after_batch_transfer", self._is_divided, self._module.device.type):
-                batch = self._hook("on_after_batch_transfer")(batch, dataloader_idx)
+                batch = self._hook("on_after_batch_transfer")(part.batch, dataloader_idx)
         if not self._takes_batch:
             if not isinstance(batch, Batch):
                 return batch
@@ -191,18 +232,18 @@ class OrderedData(L.LightningDataModule):
         return self._sample_index.to(self.trainer.lightning_module.device, non_blocking=True)
 
     @property
-    def accumulate(self) -> int:
-        """Number of accumulated micro-batches per optimizer step."""
-        return self.trainer.accumulate_grad_batches
-
-    @property
     def parallel(self) -> DataParallelInfo:
         """The strategy's division of batches among ranks and micro-batches."""
         return data_parallel_info(self.trainer)
 
     @property
+    def own_virtual_ranks(self) -> range:
+        """The virtual ranks that this rank computes one by one, in training and in evaluation."""
+        return self.parallel.virtual_ranks(self.virtual_ranks)
+
+    @property
     def _is_divided(self) -> bool:
-        return self.parallel.dp_size * self.accumulate > 1
+        return not self.bit_exact and self.parallel.dp_size * self.accumulate > 1
 
     @property
     def global_batch_size(self) -> int:
@@ -238,25 +279,21 @@ class OrderedData(L.LightningDataModule):
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one sample's first tensor."""
-        return tuple(tree_leaves(self.example_batch(1))[0].shape[1:])
+        return tuple(tree_leaves(self.example_batch(1)[0].batch)[0].shape[1:])
 
-    def example_batch(self, count: int) -> Any:
-        """Return a batch of `count` samples, as the loader makes it; they repeat if there are fewer."""
+    def example_batch(self, count: int) -> StepParts:
+        """Return a batch of `count` samples as one part, as a loader yields it; they repeat if there are fewer."""
         loader, positions = self._any_loader, torch.arange(count) % len(self._any_loader.dataset)  # type: ignore[arg-type]
         samples = SeededSamples(loader.dataset, loader.collate_fn)
         batches = [torch.stack([positions, positions])]
-        ((self._sample_index, batch),) = fetch(loader, samples, batches, min(1, loader.num_workers))
-        return batch
+        (fetched,) = fetch(loader, samples, batches, min(1, loader.num_workers))
+        return StepParts([as_part(*fetched)])
 
-    def training_facts(self) -> str:
-        """Return what identifies the training samples: their number, and a hash of their indices and labels."""
-        dataset, content = cast(Any, self._loaders["train"][0].dataset), hashlib.sha256()
-        count = self._count(self._loaders["train"][0])
-        while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # a Subset, perhaps of another one
-            content.update(_bytes_of(dataset.indices))
-            dataset = dataset.dataset
-        content.update(_bytes_of(getattr(dataset, "labels", getattr(dataset, "targets", []))))
-        return f"{count} samples, SHA-256 {content.hexdigest()[:12]}"
+    @property
+    def training_samples(self) -> tuple[Any, int]:
+        """The dataset of the training samples, and the number of samples in an epoch."""
+        loader = self._loaders["train"][0]
+        return loader.dataset, self._count(loader)
 
     def _set_batch_size(self) -> None:
         plain: Any = self.plain
@@ -265,28 +302,17 @@ class OrderedData(L.LightningDataModule):
             plain.batch_size = plain.batch_size_per_device * self.accumulate * processes
 
     def _own_loaders(self, name: str) -> list[DataLoader[Any]]:
-        """Return the DataModule's loaders of `train`, `val`, `test` or `predict`."""
-        method = f"{name}_dataloader"
-        if not is_overridden(method, self.plain, L.LightningDataModule):
-            return []
-        with isolate_rng(include_cuda=False):
-            seed_generators(int(hash_ints(self.run_seed, _SETUP, self.trainer.current_epoch)))
-            returned = getattr(self.plain, method)()
-        loaders = list(returned.values()) if isinstance(returned, dict) else returned
-        loaders = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
-        for loader in loaders:
-            check_loader(loader, f"{type(self.plain).__name__}.{method}")
-        if name == "train" and len(loaders) != 1:
-            raise UserError(
-                f"{type(self.plain).__name__}.{method} returns {len(loaders)} loaders: return one, of a dataset that "
-                "combines theirs"
-            )
-        return loaders
+        return loaders_of(self.plain, name, int(hash_ints(self.run_seed, SETUP, self.trainer.current_epoch)))
 
     def _check_training(self) -> None:
         loader = self._loaders["train"][0]
-        groups, has_pairs = getattr(self.plain, "norm_groups", 4), getattr(self.plain, "has_pairs", False)
-        self.layout = BatchLayout(self.global_batch_size, self.parallel, self.accumulate, groups, has_pairs)
+        batch, has_pairs = self.global_batch_size, getattr(self.plain, "has_pairs", False)
+        if self.bit_exact:
+            virtual = virtual_layouts(batch, self.parallel, self.virtual_ranks, self.accumulate, has_pairs)
+            self.layout, self._positions = virtual[0], torch.cat([layout.positions for layout in virtual])
+        else:
+            self.layout = BatchLayout(batch, self.parallel, self.accumulate, self.virtual_ranks, has_pairs)
+            self._positions = self.layout.positions
         if self.global_batch_size > self._count(loader):
             raise UserError(
                 f"data.batch_size={self.global_batch_size} exceeds the {self._count(loader)} samples to train on"
@@ -314,10 +340,11 @@ class OrderedData(L.LightningDataModule):
                         "samples of which predictions.csv is written: leave `predict` out, and load the checkpoint"
                     )
 
-    def _rank_loader(self, loader: DataLoader[Any], batches: TrainingBatches | EvaluationBatches) -> RankLoader:
+    def _rank_loader(
+        self, loader: DataLoader[Any], batches: TrainingBatches | EvaluationBatches, parts: int = 1
+    ) -> RankLoader:
         device = self.trainer.strategy.root_device  # the module may not be there yet, if it counts its steps in `setup`
-        on_batch = partial(setattr, self, "_sample_index")
-        return RankLoader(loader, batches, self.run_seed, device, on_batch, self._is_divided)
+        return RankLoader(loader, batches, self.run_seed, device, self._is_divided, parts)
 
     def _evaluation_loaders(self, name: str) -> Any:
         batches = [(loader, self._evaluation_batches(name, loader)) for loader in self._loaders[name]]
@@ -326,10 +353,12 @@ class OrderedData(L.LightningDataModule):
 
     def _evaluation_batches(self, name: str, loader: DataLoader[Any]) -> EvaluationBatches:
         order, size = epoch_order(loader.sampler, self.run_seed, EVALUATION), cast(int, loader.batch_size)
-        parallel = self.parallel
+        parallel, ranks = self.parallel, None
         if name == "predict":  # all ranks gather as many predictions
             parallel = DataParallelInfo(parallel.dp_size, parallel.dp_rank)
-        return EvaluationBatches(order[: self._evaluated(name, loader)], size // self.accumulate, parallel)
+        elif self.bit_exact:
+            parallel, ranks = DataParallelInfo(self.virtual_ranks), self.own_virtual_ranks
+        return EvaluationBatches(order[: self._evaluated(name, loader)], size // self.accumulate, parallel, ranks)
 
     def _evaluated(self, name: str, loader: DataLoader[Any]) -> int:
         option = f"trainer.limit_{name}_batches"
@@ -361,27 +390,3 @@ class OrderedData(L.LightningDataModule):
     @property
     def _takes_batch(self) -> bool:
         return self._module is None or getattr(self._module, "takes_batch", False)
-
-
-def _bytes_of(values: Any) -> bytes:
-    """Return bytes that identify indices or labels: numbers in an array, a tensor or a list, or anything else."""
-    try:
-        array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    except ValueError:  # lists of different lengths
-        array = np.asarray(0)
-    return repr(values).encode() if array.dtype == object else array.tobytes()
-
-
-class OneProcess:
-    """The trainer as a run on one process without accumulation has it; all other attributes are the trainer's."""
-
-    world_size = num_devices = num_nodes = accumulate_grad_batches = 1
-    global_rank = local_rank = node_rank = 0
-
-    def __init__(self, trainer: L.Trainer) -> None:
-        self._trainer = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_trainer":  # not yet unpickled
-            raise AttributeError(name)
-        return getattr(self._trainer, name)

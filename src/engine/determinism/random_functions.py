@@ -12,7 +12,7 @@ has been used by something else.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import lightning as L
@@ -38,12 +38,14 @@ class SampleRandom:
         device: device of the module.
         is_divided: whether ranks or micro-batches hold parts of the global batch.
         calls: number of calls of random functions so far.
+        shift: added to the seed of torch's CPU generator, whose number a call takes.
     """
 
     make_keys: Callable[[], Tensor] | None = None
     device = torch.device("cpu")
     is_divided = False
     calls = 0
+    shift = 0
     _device_states: Sequence[bytes] = ()
 
     @functools.cached_property
@@ -52,11 +54,16 @@ class SampleRandom:
         assert self.make_keys
         return self.make_keys()
 
-    def begin(self, make_keys: Callable[[], Tensor], device: torch.device, is_divided: bool) -> None:
+    def begin(self, make_keys: Callable[[], Tensor], device: torch.device, is_divided: bool, shift: int = 0) -> None:
         """Draw for other samples. The generators must have been seeded."""
-        self.make_keys, self.device, self.is_divided = make_keys, device, is_divided
+        self.make_keys, self.device, self.is_divided, self.shift = make_keys, device, is_divided, shift
         _, *self._device_states = torch_generator_states(device.type)
         vars(self).pop("keys", None)
+
+    @property
+    def call_seed(self) -> int:
+        """The number that the next call takes."""
+        return torch.initial_seed() + self.shift
 
     def begin_micro_batch(self, keys: Tensor, seed: int) -> None:
         """Draw for the samples of a micro-batch, with a seed of torch's CPU generator."""
@@ -90,9 +97,9 @@ class SampleRandom:
         """Return a hash of the number of the call, and leave the generator with the next number."""
         self.check()
         self.calls += 1
-        seed = torch.initial_seed()
-        torch.default_generator.manual_seed(seed + 1)
-        return int(hash_ints(seed))
+        number = self.call_seed
+        torch.default_generator.manual_seed(torch.initial_seed() + 1)
+        return int(hash_ints(number))
 
     def check(self) -> None:
         """Raise a UserError if anything else has used torch's generators in a batch that is divided."""
@@ -227,12 +234,34 @@ class RandomNumbers(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._begin_batch(trainer, batch_idx // trainer.accumulate_grad_batches)
+        self._begin_batch(trainer, batch_idx)
+        self._set_keys()
+
+    def begin_part(self, trainer: L.Trainer) -> None:
+        """Draw for the samples of a micro-batch."""
+        data: Any = trainer.datamodule
+        sample_random.keys = hash_ints(self.seed, trainer.current_epoch, data.sample_index)
+        self._set_keys()
+
+    def begin_virtual_rank(self, trainer: L.Trainer, step: int, number: int) -> None:
+        """Draw for the samples of a virtual rank, which has generators of its own.
+
+        The functions that draw for each sample have the numbers that they have without virtual ranks.
+        """
+        data, epoch, device = cast(Any, trainer.datamodule), trainer.current_epoch, trainer.lightning_module.device
+        samples, of_step, seed = data.sample_index, self._seed(epoch, step), self._seed(epoch, step, number)
+        seed_generators(seed, device.type)
+        sample_random.begin(
+            lambda: hash_ints(self.seed, epoch, samples), device, is_divided=False, shift=of_step - seed
+        )
+        self._set_keys()
+
+    def _set_keys(self) -> None:
         if self._dropouts:
             set_keys(self._dropouts, sample_random.keys)
 
     def on_after_backward(self, *_: Any) -> None:
-        sample_random.check()  # in each micro-batch
+        sample_random.check()
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         sample_random.check()  # a module with optimization of its own may call `backward` of the loss itself
@@ -259,10 +288,13 @@ class RandomNumbers(L.Callback):
     def on_exception(self, *_: Any) -> None:
         release()
 
+    def _seed(self, *parts: int) -> int:
+        return int(hash_ints(self.seed, *parts)) % 2**62  # its successors are seeds as well
+
     def _begin_batch(self, trainer: L.Trainer, number: int) -> None:
         data: Any = trainer.datamodule
         epoch, samples, parallel = trainer.current_epoch, data.sample_index, data.parallel
         device = trainer.lightning_module.device
-        seed_generators(hash((self.seed, epoch, number)) % 2**62, device.type)
-        is_divided = parallel.dp_size * parallel.num_microbatches * trainer.accumulate_grad_batches > 1
+        seed_generators(self._seed(epoch, number), device.type)
+        is_divided = not data.bit_exact and parallel.dp_size * parallel.num_microbatches * data.accumulate > 1
         sample_random.begin(lambda: hash_ints(self.seed, epoch, samples), device, is_divided)

@@ -1,8 +1,7 @@
 """Let a resumed run repeat the uninterrupted one: position in the data, checkpoints, optimizers."""
 
-import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -14,16 +13,20 @@ from src.engine.utils.errors import UserError
 class ExactResumption(L.Callback):
     """Saves and restores what Lightning does not, or restores only on the same hardware.
 
-    - The position in the data is an epoch and the samples trained in it. Lightning stores the values that its loop
-      counters have while a hook runs; they count micro-batches, whose number depends on the accumulation. All counters
-      are therefore derived from the samples: at whatever moment the checkpoint was written, the loops are restored to
-      the start of the first step that is not complete.
+    - The position in the data is an epoch, the samples trained in it, and the steps of the run. Lightning stores the
+      values that its loop counters have while a hook runs. The counters are therefore derived from the position: at
+      whatever moment the checkpoint was written, the loops are restored to the start of the first step that is not
+      complete.
     - Optimizers of any module restore their state by the names of the parameters.
     - Checkpoint callbacks keep their scores, also in a folder that was moved. Lightning's ModelCheckpoint discards them
       if its absolute path has changed, and then replaces the best checkpoint by a worse one; it saves `current_score`
       but does not restore it. (`ModelCheckpoint.load_state_dict`,
       https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/callbacks/model_checkpoint.py)
     """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._steps = self._epoch_steps = 0  # trained in the run, and in the current epoch
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for optimizer in trainer.optimizers:
@@ -32,44 +35,57 @@ class ExactResumption(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""
-        data: Any = trainer.datamodule
-        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
-        epochs = math.ceil(trainer.global_step / data.steps_per_epoch)
-        trainer.fit_loop.epoch_progress.current.completed = epochs
+        position = self._position(trainer)
+        trainer.fit_loop.epoch_loop._batches_that_stepped = position["steps"]
+        trainer.fit_loop.epoch_progress.current.completed = position["epoch"] + (position["samples"] > 0)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._steps += 1
+        self._epoch_steps += 1
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # else the run stops within the epoch
+            self._epoch_steps = 0
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        data: Any = trainer.datamodule
-        micro_batches = trainer.fit_loop.epoch_loop.batch_progress.total.processed
-        epoch, micro_batches_in_epoch = divmod(micro_batches, data.steps_per_epoch * data.accumulate)
-        steps = micro_batches_in_epoch // data.accumulate  # a step that is accumulated in part is repeated
-        checkpoint["position"] = {"epoch": epoch, "samples": steps * data.global_batch_size}
+        checkpoint["position"] = self._position(trainer)
+
+    def _position(self, trainer: L.Trainer) -> dict[str, int]:
+        data, loop, steps = cast(Any, trainer.datamodule), trainer.fit_loop, self._steps
+        epochs, epoch_steps = loop.epoch_progress.current, self._epoch_steps
+        epoch = epochs.processed
+        if epochs.started > epochs.processed:  # within an epoch; another callback may save before this one has counted
+            epoch_steps = loop.epoch_loop.batch_progress.current.processed
+            steps += epoch_steps - self._epoch_steps
+        elif epochs.ready == epochs.processed and epoch_steps:  # training has stopped within an epoch
+            epoch -= 1
+        if epoch_steps == data.steps_per_epoch:  # the validation after them comes before the end of the epoch
+            epoch, epoch_steps = epoch + 1, 0
+        return {"epoch": epoch, "samples": epoch_steps * data.global_batch_size, "steps": steps}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Rewrite the saved states, from which Lightning restores its loops and the callbacks afterwards."""
         if trainer.training:
-            _restore_position(trainer, checkpoint)
+            self._restore_position(trainer, checkpoint)
             _restore_history(trainer, checkpoint["callbacks"])
 
-
-def _restore_position(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
-    data: Any = trainer.datamodule
-    epoch, samples = checkpoint["position"]["epoch"], checkpoint["position"]["samples"]
-    if trainer.max_epochs not in (None, -1) and epoch > trainer.max_epochs:
-        raise UserError(
-            f"trainer.max_epochs={trainer.max_epochs}: the run in ckpt_path has already trained {epoch} epochs; "
-            "set it higher, or evaluate the run with fit=false"
-        )
-    data.resume(epoch, samples)
-    steps = samples // data.global_batch_size
-    total_steps = epoch * data.steps_per_epoch + steps
-    loops = checkpoint["loops"]["fit_loop"]
-    _rewind(loops, epoch, steps * data.accumulate, total=total_steps * data.accumulate)
-    # Lightning counts the last step itself.
-    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = total_steps - 1
+    def _restore_position(self, trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
+        data, position = cast(Any, trainer.datamodule), checkpoint["position"]
+        if trainer.max_epochs not in (None, -1) and position["epoch"] > trainer.max_epochs:
+            raise UserError(
+                f"trainer.max_epochs={trainer.max_epochs}: the run in ckpt_path has already trained "
+                f"{position['epoch']} epochs; set it higher, or evaluate the run with fit=false"
+            )
+        self._steps, self._epoch_steps = position["steps"], position["samples"] // data.global_batch_size
+        data.resume(position["epoch"], position["samples"])
+        loops = checkpoint["loops"]["fit_loop"]
+        _rewind(loops, position["epoch"], self._epoch_steps, total=self._steps)
+        # Lightning counts the last step itself.
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self._steps - 1
 
 
-def _rewind(loops: dict[str, Any], epoch: int, micro_batch: int, total: int) -> None:
-    """Set the saved counters to the state before a micro-batch.
+def _rewind(loops: dict[str, Any], epoch: int, step: int, total: int) -> None:
+    """Set the saved counters to the state before a step.
 
     An epoch that is ready but not started is the only state from which Lightning calls `on_train_epoch_start`, keeps
     the count of batches and does not repeat a validation. `total.completed`, which nothing else reads, lags by two so
@@ -77,14 +93,14 @@ def _rewind(loops: dict[str, Any], epoch: int, micro_batch: int, total: int) -> 
 
     Args:
         loops: state of the fit loop in a checkpoint, changed in place.
-        epoch: epoch of the micro-batch, from zero.
-        micro_batch: number of the micro-batch in its epoch, from zero.
-        total: number of the micro-batch in the run, from zero.
+        epoch: epoch of the step, from zero.
+        step: number of the step in its epoch, from zero.
+        total: number of the step in the run, from zero.
     """
     loops["epoch_progress"] = _progress(epoch, ready=epoch + 1)
     loops["epoch_loop.batch_progress"] = {
         "total": _counts(total) | {"completed": total - 2},
-        "current": _counts(micro_batch),
+        "current": _counts(step),
         "is_last_batch": False,
     }
     loops["epoch_loop.val_loop.batch_progress"] = _progress(0) | {"is_last_batch": False}

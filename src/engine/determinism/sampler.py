@@ -1,34 +1,35 @@
 """Samplers of each process, and limits of steps and samples: the same global batches for any number of processes.
 
-Lightning counts its limits in micro-batches, whose size depends on the number of ranks and on accumulation.
+Lightning counts its limits in batches of a rank, whose size depends on the number of ranks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from src.engine.determinism.layout import BatchLayout, DataParallelInfo
+from src.engine.determinism.layout import DataParallelInfo
 from src.engine.utils.errors import UserError
 
 
 class TrainingBatches(Sampler[Tensor]):
     """Batches of one data-parallel rank in an epoch, as a pure function of (seed, epoch, start).
 
-    Global batch k is the k-th slice of the epoch's order, of which the layout gives this rank its positions. Each epoch
+    Global batch k is the k-th slice of the epoch's order, of which this rank has some positions. Each epoch
     drops the samples at its end that do not fill a global batch; if it is shuffled, they differ from epoch to epoch.
 
     `epoch` and `start` (the samples of that epoch already trained) are read when the first batch is requested.
 
     Args:
-        layout: the positions of this rank in a global batch.
+        batch_size: samples of a global batch.
+        positions: positions of this rank in a global batch, (batches, n).
         steps: optimizer steps per epoch.
         order: maps an epoch to its order, positions in the dataset.
     """
 
-    def __init__(self, layout: BatchLayout, steps: int, order: Callable[[int], Tensor]) -> None:
-        self.layout, self.steps, self.order = layout, steps, order
+    def __init__(self, batch_size: int, positions: Tensor, steps: int, order: Callable[[int], Tensor]) -> None:
+        self.batch_size, self.positions, self.steps, self.order = batch_size, positions, steps, order
         self.epoch, self.start = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -37,15 +38,15 @@ class TrainingBatches(Sampler[Tensor]):
             self.epoch, self.start = epoch, 0
 
     def __len__(self) -> int:
-        return self.steps * self.layout.accumulate
+        return self.steps * len(self.positions)
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from self.table()
 
     def places(self) -> Tensor:
         """Return the rest of the epoch as places in its order, (batches, n): one batch of this rank per row."""
-        places = torch.arange(self.start, self.steps * self.layout.batch_size)
-        return places.view(-1, self.layout.batch_size)[:, self.layout.positions].flatten(0, 1)
+        places = torch.arange(self.start, self.steps * self.batch_size).view(-1, self.batch_size)
+        return places[:, self.positions].flatten(0, 1)
 
     def table(self) -> Tensor:
         """Return the positions in the dataset at these places."""
@@ -63,27 +64,31 @@ class EvaluationBatches(Sampler[Tensor]):
         order: the samples, as positions in the dataset.
         batch_size: number of samples of a batch over all ranks.
         parallel: the place of this rank.
+        ranks: yield the batches of these ranks, of equal shares, in turn; None for those of this rank.
     """
 
-    def __init__(self, order: Tensor, batch_size: int, parallel: DataParallelInfo) -> None:
+    def __init__(
+        self, order: Tensor, batch_size: int, parallel: DataParallelInfo, ranks: Sequence[int] | None = None
+    ) -> None:
         shares, num_samples = parallel.shares or [1] * parallel.dp_size, len(order)
         self.order, self.num_samples = order, num_samples
         self.samples_per_round, self.share = sum(shares), shares[parallel.dp_rank]
-        self.first = sum(shares[: parallel.dp_rank])  # of this rank in a round
+        ranks = [parallel.dp_rank] if ranks is None else ranks
+        self.firsts = torch.tensor([sum(shares[:rank]) for rank in ranks])  # of these ranks in a round
         self.batches = -(-num_samples // (max(1, batch_size // self.samples_per_round) * self.samples_per_round))
         self.rounds = -(-num_samples // max(1, self.batches * self.samples_per_round))
 
     def __len__(self) -> int:
-        return self.batches
+        return self.batches * len(self.firsts)
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from self.table()
 
     def places(self) -> Tensor:
-        """Return places in the order, (batches, n), and -1 for padding: one batch of this rank per row."""
+        """Return places in the order, (batches, n), and -1 for padding: one batch of a rank per row."""
         rounds = torch.arange(self.batches)[:, None] + torch.arange(self.rounds) * self.batches
-        own = self.first + torch.arange(self.share)
-        positions = (rounds[:, :, None] * self.samples_per_round + own).flatten(1)
+        own = self.firsts[:, None] + torch.arange(self.share)
+        positions = (rounds[:, None, :, None] * self.samples_per_round + own[:, None]).flatten(2).flatten(0, 1)
         return torch.where(positions < self.num_samples, positions, -1)
 
     def table(self) -> Tensor:
@@ -134,15 +139,12 @@ def total_steps(max_epochs: int | None, max_steps: int, steps_per_epoch: int) ->
     return min(limits, default=1000 * steps_per_epoch)
 
 
-def validation_interval(
-    interval: int | float, steps_per_epoch: int, accumulate: int, may_exceed_epoch: bool
-) -> int | float:
-    """Return `trainer.val_check_interval` in micro-batches, the unit in which Lightning counts it.
+def validation_interval(interval: int | float, steps_per_epoch: int, may_exceed_epoch: bool) -> int | float:
+    """Return `trainer.val_check_interval` in optimizer steps.
 
     Args:
         interval: the configured interval, in optimizer steps or as a fraction of an epoch.
         steps_per_epoch: optimizer steps per epoch.
-        accumulate: micro-batches per optimizer step.
         may_exceed_epoch: whether the interval may be longer than an epoch, which check_val_every_n_epoch=null allows.
 
     Raises:
@@ -156,4 +158,4 @@ def validation_interval(
             f"trainer.val_check_interval={interval} exceeds the {steps_per_epoch} steps of an epoch: "
             "set a smaller value, or trainer.check_val_every_n_epoch=null"
         )
-    return steps * accumulate
+    return steps

@@ -119,7 +119,7 @@ def with_smaller_micro_batches(cfg: DictConfig) -> DictConfig:
     """
     cfg = cfg.copy()
     accumulate = 2 * cfg.trainer.accumulate_grad_batches
-    if cfg.data.get("norm_groups", 4) % (accumulate * cfg.strategy.get("microbatches", 1)) == 0:
+    if not cfg.bit_exact and cfg.virtual_ranks % (accumulate * cfg.strategy.get("microbatches", 1)) == 0:
         cfg.trainer.accumulate_grad_batches = accumulate
     return cfg
 

@@ -72,9 +72,8 @@ class Throughput(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        is_step_complete = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         is_warm_up = trainer.global_step == 1 < trainer.log_every_n_steps
-        if is_step_complete and is_log_point(trainer, trainer.global_step) and not is_warm_up:
+        if is_log_point(trainer, trainer.global_step) and not is_warm_up:
             self._report(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -89,7 +89,7 @@ class Timeline(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         _switch("data")  # of the next batch; it ends a recording of this step
-        if self._file is None or (batch_idx + 1) % trainer.accumulate_grad_batches:
+        if self._file is None:
             return
         set_recording(None)
         step = trainer.global_step

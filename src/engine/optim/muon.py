@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from src.engine.state.optimizer_state import shard_like
 from src.engine.utils.compilation import compiled, should_compile
-from src.engine.utils.tensors import to_full_tensor
+from src.engine.utils.tensors import to_full_tensor, to_local
 
 # Newton-Schulz coefficients of Jordan et al. (2024), chosen to raise small singular values quickly.
 _LINEAR, _CUBIC, _QUINTIC = 3.4445, -4.7750, 2.0315
@@ -135,9 +135,10 @@ def _directions(parameters: list[Tensor], gradients: Any, momenta: list[Tensor],
     if not group["orthogonal"]:
         return updates
     if group["unit_filters"]:
-        scales: Any = torch._foreach_reciprocal(torch._foreach_norm(parameters))
+        norms = torch._foreach_norm([to_full_tensor(parameter) for parameter in parameters])
+        scales: Any = torch._foreach_reciprocal(norms)
         torch._foreach_mul_(scales, [len(parameter) ** 0.5 for parameter in parameters])
-        torch._foreach_mul_(parameters, scales)
+        torch._foreach_mul_([to_local(parameter) for parameter in parameters], scales)
     full = orthogonalize([to_full_tensor(update) for update in updates], group["iterations"])
     return [shard_like(update, parameter) for update, parameter in zip(full, parameters, strict=True)]
 

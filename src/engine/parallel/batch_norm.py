@@ -198,11 +198,11 @@ class GroupedBatchNorm(_BatchNorm):
         if rest or (rows > 1 and len(sizes) > 1):
             raise UserError(
                 f"a batch normalization layer gets {len(input)} rows for {samples} samples, so their groups are "
-                "unknown: set data.norm_groups=1, which is another experiment"
+                "unknown: set virtual_ranks=1, which is another experiment"
             )
         if min(self.groups.totals) * rows * input[0, 0].numel() == 1:
             raise UserError(
-                "a batch normalization layer gets one value per channel and group: set fewer data.norm_groups, or a "
+                "a batch normalization layer gets one value per channel and group: set fewer virtual_ranks, or a "
                 "larger data.batch_size"
             )
         return [size * rows for size in sizes]

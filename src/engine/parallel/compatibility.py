@@ -4,6 +4,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from omegaconf import DictConfig
 
 from src.engine.utils.errors import UserError
 
@@ -26,3 +27,28 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
         for weight_name, weight in module.named_parameters():
             if weight._backward_hooks or weight._post_accumulate_grad_hooks:
                 raise UserError(f"this strategy would lose the hook of the parameter {weight_name}: use strategy=ddp")
+
+
+def check_parts(trainer: L.Trainer, module: L.LightningModule, cfg: DictConfig) -> None:
+    """Check that steps can be divided into parts: micro-batches, or virtual ranks one by one."""
+    accumulate = cfg.trainer.accumulate_grad_batches
+    if not module.automatic_optimization and (accumulate > 1 or cfg.bit_exact):
+        option = "bit_exact=true" if cfg.bit_exact else f"trainer.accumulate_grad_batches={accumulate}"
+        raise UserError(
+            f"{option} divides each step into parts, but {type(module).__name__} optimizes manually, and so divides "
+            "its steps itself: unset it, or let the module optimize automatically"
+        )
+    if cfg.bit_exact:
+        check_virtual_ranks(trainer.strategy, cfg.virtual_ranks, trainer.num_devices * trainer.num_nodes)
+
+
+def check_virtual_ranks(strategy: Any, count: int, world_size: int) -> None:
+    """Check that so many processes of a strategy can compute the virtual ranks of a run one by one."""
+    if isinstance(strategy, SingleDeviceStrategy):
+        return
+    if not hasattr(strategy, "check_virtual_ranks"):
+        raise UserError(
+            f"bit_exact=true: {type(strategy).__name__} adds gradients in an order of its own: take strategy=auto, "
+            "ddp, fsdp or pipeline"
+        )
+    strategy.check_virtual_ranks(count, world_size)

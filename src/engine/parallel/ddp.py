@@ -95,6 +95,15 @@ class DDP(DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return super().distributed_sampler_kwargs | {"shares": self.shares}
 
+    def check_virtual_ranks(self, count: int, world_size: int) -> None:
+        """Raise a UserError for a hook, which does not add gradients as they are."""
+        if self.comm_hook:
+            raise UserError(f"bit_exact=true adds gradients as they are: unset strategy.comm_hook={self.comm_hook}")
+
+    @property
+    def _adds_virtual_ranks(self) -> bool:
+        return cast(Any, self.lightning_module).trainer.datamodule.bit_exact
+
     def setup(self, trainer: L.Trainer) -> None:
         if self.comm_hook == "bf16" and self.root_device.type == "cpu":
             raise UserError("strategy.comm_hook=bf16: gloo, which CPUs use, does not reduce that type; take fp16")
@@ -113,6 +122,8 @@ class DDP(DDPStrategy):
         super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        if self._adds_virtual_ranks:
+            return cast(DistributedDataParallel, model)  # `VirtualRanks` adds the gradients
         self._averaged = [(name, weight, weight.requires_grad) for name, weight in model.named_parameters()]
         # Lightning builds DDP on a side stream, for capture in a CUDA graph (strategies/ddp.py:194 in 2.6.6).
         # Gradients would then accumulate on that stream, and each backward pass would wait for the other one:
@@ -121,6 +132,8 @@ class DDP(DDPStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
+        if self._adds_virtual_ranks:
+            return
         model = cast(DistributedDataParallel, self.model)
         may_skip = model.find_unused_parameters or not self.lightning_module.automatic_optimization
         if not may_skip and model.require_backward_grad_sync:

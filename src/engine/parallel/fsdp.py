@@ -5,20 +5,51 @@ to the module. Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import lightning as L
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.engine.parallel.sharded_state import ShardedStateStrategy
+from src.engine.parallel.tree_sum import TreeSum
+from src.engine.parallel.virtual_ranks import VirtualRanks
 from src.engine.utils.errors import UserError
 from src.engine.utils.process import map_large_blocks
+
+
+class ShardedRanks(VirtualRanks):
+    """The virtual ranks of a process that has a shard of each gradient.
+
+    Every process computes a virtual rank in each round, and FSDP2 adds the gradients of a round.
+    """
+
+    def end_backward(self, number: int) -> None:
+        """Add the gradients of the round of a virtual rank."""
+        processes = len(self.of_processes)
+        self.sums[0].end_backward(number // processes * processes, processes)
+
+
+class _TreeReduceScatter:
+    """The communication in which FSDP2 adds the gradients of a round: the order is that of `tree_sum.py`."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        received, tree = torch.empty_like(input_tensor), TreeSum()
+        dist.all_to_all_single(received, input_tensor, group=group)
+        for rank, part in enumerate(received.view(dist.get_world_size(group), -1)):
+            tree.add([part], rank)
+        output_tensor.copy_(tree.nodes[0, dist.get_world_size(group)][0].view_as(output_tensor))
 
 
 class FSDP(ShardedStateStrategy):
@@ -35,6 +66,8 @@ class FSDP(ShardedStateStrategy):
         **kwargs: arguments of ShardedStateStrategy.
     """
 
+    virtual_ranks: ClassVar = ShardedRanks
+
     def __init__(
         self,
         replicas: int = 1,
@@ -45,11 +78,13 @@ class FSDP(ShardedStateStrategy):
     ) -> None:
         super().__init__(**kwargs)
         self.replicas, self.reshard_after_forward = replicas, reshard_after_forward
+        self._shard_group: Any = None
         self.policy = MixedPrecisionPolicy(_dtype("param_dtype", param_dtype), _dtype("reduce_dtype", reduce_dtype))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank, "shares": self.shares}
+        ranks = {"num_replicas": self.world_size, "rank": self.global_rank, "shares": self.shares}
+        return ranks | {"in_turn": True, "model_group": self._shard_group}
 
     def check_world_size(self, world_size: int) -> None:
         """Raise a UserError unless the groups can have equal numbers of ranks; an elastic launcher asks as well."""
@@ -59,12 +94,26 @@ class FSDP(ShardedStateStrategy):
                 "take a divisor, or change trainer.devices"
             )
 
+    def check_virtual_ranks(self, count: int, world_size: int) -> None:
+        """Raise a UserError unless every rank can compute a virtual rank in each round."""
+        if self.replicas > 1 or self.shares:
+            raise UserError(
+                "bit_exact=true: strategy=hsdp and strategy.shares divide the gradients in another order: take "
+                "strategy=fsdp or ddp"
+            )
+        if count % world_size:
+            raise UserError(
+                f"bit_exact=true: {world_size} processes do not divide virtual_ranks={count}, as strategy=fsdp needs: "
+                "use a number of trainer.devices that does, or strategy=ddp"
+            )
+
     def setup_environment(self) -> None:
         self._setup_distributed()
         self.check_world_size(self.world_size)
         shape, names = (self.replicas, self.world_size // self.replicas), ("replicate", "shard")
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         self._device_mesh = mesh if self.replicas > 1 else mesh["shard"]
+        self._shard_group = mesh["shard"].get_group()
 
     def parallelize(self, module: L.LightningModule) -> None:
         """Shard each network of the module; each of its blocks is gathered on its own."""
@@ -102,7 +151,10 @@ class FSDP(ShardedStateStrategy):
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.policy}
         for module in self.gathered_modules(net):
             is_norm = self.policy.param_dtype and isinstance(module, _BatchNorm)
-            fully_shard(module, mesh=self.device_mesh, **({} if is_norm else options))
+            sharded = fully_shard(module, mesh=self.device_mesh, **({} if is_norm else options))
+            if self.is_bit_exact:
+                sharded.set_gradient_divide_factor(1.0)
+                sharded.set_custom_reduce_scatter(cast(Any, _TreeReduceScatter()))
 
     def gathered_modules(self, net: nn.Module) -> list[nn.Module]:
         """Return the modules that gather their weights at once, each without the weights of those before it."""

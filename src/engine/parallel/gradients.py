@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from src.engine.determinism.norm import order_free_norm
 from src.engine.observe.recording import communication
-from src.engine.utils.tensors import to_full_tensor
 
 
 @communication()
@@ -20,10 +20,9 @@ def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
         gradient.copy_(mean.view_as(gradient))
 
 
-def clip_by_norm_over(group: dist.ProcessGroup, optimizer: Optimizer, clip_val: float) -> None:
-    """Clip the gradients to a norm over all ranks of `group`, which hold different parts of the network."""
+def clip_by_norm_over(group: dist.ProcessGroup | None, optimizer: Optimizer, clip_val: float) -> None:
+    """Clip the gradients to a norm over all ranks of `group`, which hold different elements of them."""
     parameters = [parameter for param_group in optimizer.param_groups for parameter in param_group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    squared_norm = to_full_tensor(nn.utils.get_total_norm(gradients)) ** 2
-    dist.all_reduce(squared_norm, group=group)
-    nn.utils.clip_grads_with_norm_(parameters, clip_val, squared_norm.sqrt())
+    norm = order_free_norm(gradients, parameters[0].device, group).to(parameters[0].dtype)
+    nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)

@@ -19,7 +19,7 @@ from src.engine.utils.errors import UserError
 
 
 class NormGroups(L.Callback):
-    """Lets the batch normalization layers of any network use `data.norm_groups` groups of the global batch."""
+    """Lets the batch normalization layers of any network normalize each virtual rank's samples of the global batch."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Change the layers before a strategy wraps, shards or splits the network."""
@@ -35,12 +35,11 @@ class NormGroups(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Begin a new step, unless more batches are accumulated."""
+        """Begin a new step."""
         data: Any = trainer.datamodule
-        if data.layout.micro_batches == 1 or (batch_idx + 1) % trainer.accumulate_grad_batches:
-            return
-        for norm in grouped_norms(pl_module):
-            norm.begin_step()
+        if data.layout.micro_batches > 1:
+            for norm in grouped_norms(pl_module):
+                norm.begin_step()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         average_statistics(pl_module)
@@ -52,15 +51,15 @@ class NormGroups(L.Callback):
 
 def check_groups(layout: BatchLayout) -> None:
     """Raise a UserError if the micro-batches of the layout cannot hold whole normalization groups."""
-    if layout.norm_groups > layout.batch_size:
+    if layout.virtual_ranks > layout.batch_size:
         raise UserError(
-            f"data.norm_groups={layout.norm_groups} exceeds data.batch_size={layout.batch_size}: set fewer groups"
+            f"virtual_ranks={layout.virtual_ranks} exceeds data.batch_size={layout.batch_size}: set fewer virtual ranks"
         )
     if not layout.has_whole_groups:
         raise UserError(
-            f"data.norm_groups={layout.norm_groups} does not divide over the {layout.micro_batches} micro-batches "
+            f"virtual_ranks={layout.virtual_ranks} does not divide over the {layout.micro_batches} micro-batches "
             "of a step (trainer.accumulate_grad_batches, strategy.microbatches), so batch normalization would be "
-            f"another experiment: use fewer, set data.norm_groups={layout.micro_batches}, which is another "
+            f"another experiment: use fewer, set virtual_ranks={layout.micro_batches}, which is another "
             "experiment too, or take a model without batch normalization, such as vit"
         )
 

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -54,6 +54,11 @@ class ShardedStateStrategy(ModelParallelStrategy):
     @abstractmethod
     def parallelize(self, module: L.LightningModule) -> None:
         """Shard or split the network of the module, in place; parameter names do not change."""
+
+    @property
+    def is_bit_exact(self) -> bool:
+        """Whether the run computes its virtual ranks one by one."""
+        return cast(Any, self.lightning_module).trainer.datamodule.bit_exact
 
     @property
     def owns_state(self) -> bool:

@@ -71,7 +71,7 @@ class OneDevice:
         job, hardware = self.job, self.job.hardware
         if not hardware.tflops:
             threads = max(1, cores_per_rank(job.per_host)) if job.per_host > 1 else torch.get_num_threads()
-            slopes, intercepts = self.profile.measured(job.layout.batch_size, job.layout.norm_groups, threads)
+            slopes, intercepts = self.profile.measured(job.layout.batch_size, job.layout.virtual_ranks, threads)
             slower = max(1.0, job.per_host / hardware.devices_per_node)  # processes that share a core
             *times, data = (slower * (intercepts + slopes * self.samples).clip(min=0.0)).tolist()
             passes = zip(times[: len(self.parts)], times[len(self.parts) :], strict=True)

@@ -51,8 +51,6 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = trainer.global_step  # a resumed run begins with a state that is saved already
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
-        if batch_idx % trainer.accumulate_grad_batches:
-            return
         should_save = self._step_interval is not None and trainer.global_step % self._step_interval == 0
         if self._time_interval is not None:
             # Every rank must poll at every step, also when the step alone decides.

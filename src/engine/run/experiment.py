@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ProgressBar
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -20,16 +20,17 @@ from src.engine.determinism.random_functions import RandomNumbers
 from src.engine.determinism.resumption import ExactResumption
 from src.engine.observe.csv import CSVLogger
 from src.engine.observe.wandb import finish_run, mark_preempted
-from src.engine.parallel.compatibility import check_can_train
+from src.engine.parallel.compatibility import check_can_train, check_parts
 from src.engine.parallel.norm_groups import NormGroups
+from src.engine.run.bit_exact import BitExactness
 from src.engine.run.checkpoint import LastCheckpoint
 from src.engine.run.description import RunDescription
+from src.engine.run.metrics import MetricStates, VirtualMetrics
 from src.engine.run.predictions import PredictionWriter
 from src.engine.run.stopping import PreemptionHandler, Watchdog
 from src.engine.run.training_loop import (
     BufferCheck,
     FiniteCheck,
-    MetricStates,
     MonitorCheck,
     OptimizerSteps,
     patch_trainer,
@@ -85,6 +86,11 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, OrderedData
     """Build the trainer, the module with its initial weights, and the data: the same objects on every rank."""
     if not isinstance(cfg.seed, int) or cfg.seed < 0:
         raise UserError(f"seed={cfg.seed} is not a seed: give an integer of at least zero")
+    if not isinstance(cfg.virtual_ranks, int) or cfg.virtual_ranks < 1 or not isinstance(cfg.bit_exact, bool):
+        raise UserError(
+            f"virtual_ranks={cfg.virtual_ranks} bit_exact={cfg.bit_exact}: give an integer of at least one, and true "
+            "or false"
+        )
     L.seed_everything(cfg.seed, verbose=False)
     check_options(cfg)
     trainer = build_trainer(cfg)
@@ -94,7 +100,8 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, OrderedData
     if cfg.predict and "predict_dir" not in cfg.data:
         raise UserError(f"predict={cfg.predict}: {cfg.data._target_} has no option predict_dir; choose another `data`")
     limits = {name: cfg.trainer.get(f"limit_{name}_batches") for name in ("train", "val", "test")}
-    return trainer, module, OrderedData(build(cfg.data), cfg.seed, limits)
+    accumulate = cfg.trainer.accumulate_grad_batches
+    return trainer, module, OrderedData(build(cfg.data), cfg.seed, limits, accumulate, cfg.virtual_ranks, cfg.bit_exact)
 
 
 def build_trainer(cfg: DictConfig) -> L.Trainer:
@@ -121,6 +128,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             limit_train_batches=1.0,
             limit_val_batches=1.0,
             limit_test_batches=1.0,
+            accumulate_grad_batches=1,  # a batch of Lightning is an optimizer step: src/engine/run/parts.py
             # The project's sampler divides the data itself; Lightning's wrapper would shuffle it again.
             use_distributed_sampler=False,
             # NormGroups normalizes over groups of the global batch, also on one process.
@@ -131,7 +139,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     except (MisconfigurationException, ValueError) as error:
         message = " ".join(str(error).split())
         raise UserError(f"an option of `trainer`, `strategy` or `callbacks` is invalid: {message}") from error
-    patch_trainer(trainer)
+    patch_trainer(trainer, cfg.bit_exact)
     return trainer
 
 
@@ -157,6 +165,11 @@ def _check_trainer_options(trainer: DictConfig) -> None:
 def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:
     """Return the configured callbacks by name; the last of them saves the state of all others."""
     callbacks = _build_each(cfg, "callbacks")
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks.values()):
+        raise UserError(
+            "GradientAccumulationScheduler changes the number of micro-batches while a run trains, each of which is a "
+            "part of a step here: set trainer.accumulate_grad_batches, which changes no curve"
+        )
     if not cfg.trainer.enable_progress_bar:  # Lightning refuses a bar that is disabled
         callbacks = {name: callback for name, callback in callbacks.items() if not isinstance(callback, ProgressBar)}
     return dict(sorted(callbacks.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
@@ -166,15 +179,16 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
     """Return the callbacks that every run needs, and the configured ones."""
     folder = Path(cfg.run_dir)
     monitors = {name: getattr(callback, "monitor", None) or "" for name, callback in configured.items()}
+    virtual = VirtualMetrics() if cfg.bit_exact else None
     callbacks = [
         # These end the run: a hung rank alone, or all ranks at the same step after a signal.
         Watchdog(folder, cfg.launch.timeout),
         PreemptionHandler(folder),
         RunDescription(cfg, list(_build_each(cfg, "logger").values())),
         ExactResumption(),
-        MetricStates(),  # after ExactResumption, which saves the position
+        *([BitExactness(), virtual] if virtual else [BufferCheck()]),
+        MetricStates(virtual),  # after ExactResumption, which saves the position
         RandomNumbers(cfg.seed),
-        BufferCheck(),
         OptimizerSteps(),
         MonitorCheck({name: monitor for name, monitor in monitors.items() if monitor.startswith("val")}),
         FiniteCheck(),
@@ -182,7 +196,7 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
     ]
     if cfg.predict:
         callbacks.append(PredictionWriter(folder))
-    if cfg.trainer.sync_batchnorm:
+    if cfg.trainer.sync_batchnorm and not cfg.bit_exact:
         callbacks.append(NormGroups())  # the last one: `throughput` counts the FLOPs of a few samples, without groups
     return callbacks
 
@@ -201,6 +215,7 @@ def _build_module(cfg: DictConfig, trainer: L.Trainer) -> L.LightningModule:
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
     module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
     use_sample_dropout(module)
+    check_parts(trainer, module, cfg)
     check_can_train(trainer.strategy, module)
     for stage in ("test", "predict"):
         if cfg[stage] and not is_overridden(f"{stage}_step", module):

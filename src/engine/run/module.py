@@ -17,7 +17,6 @@ class Module(L.LightningModule):
     """
 
     takes_batch = True
-    _step_sums: Tensor | None = None  # of the metrics, over the step's micro-batches
 
     def setup(self, stage: str) -> None:
         """Let each metric allocate its own tensors: a spawned process shares them with its parent."""
@@ -30,22 +29,14 @@ class Module(L.LightningModule):
         """Whether the current step logs training metrics."""
         return is_log_point(self.trainer, self.trainer.global_step + 1)
 
-    def log_step(self, metrics: dict[str, Tensor], batch_idx: int) -> None:
+    def log_step(self, metrics: dict[str, Tensor]) -> None:
         """Log the means of a training step over the global batch, and the learning rate.
 
         Args:
-            metrics: sums over this rank's samples of the micro-batch times their weights.
-            batch_idx: number of the micro-batch.
+            metrics: sums over the samples of a batch times their weights.
         """
-        values = torch.stack([value.detach() for value in metrics.values()])
-        self._step_sums = values if self._step_sums is None else self._step_sums + values
-        micro_batches = self.trainer.accumulate_grad_batches
-        if (batch_idx + 1) % micro_batches:
-            return
-        own, self._step_sums = self._step_sums / micro_batches, None
-        means = self.trainer.strategy.reduce(own, reduce_op="mean").cpu()  # the progress bar needs them there
-        for name, mean in zip(metrics, means, strict=True):
-            self.log(name, mean, prog_bar=name == "train/loss")
+        for name, value in metrics.items():
+            self.log(name, value, prog_bar=name == "train/loss", sync_dist=True)
         # Lightning would copy a Python number to the GPU, and back when it writes the log.
         self.log("lr", torch.tensor(self.trainer.optimizers[0].param_groups[0]["lr"]))
 

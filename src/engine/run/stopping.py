@@ -45,11 +45,15 @@ class PreemptionHandler(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
         """Stop before a step, because the previous step and its validation are then logged and saved."""
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._stop_if_requested(trainer, should_save=True)
+        self._stop_if_requested(trainer, should_save=True)
 
-    def on_test_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        self._stop_if_requested(trainer)
+    def on_test_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        data: Any = trainer.datamodule
+        # Ranks may have different numbers of virtual ranks, each of which has a batch of its own.
+        if not data.bit_exact or batch_idx % len(data.own_virtual_ranks) == 0:
+            self._stop_if_requested(trainer)
 
     on_predict_batch_start = on_test_batch_start
 

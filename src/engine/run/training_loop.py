@@ -1,4 +1,4 @@
-"""Changes of Lightning's training loop: signals, log points, intervals in steps, metrics that a checkpoint keeps.
+"""Changes of Lightning's training loop: steps in parts, signals, log points, metrics that a checkpoint keeps.
 
 The callbacks check monitored metrics, buffers that would depend on the hardware, and divergence.
 
@@ -9,6 +9,8 @@ https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytor
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -18,23 +20,20 @@ from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnect
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_mean
 
 from src.engine.determinism.sampler import validation_interval
 from src.engine.determinism.seeding import are_equal
+from src.engine.run.parts import StepInParts
+from src.engine.run.pass_log import PassLog
 from src.engine.utils.errors import UserError
 from src.engine.utils.steps import is_log_point
 from src.engine.utils.tensors import to_local
 
 _log = logging.getLogger(__name__)
-_COUNT = "_update_count"  # of a metric, saved beside its states
-_State = dict[str, Any]  # tensors, and lists of them, by the names of a metric's states
 
 
-def patch_trainer(trainer: L.Trainer) -> None:
-    """Patch the parts of a trainer that results depend on."""
+def patch_trainer(trainer: L.Trainer, bit_exact: bool) -> None:
+    """Patch the parts of a trainer that results depend on; with `bit_exact`, logged values are never synchronized."""
     signals: Any = trainer._signal_connector
     loop: Any = trainer.fit_loop.epoch_loop
     # Lightning's handler of signals broadcasts wherever the signal interrupts the process, so ranks could wait for each
@@ -44,9 +43,10 @@ def patch_trainer(trainer: L.Trainer) -> None:
     # and 300)
     signals.register_signal_handlers = _do_nothing
     loop._broadcast_sigterm_tensor = _do_nothing
-    loop._results = _Results(training=True)
+    loop.automatic_optimization.__class__ = StepInParts
+    loop._results = _Results(training=True, should_sync=not bit_exact)
     for evaluation in (loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        evaluation._results = _Results(training=False)
+        evaluation._results = _Results(training=False, should_sync=not bit_exact)
     trainer._logger_connector.__class__ = _LogPointConnector
 
 
@@ -60,7 +60,36 @@ class _Results(_ResultCollection):
     Lightning averages the counts over the ranks as integers, which rounds down, and declares a sum for torchmetrics,
     which `MetricStates` uses. (trainer/connectors/logger_connector/result.py, line 202;
     fabric/utilities/distributed.py, `_sync_ddp`)
+
+    Args:
+        training: whether these are the values of training.
+        should_sync: whether processes may communicate for a value. With `bit_exact` all have the same values.
     """
+
+    def __init__(self, training: bool, should_sync: bool) -> None:
+        super().__init__(training)
+        self.should_sync = should_sync
+        self._pass_log: PassLog | None = None
+
+    @contextmanager
+    def divert(self, log: PassLog) -> Iterator[None]:
+        """Let a `PassLog` get what is logged."""
+        self._pass_log = log
+        yield
+        self._pass_log = None
+
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        if self._pass_log is not None:
+            self._pass_log.add(fx, name, value, options)
+            return
+        super().log(fx, name, value, **options if self.should_sync else options | {"sync_dist": False})
+
+    @staticmethod
+    def _get_cache(result: _ResultMetric, on_step: bool) -> Tensor | None:
+        """Return a value; one of the progress bar stays on the CPU, or each reading would wait for the device."""
+        if on_step and result.meta.prog_bar and isinstance(result._forward_cache, Tensor):
+            result._forward_cache = result._forward_cache.cpu()
+        return _ResultCollection._get_cache(result, on_step)
 
     def __setitem__(self, name: str, result: _ResultMetric) -> None:
         super().__setitem__(name, result)
@@ -84,9 +113,9 @@ class _LogPointConnector(_LoggerConnector):
 
 
 class OptimizerSteps(L.Callback):
-    """Converts the intervals of validation and schedulers, and makes up for steps of ReduceLROnPlateau.
+    """Converts the interval of validation, and makes up for steps of ReduceLROnPlateau.
 
-    Lightning counts micro-batches. It steps ReduceLROnPlateau after an epoch's checkpoint is saved, and not at all
+    Lightning steps ReduceLROnPlateau after an epoch's checkpoint is saved, and not at all
     after the first epoch of a restart (`_FitLoop.on_advance_end` and `_TrainingEpochLoop._update_learning_rates` in
     loops/).
     """
@@ -96,14 +125,11 @@ class OptimizerSteps(L.Callback):
         if stage == "fit" and data.evaluated_samples("val"):
             may_cross_epochs = trainer.check_val_every_n_epoch is None
             trainer.val_check_interval = validation_interval(
-                trainer.val_check_interval, data.steps_per_epoch, data.accumulate, may_cross_epochs
+                trainer.val_check_interval, data.steps_per_epoch, may_cross_epochs
             )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.last_step = trainer.datamodule.total_steps  # `is_log_point` reads it
-        for config in trainer.lr_scheduler_configs:
-            if config.interval == "step":
-                config.frequency *= trainer.accumulate_grad_batches
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Check that the metric of ReduceLROnPlateau is new whenever it takes a step."""
@@ -247,98 +273,3 @@ def _divergence(trainer: L.Trainer, problem: str) -> UserError:
         f"{problem} at step {trainer.global_step}: training diverged; lower optimizer.lr or lengthen "
         f"scheduler.warmup; the checkpoints in {trainer.default_root_dir}/checkpoints, if any, are from before"
     )
-
-
-class MetricStates(L.Callback):
-    """Saves the states of all metrics, reduced over the data-parallel ranks, and restores them on the first rank.
-
-    The mean of an epoch thus covers the whole epoch after a resumption within it, also on other ranks. A checkpoint
-    between two epochs omits the metrics that the module logs, because Lightning resets these. A state without a sum
-    over ranks, such as that of a correlation, is the first rank's.
-    """
-
-    def __init__(self) -> None:
-        self._saved: dict[str, _State] = {}  # of a checkpoint, until they are restored
-        self._is_within_epoch = False
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        metrics = _metrics_to_save(trainer, pl_module, is_within_epoch=checkpoint["position"]["samples"] > 0)
-        own = {name: _state(metric) for name, metric in metrics.items() if name not in self._saved}
-        ranks = [own] * trainer.datamodule.parallel.dp_size
-        if len(ranks) > 1:
-            dist.all_gather_object(ranks, own, trainer.distributed_sampler_kwargs.get("group"))
-        states = {name: _reduce(metrics[name], [states[name] for states in ranks if name in states]) for name in own}
-        checkpoint["metric_states"] = self._saved | states
-
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.training:
-            self._saved = checkpoint.get("metric_states", {})
-            self._is_within_epoch = checkpoint["position"]["samples"] > 0
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore before the module resets metrics for a new epoch."""
-        if not self._is_within_epoch:
-            self._restore(trainer, pl_module)
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Restore after the module has reset metrics at the start of training, or of the epoch that it continues."""
-        self._restore(trainer, pl_module)
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Restore a value that Lightning accumulates after its first `self.log`, which begins it."""
-        results = trainer.fit_loop.epoch_loop._results
-        for name in self._saved.keys() & results.keys():
-            result, state = results[name], self._saved.pop(name)
-            own = state if trainer.datamodule.parallel.dp_rank == 0 else result._defaults
-            # The type is that of the value on all ranks, as the collective of Lightning's mean needs it.
-            result._reduce_states({key: own[key].to(result.value, non_blocking=True) for key in result._defaults})
-            result._computed = None
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._saved = {}
-
-    def _restore(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Set each state on the first rank, and the default on the others; all of them get a mean, and the count."""
-        for name, metric in _metrics(module).items():
-            if name not in self._saved:
-                continue
-            Metric.reset(metric)  # the `reset` of a wrapper would reset other metrics
-            # The host need not wait for the device.
-            saved = tree_map_only(Tensor, lambda x: x.to(module.device, non_blocking=True), self._saved.pop(name))
-            for key, value in saved.items():
-                is_mean = metric._reductions.get(key, dim_zero_mean) is dim_zero_mean
-                if is_mean or trainer.datamodule.parallel.dp_rank == 0:
-                    setattr(metric, key, value)
-
-
-def _metrics(module: L.LightningModule) -> dict[str, Metric]:
-    return {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
-
-
-def _metrics_to_save(trainer: L.Trainer, module: L.LightningModule, is_within_epoch: bool) -> dict[str, Metric]:
-    """Return the metrics by name, without those that Lightning resets before a resumed run would use them."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    accumulated: dict[str, Any] = {}
-    finished = [*loop.val_loop._results.values(), *([] if is_within_epoch else loop._results.values())]
-    if is_within_epoch:
-        accumulated = {name: item for name, item in loop._results.items() if item.is_tensor and item.meta.on_epoch}
-    reset = {id(item.value) for item in finished}  # metrics have an `==` of their own
-    return accumulated | {name: metric for name, metric in _metrics(module).items() if id(metric) not in reset}
-
-
-def _state(metric: Metric) -> _State:
-    state = {name: getattr(metric, name) for name in (_COUNT, *metric._defaults)}
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), state)
-
-
-def _reduce(metric: Any, ranks: list[_State]) -> _State:
-    """Return the state of all ranks from that of each; that of the first if the run logs its value, or has no sum."""
-    is_synchronized = metric.meta.sync.should if isinstance(metric, _ResultMetric) else metric.sync_on_compute
-    state = {_COUNT: max(rank[_COUNT] for rank in ranks)}
-    for name, reduction in metric._reductions.items():
-        values = [rank[name] for rank in ranks]
-        if isinstance(values[0], list):
-            state[name] = [item for part in values for item in part]
-        elif reduction:
-            state[name] = reduction(torch.stack(values))
-    return state if is_synchronized and state.keys() == ranks[0].keys() else ranks[0]

@@ -20,12 +20,11 @@ from src.engine.determinism.recomputation import recompute_blocks
 from src.engine.observe.throughput import flops_per_sample
 from src.engine.run.experiment import assemble
 from src.models.vit import vit
-from tests.support.experiments import SHORT_RUN
+from tests.support.experiments import SHORT_RUN, VIT
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit
 
-VIT = ["model=vit", "model.width=8", "model.depth=4", "model.heads=2", "model.patch=8"]
-ONE_GROUP = ["model=wide_resnet", "model.width=1", "model.depth=10", "model.dropout=0.2", "data.norm_groups=1"]
+ONE_GROUP = ["model=wide_resnet", "model.width=1", "model.depth=10", "model.dropout=0.2", "virtual_ranks=1"]
 
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_gather_single", "reduce_scatter_single")

@@ -25,7 +25,7 @@ def layouts(
 def epoch(dp_size: int, number: int = 0, seed: int = 0) -> list[list[int]]:
     """The samples of each batch, over all ranks."""
     order = partial(permutation, COUNT, seed)
-    ranks = [TrainingBatches(layout, COUNT // BATCH, order) for layout in layouts(dp_size)]
+    ranks = [TrainingBatches(BATCH, layout.positions, COUNT // BATCH, order) for layout in layouts(dp_size)]
     for rank in ranks:
         rank.epoch = number
     return [sorted(torch.cat(batches).tolist()) for batches in zip(*ranks, strict=True)]
@@ -62,7 +62,8 @@ def test_refuses_batches_that_do_not_divide(batch: int, options: dict[str, Any],
 def test_epoch_takes_each_sample_at_most_once_and_drops_the_remainder() -> None:
     seen = [index for batch in epoch(2) for index in batch]
     assert len(seen) == len(set(seen)) == COUNT // BATCH * BATCH
-    assert len(TrainingBatches(BatchLayout(BATCH, accumulate=2), 3, partial(permutation, COUNT, 0))) == 6
+    positions = BatchLayout(BATCH, accumulate=2).positions
+    assert len(TrainingBatches(BATCH, positions, 3, partial(permutation, COUNT, 0))) == 6
 
 
 @pytest.mark.parametrize(("batch", "shares", "sizes"), [(4096, None, {4}), (4100, None, {4, 5}), (4100, SHARES, None)])
@@ -70,7 +71,7 @@ def test_1024_ranks_divide_the_epochs_order(batch: int, shares: tuple[int, ...] 
     """No two ranks hold the same position of a global batch; put in their positions, all shares are that order."""
     ranks = layouts(1024, batch, shares)
     order = permutation(2 * batch + 7, 0, 0)
-    tables = [TrainingBatches(layout, 2, lambda epoch: order).table() for layout in ranks]
+    tables = [TrainingBatches(batch, layout.positions, 2, lambda epoch: order).table() for layout in ranks]
     positions = torch.cat([layout.positions[0] for layout in ranks])
     assert positions.sort().values.tolist() == list(range(batch))
     assert torch.cat(tables, dim=1)[:, positions.argsort()].flatten().equal(order[: 2 * batch])

@@ -98,7 +98,7 @@ PLACES = {"forward": "forward_backward", **{name: name for name in ("data", "opt
 
 @pytest.mark.parametrize("place", PLACES)
 def test_time_belongs_to_its_activity(place: str, clock: Clock, small: list[str], folder: Path) -> None:
-    """Only the delay takes time; an optimizer step has two batches."""
+    """Only the delay takes time; an optimizer step has two micro-batches."""
     options = ["trainer.accumulate_grad_batches=2", "data.val_fraction=0.1"]
     fit(compose(folder, *small, *MLP, "trainer.max_epochs=1", *options), Slow(place, sleep=clock.sleep))
     intervals = of_kind(folder, "interval")
@@ -113,9 +113,9 @@ def test_time_belongs_to_its_activity(place: str, clock: Clock, small: list[str]
         assert nonzero[-1] == {place: pytest.approx(sum(line["seconds"] for line in spans))}
         assert nonzero[:-1] == [{}] * 4
     else:
-        batches = 1 if place == "optimizer" else 2
+        passes = 2 if place == "forward" else 1
         delays = [
-            {name: pytest.approx(steps * batches * DELAY)}
+            {name: pytest.approx(steps * passes * DELAY)}
             for name, steps in zip(["other", *[PLACES[place]] * 3], (1, 3, 4, 3), strict=True)
         ]
         if place in ("forward", "data"):  # validation has them as well

@@ -40,12 +40,12 @@ OPTIONS: list[dict[str, Any]] = [{}, {"affine": False}, {"momentum": None}, {"tr
 KINDS = [nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
 Layout = dict[str, Any]
 WORLDS: dict[str, tuple[int, Layout]] = {  # ranks, and what else is laid out
-    "pairs of ranks share": (4, {"norm_groups": 2}),
-    "all ranks share": (3, {"norm_groups": 4}),
-    "uneven groups": (2, {"norm_groups": 5}),
-    "shares that divide groups": (3, {"norm_groups": 2, "shares": (3, 2, 1)}),
-    "micro-batches on ranks": (2, {"norm_groups": 4, "accumulate": 2}),
-    "micro-batches that ranks share": (2, {"norm_groups": 4, "accumulate": 4}),
+    "pairs of ranks share": (4, {"virtual_ranks": 2}),
+    "all ranks share": (3, {"virtual_ranks": 4}),
+    "uneven groups": (2, {"virtual_ranks": 5}),
+    "shares that divide groups": (3, {"virtual_ranks": 2, "shares": (3, 2, 1)}),
+    "micro-batches on ranks": (2, {"virtual_ranks": 4, "accumulate": 2}),
+    "micro-batches that ranks share": (2, {"virtual_ranks": 4, "accumulate": 4}),
 }
 
 
@@ -136,13 +136,13 @@ def check(
 @pytest.mark.parametrize("groups", [1, 4])
 def test_agrees_with_torch_per_group(groups: int, shape: tuple[int, ...], options: dict[str, Any], pool: Pool) -> None:
     expected = reference(layer(shape, **options), *inputs(shape), groups)
-    check(pool.run(2, step_on_rank, shape, options, {"norm_groups": groups}), expected, 1e-11)
+    check(pool.run(2, step_on_rank, shape, options, {"virtual_ranks": groups}), expected, 1e-11)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_any_ranks_and_micro_batches_agree(world: str, pool: Pool) -> None:
     ranks, layout = WORLDS[world]
-    expected = reference(layer(SHAPES["2d"]), *inputs(SHAPES["2d"]), layout["norm_groups"])
+    expected = reference(layer(SHAPES["2d"]), *inputs(SHAPES["2d"]), layout["virtual_ranks"])
     check(pool.run(ranks, step_on_rank, SHAPES["2d"], {}, layout), expected, 1e-11)
 
 
@@ -157,21 +157,21 @@ def test_any_ranks_and_micro_batches_agree(world: str, pool: Pool) -> None:
 )
 def test_an_own_forward_pass_is_kept(world: str, kind: Any, options: dict[str, Any], pool: Pool) -> None:
     (ranks, layout), options = WORLDS[world], options | {"kind": kind}
-    expected = reference(layer(SHAPES["2d"], **options), *inputs(SHAPES["2d"]), layout["norm_groups"])
+    expected = reference(layer(SHAPES["2d"], **options), *inputs(SHAPES["2d"]), layout["virtual_ranks"])
     check(pool.run(ranks, step_on_rank, SHAPES["2d"], options, layout), expected, 1e-11)
 
 
 @pytest.mark.parametrize(("groups", "options"), [(1, {}), (4, {}), (4, {"kind": BatchNormAct2d})], ids=str)
 def test_compiles_as_one_graph(groups: int, options: dict[str, Any], pool: Pool) -> None:
     expected = reference(layer(SHAPES["2d"], **options), *inputs(SHAPES["2d"]), groups)
-    check(pool.run(2, step_on_rank, SHAPES["2d"], options, {"norm_groups": groups}, True), expected, 1e-11)
+    check(pool.run(2, step_on_rank, SHAPES["2d"], options, {"virtual_ranks": groups}, True), expected, 1e-11)
 
 
 @pytest.mark.parametrize(("groups", "dtype"), [(1, torch.float32), (4, torch.bfloat16)], ids=str)
 def test_half_precision(groups: int, dtype: torch.dtype, pool: Pool) -> None:
     """The input is in bfloat16, and the layer as well, or in float32 as under autocast."""
     expected = reference(layer(SHAPES["2d"]), *inputs(SHAPES["2d"]), groups)
-    half = {"norm_groups": groups, "dtype": torch.bfloat16}
+    half = {"virtual_ranks": groups, "dtype": torch.bfloat16}
     ranks = pool.run(2, step_on_rank, SHAPES["2d"], {"dtype": dtype}, half)
     assert ranks[0][1]["y"].dtype == ranks[0][1]["x"].dtype == torch.bfloat16
     assert ranks[0][1]["running_var"].dtype == ranks[0][1]["grad of weight"].dtype == dtype
@@ -193,7 +193,7 @@ class _Frozen(nn.BatchNorm1d):
 
 
 def test_refuses_a_forward_pass_that_normalizes_otherwise() -> None:
-    groups = rank_groups(BatchLayout(8, norm_groups=2), None)
+    groups = rank_groups(BatchLayout(8, virtual_ranks=2), None)
     apply_norm_groups(net := nn.Sequential(_BatchMoments(5), _Frozen(5)), groups)
     x = torch.randn(8, 5)
     assert torch.equal(copy.deepcopy(net)[1](x), _Frozen(5)(x))
@@ -202,7 +202,7 @@ def test_refuses_a_forward_pass_that_normalizes_otherwise() -> None:
 
 
 def test_reverts_compiled_layers_and_refuses_a_replaced_forward() -> None:
-    groups = rank_groups(BatchLayout(8, norm_groups=2), None)
+    groups = rank_groups(BatchLayout(8, virtual_ranks=2), None)
     apply_norm_groups(net := nn.Sequential(_Frozen(5), nn.BatchNorm1d(5)), groups)
     net[1].forward = net[1].forward  # as torch.compile does
     revert_norm_groups(net)
@@ -215,19 +215,19 @@ def test_reverts_compiled_layers_and_refuses_a_replaced_forward() -> None:
 
 def test_refuses_rows_that_belong_to_no_group() -> None:
     net = nn.Sequential(nn.BatchNorm1d(5))
-    apply_norm_groups(net, rank_groups(BatchLayout(8, norm_groups=2), None))
+    apply_norm_groups(net, rank_groups(BatchLayout(8, virtual_ranks=2), None))
     net(torch.randn(8, 5))
-    with pytest.raises(UserError, match=r"gets 16 rows for 8 samples.*data.norm_groups=1"):
+    with pytest.raises(UserError, match=r"gets 16 rows for 8 samples.*virtual_ranks=1"):
         net(torch.randn(16, 5))
     apply_norm_groups(net := nn.Sequential(nn.BatchNorm1d(5)), rank_groups(BatchLayout(8), None))
     assert net(torch.randn(16, 5)).shape == (16, 5), "one group has all rows"
-    apply_norm_groups(net := nn.Sequential(nn.BatchNorm1d(5)), rank_groups(BatchLayout(8, norm_groups=8), None))
+    apply_norm_groups(net := nn.Sequential(nn.BatchNorm1d(5)), rank_groups(BatchLayout(8, virtual_ranks=8), None))
     with pytest.raises(UserError, match="one value per channel"):
         net(torch.randn(8, 5))
 
 
 def test_network_without_batch_normalization_has_no_groups(small: list[str], folder: Path) -> None:
-    fit(compose(folder, *small, *SHORT_RUN, "data.norm_groups=32", "model.norm=group", "trainer.max_steps=1"))
+    fit(compose(folder, *small, *SHORT_RUN, "virtual_ranks=32", "model.norm=group", "trainer.max_steps=1"))
 
 
 class _TwoPasses(nn.Module):

@@ -25,7 +25,7 @@ def test_agrees_with_single_process_on_a_cpu(
 ) -> None:
     """On a CPU torch's DataParallel does not split the batch, so the run is that of one process."""
     monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
-    reference = alone("data.norm_groups=1")
+    reference = alone("virtual_ranks=1")
     with caplog.at_level(logging.INFO, "src"):
         record = fit(compose(folder, *small, *PARITY), test=True)
     assert max(distances(record, reference)) < TOLERANCE

@@ -74,7 +74,7 @@ BOUNDS: dict[str, Callable[[int], int]] = {  # for two ranks, by rank, from the 
 def test_passes_follow_the_schedule(schedule: str, pool: Pool, small: list[str], folder: Path) -> None:
     """GPipe holds the activations of all micro-batches at once, the other schedules fewer."""
     two_steps = ["trainer.max_steps=2", "trainer.limit_val_batches=0", "callbacks.best=null"]
-    chosen = [f"strategy.schedule={schedule}", f"strategy.microbatches={NUM_MICROBATCHES}", "data.norm_groups=8"]
+    chosen = [f"strategy.schedule={schedule}", f"strategy.microbatches={NUM_MICROBATCHES}", "virtual_ranks=8"]
     cfg = compose(folder, *small, *SHORT_RUN, *PIPELINE, *two_steps, *chosen)
     for rank, (done, simulated) in enumerate(pool.run(2, trace, cfg)):
         assert done == 2 * simulated

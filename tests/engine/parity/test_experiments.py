@@ -8,11 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.comparison import TOLERANCE, check_replicas, distances
-from tests.support.experiments import SMALL_MLP, TORCH_SCHEDULES
+from tests.support.experiments import SMALL_MLP, TORCH_SCHEDULES, VIT
 from tests.support.runs import Record
 
 RMSPROP = ["optimizer._target_=torch.optim.RMSprop"]
-VIT = ["model=vit", "model.width=8", "model.depth=4", "model.heads=2", "model.patch=8"]
 WIDE_RESNET = ["model=wide_resnet", "model.width=1", "model.depth=10", "model.dropout=0.2"]
 EXPERIMENTS = {
     "default": [],
@@ -20,7 +19,7 @@ EXPERIMENTS = {
     "vit without dropout": [*VIT, "model.dropout=0", "model.drop_path=0"],
     "vit": [*VIT, "model.dropout=0.2", "model.drop_path=0.3"],
     "wide_resnet": WIDE_RESNET,
-    "one group": [*WIDE_RESNET, "data.norm_groups=1"],
+    "one group": [*WIDE_RESNET, "virtual_ranks=1"],
     "groups of each process": [*WIDE_RESNET, "trainer.sync_batchnorm=false"],
     "own forward": ["model._target_=tests.support.zoo.LoopedList", "~model.width", "~model.norm"],
     "unused parameters": ["model._target_=tests.support.zoo.Unused", "~model.width", "~model.norm"],

@@ -38,11 +38,11 @@ def images_by_sample(
     found: dict[int, list[int]] = {}
     for rank in range(dp_size):
         layout = BatchLayout(16, DataParallelInfo(dp_size, rank), accumulate)
-        batches = TrainingBatches(layout, 3, partial(permutation, 48, seed))
+        batches = TrainingBatches(16, layout.positions, 3, partial(permutation, 48, seed))
         batches.set_epoch(epoch)
         data = TransformedSplit(split, [transform or Noise()])
         loader: Any = DataLoader(data, 16, shuffle=True, collate_fn=join)
-        for batch in RankLoader(loader, batches, seed, torch.device("cpu"), on_batch=lambda positions: None):
+        for ((_, batch),) in RankLoader(loader, batches, seed, torch.device("cpu")):
             found |= dict(zip(batch.sample_index.tolist(), batch.image[:, :, 0, 0].tolist(), strict=True))
     return found
 

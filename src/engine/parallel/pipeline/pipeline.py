@@ -10,8 +10,9 @@ Qi et al., "Zero bubble pipeline parallelism" (2023).
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, ClassVar, cast
 
 import lightning as L
@@ -43,6 +44,7 @@ from src.engine.parallel.pipeline.stage import (
     stage_inputs,
     stage_shapes,
 )
+from src.engine.parallel.pipeline.virtual_ranks import StageRanks
 from src.engine.parallel.sharded_state import ShardedStateStrategy
 from src.engine.utils.errors import UserError, check_choice
 
@@ -62,6 +64,7 @@ class Pipeline(ShardedStateStrategy):
         **kwargs: arguments of ShardedStateStrategy.
     """
 
+    virtual_ranks: ClassVar = StageRanks
     module_needs: ClassVar = {
         "net": "the network to split",
         "loss": "which maps outputs and a batch to the mean loss",
@@ -84,11 +87,16 @@ class Pipeline(ShardedStateStrategy):
         self.stages, self.schedule, self.spec = stages, schedule, SCHEDULES[schedule]
         self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
         self._torch_schedule: Any = None  # set when the network is split
-        self._own_stages: dict[int, Stage] = {}  # the stages of this rank by their number
+        self.own_stages: dict[int, Stage] = {}  # the stages of this rank by their number
         self._parameters: list[nn.Parameter] = []  # the parameters of these stages
         self._batch: Any = None  # the current training batch, whose tensors are (microbatches, n, ...)
         self._input_shape = torch.Size()  # of a sample, as the network gets it
         self._sent: list[list[Tensor]] = []  # meta tensors like the outputs of each stage
+        self._micro_batch: Callable[[int], Any] = self._micro_batch_of  # of the schedule that runs, for `loss`
+        self._divisor = 1  # of their losses
+        self.outputs: list[Tensor] | None = (
+            None  # those of the network in the pass of a virtual rank, until it is called
+        )
         self._losses: list[Tensor] | None = None  # of the micro-batches, on the last stage's rank; None before they run
         self._has_compared = False  # the sum of these losses with that of `training_step`
         self._random_calls = 0  # calls of random functions in a forward pass of the network in training
@@ -97,7 +105,7 @@ class Pipeline(ShardedStateStrategy):
 
     @property
     def _accumulate(self) -> int:
-        return cast(L.LightningModule, self.lightning_module).trainer.accumulate_grad_batches
+        return cast(Any, self.lightning_module).trainer.datamodule.accumulate
 
     @property
     def _is_sharded(self) -> bool:
@@ -108,9 +116,10 @@ class Pipeline(ShardedStateStrategy):
         return {
             "num_replicas": self._replicas.size(),
             "rank": self._replicas.get_local_rank(),
-            "num_microbatches": self.microbatches,
+            "num_microbatches": 1 if self.is_bit_exact else self.microbatches,  # which then are virtual ranks
             "shares": self.shares,
             "group": self._replicas.get_group(),
+            "model_group": dist.group.WORLD if self._is_sharded else self._group,
         }
 
     def check_world_size(self, world_size: int) -> None:
@@ -118,6 +127,11 @@ class Pipeline(ShardedStateStrategy):
         ranks = self.stages or world_size
         if ranks < 1 or world_size % ranks:
             raise UserError(f"strategy.stages={ranks} does not divide the {world_size} processes: take a divisor")
+
+    def check_virtual_ranks(self, count: int, world_size: int) -> None:
+        """Raise a UserError for stages that the replicas share, whose gradients they add in another order."""
+        if self.data_parallel == "fsdp":
+            raise UserError("bit_exact=true: strategy.data_parallel=fsdp adds gradients in another order: take ddp")
 
     def check_precision(self, precision: str) -> None:
         """Raise a UserError for a precision that scales the loss."""
@@ -140,19 +154,23 @@ class Pipeline(ShardedStateStrategy):
         self.check_options(module)
         check_module(module)
         net = cast(nn.Module, module.net)
-        self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
+        group = self.distributed_sampler_kwargs["model_group"]
+        self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, group)  # type: ignore[method-assign]
         self._set_memory_format(net)
+        if self.is_bit_exact:
+            data = cast(Any, module.trainer).datamodule
+            self.microbatches = len(data.parallel.virtual_ranks(data.virtual_ranks))
         self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
         blocks, stages = self._cut(module)
         self._random_calls = sum(stage.calls for stage in stages)
         self._draws = self._random_calls > 0 or bool(dropouts(net))
         ranks = enumerate(self._stage_to_rank)
-        self._own_stages = {number: stages[number] for number, rank in ranks if rank == self._pipeline_rank}
-        remove_other_stages(net, blocks, self._own_stages)
+        self.own_stages = {number: stages[number] for number, rank in ranks if rank == self._pipeline_rank}
+        remove_other_stages(net, blocks, self.own_stages)
         self._called = called_modules(block for part in blocks for block in part)
         self._constants = constants(net, self._called)
         if self._is_sharded:
-            for stage in self._own_stages.values():
+            for stage in self.own_stages.values():
                 shard_stage(net, stage, self._replicas)
         self._build_schedule(stage_shapes(blocks))
         self._parameters = list(module.parameters())
@@ -194,19 +212,20 @@ class Pipeline(ShardedStateStrategy):
         self._input_shape, self._sent = shapes[0][0].shape[1:], shapes[1:]
         stages = [
             build_stage(stage, number, shapes, self._group, self.root_device)
-            for number, stage in self._own_stages.items()
+            for number, stage in self.own_stages.items()
         ]
         self._torch_schedule = build_schedule(self.schedule, stages, self.microbatches, self._loss)
 
     def _example(self, module: L.LightningModule) -> tuple[Tensor, Any]:
         """Return a micro-batch of the inputs of the network, and of the data."""
         data = cast(Any, module.trainer).datamodule
-        count = data.layout.samples_per_batch if data.has_training_data else 2 * self.microbatches
+        parts = 1 if self.is_bit_exact else self.microbatches
+        count = data.layout.samples_per_batch if data.has_training_data else 2 * parts
         batch = self.precision_plugin.convert_input(data.example_batch(count))
         batch = data.transfer_batch_to_device(data.on_before_batch_transfer(batch, 0), self.root_device, 0)
         batch = data.on_after_batch_transfer(batch, 0)
-        inputs = split_samples(input_of_network(module, batch), self.microbatches)[0].contiguous()
-        return inputs, tree_map_only(Tensor, lambda values: split_samples(values, self.microbatches)[0], batch)
+        inputs = split_samples(input_of_network(module, batch), parts)[0].contiguous()
+        return inputs, tree_map_only(Tensor, lambda values: split_samples(values, parts)[0], batch)
 
     def _log_stages(self, stages: list[list[Block]]) -> None:
         bubble = self.spec.bubble(self.device_mesh["pipeline"].size(), self.microbatches)
@@ -215,14 +234,13 @@ class Pipeline(ShardedStateStrategy):
 
     def _loss(self, outputs: tuple[Tensor], number: Tensor) -> Tensor:
         """Return the loss of micro-batch `number`, a CPU tensor because the schedule splits a tensor of targets."""
-        micro_batch = tree_map_only(Tensor, lambda values: values[int(number)], self._batch)
-        module = cast(Any, self.lightning_module)
         with computation():
-            loss = module.loss(outputs[0], micro_batch)
-        # A Batch has weights, whose sum over the micro-batches is 1.
-        return loss if isinstance(self._batch, Batch) else loss / self.microbatches
+            loss = cast(Any, self.lightning_module).loss(outputs[0], self._micro_batch(int(number)))
+        return loss if self._divisor == 1 else loss / self._divisor
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.outputs is not None:  # of a virtual rank, whose passes the schedule has computed
+            return super().training_step(batch, *args, **kwargs)
         self._batch = tree_map_only(Tensor, lambda values: split_samples(values, self.microbatches), batch)
         self._losses = None
         try:
@@ -230,19 +248,17 @@ class Pipeline(ShardedStateStrategy):
         finally:
             self._batch = None
         returned = result["loss"] if isinstance(result, dict) else result
-        if self._losses is not None and not self._has_compared and isinstance(returned, Tensor):
-            self._has_compared = True
-            trained = torch.stack(self._losses).detach().sum() if self._losses else returned.detach()
-            self._check_loss(torch.stack([returned.detach(), trained]).double())
+        if self._losses is not None and isinstance(returned, Tensor):
+            self.compare_loss(returned.detach())
         self._losses = None
         return result
 
-    def _check_loss(self, own: Tensor) -> None:
-        """Check the loss that `training_step` returns: it is what `loss` computes, and the same on every rank.
-
-        Args:
-            own: the returned loss; and the trained one, on the rank of the last stage.
-        """
+    def compare_loss(self, own: Tensor) -> None:
+        """Check the first loss that `training_step` returns: it is the trained one, and the same on every rank."""
+        if self._has_compared:
+            return
+        self._has_compared = True
+        own = torch.stack([own, torch.stack(self._losses).detach().sum() if self._losses else own]).double()
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(ranks, own, group=self._group)
         returned, trained = torch.stack(ranks)[:, 0], ranks[self._stage_to_rank[-1]][1]
@@ -264,41 +280,64 @@ class Pipeline(ShardedStateStrategy):
                 "see: register it as a buffer and change that in place, or use strategy=ddp or fsdp"
             )
 
-    def _run_schedule(self, inputs: Tensor) -> Tensor:
-        """Run the schedule on the inputs of the network; return its (samples, ...) outputs on every rank.
-
-        `_gradients` gets the new gradients; those of the parameters stay as they were.
-        """
+    def _train_batch(self, inputs: Tensor) -> Tensor:
+        """Train the current batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
         if self._losses is not None:
-            raise UserError(
-                f"strategy=pipeline: {type(self.lightning_module).__name__}.training_step calls its `net` twice: call "
-                "it once, or use strategy=ddp or fsdp"
-            )
-        self._losses = []
+            raise self._called_twice()
+        keys, seed = sample_random.keys if self._draws else None, sample_random.call_seed
+        # A Batch has weights, whose sum over the micro-batches is 1.
+        divisor = 1 if isinstance(self._batch, Batch) else self.microbatches
+        in_order = split_samples(inputs, self.microbatches).flatten(0, 1)
+        of_micro_batches = None if keys is None else split_samples(keys, self.microbatches).contiguous()
+        outputs = self.run_schedule(in_order, self._micro_batch_of, divisor, of_micro_batches)
+        if keys is not None:
+            sample_random.begin_micro_batch(keys, seed + self._random_calls)
+        return join_samples(outputs, self.microbatches)
+
+    def _micro_batch_of(self, number: int) -> Any:
+        """Return a micro-batch of the current batch."""
+        return tree_map_only(Tensor, itemgetter(number), self._batch)
+
+    def run_schedule(
+        self, inputs: Tensor, micro_batch: Callable[[int], Any], divisor: int, keys: Tensor | None
+    ) -> Tensor:
+        """Run the forward and the backward passes of all micro-batches; return their outputs on every rank.
+
+        `_gradients` gets the gradients; those of the parameters stay as they were, until Lightning resets them.
+
+        Args:
+            inputs: those of the network, one micro-batch after the other, as are the outputs.
+            micro_batch: maps the number of a micro-batch to what `loss` takes.
+            divisor: divides the losses.
+            keys: (micro-batches, n) keys of the samples' random numbers; None if the network draws none.
+        """
         self._check_constants()
-        accumulated = [weight.grad if self._accumulate > 1 else None for weight in self._parameters]
+        self._losses, self._micro_batch, self._divisor = [], micro_batch, divisor
+        before = [weight.grad for weight in self._parameters]
         for weight in self._parameters:
             weight.grad = None
-        if self._draws:
-            keys, seed = sample_random.keys, torch.initial_seed()
-            for stage in self._own_stages.values():
-                stage.keys, stage.seed = split_samples(keys, self.microbatches).contiguous(), seed
-        in_order, numbers = split_samples(inputs, self.microbatches).flatten(0, 1), torch.arange(self.microbatches)
+        for stage in self.own_stages.values():
+            stage.keys, stage.seed = keys, sample_random.call_seed
         with torch.enable_grad():
-            outputs = self._torch_schedule.step(in_order, target=numbers, losses=self._losses)
-        if self._draws:
-            sample_random.begin_micro_batch(keys, seed + self._random_calls)
+            targets = torch.arange(self.microbatches)
+            outputs = self._torch_schedule.step(inputs, target=targets, losses=self._losses)
         self._gradients = [(weight, weight.grad) for weight in self._parameters if weight.grad is not None]
-        for weight, gradient in zip(self._parameters, accumulated, strict=True):
+        for weight, gradient in zip(self._parameters, before, strict=True):
             weight.grad = gradient
-        own = () if outputs is None else (join_samples(outputs[0].detach(), self.microbatches),)
+        own = () if outputs is None else (outputs[0].detach().contiguous(),)
         return self._broadcast(-1, own, len(inputs))[0]
+
+    def _called_twice(self) -> UserError:
+        return UserError(
+            f"strategy=pipeline: {type(self.lightning_module).__name__}.training_step calls its `net` twice: call "
+            "it once, or use strategy=ddp or fsdp"
+        )
 
     def _run_stages(self, inputs: Tensor) -> Tensor:
         """Evaluate one stage after the other, each on its rank; return the outputs of the network on every rank."""
         values: tuple[Tensor, ...] = (inputs,)
         for number in range(len(self._stage_to_rank)):
-            stage = self._own_stages.get(number)
+            stage = self.own_stages.get(number)
             values = self._broadcast(number, stage(*values) if stage else (), len(inputs))
             if stage and stage.calls:  # the stages before it have not drawn theirs on this rank
                 raise sample_random.refusal("the evaluation of a pipeline's stage")
@@ -318,7 +357,9 @@ class Pipeline(ShardedStateStrategy):
         """Add the gradients of the schedule to the parameters, averaged over the replicas."""
         module = cast(Any, self.lightning_module)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if not self._is_sharded:  # FSDP2 has done it; DDP would miss the gradients that bypass its hooks
+        if not (
+            self._is_sharded or self.is_bit_exact
+        ):  # FSDP2 has done it; DDP would miss the gradients that bypass its hooks
             average_over(self._replicas.get_group(), [gradient for _, gradient in self._gradients])
         for weight, gradient in self._gradients:
             if self._accumulate > 1:
@@ -334,10 +375,16 @@ class Pipeline(ShardedStateStrategy):
                 f"strategy=pipeline: the network was cut for samples of shape {list(self._input_shape)}, and gets "
                 f"{list(inputs.shape[1:])}: pad all samples to one shape, or use strategy=ddp or fsdp"
             )
+        if self.outputs is not None:
+            if not self.outputs:
+                raise self._called_twice()
+            if self._random_calls:
+                torch.default_generator.manual_seed(torch.initial_seed() + self._random_calls)
+            return self.outputs.pop()
         if self._batch is None:
             return self._run_stages(inputs)
         with communication():  # between the passes a rank waits
-            return self._run_schedule(inputs)
+            return self._train_batch(inputs)
 
     @property
     def owns_state(self) -> bool:

@@ -44,11 +44,11 @@ class _Called(BaseException):
     """Ends a step where it calls its network; no `except Exception` of a user stops it."""
 
 
-def input_of_network(module: Any, batch: Any) -> Tensor:
+def input_of_network(module: Any, batch: Any, batch_idx: int = 0) -> Tensor:
     """Return what `training_step` gives the network for a batch, (n, ...)."""
     forward_raises = mock.patch.object(module.net, "forward", side_effect=_Called)
     with without_log(module), forward_raises as forward, suppress(_Called):
-        module.training_step(batch, 0)
+        module.training_step(batch, batch_idx)
     found = [value for call in forward.call_args_list for value in (*call.args, *call.kwargs.values())]
     if len(found) != 1 or not isinstance(found[0], Tensor):
         raise UserError(

@@ -18,6 +18,7 @@ from src.engine.determinism.dropout import dropouts, set_keys
 from src.engine.determinism.random_functions import sample_random
 from src.engine.observe.recording import pipeline_pass
 from src.engine.parallel.pipeline.blocks import Block
+from src.engine.parallel.virtual_ranks import PassSums
 
 
 def split_samples(values: Tensor, microbatches: int) -> Tensor:
@@ -43,6 +44,8 @@ class Stage(nn.Module):
         calls_before: such calls in the stages before it.
         keys: (micro-batches, n) keys of the samples of the batch; None if no random number is drawn.
         seed: seed of torch's generator before the batch.
+        pass_sums: gets the gradients and buffers of each micro-batch, if it is a virtual rank.
+        first_virtual_rank: that of the first micro-batch.
     """
 
     def __init__(self, net: nn.Module, blocks: Sequence[Block], inputs: Sequence[fx.Node]) -> None:
@@ -53,7 +56,25 @@ class Stage(nn.Module):
         self._dropouts = dropouts(self)
         self.keys: Tensor | None = None
         self.seed = 0
+        self.pass_sums: PassSums | None = None
+        self.first_virtual_rank = 0
         self._formats = [_memory_format(node) for node in inputs]
+
+    def begin_forward(self, number: int) -> None:
+        """Begin the forward pass of a micro-batch."""
+        self.begin_micro_batch(number)
+        if self.pass_sums:
+            self.pass_sums.begin_forward()
+
+    def end_forward(self, number: int) -> None:
+        """End the forward pass of a micro-batch."""
+        if self.pass_sums:
+            self.pass_sums.end_forward(self.first_virtual_rank + number)
+
+    def end_backward(self, number: int) -> None:
+        """End the backward pass of a micro-batch, when it has the gradients of the weights."""
+        if self.pass_sums:
+            self.pass_sums.end_backward(self.first_virtual_rank + number)
 
     def begin_micro_batch(self, number: int) -> None:
         """Draw random numbers for the samples of a micro-batch; in its backward pass, a block may be computed again."""
@@ -184,9 +205,11 @@ class RecordedStage(PipelineStage):
     submod: Any
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.submod.begin_micro_batch(fwd_chunk_id)
+        self.submod.begin_forward(fwd_chunk_id)
         with pipeline_pass(self.stage_index, fwd_chunk_id, "F"):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.submod.end_forward(fwd_chunk_id)
+        return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -194,7 +217,10 @@ class RecordedStage(PipelineStage):
         self.submod.begin_micro_batch(bwd_chunk_id)
         with pipeline_pass(self.stage_index, bwd_chunk_id, "B" if full_backward else "I"):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=full_backward, last_backward=last_backward)
+        if full_backward:
+            self.submod.end_backward(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with pipeline_pass(self.stage_index, bwd_chunk_id, "W"):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        self.submod.end_backward(bwd_chunk_id)

@@ -1,0 +1,27 @@
+"""What else has the same bits on any hardware, while virtual ranks are computed one by one: threads, clipping."""
+
+import os
+import warnings
+from functools import partial
+from typing import Any, cast
+
+import lightning as L
+import torch
+
+from src.engine.parallel.gradients import clip_by_norm_over
+
+
+class BitExactness(L.Callback):
+    """Computes with as many threads on any number of processes, and clips by a norm that any division of tensors has.
+
+    The number of threads changes the order of sums on a CPU. It is one, unless OMP_NUM_THREADS says otherwise.
+    """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # Lightning's advice to set sync_dist=True; values are those of all virtual ranks already.
+        warnings.filterwarnings("ignore", "It is recommended to use `self.log")
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        plugin, ranks = cast(Any, trainer.precision_plugin), trainer.distributed_sampler_kwargs or {}
+        plugin.clip_grad_by_norm = partial(clip_by_norm_over, ranks.get("model_group"))

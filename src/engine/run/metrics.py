@@ -1,0 +1,249 @@
+"""The states of metrics: of each virtual rank while these are computed one by one, and in checkpoints."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_mean
+
+_COUNT = "_update_count"  # of a metric, beside its states
+_State = dict[str, Any]  # tensors, and lists of them, by the names of a metric's states
+
+
+class VirtualMetrics(L.Callback):
+    """Gives each virtual rank states of its own of all metrics, which `compute` reduces in the order of these ranks.
+
+    So a metric has the value that it would have on as many processes, to the last bit. The metrics are those of the
+    module and of callbacks, and Lightning's means of values that are logged in evaluation. Outside of the passes of
+    virtual ranks, hooks see the states of virtual rank 0; what they change in a process without it has no effect.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Any] = {}  # by name, but for Lightning's means
+        self._states: dict[str, dict[int, _State]] = {}  # of each metric, by virtual rank, but of the current one
+        self._current = 0
+
+    def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Change how the metrics synchronize and reset their states."""
+        self.metrics = _metrics(pl_module)
+        for callback in trainer.callbacks:
+            attributes = {f"{type(callback).__name__}.{name}": value for name, value in vars(callback).items()}
+            self.metrics |= {name: value for name, value in attributes.items() if isinstance(value, Metric)}
+        for name, metric in self.metrics.items():
+            vars(metric)["sync_context"] = partial(self._reduced, trainer, name, metric)
+            vars(metric)["reset"] = partial(self._reset, name, metric)
+
+    on_sanity_check_start = on_train_start = on_test_start = _begin
+
+    def enter(self, trainer: L.Trainer, number: int) -> None:
+        """Give all metrics the states of a virtual rank."""
+        results = {} if trainer.training else _result_metrics(trainer)
+        for name, metric in (self.metrics | results).items():
+            states = self._states.setdefault(name, {})
+            states[self._current] = _state(metric)
+            # Without virtual rank 0 a process has its count, or `compute` would warn.
+            count = max(state[_COUNT] for state in states.values()) if number == 0 else 0
+            vars(metric).update(states.get(number) or _initial_state(metric) | {_COUNT: count})
+        self._current = number
+
+    def states(self, trainer: Any, name: str, metric: Any) -> dict[int, _State]:
+        """Return the states of a metric on the virtual ranks of this process."""
+        states = self._states.get(name, {}) | {self._current: _state(metric)}
+        return {number: states.get(number) or _initial_state(metric) for number in trainer.datamodule.own_virtual_ranks}
+
+    def restore(self, name: str, metric: Any, states: dict[int, _State]) -> None:
+        """Set the states of a metric on all virtual ranks."""
+        self._states[name] = dict(states)
+        vars(metric).update(states[self._current])
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        own = cast(Any, trainer.datamodule).own_virtual_ranks
+        self.enter(trainer, own[batch_idx % len(own)])
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Give all processes the means of all virtual ranks, before hooks of others read them."""
+        self.enter(trainer, 0)
+        results = _result_metrics(trainer)
+        states = _gather(trainer, {name: self.states(trainer, name, result) for name, result in results.items()})
+        for name, result in results.items():
+            vars(result).update(_combine(result, states[name]))
+            self._states.pop(name)
+
+    on_test_batch_start, on_test_epoch_end = on_validation_batch_start, on_validation_epoch_end
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for metric in self.metrics.values():
+            vars(metric).pop("sync_context", None)
+            vars(metric).pop("reset", None)
+
+    @contextmanager
+    def _reduced(
+        self, trainer: L.Trainer, name: str, metric: Any, *_: Any, should_sync: bool = True, **__: Any
+    ) -> Iterator[None]:
+        """Let a metric have the state of all virtual ranks, as in `Metric.sync_context`. Every process must call it."""
+        if not should_sync:
+            yield
+            return
+        own = _state(metric)
+        states = _gather(trainer, {name: self.states(trainer, name, metric)})[name]
+        vars(metric).update(_combine(metric, states))
+        yield
+        vars(metric).update(own)
+
+    def _reset(self, name: str, metric: Any) -> None:
+        self._states.pop(name, None)
+        type(metric).reset(metric)
+
+
+class MetricStates(L.Callback):
+    """Saves the states of all metrics, and restores them.
+
+    The mean of an epoch thus covers the whole epoch after a resumption within it, also on other ranks. A checkpoint
+    between two epochs omits the metrics that the module logs, because Lightning resets these. The states are reduced
+    over the data-parallel ranks, and the first rank gets the sums. A state without a sum over ranks, such as that of a
+    correlation, is the first rank's.
+
+    Args:
+        virtual: has the states of each virtual rank, which are then saved and restored as they are.
+    """
+
+    def __init__(self, virtual: VirtualMetrics | None = None) -> None:
+        self.virtual = virtual
+        self._saved: dict[str, Any] = {}  # of a checkpoint, until they are restored
+        self._is_within_epoch = False
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        metrics = _metrics_to_save(trainer, pl_module, is_within_epoch=checkpoint["position"]["samples"] > 0)
+        metrics = {name: metric for name, metric in metrics.items() if name not in self._saved}
+        virtual = self.virtual.metrics if self.virtual else {}
+        rank = trainer.datamodule.parallel.dp_rank
+        own = {name: {rank: _state(metric)} for name, metric in metrics.items() if name not in virtual}
+        for name in metrics.keys() & virtual.keys():
+            own[name] = self.virtual.states(trainer, name, metrics[name])
+        states: dict[str, Any] = _gather(trainer, _on_cpu(own))
+        states |= {name: _reduce(metrics[name], states[name]) for name in states.keys() - virtual.keys()}
+        checkpoint["metric_states"] = self._saved | states
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.training:
+            self._saved = checkpoint.get("metric_states", {})
+            self._is_within_epoch = checkpoint["position"]["samples"] > 0
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Restore before the module resets metrics for a new epoch."""
+        if not self._is_within_epoch:
+            self._restore(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Restore after the module has reset metrics at the start of training, or of the epoch that it continues."""
+        self._restore(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Restore a value that Lightning accumulates after its first `self.log`, which begins it."""
+        results = trainer.fit_loop.epoch_loop._results
+        for name in self._saved.keys() & results.keys():
+            result, state = results[name], self._saved.pop(name)
+            is_shared = trainer.datamodule.bit_exact  # by all processes
+            own = state if is_shared or trainer.datamodule.parallel.dp_rank == 0 else result._defaults
+            # The type is that of the value on all ranks, as the collective of Lightning's mean needs it.
+            result._reduce_states({key: own[key].to(result.value, non_blocking=True) for key in result._defaults})
+            result._computed = None
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._saved = {}
+
+    def _restore(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Set each state on the first rank, and the default on the others; all of them get a mean, and the count."""
+        for name, metric in _metrics(module).items():
+            if name not in self._saved:
+                continue
+            Metric.reset(metric)  # the `reset` of a wrapper would reset other metrics
+            # The host need not wait for the device.
+            saved = tree_map_only(Tensor, lambda x: x.to(module.device, non_blocking=True), self._saved.pop(name))
+            if self.virtual:
+                self.virtual.restore(name, metric, saved)
+                continue
+            for key, value in saved.items():
+                is_mean = metric._reductions.get(key, dim_zero_mean) is dim_zero_mean
+                if is_mean or trainer.datamodule.parallel.dp_rank == 0:
+                    setattr(metric, key, value)
+
+
+def _metrics(module: L.LightningModule) -> dict[str, Metric]:
+    return {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+
+
+def _result_metrics(trainer: Any) -> dict[str, Any]:
+    """Return the means that Lightning makes of values logged in the current evaluation."""
+    return {f"results.{name}": result for name, result in trainer._results.items() if result.is_tensor}
+
+
+def _metrics_to_save(trainer: L.Trainer, module: L.LightningModule, is_within_epoch: bool) -> dict[str, Metric]:
+    """Return the metrics by name, without those that Lightning resets before a resumed run would use them."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    accumulated: dict[str, Any] = {}
+    finished = [*loop.val_loop._results.values(), *([] if is_within_epoch else loop._results.values())]
+    if is_within_epoch:
+        accumulated = {name: item for name, item in loop._results.items() if item.is_tensor and item.meta.on_epoch}
+    reset = {id(item.value) for item in finished}  # metrics have an `==` of their own
+    return accumulated | {name: metric for name, metric in _metrics(module).items() if id(metric) not in reset}
+
+
+def _state(metric: Any) -> _State:
+    return {name: getattr(metric, name) for name in (_COUNT, *metric._defaults)}
+
+
+def _initial_state(metric: Any) -> _State:
+    defaults: _State = {
+        name: default.to(_device(metric), copy=True) if isinstance(default, Tensor) else []
+        for name, default in metric._defaults.items()
+    }
+    return {_COUNT: 0} | defaults
+
+
+def _device(metric: Any) -> torch.device:
+    return metric.value.device if isinstance(metric, _ResultMetric) else metric.device
+
+
+def _on_cpu(states: Any) -> Any:
+    """Return copies of the tensors in CPU memory."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), states)
+
+
+def _gather(trainer: Any, own: dict[str, dict[int, _State]]) -> dict[str, list[_State]]:
+    """Return the states of each metric in the order of their (virtual) ranks. Every data-parallel rank must call it."""
+    ranks = [own] * trainer.datamodule.parallel.dp_size
+    if len(ranks) > 1:
+        dist.all_gather_object(ranks, _on_cpu(own), trainer.distributed_sampler_kwargs.get("group"))
+    numbered = {name: {n: state for rank in ranks for n, state in rank.get(name, {}).items()} for name in own}
+    return {name: [states[number] for number in sorted(states)] for name, states in numbered.items()}
+
+
+def _reduce(metric: Any, states: list[_State]) -> _State:
+    """Return the state of all ranks from that of each; that of the first if the run logs its value, or has no sum."""
+    is_synchronized = metric.meta.sync.should if isinstance(metric, _ResultMetric) else metric.sync_on_compute
+    has_sum = all(metric._reductions[name] or isinstance(states[0][name], list) for name in metric._defaults)
+    return _combine(metric, states) if is_synchronized and has_sum else states[0]
+
+
+def _combine(metric: Any, states: list[_State]) -> _State:
+    """Return the state of several ranks as torchmetrics synchronizes it: a state without a sum is that of each rank."""
+    combined = {_COUNT: max(state[_COUNT] for state in states)}
+    for name, reduction in metric._reductions.items():
+        values = [state[name] for state in states]
+        if isinstance(values[0], list):
+            combined[name] = [item.to(_device(metric)) for part in values for item in part]
+        else:
+            stacked = torch.stack(values).to(_device(metric))
+            combined[name] = reduction(stacked) if reduction else stacked
+    return combined

@@ -1,0 +1,132 @@
+"""Compute an optimizer step in parts, each with a forward and a backward pass of its own.
+
+A batch of Lightning is an optimizer step, on any hardware: hooks, `batch_idx`, counts and logs come once per step.
+The loader yields the parts of a step (`src/engine/determinism/ordered_data.py`), and the closure that Lightning gives
+to the optimizer computes them one after the other. The parts are micro-batches, whose gradients add up in place; or
+the virtual ranks of this process (`src/engine/parallel/virtual_ranks.py`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch.nn.functional as F
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from src.engine.determinism.batch import StepPart, join
+from src.engine.determinism.random_functions import RandomNumbers, sample_random
+from src.engine.observe.recording import computation
+from src.engine.parallel.virtual_ranks import VirtualRanks
+from src.engine.run.pass_log import PassLog
+from src.engine.utils.errors import UserError
+
+_COLUMNS = 64  # processes exchange tables with a multiple of so many columns, also if they log different values
+
+
+class StepInParts(_AutomaticOptimization):
+    """Runs `training_step` and the backward pass for each part; Lightning goes on with clipping and the optimizer."""
+
+    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
+        data = self.trainer.datamodule
+        if len(data.parts) == 1 and not data.bit_exact:
+            return super()._make_closure(kwargs, optimizer, batch_idx)
+        backward, zero_grad = self._make_backward_fn(optimizer), self._make_zero_grad_fn(batch_idx, optimizer)
+        kind = _VirtualRankPasses if data.bit_exact else _MicroBatchPasses
+        return Closure(lambda: self._compute(kind(self.trainer, batch_idx), kwargs, zero_grad, backward))
+
+    def _compute(
+        self,
+        passes: "_MicroBatchPasses | _VirtualRankPasses",
+        kwargs: Any,
+        zero_grad: Callable[[], None] | None,
+        backward: Callable[[Tensor], None] | None,
+    ) -> ClosureResult:
+        """Compute the parts; return the mean loss, and what `training_step` returned besides."""
+        trainer, data, outputs = self.trainer, self.trainer.datamodule, list[Any]()
+        results, log = trainer.fit_loop.epoch_loop._results, PassLog(trainer.strategy.root_device)
+        plugin = trainer.precision_plugin
+        # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
+        with mock.patch.object(plugin, "post_backward", lambda loss, module: loss.detach()):
+            for number, part in enumerate(data.parts):
+                with passes.one_pass(number, part), computation():
+                    with results.divert(log):
+                        output = self._training_step(kwargs | {"batch": part.batch})
+                    if zero_grad and number == 0:
+                        zero_grad()
+                    if backward and output.closure_loss is not None:
+                        with results.divert(log):
+                            backward(output.closure_loss / passes.count)
+                log.end_pass(output.loss)
+                outputs.append(output.extra)
+        table = passes.finish(log.rows())
+        data.end_parts()
+        log.log(results, table, is_complete=data.bit_exact)
+        loss = log.mean_loss(table)
+        if loss is not None:
+            plugin.post_backward(loss, trainer.lightning_module)
+        return ClosureResult(loss, extra=outputs[0] if data.bit_exact else join(outputs))
+
+
+class _MicroBatchPasses:
+    """Adds the gradients of micro-batches in place; the strategy averages them over the ranks in the last pass."""
+
+    def __init__(self, trainer: Any, step: int) -> None:
+        self.trainer, self.count = trainer, trainer.datamodule.accumulate
+
+    @contextmanager
+    def one_pass(self, number: int, part: StepPart) -> Iterator[None]:
+        """Compute a micro-batch: each begins with the same generators, and draws the numbers of its samples."""
+        is_last = number == self.count - 1
+        with ExitStack() as stack:
+            if not is_last:
+                stack.enter_context(isolate_rng(include_cuda=False))
+            stack.enter_context(_block_parallel_sync_behavior(self.trainer.strategy, block=not is_last))
+            self.trainer.datamodule.begin_part(part)
+            _random_numbers(self.trainer).begin_part(self.trainer)
+            yield
+            sample_random.check()
+
+    def finish(self, rows: Tensor) -> Tensor:
+        """Return the rows of the table of logged values."""
+        return rows
+
+
+class _VirtualRankPasses:
+    """Computes the virtual ranks of this process; the strategy adds their gradients over all processes."""
+
+    def __init__(self, trainer: Any, step: int) -> None:
+        self.trainer, self.step, self.count = trainer, step, trainer.datamodule.virtual_ranks
+        self.virtual = getattr(trainer.strategy, "virtual_ranks", VirtualRanks)(trainer)
+        self.virtual.begin(trainer.datamodule.parts, step, self._begin_part)
+
+    @contextmanager
+    def one_pass(self, number: int, part: StepPart) -> Iterator[None]:
+        """Compute a virtual rank, which draws its own random numbers."""
+        strategy, virtual_rank = self.trainer.strategy, self.virtual.own[number]
+        self._begin_part(virtual_rank, part)
+        with mock.patch.multiple(strategy, reduce=_refuse, all_gather=_refuse), self.virtual.one_pass(virtual_rank):
+            yield
+
+    def finish(self, rows: Tensor) -> Tensor:
+        """Return the rows of all virtual ranks, when the gradients are complete."""
+        _random_numbers(self.trainer).begin_virtual_rank(self.trainer, self.step, self.count)  # for the hooks
+        return self.virtual.finish(F.pad(rows, (0, -rows.shape[1] % _COLUMNS)))
+
+    def _begin_part(self, virtual_rank: int, part: StepPart) -> None:
+        self.trainer.datamodule.begin_part(part)
+        _random_numbers(self.trainer).begin_virtual_rank(self.trainer, self.step, virtual_rank)
+
+
+def _random_numbers(trainer: Any) -> RandomNumbers:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, RandomNumbers))
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise UserError(
+        "bit_exact=true computes the virtual ranks one by one, and training_step communicates between ranks "
+        "(all_gather, reduce): log with sync_dist=True instead, or set bit_exact=false"
+    )
