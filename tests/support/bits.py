@@ -34,7 +34,11 @@ def check_equal_bits(records: list[Record], reference: Record) -> None:
         records: those of all ranks, of which each may have a part of the weights and moments.
         reference: the record of one process.
     """
-    assert rows_of(records[0].file.parent) == rows_of(reference.file.parent)
+    ours, theirs = rows_of(records[0].file.parent), rows_of(reference.file.parent)
+    assert len(ours) == len(theirs), "the runs have different numbers of rows"
+    for row, other in zip(ours, theirs, strict=True):
+        for name in row.keys() | other.keys():
+            assert row.get(name) == other.get(name), f"{name} of step {row['step']}: {row.get(name)}, {other.get(name)}"
     for kind in ("final", "optimizer"):
         expected, names = getattr(reference, kind), set()
         for record in records:

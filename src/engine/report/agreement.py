@@ -4,6 +4,8 @@ In float64 the losses agree to 1e-9, or to 1e-5 if torchmetrics have averaged th
 rounding of float32, tenfold per step or more, until two runs differ as two seeds do (docs/how-it-works.md has numbers).
 So their first step must agree tightly, and a later one loosely. Lower precisions begin looser, as does float32 on a
 GPU, whose convolutions round to TF32.
+
+Runs with `bit_exact=true` have equal bits, unless what else changes them differs: their `numerics`.
 """
 
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ import numpy as np
 from src.engine.report.run_folder import Curve, RunFolder
 
 _METRIC = "train/loss"
+_OF_MACHINE = ("throughput/", "ranks/")  # metrics of speed and memory
 # Relative: at the first step, and at most.
 _TIGHT, _LOGGED_IN_FLOAT32, _FLOAT32, _LOW = (1e-9, 1e-9), (1e-5, 1e-5), (1e-5, 0.5), (1e-2, 0.5)
 
@@ -38,9 +41,46 @@ def verdicts(runs: Sequence[RunFolder], names: Sequence[str]) -> list[Verdict]:
     """Compare the runs of each experiment with the first of them; an experiment with one run has no verdict."""
     groups: dict[str, list[tuple[RunFolder, str]]] = {}
     for run, name in zip(runs, names, strict=True):
-        if run.experiment and _METRIC in run.curves:
+        if run.experiment and (run.is_bit_exact or _METRIC in run.curves):
             groups.setdefault(run.experiment, []).append((run, name))
-    return [_compare(*other, *first) for first, *others in groups.values() for other in others]
+    compared = [(*other, *first) for first, *others in groups.values() for other in others]
+    return [_compare_bits(*four) if four[0].is_bit_exact else _compare(*four) for four in compared]
+
+
+def _compare_bits(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Verdict:
+    """Compare all values that both runs have logged."""
+    count, differences = 0, list[tuple[float, str, float, float]]()
+    for metric in sorted(run.curves.keys() & first.curves.keys()):
+        if metric.startswith(_OF_MACHINE):
+            continue
+        steps, ours, theirs = np.intersect1d(run.curves[metric].steps, first.curves[metric].steps, return_indices=True)
+        values, others = run.curves[metric].values[ours], first.curves[metric].values[theirs]
+        differing = np.flatnonzero((values != others) & ~(np.isnan(values) & np.isnan(others)))
+        count += len(steps)
+        if len(differing):
+            at = differing[0]
+            differences.append((steps[at], metric, float(values[at]), float(others[at])))
+    experiment = f"Experiment {run.experiment}:"
+    if not differences:
+        return Verdict(f"{experiment} {name} and {first_name} are equal to the last bit ({count} values).", False)
+    step, metric, value, other = min(differences)
+    measured = f"{metric} is {value!r} and {other!r}, which differ from digit {_first_digit(value, other)} on"
+    sentence = f"{experiment} {name} parts from {first_name} at step {step:.0f}: {measured}."
+    changed = {key for key in run.numerics | first.numerics if run.numerics.get(key) != first.numerics.get(key)}
+    if not changed:
+        return Verdict(sentence, True)
+    causes = [f"{key} ({run.numerics.get(key)}, {first.numerics.get(key)})" for key in sorted(changed)]
+    is_beyond_rounding = _METRIC in run.curves and _compare(run, name, first, first_name).parts
+    return Verdict(f"{sentence} They differ in {', '.join(causes)}, which changes bits.", is_beyond_rounding)
+
+
+def _first_digit(a: float, b: float) -> int:
+    """Return the number of the first significant digit in which two numbers differ, counted from one."""
+    (ours, our_exponent), (theirs, their_exponent) = (f"{x:+.16e}".split("e") for x in (a, b))
+    if our_exponent != their_exponent:
+        return 1
+    equal = [x == y for x, y in zip(ours.replace(".", ""), theirs.replace(".", ""), strict=False)]
+    return max(1, equal.index(False)) if False in equal else len(equal)
 
 
 def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Verdict:

@@ -104,6 +104,16 @@ class RunFolder:
         return self.config.get("experiment")
 
     @property
+    def is_bit_exact(self) -> bool:
+        """Whether it computes its virtual ranks one by one."""
+        return self.config.get("bit_exact") is True
+
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """What changes the last bits of its numbers, but no experiment."""
+        return self.started.get("numerics", {})
+
+    @property
     def started(self) -> dict[str, Any]:
         """The newest event that has the command and the changed options; empty if none is recorded."""
         return next((event for event in reversed(self.events) if event["event"] in ("start", "resume")), {})

@@ -9,6 +9,18 @@ import lightning as L
 import torch
 
 from src.engine.parallel.gradients import clip_by_norm_over
+from src.engine.utils.tensors import to_local
+
+
+def numerics(module: L.LightningModule, precision: str) -> dict[str, Any]:
+    """Return what changes the last bits of a run's numbers on one kind of device, but no experiment."""
+    has_channels_last = any(not to_local(weight).is_contiguous() for weight in module.parameters())
+    found = {
+        "precision": precision,
+        "filters": "channels last" if has_channels_last else "contiguous",
+        "compiled": bool(getattr(module, "should_compile", False)),
+    }
+    return found | ({"threads": torch.get_num_threads()} if module.device.type == "cpu" else {})
 
 
 class BitExactness(L.Callback):

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from src.engine.determinism.fingerprint import Experiment, continue_experiment, describe_experiment
 from src.engine.observe.csv import CSVLogger
 from src.engine.observe.guard import start_loggers
+from src.engine.run.bit_exact import numerics
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_event, append_resize, read_events
 
@@ -36,6 +37,7 @@ class RunDescription(L.Callback):
         self._loggers = loggers
         self._resumed_at = 0  # optimizer step
         self._restored_metrics: dict[str, float] = {}
+        self._numerics: dict[str, Any] = {}  # of the checkpoint that the run continues
         self._num_parameters = 0
         self._experiment: Experiment | None = None  # None without training data
 
@@ -54,12 +56,14 @@ class RunDescription(L.Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = OmegaConf.to_yaml(self.config)
         checkpoint["experiment"] = asdict(self._experiment) if self._experiment else None
+        checkpoint["numerics"] = numerics(pl_module, str(trainer.precision))
         checkpoint["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training and self._experiment:
             self._experiment = continue_experiment(checkpoint, self._experiment, self.config)
             self._resumed_at, self._restored_metrics = checkpoint["global_step"], checkpoint.get("metrics", {})
+            self._numerics = checkpoint.get("numerics", {})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for name, value in self._restored_metrics.items():
@@ -68,6 +72,8 @@ class RunDescription(L.Callback):
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 logger.cut(self._resumed_at)
+        if self.config.bit_exact:
+            self._compare_numerics(numerics(pl_module, str(trainer.precision)))
         if trainer.is_global_zero:
             banner = self._banner(trainer, pl_module)
             width = max(map(len, banner))
@@ -78,6 +84,12 @@ class RunDescription(L.Callback):
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._start(trainer, pl_module, is_first_stage=not (self.config.fit or self.config.test))
+
+    def _compare_numerics(self, now: dict[str, Any]) -> None:
+        """Warn of what changes the last bits of a run that goes on."""
+        changes = [f"{key}={now[key]} (before {old})" for key, old in self._numerics.items() if now.get(key) != old]
+        if changes:
+            _log.warning("the run goes on with other bits than without the interruption: %s", ", ".join(changes))
 
     def _start(self, trainer: L.Trainer, module: L.LightningModule, is_first_stage: bool) -> None:
         """Start the loggers in this process, log the configuration, and record the start in `events.jsonl`."""
@@ -90,8 +102,9 @@ class RunDescription(L.Callback):
         settings |= {"data_source": data.description, "global_batch_size": data.global_batch_size}
         resizes = [event for event in read_events(self.config.run_dir) if event["event"] == "resized"]
         settings["runtime"] |= {"resized": resizes} if resizes else {}
+        settings |= {"experiment": self._fingerprint, "numerics": numerics(module, str(trainer.precision))}
         for logger in trainer.loggers:
-            logger.log_hyperparams(settings | {"experiment": self._fingerprint})
+            logger.log_hyperparams(settings)
         if not (is_first_stage and trainer.is_global_zero):
             return
         config, runtime = self.config, settings["runtime"]
@@ -106,21 +119,20 @@ class RunDescription(L.Callback):
             world_size=trainer.world_size,
             hosts=trainer.num_nodes,
             experiment=self._fingerprint,
+            numerics=settings["numerics"],
             device=torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else module.device.type,
         )
 
     def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         data: Any = trainer.datamodule
-        batch, group = data.global_batch_size, trainer.optimizers[0].param_groups[0]
-        micro_batches, dp_size = data.layout.micro_batches, data.parallel.dp_size
-        mean_size = batch / micro_batches / dp_size  # uneven shares are larger and smaller
+        group = trainer.optimizers[0].param_groups[0]
         scaling = " after scaling" if getattr(module, "lr_scaling", "none") != "none" else ""
         banner = {
             "experiment": self._fingerprint,
             "strategy": f"{self._strategy_name}, {trainer.world_size} process(es) on {module.device.type}",
             "precision": trainer.precision,
             "data": data.description,
-            "batch": f"{batch} = {dp_size} x {micro_batches} micro-batches x {round(mean_size, 2):g} per device",
+            "batch": self._batch_size(data),
             "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {data.total_steps} steps",
             "parameters": f"{self._num_parameters:,}",
             "run folder": self.config.run_dir,
@@ -128,6 +140,14 @@ class RunDescription(L.Callback):
         if self.config.ckpt_path:
             banner["goes on from"] = f"{self.config.ckpt_path}, step {self._resumed_at}"
         return banner
+
+    def _batch_size(self, data: Any) -> str:
+        batch, count, dp_size = data.global_batch_size, data.virtual_ranks, data.parallel.dp_size
+        if data.bit_exact:
+            return f"{batch} = {count} virtual ranks x {batch // count}, one by one on {dp_size} data-parallel rank(s)"
+        micro_batches = data.layout.micro_batches
+        mean_size = batch / micro_batches / dp_size  # uneven shares are larger and smaller
+        return f"{batch} = {dp_size} x {micro_batches} micro-batches x {round(mean_size, 2):g} per device"
 
     @property
     def _fingerprint(self) -> str | None:

@@ -111,6 +111,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     configured = _configured_callbacks(cfg)
     # Lightning accepts this plugin with every strategy, but the name 64-true only with some.
     is_double = cfg.trainer.precision == "64-true"
+    needs_determinism = cfg.bit_exact and cfg.trainer.accelerator != "cpu"
     strategy = OmegaConf.masked_copy(cfg.strategy, [str(key) for key in cfg.strategy if key != NOT_PASSED])
     make_trainer = build(cfg.trainer, _partial_=True)
     try:
@@ -120,6 +121,7 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
             logger=CSVLogger(folder),  # RunDescription puts the configured loggers before it
             plugins=[AtomicCheckpointIO(), *([DoublePrecision()] if is_double else [])],
             precision=None if is_double else cfg.trainer.precision,
+            deterministic=cfg.trainer.get("deterministic") or needs_determinism or None,
             default_root_dir=folder,
             # Without a bar among the callbacks, Lightning would add its own.
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in configured.values()),
@@ -139,7 +141,8 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
     except (MisconfigurationException, ValueError) as error:
         message = " ".join(str(error).split())
         raise UserError(f"an option of `trainer`, `strategy` or `callbacks` is invalid: {message}") from error
-    patch_trainer(trainer, cfg.bit_exact)
+    virtual = next((callback for callback in trainer.callbacks if isinstance(callback, VirtualMetrics)), None)
+    patch_trainer(trainer, virtual)
     return trainer
 
 

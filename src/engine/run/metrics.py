@@ -1,6 +1,6 @@
 """The states of metrics: of each virtual rank while these are computed one by one, and in checkpoints."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -27,9 +27,13 @@ class VirtualMetrics(L.Callback):
     """
 
     def __init__(self) -> None:
-        self.metrics: dict[str, Any] = {}  # by name, but for Lightning's means
+        self.metrics: dict[str, Any] = {}  # by name
+        self.means: dict[str, Any] = {}  # Lightning's, of values logged in evaluation
         self._states: dict[str, dict[int, _State]] = {}  # of each metric, by virtual rank, but of the current one
-        self._current = 0
+        self._current, self._is_in_pass = 0, False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._trainer = trainer
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Change how the metrics synchronize and reset their states."""
@@ -38,15 +42,38 @@ class VirtualMetrics(L.Callback):
             attributes = {f"{type(callback).__name__}.{name}": value for name, value in vars(callback).items()}
             self.metrics |= {name: value for name, value in attributes.items() if isinstance(value, Metric)}
         for name, metric in self.metrics.items():
-            vars(metric)["sync_context"] = partial(self._reduced, trainer, name, metric)
+            vars(metric)["sync_context"] = partial(self._reduced, name, metric)
             vars(metric)["reset"] = partial(self._reset, name, metric)
 
-    on_sanity_check_start = on_train_start = on_test_start = _begin
+    on_sanity_check_start = on_train_start = _begin
 
-    def enter(self, trainer: L.Trainer, number: int) -> None:
-        """Give all metrics the states of a virtual rank."""
-        results = {} if trainer.training else _result_metrics(trainer)
-        for name, metric in (self.metrics | results).items():
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin new means."""
+        for name, result in self.means.items():
+            self._states.pop(name, None)
+            vars(result).update(_initial_state(result))
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._begin(trainer, pl_module)
+        self.on_validation_start(trainer, pl_module)
+
+    def add_mean(self, name: str, result: Any) -> None:
+        """Manage a mean that Lightning makes of a value logged in evaluation."""
+        self.means[f"mean.{name}"] = result
+        vars(result)["compute"] = partial(self._compute_mean, f"mean.{name}", result, result.compute)
+
+    def enter(self, number: int) -> None:
+        """Give all metrics the states of a virtual rank, whose pass begins."""
+        self._switch(number)
+        self._is_in_pass = True
+
+    def leave(self) -> None:
+        """Give all metrics the states of virtual rank 0, for the hooks after the passes."""
+        self._switch(0)
+        self._is_in_pass = False
+
+    def _switch(self, number: int) -> None:
+        for name, metric in (self.metrics if self._trainer.training else self.metrics | self.means).items():
             states = self._states.setdefault(name, {})
             states[self._current] = _state(metric)
             # Without virtual rank 0 a process has its count, or `compute` would warn.
@@ -54,32 +81,24 @@ class VirtualMetrics(L.Callback):
             vars(metric).update(states.get(number) or _initial_state(metric) | {_COUNT: count})
         self._current = number
 
-    def states(self, trainer: Any, name: str, metric: Any) -> dict[int, _State]:
+    def states(self, name: str, metric: Any) -> dict[int, _State]:
         """Return the states of a metric on the virtual ranks of this process."""
+        data: Any = self._trainer.datamodule
         states = self._states.get(name, {}) | {self._current: _state(metric)}
-        return {number: states.get(number) or _initial_state(metric) for number in trainer.datamodule.own_virtual_ranks}
+        return {number: states.get(number) or _initial_state(metric) for number in data.own_virtual_ranks}
 
-    def restore(self, name: str, metric: Any, states: dict[int, _State]) -> None:
+    def restore(self, name: str, metric: Any, states: list[_State]) -> None:
         """Set the states of a metric on all virtual ranks."""
-        self._states[name] = dict(states)
+        self._states[name] = dict(enumerate(states))
         vars(metric).update(states[self._current])
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         own = cast(Any, trainer.datamodule).own_virtual_ranks
-        self.enter(trainer, own[batch_idx % len(own)])
+        self.enter(own[batch_idx % len(own)])
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give all processes the means of all virtual ranks, before hooks of others read them."""
-        self.enter(trainer, 0)
-        results = _result_metrics(trainer)
-        states = _gather(trainer, {name: self.states(trainer, name, result) for name, result in results.items()})
-        for name, result in results.items():
-            vars(result).update(_combine(result, states[name]))
-            self._states.pop(name)
-
-    on_test_batch_start, on_test_epoch_end = on_validation_batch_start, on_validation_epoch_end
+    on_test_batch_start = on_validation_batch_start
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for metric in self.metrics.values():
@@ -87,21 +106,33 @@ class VirtualMetrics(L.Callback):
             vars(metric).pop("reset", None)
 
     @contextmanager
-    def _reduced(
-        self, trainer: L.Trainer, name: str, metric: Any, *_: Any, should_sync: bool = True, **__: Any
-    ) -> Iterator[None]:
-        """Let a metric have the state of all virtual ranks, as in `Metric.sync_context`. Every process must call it."""
-        if not should_sync:
+    def _reduced(self, name: str, metric: Any, *_: Any, should_sync: bool = True, **__: Any) -> Iterator[None]:
+        """Let a metric have the state of all virtual ranks, as in `Metric.sync_context`. Every process must call it.
+
+        Within the pass of a virtual rank it has the state of that one, since others have not come so far.
+        """
+        if not should_sync or self._is_in_pass:
             yield
             return
         own = _state(metric)
-        states = _gather(trainer, {name: self.states(trainer, name, metric)})[name]
-        vars(metric).update(_combine(metric, states))
+        vars(metric).update(self._combined(name, metric))
         yield
         vars(metric).update(own)
 
+    def _compute_mean(self, name: str, result: Any, compute: Callable[[], Any]) -> Any:
+        """Compute a mean over all virtual ranks, in every process. The evaluation has ended."""
+        if result._computed is None:
+            vars(result).update(self._combined(name, result))
+            self._states.pop(name, None)
+        return compute()
+
+    def _combined(self, name: str, metric: Any) -> _State:
+        return _combine(metric, _gather(self._trainer, {name: self.states(name, metric)})[name])
+
     def _reset(self, name: str, metric: Any) -> None:
-        self._states.pop(name, None)
+        """Reset a metric: on all virtual ranks, unless the pass of one of them does so, as `Metric.forward`."""
+        if not self._is_in_pass:
+            self._states.pop(name, None)
         type(metric).reset(metric)
 
 
@@ -129,7 +160,7 @@ class MetricStates(L.Callback):
         rank = trainer.datamodule.parallel.dp_rank
         own = {name: {rank: _state(metric)} for name, metric in metrics.items() if name not in virtual}
         for name in metrics.keys() & virtual.keys():
-            own[name] = self.virtual.states(trainer, name, metrics[name])
+            own[name] = self.virtual.states(name, metrics[name])
         states: dict[str, Any] = _gather(trainer, _on_cpu(own))
         states |= {name: _reduce(metrics[name], states[name]) for name in states.keys() - virtual.keys()}
         checkpoint["metric_states"] = self._saved | states
@@ -181,11 +212,6 @@ class MetricStates(L.Callback):
 
 def _metrics(module: L.LightningModule) -> dict[str, Metric]:
     return {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
-
-
-def _result_metrics(trainer: Any) -> dict[str, Any]:
-    """Return the means that Lightning makes of values logged in the current evaluation."""
-    return {f"results.{name}": result for name, result in trainer._results.items() if result.is_tensor}
 
 
 def _metrics_to_save(trainer: L.Trainer, module: L.LightningModule, is_within_epoch: bool) -> dict[str, Metric]:

@@ -8,7 +8,7 @@ the virtual ranks of this process (`src/engine/parallel/virtual_ranks.py`).
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 import torch.nn.functional as F
@@ -20,10 +20,14 @@ from torch import Tensor
 from src.engine.determinism.batch import StepPart, join
 from src.engine.determinism.random_functions import RandomNumbers, sample_random
 from src.engine.observe.recording import computation
+from src.engine.parallel.batch_norm import grouped_norms
 from src.engine.parallel.virtual_ranks import VirtualRanks
-from src.engine.run.pass_log import PassLog
+from src.engine.run.metrics import VirtualMetrics
+from src.engine.run.pass_log import PassLog, have_equal_names
 from src.engine.utils.errors import UserError
+from src.engine.utils.steps import is_log_point
 
+_T = TypeVar("_T")
 _COLUMNS = 64  # processes exchange tables with a multiple of so many columns, also if they log different values
 
 
@@ -76,6 +80,8 @@ class _MicroBatchPasses:
 
     def __init__(self, trainer: Any, step: int) -> None:
         self.trainer, self.count = trainer, trainer.datamodule.accumulate
+        for norm in grouped_norms(trainer.lightning_module):
+            norm.begin_step()  # an optimizer such as LBFGS computes a step several times
 
     @contextmanager
     def one_pass(self, number: int, part: StepPart) -> Iterator[None]:
@@ -86,7 +92,7 @@ class _MicroBatchPasses:
                 stack.enter_context(isolate_rng(include_cuda=False))
             stack.enter_context(_block_parallel_sync_behavior(self.trainer.strategy, block=not is_last))
             self.trainer.datamodule.begin_part(part)
-            _random_numbers(self.trainer).begin_part(self.trainer)
+            _callback(self.trainer, RandomNumbers).begin_part(self.trainer)
             yield
             sample_random.check()
 
@@ -100,6 +106,7 @@ class _VirtualRankPasses:
 
     def __init__(self, trainer: Any, step: int) -> None:
         self.trainer, self.step, self.count = trainer, step, trainer.datamodule.virtual_ranks
+        self.random, self.metrics = _callback(trainer, RandomNumbers), _callback(trainer, VirtualMetrics)
         self.virtual = getattr(trainer.strategy, "virtual_ranks", VirtualRanks)(trainer)
         self.virtual.begin(trainer.datamodule.parts, step, self._begin_part)
 
@@ -113,16 +120,26 @@ class _VirtualRankPasses:
 
     def finish(self, rows: Tensor) -> Tensor:
         """Return the rows of all virtual ranks, when the gradients are complete."""
-        _random_numbers(self.trainer).begin_virtual_rank(self.trainer, self.step, self.count)  # for the hooks
-        return self.virtual.finish(F.pad(rows, (0, -rows.shape[1] % _COLUMNS)))
+        self.random.begin_virtual_rank(self.trainer, self.step, self.count)  # for the hooks
+        self.metrics.leave()
+        table = self.virtual.finish(F.pad(rows, (0, -rows.shape[1] % _COLUMNS)))
+        # At other steps a GPU's host need not wait.
+        should_check = table.is_cpu or is_log_point(self.trainer, self.trainer.global_step + 1)
+        if should_check and not have_equal_names(table):
+            raise UserError(
+                "bit_exact=true: training_step logs other names, or returns None, for some virtual ranks only: let it "
+                "log the same names and return a loss for each of them"
+            )
+        return table
 
     def _begin_part(self, virtual_rank: int, part: StepPart) -> None:
         self.trainer.datamodule.begin_part(part)
-        _random_numbers(self.trainer).begin_virtual_rank(self.trainer, self.step, virtual_rank)
+        self.metrics.enter(virtual_rank)
+        self.random.begin_virtual_rank(self.trainer, self.step, virtual_rank)
 
 
-def _random_numbers(trainer: Any) -> RandomNumbers:
-    return next(callback for callback in trainer.callbacks if isinstance(callback, RandomNumbers))
+def _callback(trainer: Any, kind: type[_T]) -> _T:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.engine.determinism.sampler import validation_interval
 from src.engine.determinism.seeding import are_equal
+from src.engine.run.metrics import VirtualMetrics
 from src.engine.run.parts import StepInParts
 from src.engine.run.pass_log import PassLog
 from src.engine.utils.errors import UserError
@@ -32,8 +33,8 @@ from src.engine.utils.tensors import to_local
 _log = logging.getLogger(__name__)
 
 
-def patch_trainer(trainer: L.Trainer, bit_exact: bool) -> None:
-    """Patch the parts of a trainer that results depend on; with `bit_exact`, logged values are never synchronized."""
+def patch_trainer(trainer: L.Trainer, virtual: VirtualMetrics | None) -> None:
+    """Patch the parts of a trainer that results depend on; `virtual` is that of a run with `bit_exact`."""
     signals: Any = trainer._signal_connector
     loop: Any = trainer.fit_loop.epoch_loop
     # Lightning's handler of signals broadcasts wherever the signal interrupts the process, so ranks could wait for each
@@ -44,10 +45,11 @@ def patch_trainer(trainer: L.Trainer, bit_exact: bool) -> None:
     signals.register_signal_handlers = _do_nothing
     loop._broadcast_sigterm_tensor = _do_nothing
     loop.automatic_optimization.__class__ = StepInParts
-    loop._results = _Results(training=True, should_sync=not bit_exact)
+    loop._results = _Results(True, virtual)
     for evaluation in (loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        evaluation._results = _Results(training=False, should_sync=not bit_exact)
+        evaluation._results = _Results(False, virtual)
     trainer._logger_connector.__class__ = _LogPointConnector
+    trainer._logger_connector.virtual = virtual
 
 
 def _do_nothing(*_: Any) -> None:
@@ -63,12 +65,13 @@ class _Results(_ResultCollection):
 
     Args:
         training: whether these are the values of training.
-        should_sync: whether processes may communicate for a value. With `bit_exact` all have the same values.
+        virtual: reduces the means of evaluation over virtual ranks. Then processes have the same values, and need not
+            synchronize them.
     """
 
-    def __init__(self, training: bool, should_sync: bool) -> None:
+    def __init__(self, training: bool, virtual: VirtualMetrics | None) -> None:
         super().__init__(training)
-        self.should_sync = should_sync
+        self.virtual = virtual
         self._pass_log: PassLog | None = None
 
     @contextmanager
@@ -82,7 +85,7 @@ class _Results(_ResultCollection):
         if self._pass_log is not None:
             self._pass_log.add(fx, name, value, options)
             return
-        super().log(fx, name, value, **options if self.should_sync else options | {"sync_dist": False})
+        super().log(fx, name, value, **options | {"sync_dist": options["sync_dist"] and not self.virtual})
 
     @staticmethod
     def _get_cache(result: _ResultMetric, on_step: bool) -> Tensor | None:
@@ -95,6 +98,8 @@ class _Results(_ResultCollection):
         super().__setitem__(name, result)
         if result.is_tensor and result.meta.reduce_fx in (torch.max, torch.min):
             result._reductions["value"] = result.meta.reduce_fx
+        if self.virtual and result.is_tensor and not self.training:
+            self.virtual.add_mean(name, result)
         if "cumulated_batch_size" in result._defaults:
             result._defaults["cumulated_batch_size"] = torch.tensor(0.0)
             result.cumulated_batch_size = result.cumulated_batch_size.float()
@@ -103,13 +108,21 @@ class _Results(_ResultCollection):
 class _LogPointConnector(_LoggerConnector):
     """Passes the metrics of the first and the last step to the loggers, not only those of each interval.
 
-    (trainer/connectors/logger_connector/logger_connector.py, line 51)
+    It also ends the passes of virtual ranks before the metrics of an evaluation are computed, which no hook precedes.
+    (trainer/connectors/logger_connector/logger_connector.py, line 51; loops/evaluation_loop.py, line 385)
     """
+
+    virtual: VirtualMetrics | None
 
     @property
     def should_update_logs(self) -> bool:
         steps = self.trainer.fit_loop.epoch_loop._batches_that_stepped
         return super().should_update_logs or (self.trainer.training and is_log_point(self.trainer, steps + 1))
+
+    def epoch_end_reached(self) -> None:
+        super().epoch_end_reached()
+        if self.virtual:
+            self.virtual.leave()
 
 
 class OptimizerSteps(L.Callback):

@@ -23,6 +23,7 @@ from src.engine.parallel.tree_sum import TreeSum
 from src.engine.parallel.virtual_ranks import PassSums
 from src.engine.utils.tensors import to_local
 from tests.support.bits import EXACT, check_equal_bits
+from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import EXPERIMENTS, SHORT, VIT
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit, fit_and_test, fit_ranks
@@ -152,3 +153,15 @@ def test_finds_what_depends_on_the_processes(name: str, pool: Pool, small: list[
     records = pool.run(devices, _sabotaged_fit, compose(folder / "several", *task), name)
     with pytest.raises(AssertionError):
         check_equal_bits(records, reference)
+
+
+@pytest.mark.parametrize("variation", ["sgd", "mixed", "transformer"])
+def test_one_by_one_has_the_curve_of_together(
+    variation: str, alone: Callable[..., Record], small: list[str], folder: Path
+) -> None:
+    """The masks of dropout are those of the samples in both ways of computing; the sums differ in their last bits."""
+    options = [*VARIATIONS[variation], "virtual_ranks=8"]
+    one_by_one = fit_and_test(compose(folder, *small, "experiment=parity", *SHORT, *options, "bit_exact=true"))
+    together = alone(*options)
+    assert max(distances(one_by_one, together)) < TOLERANCE
+    assert one_by_one.losses != together.losses

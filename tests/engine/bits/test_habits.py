@@ -1,0 +1,81 @@
+"""Code that does not divide by samples is one experiment on any number of processes, with `bit_exact=true`."""
+
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.bits import check_equal_bits, rows_of
+from tests.support.comparison import TOLERANCE, distances
+from tests.support.habits import Vectors
+from tests.support.pool import Pool
+from tests.support.runs import Record, compose, fit, fit_ranks
+
+OWN = ["~data", "~module", "~model", "~optimizer", "~scheduler", "callbacks=none", "test=false"]
+OWN += ["trainer.log_every_n_steps=1", "trainer.max_epochs=2"]
+EXACT = [*OWN, "bit_exact=true"]
+VECTORS, COUNTING, TAGGING = (
+    [f"+data._target_=tests.support.habits.{data}", f"+module._target_=tests.support.habits.{module}"]
+    for data, module in (("VectorData", "Vectors"), ("VectorData", "Counting"), ("LineData", "Tagging"))
+)
+KINDS = ("class_weights", "triplets", "numpy_mixup", "distillation")
+HABITS = {
+    **{name: [*VECTORS, f"+module.kind={name}"] for name in KINDS},
+    "counting": COUNTING,
+    "lbfgs": [*COUNTING, "+module.optimizer=lbfgs"],
+    "tagging": TAGGING,
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Record]:
+    """Return a function that trains on one process."""
+    return functools.cache(lambda name: fit(compose(tmp_path_factory.mktemp("one"), *EXACT, *HABITS[name])))
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", HABITS)
+def test_has_the_bits_of_one_process(
+    name: str, devices: int, one_process: Callable[[str], Record], pool: Pool, folder: Path
+) -> None:
+    ranks = fit_ranks(compose(folder, *EXACT, *HABITS[name], "strategy=ddp", f"trainer.devices={devices}"), pool)
+    check_equal_bits(ranks, one_process(name))
+
+
+class Draws(Vectors):
+    """Logs the extremes of what the virtual ranks draw from each generator."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        numbers: dict[str, Any] = {"torch": torch.rand(()), "numpy": np.random.rand(), "python": random.random()}
+        for name, number in numbers.items():
+            self.log(f"{name}_min", number, reduce_fx="min")
+            self.log(f"{name}_max", number, reduce_fx="max")
+        return super().training_step(batch, batch_idx)
+
+
+def test_each_virtual_rank_draws_numbers_of_its_own(folder: Path) -> None:
+    fit(compose(folder, *EXACT, VECTORS[0], f"+module._target_={__name__}.Draws"))
+    for row in rows_of(folder)[:-1]:
+        for name in ("torch", "numpy", "python"):
+            assert float(row[f"{name}_max"]) - float(row[f"{name}_min"]) > 0.01
+
+
+class Functional(Vectors):
+    """Draws for each sample by functions."""
+
+    def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        x = F.dropout(x, 0.2) + 0.1 * torch.randn_like(x)
+        return F.cross_entropy(F.dropout(self.net(x), 0.1), y)
+
+
+def test_functions_draw_for_samples_as_without_virtual_ranks(folder: Path) -> None:
+    words = [*OWN, VECTORS[0], f"+module._target_={__name__}.Functional", "trainer.precision=64-true"]
+    together, one_by_one = (fit(compose(folder / kind, *words, f"bit_exact={kind}")) for kind in ("false", "true"))
+    assert max(distances(one_by_one, together)) < TOLERANCE
