@@ -53,8 +53,9 @@ class SmallMemory(L.Callback):
         self.samples = samples
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, *_: Any) -> None:
-        if len(batch.image) > self.samples:
-            raise torch.OutOfMemoryError(f"{len(batch.image)} samples")
+        largest = max(len(part.samples) for part in trainer.datamodule.parts)
+        if largest > self.samples:
+            raise torch.OutOfMemoryError(f"{largest} samples")
 
 
 class FailOnLastRank(L.Callback):

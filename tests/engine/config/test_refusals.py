@@ -6,12 +6,16 @@ checkpoint are in the folder of their subject.
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from src.engine import Batch
 from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
+from src.models.classifier import ImageClassifier
 from tests.support.commands import error_line, run_here
 from tests.support.experiments import SHORT_RUN
 from tests.support.pool import Pool, RankFailed
@@ -106,6 +110,33 @@ def test_a_recipe_is_refused(recipe: str, tmp_path: Path) -> None:
     assert RECIPES[recipe] in error_line(err)
 
 
+class Reduces(ImageClassifier):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0 * self.all_gather(batch.weight).sum()
+
+
+class LogsSome(ImageClassifier):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if 0 in batch.target:
+            self.log("seen", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+class ReturnsSome(ImageClassifier):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if 0 in batch.target else None
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape)
+
+
+def noisy(num_classes: int) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 8), Noisy(), nn.Linear(8, num_classes))
+
+
 TYPES = [
     ("trainer.max_epochs=ten", "trainer.max_epochs=ten: give an integer"),
     ("trainer.max_steps=1.5", "trainer.max_steps=1.5: give an integer"),
@@ -174,6 +205,35 @@ CALLBACKS = [
     ("callbacks=[default,ema] +callbacks.best.save_weights_only=true", "save_weights_only omits the average"),
     ("experiment=gan callbacks=[default,gradients] callbacks.best=null", "modules with one optimizer, but .* has 2"),
 ]
+EXACT = "bit_exact=true virtual_ranks"
+VIRTUAL_RANKS = [
+    (f"{EXACT}=3", "bit_exact=true: virtual_ranks=3 must be a power of two"),
+    (f"{EXACT}=64", "64 must divide data.batch_size=32"),
+    (f"{EXACT}=32 data.augment.mixup=0.8", "64 must divide data.batch_size=32"),
+    (f"{EXACT}=4 trainer.accumulate_grad_batches=2", "in a pass of its own, .* set trainer.accumulate_grad_batches=1"),
+    (f"{EXACT}=4 experiment=gan", "bit_exact=true divides each step into parts, but GAN optimizes manually"),
+    (
+        "experiment=gan trainer.accumulate_grad_batches=2",
+        "trainer.accumulate_grad_batches=2 divides each step into parts",
+    ),
+    ("bit_exact=ja", "bit_exact=ja: give true or false"),
+    (f"{EXACT}=4 strategy=hsdp trainer.devices=4", "bit_exact=true: strategy=hsdp and strategy.shares divide"),
+    (f"{EXACT}=4 strategy=fsdp trainer.devices=3", "3 processes do not divide virtual_ranks=4, .* strategy=ddp"),
+    (
+        f"{EXACT}=4 strategy=hybrid strategy.data_parallel=fsdp trainer.devices=4",
+        "strategy.data_parallel=fsdp .* take ddp",
+    ),
+    (f"{EXACT}=4 strategy=ddp strategy.comm_hook=fp16 trainer.devices=2", "unset strategy.comm_hook=fp16"),
+    (f"{EXACT}=4 strategy._target_=lightning.pytorch.strategies.DDPStrategy", "DDPStrategy adds gradients in an order"),
+    *[
+        (f"{EXACT}=4 module._target_={__name__}.{name} model=mlp", f"bit_exact=true.*{message}")
+        for name, message in {
+            "Reduces": r"communicates between ranks \(all_gather, reduce\): log with sync_dist=True",
+            "LogsSome": "logs other names, or returns None, for some virtual ranks only",
+            "ReturnsSome": "logs other names, or returns None, for some virtual ranks only",
+        }.items()
+    ],
+]
 STRATEGIES = [
     ("strategy=dp trainer.devices=2", "this run has 0: .* take strategy=ddp"),
     ("strategy=ddp strategy.comm_hook=powersdg", "strategy.comm_hook=powersdg: .*did you mean powersgd"),
@@ -186,7 +246,7 @@ STRATEGIES = [
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [*TYPES, *TARGETS, *TRAINER, *BATCHES, *MODULES, *CALLBACKS, *STRATEGIES]
+    ("words", "message"), [*TYPES, *TARGETS, *TRAINER, *BATCHES, *MODULES, *CALLBACKS, *VIRTUAL_RANKS, *STRATEGIES]
 )
 def test_refused_by_the_run(words: str, message: str, small: list[str], folder: Path) -> None:
     batch = [] if "per_device" in words else ["data.batch_size=32"]
@@ -199,6 +259,9 @@ PIPELINE = "strategy=pipeline"
 TWO_BLOCKS = f"{PIPELINE} model=mlp ~model.width model.hidden=[16]"
 POST_LOCAL = "strategy=ddp strategy.comm_hook=post_local_sgd"
 ON_RANKS = [
+    (f"{EXACT}=1 strategy=ddp", "virtual_ranks=1 leaves one of 2 data-parallel ranks without one"),
+    (f"{EXACT}=1 {PIPELINE}", "1f1b with 1 micro-batches: .* virtual_ranks"),
+    (f"{EXACT}=4 {PIPELINE} model._target_={__name__}.noisy ~model.norm ~model.width", "torch.randn, .* draws numbers"),
     ("strategy=ddp strategy.comm_hook=bf16", "take fp16"),
     (f"{POST_LOCAL} callbacks=[default,ema]", "callbacks.ema"),
     (f"{POST_LOCAL} experiment=gan data=shapes", "post_local_sgd"),
@@ -207,7 +270,7 @@ ON_RANKS = [
     ("strategy=fsdp module._target_=tests.support.zoo.L1Penalty", "training_step reads weights outside"),
     (f"{PIPELINE} strategy.microbatches=0", "strategy.microbatches=0"),
     (f"{PIPELINE} strategy.microbatches=8", "virtual_ranks=4 does not divide over the 8 micro-batches"),
-    (f"{PIPELINE} strategy.microbatches=1", "1f1b with strategy.microbatches=1: .* gpipe takes any number"),
+    (f"{PIPELINE} strategy.microbatches=1", "1f1b with 1 micro-batches: .* gpipe takes any number"),
     (f"{PIPELINE} strategy.stages=3", "strategy.stages=3 does not divide the 2 processes"),
     (f"{PIPELINE} strategy.split=[layer9]", "strategy.split: no cut can be before layer9; did you mean layer"),
     (f"{PIPELINE} strategy.split=[layer2,layer3]", "2 stages need 1 cuts"),

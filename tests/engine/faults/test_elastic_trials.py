@@ -1,20 +1,24 @@
 """Elastic runs lose ranks, devices, hosts and nodes at random, and get them back: they end like the undisturbed run.
 
-There are five trials with the project's own launcher, or ELASTIC_TRIALS, and a quarter of them in each other place.
+There are five trials with the project's own launcher, or ELASTIC_TRIALS, as many with `bit_exact=true`, and a quarter
+of them in each other place.
 """
 
 import contextlib
+import functools
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
+from tests.support.bits import EXACT, rows_of
 from tests.support.commands import (
     PARITY,
     ROOT,
@@ -27,7 +31,7 @@ from tests.support.commands import (
     wait_for_exit,
     wait_until,
 )
-from tests.support.comparison import check_last_checkpoints, check_same_rows
+from tests.support.comparison import TOLERANCE, check_last_checkpoints, check_same_rows
 from tests.support.hosts import Hosts
 from tests.support.hosts import skip_reason as no_hosts
 from tests.support.runs import Record, compose, fit
@@ -47,13 +51,21 @@ class ElasticRun:
         small: overrides that choose the data.
     """
 
+    options: ClassVar[list[str]] = []  # of the experiment
     strategies: ClassVar[list[tuple[str, int]]]  # with the number of devices, on each host if there are several
 
     def __init__(self, folder: Path, number: int, small: list[str]) -> None:
         self.folder, self.run_dir = folder, folder / "run"
         self.rng = random.Random(number)
         strategy, self.devices = self.strategies[number % len(self.strategies)]
-        self.words = [*small, *TASK, f"strategy={strategy}", f"trainer.devices={self.devices}", slow(0.4)]
+        self.words = [
+            *small,
+            *TASK,
+            *self.options,
+            f"strategy={strategy}",
+            f"trainer.devices={self.devices}",
+            slow(0.4),
+        ]
         self.words += ["launch.elastic=true"]
         self.resumable = ["resume=auto", f"run_dir={self.run_dir}"]
         print(f"{strategy} x {self.devices}")
@@ -292,18 +304,27 @@ class SlurmRun(ElasticRun):
         subprocess.run(["rm", "-rf", str(self.run_dir)])
 
 
-PLACES: dict[str, type[ElasticRun]] = {"local": LocalRun, "torchrun": TorchrunRun, "slurm": SlurmRun}
-REASONS = {"local": None, "torchrun": no_hosts(), "slurm": no_slurm()}
+class ExactRun(LocalRun):
+    """A run of the project's own launcher in float32, which must end with the bits of the undisturbed run."""
+
+    strategies: ClassVar = [("ddp", 3), ("fsdp", 4), ("pipeline", 2), ("hybrid", 4), ("auto", 4), ("ddp_spawn", 2)]
+    options: ClassVar = [*EXACT[1:], "module.channels_last=false"]  # FSDP supports contiguous filters
+
+
+PLACES: dict[str, type[ElasticRun]] = {"local": LocalRun, "bits": ExactRun, "torchrun": TorchrunRun, "slurm": SlurmRun}
+REASONS = {"local": None, "bits": None, "torchrun": no_hosts(), "slurm": no_slurm()}
 CASES = [
     pytest.param(place, number, marks=pytest.mark.skipif(REASONS[place] is not None, reason=str(REASONS[place])))
     for place in PLACES
-    for number in range(TRIALS if place == "local" else -(-TRIALS // 4))
+    for number in range(TRIALS if place in ("local", "bits") else -(-TRIALS // 4))
 ]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Record:
-    return fit(compose(tmp_path_factory.mktemp("undisturbed"), *small, *TASK))
+def undisturbed(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Record]:
+    """Return a function that trains on one process, once for each choice of options."""
+    folder = tmp_path_factory.mktemp
+    return functools.cache(lambda *options: fit(compose(folder("undisturbed"), *small, *TASK, *options)))
 
 
 def kill(pid: int) -> None:
@@ -314,14 +335,17 @@ def kill(pid: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "number"), CASES)
 def test_random_faults_change_nothing(
-    place: str, number: int, undisturbed: Record, small: list[str], tmp_path: Path
+    place: str, number: int, undisturbed: Callable[..., Record], small: list[str], tmp_path: Path
 ) -> None:
     run = PLACES[place](tmp_path, number, small)
     try:
         for _ in range(4):
             run.suffer()
         run.finish()
-        check_last_checkpoints(run.run_dir, undisturbed.file.parent)
-        check_same_rows(run.run_dir, undisturbed.file.parent)
+        reference = undisturbed(*run.options).file.parent
+        check_last_checkpoints(run.run_dir, reference, 0.0 if run.options else TOLERANCE)
+        if run.options:
+            assert rows_of(run.run_dir) == rows_of(reference)
+        check_same_rows(run.run_dir, reference)
     finally:
         run.close()

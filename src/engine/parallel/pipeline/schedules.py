@@ -71,6 +71,6 @@ def build_schedule(
         return spec.schedule(stage_or_stages, microbatches, loss_fn=loss, scale_grads=False)
     except ValueError as error:
         raise UserError(
-            f"strategy.schedule={name} with strategy.microbatches={microbatches}: {error} "
-            "Raise strategy.microbatches; gpipe takes any number"
+            f"strategy.schedule={name} with {microbatches} micro-batches: {error} Raise strategy.microbatches (with "
+            "bit_exact=true virtual_ranks); gpipe takes any number"
         ) from error
