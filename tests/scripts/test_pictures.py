@@ -9,8 +9,8 @@ import pytest
 
 from scripts.dev.pictures import guide
 from scripts.dev.pictures.__main__ import TITLES
-from scripts.dev.pictures.figures import curves_figure, schedules_figure
-from scripts.dev.pictures.runs import CURVES, PIPELINES, Run
+from scripts.dev.pictures.figures import bits_figure, curves_figure, schedules_figure
+from scripts.dev.pictures.runs import CURVES, ONE_BY_ONE, PIPELINES, TOGETHER, Run
 from scripts.dev.pictures.svg import palettes, to_svg
 from src.engine.report.run_folder import RunFolder
 from tests.support.commands import ROOT
@@ -43,6 +43,14 @@ def test_curves_and_their_differences(runs: list[RunFolder]) -> None:
     assert 0 < max(gaps.y) < 1e-11
 
 
+def test_differences_in_both_ways(runs: list[RunFolder]) -> None:
+    figure = bits_figure(runs, [runs[0]] * 2, ["single process", "ddp × 2"])
+    (grown,), (none,) = traces(figure, "y"), traces(figure, "y2")
+    assert 0 < max(grown.y) < 1e-11
+    assert all(gap != gap for gap in none.y)  # not a number: nothing is drawn
+    assert re.fullmatch(r"(\d+) of \1 differences are zero", figure.layout.annotations[1].text)
+
+
 def test_schedules_as_simulated_and_as_recorded(tmp_path: Path) -> None:
     run = RunFolder(write_run(tmp_path / "run", ranks=4))
     figure = schedules_figure({"gpipe": run}, ranks=4, microbatches=4)
@@ -73,7 +81,7 @@ def test_the_ring_takes_its_latency_and_its_transfer(monkeypatch: pytest.MonkeyP
     assert list(measured.y) == pytest.approx(times)
 
 
-@pytest.mark.parametrize("run", [CURVES[-1], PIPELINES[-1]], ids=lambda run: run.folder)
+@pytest.mark.parametrize("run", [CURVES[-1], TOGETHER[-1], ONE_BY_ONE[-1], PIPELINES[-1]], ids=lambda run: run.folder)
 def test_pictured_runs_have_valid_options(run: Run, tmp_path: Path) -> None:
     cfg = compose(tmp_path, *run.options)
     assert cfg.trainer.max_steps > 0

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scripts.dev.pictures import guide
-from scripts.dev.pictures.figures import curves_figure, schedules_figure
-from scripts.dev.pictures.runs import CURVES, MICROBATCHES, PIPELINES, RANKS, train
+from scripts.dev.pictures.figures import bits_figure, curves_figure, schedules_figure
+from scripts.dev.pictures.runs import CURVES, MICROBATCHES, ONE_BY_ONE, PIPELINES, RANKS, TOGETHER, train
 from scripts.dev.pictures.svg import to_svg
 from scripts.dev.shared.process import ROOT
 from src.engine.utils.files import atomic_write
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TITLES = {
     "curves": "Training loss under each strategy, and its relative difference from that of a single process",
+    "bits": "Differences of six strategies in float32: with virtual ranks together they grow, one by one they are zero",
     "schedules": "Passes of each pipeline schedule on 4 ranks with 8 micro-batches, simulated and recorded",
 } | {picture: title for picture, (_, title) in guide.FIGURES.items()}
 
@@ -30,6 +31,9 @@ def draw(picture: str, runs: Path) -> "go.Figure":
         return guide.FIGURES[picture][0]()
     if picture == "schedules":
         return schedules_figure({run.name: train(run, runs) for run in PIPELINES}, RANKS, MICROBATCHES)
+    if picture == "bits":
+        together, one_by_one = ([train(run, runs) for run in group] for group in (TOGETHER, ONE_BY_ONE))
+        return bits_figure(together, one_by_one, [run.name for run in TOGETHER])
     return curves_figure([train(run, runs) for run in CURVES], [run.name for run in CURVES])
 
 

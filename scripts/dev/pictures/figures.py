@@ -1,11 +1,14 @@
-"""The pictures as Plotly figures: the curves of runs, and the passes of each pipeline schedule."""
+"""The pictures as Plotly figures: the curves of runs, their differences, and the passes of each pipeline schedule."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from src.engine.parallel.pipeline.schedules import SCHEDULES
 from src.engine.parallel.pipeline.simulation import bubble, order_of_passes, simulate
+from src.engine.report.agreement import difference
 from src.engine.report.comparison import comparison_figure
-from src.engine.report.page import new_figure
+from src.engine.report.page import new_figure, series_color
 from src.engine.report.passes import Step, draw_passes, duration, fastest_step
 from src.engine.report.run_folder import RunFolder
 
@@ -30,6 +33,31 @@ def curves_figure(runs: list[RunFolder], names: list[str]) -> "go.Figure":
     figure = comparison_figure("train/loss", runs, names, height=620)
     figure.update_layout(legend=_LEGEND | {"font": {"size": 12, "color": "var(--ink)"}})
     figure.update_layout(xaxis={"title": "optimizer step"}, yaxis={"title": "training loss"})
+    return figure
+
+
+def bits_figure(together: list[RunFolder], one_by_one: list[RunFolder], names: list[str]) -> "go.Figure":
+    """Return the relative differences of the training loss from that of the first run, in both ways.
+
+    A difference of zero is not drawn: a logarithmic axis has none.
+    """
+    figure = new_figure(420)
+    for runs, axis in ((together, "y"), (one_by_one, "y2")):
+        zeros, count = 0, 0
+        for index, run in enumerate(runs[1:], start=1):
+            gap = difference(run.curves["train/loss"], runs[0].curves["train/loss"])
+            zeros, count = zeros + int((gap.values == 0).sum()), count + len(gap.values)
+            drawn = np.where(gap.values > 0, gap.values, np.nan)
+            style = {"name": names[index], "line": {"color": series_color(index), "width": 1.6}}
+            figure.add_scatter(x=gap.steps, y=drawn, yaxis=axis, mode="lines", showlegend=axis == "y", **style)
+        note = {"text": f"{zeros} of {count} differences are zero", "xref": "paper", "x": 1, "xanchor": "right"}
+        figure.add_annotation(note, yref=axis, y=-7.5, showarrow=False, font={"size": 12, "color": "var(--ink)"})
+    scale = {"type": "log", "range": [-8, 0], "dtick": 2, "exponentformat": "power"}
+    figure.update_layout(
+        legend=_LEGEND, xaxis={"title": "optimizer step", "anchor": "y2", "range": [0, len(gap.steps)]}
+    )
+    figure.update_layout(yaxis=scale | {"domain": [0.56, 1], "title": "together"})
+    figure.update_layout(yaxis2=scale | {"domain": [0, 0.44], "title": "bit_exact=true"})
     return figure
 
 

@@ -38,6 +38,14 @@ for _strategy, _devices in (("auto", 1), ("ddp", 2), ("fsdp", 2), ("hsdp", 4), (
     CURVES.append(Run(_name, f"curves/{_strategy}", _settings))
 _BROKEN = [*_CURVES, "strategy=ddp", "trainer.devices=2", "trainer.sync_batchnorm=false"]
 CURVES.append(Run("ddp × 2, sync_batchnorm=false", "curves/ddp_local_batchnorm", _BROKEN))
+# The same in float32, once with virtual ranks together and once one by one. FSDP keeps filters contiguous.
+TOGETHER, ONE_BY_ONE = list[Run](), list[Run]()
+for _strategy, _devices in (("auto", 1), ("ddp", 2), ("ddp", 4), ("fsdp", 2), ("pipeline", 2), ("hybrid", 4)):
+    _name = "single process" if _strategy == "auto" else f"{_strategy} × {_devices}"
+    _settings = [*_CURVES, f"strategy={_strategy}", f"trainer.devices={_devices}"]
+    _settings += ["trainer.precision=32-true", "module.channels_last=false"]
+    TOGETHER.append(Run(_name, f"bits/together_{_strategy}_{_devices}", _settings))
+    ONE_BY_ONE.append(Run(_name, f"bits/one_by_one_{_strategy}_{_devices}", [*_settings, "bit_exact=true"]))
 PIPELINES = [
     Run(schedule, f"schedules/{schedule}", [*_SCHEDULES, f"strategy.schedule={schedule}"]) for schedule in SCHEDULES
 ]
