@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 
@@ -137,6 +137,63 @@ class Counting(Vectors):
         optimizer = torch.optim.Adam(self.net.parameters(), 0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 2}}
+
+
+class NoisyVectorData(VectorData):
+    """Draws on the device, as a library of augmentations does."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] + 0.1 * torch.rand_like(batch[0]), batch[1]
+
+
+class CollectionOfCallback(L.Callback):
+    """Has metrics of its own."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.metrics = MetricCollection([MeanMetric()])
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.metrics.update(batch[0].mean())
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        pl_module.log_dict(self.metrics.compute(), sync_dist=True)
+        self.metrics.reset()
+
+
+class Unusual(Vectors):
+    """What few modules do: a complex buffer, gradients that nobody resets, a metric that is computed in each step."""
+
+    waves: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("waves", torch.polar(torch.ones(16), torch.arange(16.0)))
+        self.unoptimized, self.drop, self.losses = nn.Parameter(torch.ones(16)), nn.Dropout(0.5), MeanMetric()
+
+    def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(x * self.waves.real * self.unoptimized), y)
+        self.losses.update(loss)
+        values: dict[str, Any] = {"running": self.losses.compute(), "first": 1.0, "second": 2.0}
+        for name in sorted(values, reverse=random.random() < 0.5):
+            self.log(name, values[name])
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("summed_gradient", self.unoptimized.grad.norm())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("dropped", self.drop(batch[0]).sum())
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch_loss", self.losses.compute())
+        self.losses.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("val_batch_idx", float(batch_idx), sync_dist=True)
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [CollectionOfCallback()]
 
 
 class Lines(Dataset[tuple[Tensor, Tensor]]):

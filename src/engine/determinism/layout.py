@@ -210,12 +210,12 @@ class BatchLayout:
 
 
 def virtual_layouts(
-    batch_size: int, parallel: DataParallelInfo, count: int, accumulate: int = 1, has_pairs: bool = False
+    batch_size: int, parallel: DataParallelInfo, count: int, has_pairs: bool = False
 ) -> list[BatchLayout]:
     """Return the layouts of the virtual ranks that a rank computes one by one: those of the ranks of a larger run.
 
     Args:
-        batch_size, parallel, accumulate, has_pairs: as of a `BatchLayout`.
+        batch_size, parallel, has_pairs: as of a `BatchLayout`.
         count: number of virtual ranks of the run.
 
     Raises:
@@ -226,11 +226,6 @@ def virtual_layouts(
         raise UserError(
             f"bit_exact=true: virtual_ranks={count} must be a power of two, and {samples} must divide "
             f"data.batch_size={batch_size}: change one of them"
-        )
-    if accumulate > 1:
-        raise UserError(
-            "bit_exact=true computes each virtual rank in a pass of its own, so the larger virtual_ranks is, the "
-            f"smaller are the passes: set trainer.accumulate_grad_batches=1 (now {accumulate})"
         )
     if not all(parallel.virtual_ranks(count, rank) for rank in range(parallel.dp_size)):
         raise UserError(

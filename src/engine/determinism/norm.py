@@ -26,11 +26,12 @@ def order_free_norm(tensors: Sequence[Tensor], device: torch.device, group: Any 
     Returns:
         The norm in float64.
     """
-    own = [to_local(tensor).flatten() for tensor in tensors]
+    own = [_as_real(to_local(tensor)).flatten() for tensor in tensors]
     if device.type == "mps":
         return nn.utils.get_total_norm(own)
     zero = torch.zeros((), dtype=torch.float64, device=device)
     largest = torch.stack([zero, *(_largest(tensor) for tensor in own if tensor.numel())]).max()
+    largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)  # a maximum over processes may lose a NaN
     if group is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     exponent = torch.frexp(largest).exponent  # no element is above 2**exponent
@@ -46,6 +47,10 @@ def order_free_norm(tensors: Sequence[Tensor], device: torch.device, group: Any 
     upper, lower = halves.double() * 2.0**-_BITS
     norm = torch.ldexp((upper + lower * 2.0**-_BITS).sqrt(), exponent)
     return norm.where(largest.isfinite(), largest)
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _largest(tensor: Tensor) -> Tensor:

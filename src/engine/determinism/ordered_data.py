@@ -187,15 +187,20 @@ class OrderedData(L.LightningDataModule):
         samples = [part.samples for part in self.parts]
         self._sample_index = samples[0] if self.bit_exact or len(samples) == 1 else torch.cat(samples)
 
+    def _seed(self, part: StepPart, *hook: int) -> None:
+        epoch = self.trainer.current_epoch if self.trainer.training else EVALUATION
+        seed_generators(int(hash_ints(self.run_seed, epoch, int(part.samples[0]), *hook)), self._module.device.type)
+
     def _before_transfer(self, part: StepPart, dataloader_idx: int) -> Any:
         if not isinstance(part.batch, Batch):
-            epoch = self.trainer.current_epoch if self.trainer.training else EVALUATION
-            seed_generators(int(hash_ints(self.run_seed, epoch, int(part.samples[0]))), self._module.device.type)
+            self._seed(part)
         return self._hook("on_before_batch_transfer")(part.batch, dataloader_idx)
 
     def _transfer(self, part: StepPart, device: torch.device, dataloader_idx: int) -> Any:
         if isinstance(part.batch, Batch) and part.batch.image.device == device:
             return part.batch  # Lightning's own check of this is slow
+        if self.bit_exact:
+            self._seed(part, 1)
         return self._hook("transfer_batch_to_device")(part.batch, device, dataloader_idx)
 
     def _after_transfer(self, part: StepPart, dataloader_idx: int) -> Any:
@@ -208,6 +213,8 @@ class OrderedData(L.LightningDataModule):
         if isinstance(part.batch, Batch):
             batch = self._hook("on_after_batch_transfer")(part.batch, dataloader_idx)
         else:
+            if self.bit_exact:
+                self._seed(part, 2)
             with refuse_draws("on_after_batch_transfer", self._is_divided, self._module.device.type):
                 batch = self._hook("on_after_batch_transfer")(part.batch, dataloader_idx)
         if not self._takes_batch:
@@ -308,7 +315,7 @@ class OrderedData(L.LightningDataModule):
         loader = self._loaders["train"][0]
         batch, has_pairs = self.global_batch_size, getattr(self.plain, "has_pairs", False)
         if self.bit_exact:
-            virtual = virtual_layouts(batch, self.parallel, self.virtual_ranks, self.accumulate, has_pairs)
+            virtual = virtual_layouts(batch, self.parallel, self.virtual_ranks, has_pairs)
             self.layout, self._positions = virtual[0], torch.cat([layout.positions for layout in virtual])
         else:
             self.layout = BatchLayout(batch, self.parallel, self.accumulate, self.virtual_ranks, has_pairs)

@@ -99,7 +99,7 @@ class EvaluationBatches(Sampler[Tensor]):
         """Check that each batch of each rank has a sample."""
         if self.rounds == 1 and self.num_samples < self.batches * self.samples_per_round:
             raise UserError(
-                f"the {self.num_samples} samples of `{split}` leave a batch of one of the processes empty: "
+                f"the {self.num_samples} samples of `{split}` leave a batch of a process or virtual rank empty: "
                 f"evaluate more of them, set trainer.limit_{split}_batches=0, or use fewer trainer.devices"
             )
 

@@ -32,11 +32,18 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
 def check_parts(trainer: L.Trainer, module: L.LightningModule, cfg: DictConfig) -> None:
     """Check that steps can be divided into parts: micro-batches, or virtual ranks one by one."""
     accumulate = cfg.trainer.accumulate_grad_batches
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise UserError(f"trainer.accumulate_grad_batches={accumulate}: give a number of micro-batches, at least one")
     if not module.automatic_optimization and (accumulate > 1 or cfg.bit_exact):
         option = "bit_exact=true" if cfg.bit_exact else f"trainer.accumulate_grad_batches={accumulate}"
         raise UserError(
             f"{option} divides each step into parts, but {type(module).__name__} optimizes manually, and so divides "
             "its steps itself: unset it, or let the module optimize automatically"
+        )
+    if cfg.bit_exact and accumulate > 1:
+        raise UserError(
+            "bit_exact=true computes each virtual rank in a pass of its own, so the larger virtual_ranks is, the "
+            f"smaller are the passes: set trainer.accumulate_grad_batches=1 (now {accumulate})"
         )
     if cfg.bit_exact:
         check_virtual_ranks(trainer.strategy, cfg.virtual_ranks, trainer.num_devices * trainer.num_nodes)

@@ -101,6 +101,12 @@ class FSDP(ShardedStateStrategy):
                 "bit_exact=true: strategy=hsdp and strategy.shares divide the gradients in another order: take "
                 "strategy=fsdp or ddp"
             )
+        dtype = self.policy.reduce_dtype or self.policy.param_dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            raise UserError(
+                "bit_exact=true: FSDP adds gradients within a round in half precision, and rounds in full: set "
+                "strategy.reduce_dtype=float32"
+            )
         if count % world_size:
             raise UserError(
                 f"bit_exact=true: {world_size} processes do not divide virtual_ranks={count}, as strategy=fsdp needs: "

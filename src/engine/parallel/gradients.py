@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from src.engine.determinism.norm import order_free_norm
 from src.engine.observe.recording import communication
+from src.engine.utils.tensors import to_full_tensor
 
 
 @communication()
@@ -20,9 +21,16 @@ def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
         gradient.copy_(mean.view_as(gradient))
 
 
-def clip_by_norm_over(group: dist.ProcessGroup | None, optimizer: Optimizer, clip_val: float) -> None:
+def clip_by_norm_over(
+    group: dist.ProcessGroup | None, optimizer: Optimizer, clip_val: float, is_bit_exact: bool = False
+) -> None:
     """Clip the gradients to a norm over all ranks of `group`, which hold different elements of them."""
     parameters = [parameter for param_group in optimizer.param_groups for parameter in param_group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = order_free_norm(gradients, parameters[0].device, group).to(parameters[0].dtype)
+    if is_bit_exact:
+        norm = order_free_norm(gradients, parameters[0].device, group).to(parameters[0].dtype)
+    else:
+        squared_norm = to_full_tensor(nn.utils.get_total_norm(gradients)) ** 2
+        dist.all_reduce(squared_norm, group=group)
+        norm = squared_norm.sqrt()
     nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)

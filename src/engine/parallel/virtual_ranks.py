@@ -19,6 +19,7 @@ from src.engine.determinism.batch import StepPart
 from src.engine.observe.recording import communication
 from src.engine.parallel.tree_sum import TreeSum, sum_over_ranks
 from src.engine.utils.compilation import device_constant
+from src.engine.utils.errors import UserError
 from src.engine.utils.tensors import to_local, upcast_half
 
 
@@ -41,14 +42,19 @@ class VirtualRanks:
         self.of_processes = [parallel.virtual_ranks(self.count, rank) for rank in range(parallel.dp_size)]
         self.own = self.of_processes[parallel.dp_rank]
         self.group = (trainer.distributed_sampler_kwargs or {}).get("group")
-        self.sums = [PassSums(net, self.count) for net in self.networks()]
+        self.sums = [PassSums(parts, self.count) for parts in self.networks()]
 
-    def networks(self) -> Sequence[nn.Module]:
-        """Return the modules whose gradients and buffers this process computes."""
-        return [self.trainer.lightning_module]
+    def networks(self) -> Sequence[Sequence[nn.Module]]:
+        """Return the modules of each network whose gradients and buffers this process computes."""
+        return [list(self.trainer.lightning_module.modules())]
 
     def begin(self, parts: Sequence[StepPart], step: int, begin_part: Callable[[int, StepPart], None]) -> None:
         """Prepare the passes of step `step`. `begin_part` lets functions draw for a virtual rank and its part."""
+
+    def keep_gradients(self) -> None:
+        """Keep the gradients that the module did not reset before the first backward pass; the step adds them."""
+        for sums in self.sums:
+            sums.keep_gradients()
 
     @contextmanager
     def one_pass(self, number: int) -> Iterator[None]:
@@ -93,16 +99,20 @@ class PassSums:
     autograd has saved of them, as it does of the running statistics of batch normalization.
 
     Args:
-        net: the network; no pass adds or removes a buffer.
+        modules: all modules of the network.
         count: number of virtual ranks of the run.
     """
 
-    def __init__(self, net: nn.Module, count: int) -> None:
-        self.count, self.weights = count, [weight for weight in net.parameters() if weight.requires_grad]
-        self._places = [(part, name, x) for part in net.modules() for name, x in part._buffers.items() if x is not None]
+    def __init__(self, modules: Sequence[nn.Module], count: int) -> None:
+        self.count, self._modules = count, modules
+        weights = dict.fromkeys(weight for part in modules for weight in part.parameters(recurse=False))
+        self.weights = [weight for weight in weights if weight.requires_grad]
+        self._kept: list[Tensor | None] = [None] * len(self.weights)
+        self._places = [(part, name, x) for part in modules for name, x in part._buffers.items() if x is not None]
+        self._shapes = self._buffer_shapes()
         buffers = {id(buffer): buffer for *_, buffer in self._places}.values()  # a buffer may have two names
-        self._floats = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._others = [buffer for buffer in buffers if not buffer.is_floating_point()]
+        self._floats = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
+        self._others = [buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())]
         self._gradients, self._means = TreeSum(), TreeSum()
         self._has_gradient = [False] * len(self.weights)
         self._first = [torch.zeros_like(buffer) for buffer in self._others]  # those of virtual rank 0, if it is here
@@ -113,13 +123,28 @@ class PassSums:
         for part, name, buffer in self._places:
             part._buffers[name] = copies[id(buffer)]
 
+    def _buffer_shapes(self) -> list[tuple[str, torch.Size]]:
+        return [(name, x.shape) for part in self._modules for name, x in part._buffers.items() if x is not None]
+
     def end_forward(self, number: int) -> None:
         """Add the buffers of a virtual rank."""
+        if (shapes := self._buffer_shapes()) != self._shapes:
+            (name, _), *_ = set(shapes).symmetric_difference(self._shapes)
+            raise UserError(
+                f"bit_exact=true: the forward pass adds, removes or resizes the buffer {name}, of which virtual ranks "
+                "need a mean: give it its shape in the constructor"
+            )
         now: dict[int, Any] = {id(buffer): part._buffers[name] for part, name, buffer in self._places}
         # A sum of V masks of the smallest float would overflow, and 1/V is exact, because V is a power of two.
         self._means.add([upcast_half(now[id(buffer)]) / self.count for buffer in self._floats], number)
         if number == 0:
             self._first = [now[id(buffer)] for buffer in self._others]
+
+    def keep_gradients(self) -> None:
+        """Keep the gradients that the weights have."""
+        self._kept = [weight.grad for weight in self.weights]
+        for weight in self.weights:
+            weight.grad = None
 
     def end_backward(self, first: int, count: int = 1) -> None:
         """Add the gradients of virtual rank `first`, or the sum of the gradients of `count` of them."""
@@ -150,8 +175,9 @@ class PassSums:
         gradients, means = self._add(of_processes, group)
         # The host waits for the device only if no pass of this process has computed some gradient.
         has = self._has_gradient if all(self._has_gradient) else has_gradient.tolist()
-        for weight, gradient, has_one in zip(self.weights, gradients, has, strict=True):
-            weight.grad = _shaped_like(gradient, weight) if has_one else None
+        for weight, gradient, kept, has_one in zip(self.weights, gradients, self._kept, has, strict=True):
+            new = _shaped_like(gradient, weight) if has_one else None
+            weight.grad = new + kept if new is not None and kept is not None else kept if new is None else new
         for part, name, buffer in self._places:
             part._buffers[name] = buffer
         for buffer, value in zip((*self._floats, *self._others), (*means, *first), strict=True):

@@ -8,6 +8,7 @@ GPU, whose convolutions round to TF32.
 Runs with `bit_exact=true` have equal bits, unless what else changes them differs: their `numerics`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -61,6 +62,8 @@ def _compare_bits(run: RunFolder, name: str, first: RunFolder, first_name: str) 
             at = differing[0]
             differences.append((steps[at], metric, float(values[at]), float(others[at])))
     experiment = f"Experiment {run.experiment}:"
+    if not count:
+        return Verdict(f"{experiment} {name} and {first_name} have logged nothing at the same step.", False)
     if not differences:
         return Verdict(f"{experiment} {name} and {first_name} are equal to the last bit ({count} values).", False)
     step, metric, value, other = min(differences)
@@ -76,6 +79,8 @@ def _compare_bits(run: RunFolder, name: str, first: RunFolder, first_name: str) 
 
 def _first_digit(a: float, b: float) -> int:
     """Return the number of the first significant digit in which two numbers differ, counted from one."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return 1
     (ours, our_exponent), (theirs, their_exponent) = (f"{x:+.16e}".split("e") for x in (a, b))
     if our_exponent != their_exponent:
         return 1

@@ -111,7 +111,7 @@ class RunFolder:
     @property
     def numerics(self) -> dict[str, Any]:
         """What changes the last bits of its numbers, but no experiment."""
-        return self.started.get("numerics", {})
+        return {"device": self.started.get("device")} | self.started.get("numerics", {})
 
     @property
     def started(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class RunDescription(L.Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = OmegaConf.to_yaml(self.config)
         checkpoint["experiment"] = asdict(self._experiment) if self._experiment else None
-        checkpoint["numerics"] = numerics(pl_module, str(trainer.precision))
+        checkpoint["numerics"] = numerics(pl_module)
         checkpoint["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ class RunDescription(L.Callback):
             if isinstance(logger, CSVLogger):
                 logger.cut(self._resumed_at)
         if self.config.bit_exact:
-            self._compare_numerics(numerics(pl_module, str(trainer.precision)))
+            self._compare_numerics(numerics(pl_module))
         if trainer.is_global_zero:
             banner = self._banner(trainer, pl_module)
             width = max(map(len, banner))
@@ -102,7 +102,7 @@ class RunDescription(L.Callback):
         settings |= {"data_source": data.description, "global_batch_size": data.global_batch_size}
         resizes = [event for event in read_events(self.config.run_dir) if event["event"] == "resized"]
         settings["runtime"] |= {"resized": resizes} if resizes else {}
-        settings |= {"experiment": self._fingerprint, "numerics": numerics(module, str(trainer.precision))}
+        settings |= {"experiment": self._fingerprint, "numerics": numerics(module)}
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
         if not (is_first_stage and trainer.is_global_zero):

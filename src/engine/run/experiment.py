@@ -22,7 +22,7 @@ from src.engine.observe.csv import CSVLogger
 from src.engine.observe.wandb import finish_run, mark_preempted
 from src.engine.parallel.compatibility import check_can_train, check_parts
 from src.engine.parallel.norm_groups import NormGroups
-from src.engine.run.bit_exact import BitExactness
+from src.engine.run.bit_exact import BitExactness, set_threads
 from src.engine.run.checkpoint import LastCheckpoint
 from src.engine.run.description import RunDescription
 from src.engine.run.metrics import MetricStates, VirtualMetrics
@@ -90,6 +90,8 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, OrderedData
         raise UserError(f"virtual_ranks={cfg.virtual_ranks}: give an integer of at least one")
     if not isinstance(cfg.bit_exact, bool):
         raise UserError(f"bit_exact={cfg.bit_exact}: give true or false")
+    if cfg.bit_exact:
+        set_threads()
     L.seed_everything(cfg.seed, verbose=False)
     check_options(cfg)
     trainer = build_trainer(cfg)

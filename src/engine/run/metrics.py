@@ -9,7 +9,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_mean
@@ -24,13 +24,16 @@ class VirtualMetrics(L.Callback):
     So a metric has the value that it would have on as many processes, to the last bit. The metrics are those of the
     module and of callbacks, and Lightning's means of values that are logged in evaluation. Outside of the passes of
     virtual ranks, hooks see the states of virtual rank 0; what they change in a process without it has no effect.
+
+    Attributes:
+        is_in_pass: whether a virtual rank is in its pass.
     """
 
     def __init__(self) -> None:
         self.metrics: dict[str, Any] = {}  # by name
         self.means: dict[str, Any] = {}  # Lightning's, of values logged in evaluation
         self._states: dict[str, dict[int, _State]] = {}  # of each metric, by virtual rank, but of the current one
-        self._current, self._is_in_pass = 0, False
+        self._current, self.is_in_pass = 0, False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer = trainer
@@ -38,9 +41,11 @@ class VirtualMetrics(L.Callback):
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Change how the metrics synchronize and reset their states."""
         self.metrics = _metrics(pl_module)
-        for callback in trainer.callbacks:
-            attributes = {f"{type(callback).__name__}.{name}": value for name, value in vars(callback).items()}
-            self.metrics |= {name: value for name, value in attributes.items() if isinstance(value, Metric)}
+        for number, callback in enumerate(trainer.callbacks):
+            for name, value in vars(callback).items():
+                found = _metrics(value, f"callbacks.{number}.{name}") if isinstance(value, nn.Module) else {}
+                known = set(map(id, self.metrics.values()))
+                self.metrics |= {name: metric for name, metric in found.items() if id(metric) not in known}
         for name, metric in self.metrics.items():
             vars(metric)["sync_context"] = partial(self._reduced, name, metric)
             vars(metric)["reset"] = partial(self._reset, name, metric)
@@ -65,12 +70,12 @@ class VirtualMetrics(L.Callback):
     def enter(self, number: int) -> None:
         """Give all metrics the states of a virtual rank, whose pass begins."""
         self._switch(number)
-        self._is_in_pass = True
+        self.is_in_pass = True
 
     def leave(self) -> None:
         """Give all metrics the states of virtual rank 0, for the hooks after the passes."""
         self._switch(0)
-        self._is_in_pass = False
+        self.is_in_pass = False
 
     def _switch(self, number: int) -> None:
         for name, metric in (self.metrics if self._trainer.training else self.metrics | self.means).items():
@@ -79,6 +84,7 @@ class VirtualMetrics(L.Callback):
             # Without virtual rank 0 a process has its count, or `compute` would warn.
             count = max(state[_COUNT] for state in states.values()) if number == 0 else 0
             vars(metric).update(states.get(number) or _initial_state(metric) | {_COUNT: count})
+            metric._computed = None  # that of another virtual rank
         self._current = number
 
     def states(self, name: str, metric: Any) -> dict[int, _State]:
@@ -111,13 +117,15 @@ class VirtualMetrics(L.Callback):
 
         Within the pass of a virtual rank it has the state of that one, since others have not come so far.
         """
-        if not should_sync or self._is_in_pass:
+        if not should_sync or self.is_in_pass:
             yield
             return
         own = _state(metric)
         vars(metric).update(self._combined(name, metric))
-        yield
-        vars(metric).update(own)
+        try:
+            yield
+        finally:
+            vars(metric).update(own)
 
     def _compute_mean(self, name: str, result: Any, compute: Callable[[], Any]) -> Any:
         """Compute a mean over all virtual ranks, in every process. The evaluation has ended."""
@@ -131,7 +139,7 @@ class VirtualMetrics(L.Callback):
 
     def _reset(self, name: str, metric: Any) -> None:
         """Reset a metric: on all virtual ranks, unless the pass of one of them does so, as `Metric.forward`."""
-        if not self._is_in_pass:
+        if not self.is_in_pass:
             self._states.pop(name, None)
         type(metric).reset(metric)
 
@@ -210,8 +218,8 @@ class MetricStates(L.Callback):
                     setattr(metric, key, value)
 
 
-def _metrics(module: L.LightningModule) -> dict[str, Metric]:
-    return {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+def _metrics(module: nn.Module, prefix: str = "") -> dict[str, Metric]:
+    return {name: part for name, part in module.named_modules(prefix=prefix) if isinstance(part, Metric)}
 
 
 def _metrics_to_save(trainer: L.Trainer, module: L.LightningModule, is_within_epoch: bool) -> dict[str, Metric]:

@@ -8,6 +8,7 @@ the virtual ranks of this process (`src/engine/parallel/virtual_ranks.py`).
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
@@ -61,13 +62,15 @@ class StepInParts(_AutomaticOptimization):
                         output = self._training_step(kwargs | {"batch": part.batch})
                     if zero_grad and number == 0:
                         zero_grad()
+                    if isinstance(passes, _VirtualRankPasses) and number == 0:
+                        passes.virtual.keep_gradients()
                     if backward and output.closure_loss is not None:
                         with results.divert(log):
                             backward(output.closure_loss / passes.count)
                 log.end_pass(output.loss)
                 outputs.append(output.extra)
-        table = passes.finish(log.rows())
         data.end_parts()
+        table = passes.finish(log.rows())
         log.log(results, table, is_complete=data.bit_exact)
         loss = log.mean_loss(table)
         if loss is not None:
@@ -113,9 +116,9 @@ class _VirtualRankPasses:
     @contextmanager
     def one_pass(self, number: int, part: StepPart) -> Iterator[None]:
         """Compute a virtual rank, which draws its own random numbers."""
-        strategy, virtual_rank = self.trainer.strategy, self.virtual.own[number]
+        virtual_rank = self.virtual.own[number]
         self._begin_part(virtual_rank, part)
-        with mock.patch.multiple(strategy, reduce=_refuse, all_gather=_refuse), self.virtual.one_pass(virtual_rank):
+        with _without_collectives(self.trainer.strategy), self.virtual.one_pass(virtual_rank):
             yield
 
     def finish(self, rows: Tensor) -> Tensor:
@@ -142,8 +145,27 @@ def _callback(trainer: Any, kind: type[_T]) -> _T:
     return next(callback for callback in trainer.callbacks if isinstance(callback, kind))
 
 
+def evaluate_virtual_ranks(strategy: Any) -> None:
+    """Let `validation_step` and `test_step` count the batches of a virtual rank, and not communicate."""
+    for name in ("validation_step", "test_step"):
+        setattr(strategy, name, partial(_evaluate, strategy, getattr(type(strategy), name)))
+
+
+def _evaluate(strategy: Any, step: Callable[..., Any], batch: Any, batch_idx: int | None = None, *loader: int) -> Any:
+    indices = loader
+    if batch_idx is not None:
+        indices = (batch_idx // len(strategy.lightning_module.trainer.datamodule.own_virtual_ranks), *loader)
+    with _without_collectives(strategy):
+        return step(strategy, batch, *indices)
+
+
+def _without_collectives(strategy: Any) -> Any:
+    """Return a context in which the collectives of a strategy raise: others have not come so far."""
+    return mock.patch.multiple(strategy, reduce=_refuse, all_gather=_refuse)
+
+
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise UserError(
-        "bit_exact=true computes the virtual ranks one by one, and training_step communicates between ranks "
+        "bit_exact=true computes the virtual ranks one by one, and a step of the module communicates between ranks "
         "(all_gather, reduce): log with sync_dist=True instead, or set bit_exact=false"
     )

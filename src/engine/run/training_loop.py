@@ -78,13 +78,17 @@ class _Results(_ResultCollection):
     def divert(self, log: PassLog) -> Iterator[None]:
         """Let a `PassLog` get what is logged."""
         self._pass_log = log
-        yield
-        self._pass_log = None
+        try:
+            yield
+        finally:
+            self._pass_log = None
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
         if self._pass_log is not None:
             self._pass_log.add(fx, name, value, options)
             return
+        if self.virtual:
+            _check_virtual(self.virtual, name, value, options, self.training)
         super().log(fx, name, value, **options | {"sync_dist": options["sync_dist"] and not self.virtual})
 
     @staticmethod
@@ -103,6 +107,24 @@ class _Results(_ResultCollection):
         if "cumulated_batch_size" in result._defaults:
             result._defaults["cumulated_batch_size"] = torch.tensor(0.0)
             result.cumulated_batch_size = result.cumulated_batch_size.float()
+
+
+def _check_virtual(virtual: VirtualMetrics, name: str, value: Any, options: dict[str, Any], is_training: bool) -> None:
+    """Raise a UserError for a value that would depend on how many virtual ranks a process has."""
+    if options["on_step"] and not is_training:
+        raise UserError(
+            f"bit_exact=true: {name} is logged for each batch of an evaluation, of which processes have different "
+            "numbers: log it with on_step=False"
+        )
+    if virtual.is_in_pass or not (options["sync_dist"] and isinstance(value, Tensor) and dist.is_initialized()):
+        return
+    values = [0.0] * dist.get_world_size()
+    dist.all_gather_object(values, float(value))
+    if any(other != value and not math.isnan(other) for other in values):
+        raise UserError(
+            f"bit_exact=true: {name} is logged outside of a step of the module, and processes have different values, "
+            "from the batches that each has seen: log it in the step, or as a metric of torchmetrics"
+        )
 
 
 class _LogPointConnector(_LoggerConnector):

@@ -15,15 +15,20 @@ from torch import Tensor
 from tests.support.bits import check_equal_bits, rows_of
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.habits import Vectors
-from tests.support.pool import Pool
+from tests.support.pool import Pool, RankFailed
 from tests.support.runs import Record, compose, fit, fit_ranks
 
 OWN = ["~data", "~module", "~model", "~optimizer", "~scheduler", "callbacks=none", "test=false"]
 OWN += ["trainer.log_every_n_steps=1", "trainer.max_epochs=2"]
 EXACT = [*OWN, "bit_exact=true"]
-VECTORS, COUNTING, TAGGING = (
+VECTORS, COUNTING, TAGGING, UNUSUAL = (
     [f"+data._target_=tests.support.habits.{data}", f"+module._target_=tests.support.habits.{module}"]
-    for data, module in (("VectorData", "Vectors"), ("VectorData", "Counting"), ("LineData", "Tagging"))
+    for data, module in (
+        ("VectorData", "Vectors"),
+        ("VectorData", "Counting"),
+        ("LineData", "Tagging"),
+        ("NoisyVectorData", "Unusual"),
+    )
 )
 KINDS = ("class_weights", "triplets", "numpy_mixup", "distillation")
 HABITS = {
@@ -31,6 +36,7 @@ HABITS = {
     "counting": COUNTING,
     "lbfgs": [*COUNTING, "+module.optimizer=lbfgs"],
     "tagging": TAGGING,
+    "unusual": UNUSUAL,
 }
 
 
@@ -47,6 +53,25 @@ def test_has_the_bits_of_one_process(
 ) -> None:
     ranks = fit_ranks(compose(folder, *EXACT, *HABITS[name], "strategy=ddp", f"trainer.devices={devices}"), pool)
     check_equal_bits(ranks, one_process(name))
+
+
+class Collecting(Vectors):
+    """Logs the mean of the batches that a process has evaluated."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_loss", torch.stack(self.losses).mean(), sync_dist=True)
+
+
+def test_refuses_a_value_of_the_batches_of_a_process(pool: Pool, folder: Path) -> None:
+    words = [*EXACT, VECTORS[0], f"+module._target_={__name__}.Collecting", "strategy=ddp", "trainer.devices=2"]
+    with pytest.raises(RankFailed, match="val_loss is logged outside of a step of the module, and processes have"):
+        fit_ranks(compose(folder, *words), pool)
 
 
 class Draws(Vectors):

@@ -128,6 +128,28 @@ class ReturnsSome(ImageClassifier):
         return loss if 0 in batch.target else None
 
 
+class ResizesBuffer(ImageClassifier):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("late", None)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.late = batch.image.mean(0)
+        return super().training_step(batch, batch_idx)
+
+
+class LogsBatches(ImageClassifier):
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.log("v", 1.0, on_step=True)
+        return super().validation_step(batch, batch_idx)
+
+
+class EvaluatesTogether(ImageClassifier):
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.all_gather(batch.weight)
+        return super().validation_step(batch, batch_idx)
+
+
 class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand(x.shape)
@@ -216,6 +238,11 @@ VIRTUAL_RANKS = [
         "experiment=gan trainer.accumulate_grad_batches=2",
         "trainer.accumulate_grad_batches=2 divides each step into parts",
     ),
+    (
+        f"{EXACT}=4 strategy=fsdp strategy.param_dtype=bfloat16 trainer.devices=2",
+        "adds gradients within a round in half precision, .* set strategy.reduce_dtype=float32",
+    ),
+    ("trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0: give a number of micro-batches"),
     ("bit_exact=ja", "bit_exact=ja: give true or false"),
     (f"{EXACT}=4 strategy=hsdp trainer.devices=4", "bit_exact=true: strategy=hsdp and strategy.shares divide"),
     (f"{EXACT}=4 strategy=fsdp trainer.devices=3", "3 processes do not divide virtual_ranks=4, .* strategy=ddp"),
@@ -231,6 +258,9 @@ VIRTUAL_RANKS = [
             "Reduces": r"communicates between ranks \(all_gather, reduce\): log with sync_dist=True",
             "LogsSome": "logs other names, or returns None, for some virtual ranks only",
             "ReturnsSome": "logs other names, or returns None, for some virtual ranks only",
+            "ResizesBuffer": "adds, removes or resizes the buffer late, .* give it its shape in the constructor",
+            "LogsBatches": "v is logged for each batch of an evaluation, .* log it with on_step=False",
+            "EvaluatesTogether": "a step of the module communicates between ranks",
         }.items()
     ],
 ]

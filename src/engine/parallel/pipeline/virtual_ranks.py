@@ -19,8 +19,12 @@ class StageRanks(VirtualRanks):
     `training_step` runs twice: up to its call of the network, for the inputs of the schedule, and as a whole.
     """
 
-    def networks(self) -> Sequence[nn.Module]:
-        return list(self.trainer.strategy.own_stages.values())
+    def networks(self) -> Sequence[Sequence[nn.Module]]:
+        """Return the modules of each own stage, and those outside of the network."""
+        module = self.trainer.lightning_module
+        of_network = set(module.net.modules())
+        outside = [part for part in module.modules() if part not in of_network]
+        return [*(list(stage.modules()) for stage in self.trainer.strategy.own_stages.values()), outside]
 
     def begin(self, parts: Sequence[StepPart], step: int, begin_part: Callable[[int, StepPart], None]) -> None:
         strategy, inputs, keys = self.trainer.strategy, list[Tensor](), list[Tensor]()
@@ -29,7 +33,7 @@ class StageRanks(VirtualRanks):
                 begin_part(number, part)
                 inputs.append(input_of_network(self.trainer.lightning_module, part.batch, step))
                 keys.append(sample_random.keys)
-            for stage, sums in zip(strategy.own_stages.values(), self.sums, strict=True):
+            for stage, sums in zip(strategy.own_stages.values(), self.sums[:-1], strict=True):
                 stage.pass_sums, stage.first_virtual_rank = sums, self.own[0]
             # A stage does not know what those before it draw from torch's generators, so nothing may draw from them.
             torch.default_generator.manual_seed(sample_random.call_seed)
@@ -43,9 +47,12 @@ class StageRanks(VirtualRanks):
 
     @contextmanager
     def one_pass(self, number: int) -> Iterator[None]:
-        strategy = self.trainer.strategy
+        strategy, outside = self.trainer.strategy, self.sums[-1]
         strategy.outputs = [self._outputs[number]]
+        outside.begin_forward()
         yield
+        outside.end_forward(number)
+        outside.end_backward(number)
         strategy.outputs = None
 
     def finish(self, rows: Tensor) -> Tensor:
