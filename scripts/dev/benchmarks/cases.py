@@ -108,6 +108,20 @@ def groups(images: Path) -> list[Case]:
     return cases
 
 
+def virtual_ranks(images: Path) -> list[Case]:
+    """A step of the default network with its virtual ranks together, and one by one, on one process and two."""
+    kinds = {
+        "together": [],
+        "one by one, 4": ["bit_exact=true"],
+        "one by one, 8": ["bit_exact=true", "virtual_ranks=8"],
+    }
+    cases = []
+    for devices in (1, 2):
+        programs = [_profiled(name, devices, images, *options) for name, options in kinds.items()]
+        cases.append(Case(f"a step of resnet9, processes: {devices}", "step ms", programs))
+    return cases
+
+
 def recomputation(images: Path) -> list[Case]:
     """A step of the vision transformer with all activations kept, and with those of each block computed again."""
     programs = [
@@ -160,21 +174,30 @@ def _is_possible(name: str, processes: int) -> bool:
 
 
 def _strategy(name: str, processes: int, images: Path) -> Program:
+    return _profiled(f"{name} x{processes}", processes, images, f"strategy={name}")
+
+
+def _profiled(name: str, processes: int, images: Path, *options: str) -> Program:
+    """Return a program that trains the default network; it reads memory, processor time and communication."""
     timed, every = SHORT
     last = timed + PROFILED
     profiled = ["_target_=scripts.dev.peers.callbacks.Communication", "file={scratch}/rank"]
     profiled += [f"first={timed}", f"last={last}"]
-    settings = [f"strategy={name}", *(f"+callbacks.communication.{setting}" for setting in profiled)]
-    program = ours(f"{name} x{processes}", "resnet9", images, (last, every), *settings, devices=processes)
+    settings = [*options, *(f"+callbacks.communication.{setting}" for setting in profiled)]
+    program = ours(name, "resnet9", images, (last, every), *settings, devices=processes)
     program.read, program.samples = _read_ranks, 128
     return program
 
 
 def _read_ranks(scratch: Path) -> dict[str, float]:
-    """Return the mean of the ranks' percentages, and the maximum of their memory."""
+    """Return the maximum of the ranks' memory, and the means of their processor times and percentages."""
     ranks = [json.loads(file.read_text()) for file in scratch.glob("rank.*.json")]
-    communicating = statistics.mean(rank["communicating"] for rank in ranks)
-    return {"MB": max(rank["MB"] for rank in ranks), "communicating %": communicating}
+    means = {name: statistics.mean(rank[name] for rank in ranks) for name in ("CPU ms", "communicating")}
+    return {
+        "MB": max(rank["MB"] for rank in ranks),
+        "CPU ms": means["CPU ms"],
+        "communicating %": means["communicating"],
+    }
 
 
 def pipeline(images: Path, microbatches: int = 8) -> list[Case]:
@@ -193,6 +216,7 @@ BENCHMARKS: dict[str, Callable[[Path], list[Case]]] = {
     "overhead": overhead,
     "ddp": ddp,
     "groups": groups,
+    "virtual_ranks": virtual_ranks,
     "recomputation": recomputation,
     "data": data,
     "startup": startup,

@@ -10,6 +10,7 @@ _KINDS = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
     "broadcast_": "broadcast",
     "send": "send",
     "recv_": "send",

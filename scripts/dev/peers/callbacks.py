@@ -7,6 +7,7 @@ import ctypes
 import gc
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,13 @@ class Communication(L.Callback):
 
     `communicating` is the percentage of their wall-clock time in which a collective, send or receive was in progress;
     overlaps count once. `MB` is the peak memory of the steps before: on a GPU torch's allocations; on a CPU the
-    resident set, less its size with the data loaded and Lightning imported, the network not counted.
+    resident set, less its size with the data loaded and Lightning imported, the network not counted. `CPU ms` is the
+    processor time of one of these steps.
     """
 
     def __init__(self, file: str, first: int, last: int) -> None:
         self.file, self.first, self.last = file, first, last
-        self._base, self._peak = 0.0, 0.0
+        self._base, self._peak, self._processor_time = 0.0, 0.0, 0.0
         self._profiler: Any = None
         self._window: Any = None
 
@@ -52,12 +54,15 @@ class Communication(L.Callback):
         self._base = resident("VmRSS") - network
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 1:
+            self._processor_time = time.process_time()
         if trainer.global_step == 1 and pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         elif trainer.global_step == 1:
             _CLEAR.write_text("5")  # resets VmHWM
         if trainer.global_step == self.first and self._profiler is None:
             cuda = pl_module.device.type == "cuda"
+            self._processor_time = (time.process_time() - self._processor_time) / (self.first - 1)
             self._peak = torch.cuda.max_memory_allocated() if cuda else resident("VmHWM") - self._base
             self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])])
             self._profiler.start()
@@ -70,6 +75,7 @@ class Communication(L.Callback):
             self._window.__exit__(None, None, None)
             self._profiler.stop()
             found = {"MB": self._peak / 2**20, "communicating": communicating(self._profiler.events())}
+            found["CPU ms"] = 1000 * self._processor_time
             self._profiler = None
             Path(f"{self.file}.{trainer.global_rank}.json").write_text(json.dumps(found))
 

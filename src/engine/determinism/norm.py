@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from src.engine.utils.tensors import to_local
 
 _BITS = 30  # of each half of a square: 2**32 squares add up below 2**63
-_CHUNK = 2**20  # elements at once, whose integers add up exactly in float64
+_CHUNK = 2**18  # elements at once, whose integers add up exactly in float64
 
 
 def order_free_norm(tensors: Sequence[Tensor], device: torch.device, group: Any = None) -> Tensor:

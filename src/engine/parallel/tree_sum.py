@@ -4,7 +4,7 @@ Addition in floating point is not associative, so the order decides the last bit
 virtual ranks. A rank adds the nodes whose virtual ranks it holds; the ranks exchange what is left and add the rest.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from src.engine.observe.recording import communication
 
+_BUCKET = 25 << 20  # bytes that are sent at once, of which some copies are in memory
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name is deprecated
 
 
@@ -53,14 +54,26 @@ def sum_over_ranks(own: TreeSum, virtual_ranks: Sequence[Iterable[int]], group: 
     nodes = [tensors for _, tensors in sorted(own.nodes.items())]
     if len(virtual_ranks) == 1:
         return nodes[0]
-    for dtype in sorted({tensor.dtype for tensor in nodes[0]}, key=str):
-        columns = [number for number, tensor in enumerate(nodes[0]) if tensor.dtype is dtype]
+    for columns in buckets(nodes[0]):
         rows = [torch.cat([tensors[number].flatten() for number in columns]) for tensors in nodes]
-        total = _sum_rows(rows, [_nodes_of(ranks) for ranks in virtual_ranks], group)
+        total = _sum_rows(rows, [nodes_of(ranks) for ranks in virtual_ranks], group)
         tensors = [nodes[0][number] for number in columns]
         for tensor, values in zip(tensors, total.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
     return nodes[0]
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the numbers of tensors of one type that are sent at once."""
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        bucket, nbytes = list[int](), 0
+        for number in (number for number, tensor in enumerate(tensors) if tensor.dtype is dtype):
+            if nbytes + tensors[number].nbytes > _BUCKET and bucket:
+                yield bucket
+                bucket, nbytes = [], 0
+            bucket.append(number)
+            nbytes += tensors[number].nbytes
+        yield bucket
 
 
 def _sum_rows(rows: list[Tensor], nodes: list[list[tuple[int, int]]], group: Any) -> Tensor:
@@ -83,7 +96,7 @@ def _sum_rows(rows: list[Tensor], nodes: list[list[tuple[int, int]]], group: Any
     return total[:length]
 
 
-def _nodes_of(virtual_ranks: Iterable[int]) -> list[tuple[int, int]]:
+def nodes_of(virtual_ranks: Iterable[int]) -> list[tuple[int, int]]:
     """Return the nodes that are left when a rank has added its virtual ranks, in order."""
     tree = TreeSum()
     for number in virtual_ranks:

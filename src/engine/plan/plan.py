@@ -148,7 +148,7 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
     if "recompute" in own.module:
         own.module.recompute = "none"  # the profile has both
     own.strategy = {"_target_": "src.engine.parallel.ddp.auto", "devices": 1, "num_nodes": 1}
-    own.callbacks, own.logger = {}, {}
+    own.callbacks, own.logger, own.bit_exact = {}, {}, False
     own.ckpt_path, own.seed = None, own.seed or 0
     profiles: list[Profile] = []
 
@@ -172,6 +172,7 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
         per_host=device_count(cfg.trainer),
         layout=replace(data.layout, accumulate=cfg.trainer.accumulate_grad_batches),
         is_synchronized=cfg.trainer.sync_batchnorm,
+        is_bit_exact=cfg.bit_exact,
         precision=str(cfg.trainer.precision),
         recompute=cfg.module.get("recompute") == "blocks",
     )

@@ -6,7 +6,7 @@ from src.engine.determinism.layout import BatchLayout
 from src.engine.plan.hardware import Hardware
 
 _USABLE = 0.95  # fraction of a device's memory
-_RING_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # over all ranks but one
+_RING_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}  # over all ranks but one
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Job:
         ranks, per_host: number of ranks, in all and on each host.
         layout: the global batch and its micro-batches, on one process.
         is_synchronized: `trainer.sync_batchnorm`.
+        is_bit_exact: `bit_exact`.
         precision: `trainer.precision`.
         recompute: whether blocks compute their activations again.
     """
@@ -26,6 +27,7 @@ class Job:
     per_host: int
     layout: BatchLayout
     is_synchronized: bool
+    is_bit_exact: bool
     precision: str
     recompute: bool
 
@@ -40,7 +42,7 @@ class Collective:
     """Equal calls of a collective by a rank in a step.
 
     Attributes:
-        kind: all_reduce, all_gather, reduce_scatter, broadcast or send, which is a send or a receive.
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send, which is a send or a receive.
         nbytes: bytes of the full tensor of a call.
         ranks, stride: ranks of the group, and the distance of their numbers.
         calls: number of calls.

@@ -13,17 +13,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from src.engine.determinism.layout import BatchLayout, DataParallelInfo
+from src.engine.determinism.layout import BatchLayout, DataParallelInfo, virtual_layouts
 from src.engine.parallel.batch_norm import ranks_that_share
+from src.engine.parallel.compatibility import check_virtual_ranks
 from src.engine.parallel.norm_groups import check_groups
 from src.engine.parallel.pipeline.rehearsal import check_module
 from src.engine.parallel.pipeline.simulation import Action, Pass, bubble, simulate
 from src.engine.parallel.pipeline.split import cut
+from src.engine.parallel.pipeline.stage import called_modules
+from src.engine.parallel.tree_sum import buckets, nodes_of
 from src.engine.plan.profile import Operation, Part, Profile
 from src.engine.plan.step import Collective, Estimate, Job
+from src.engine.run.bit_exact import num_threads
+from src.engine.run.parts import LOGGED_COLUMNS
 from src.engine.utils.errors import UserError
 from src.engine.utils.process import cores_per_rank
 
@@ -45,21 +50,38 @@ class OneDevice:
 
     model_ranks, micro_batches = 1, 1  # ranks that share a replica, and micro-batches into which it divides a batch
     batch_copies = 2  # as the data module makes it, and in the memory format of the network
+    takes_turns = False  # whether ranks take virtual ranks in turn
+    adds_gradients = True  # whether those of all passes are added after them
 
     def __init__(self, strategy: Any, profile: Profile, job: Job) -> None:
         self.strategy, self.profile, self.job = strategy, profile, job
         self.replicas = job.ranks // self.model_ranks
-        samples = self._layout(0).counts.sum(1)  # of each rank in a micro-batch
-        self.layout = self._layout(int(samples.argmax()))
-        self.samples = int(samples.max())
+        if job.is_bit_exact:
+            self._count_virtual_ranks()
+        else:
+            samples = self._layout(0).counts.sum(1)  # of each rank in a micro-batch
+            self.layout, self.count = self._layout(int(samples.argmax())), job.layout.accumulate
+            self.samples = int(samples.max())
         norms = [part for part in profile.net.modules() if isinstance(part, _BatchNorm)]
-        self.norms = norms if job.is_synchronized else []
+        self.norms = norms if job.is_synchronized and not job.is_bit_exact else []
         if self.norms:
             check_groups(self.layout)
         own_groups = int((self.layout.counts[self.layout.parallel.dp_rank] > 0).sum())
         self.parts = profile.parts(self.samples, own_groups, job.recompute)
         self.passes, self.data_seconds = self._pass_seconds()
         self.weights = list(profile.weights.values())  # those that the rank holds, if only a shard of each
+
+    def _count_virtual_ranks(self) -> None:
+        """Describe the passes of virtual ranks, in each of which a rank has the samples of one."""
+        count = self.job.layout.virtual_ranks
+        if self.job.ranks > 1:
+            check_virtual_ranks(self.strategy, count, self.job.ranks)
+        parallel = replace(self._layout(0).parallel, num_microbatches=1, in_turn=self.takes_turns)
+        of_rank = [parallel.virtual_ranks(count, rank) for rank in range(self.replicas)]
+        self.layout = virtual_layouts(self.job.layout.batch_size, parallel, count, self.job.layout.has_pairs)[0]
+        self.samples = int(self.layout.counts.sum(1).max())
+        self.count = max(map(len, of_rank))
+        self.nodes = max(len(nodes_of(own)) for own in of_rank)
 
     def _layout(self, rank: int) -> BatchLayout:
         shares = getattr(self.strategy, "shares", None)
@@ -71,7 +93,9 @@ class OneDevice:
         job, hardware = self.job, self.job.hardware
         if not hardware.tflops:
             threads = max(1, cores_per_rank(job.per_host)) if job.per_host > 1 else torch.get_num_threads()
-            slopes, intercepts = self.profile.measured(job.layout.batch_size, job.layout.virtual_ranks, threads)
+            threads = num_threads() if job.is_bit_exact else threads
+            groups = 1 if job.is_bit_exact else job.layout.virtual_ranks
+            slopes, intercepts = self.profile.measured(job.layout.batch_size, groups, threads)
             slower = max(1.0, job.per_host / hardware.devices_per_node)  # processes that share a core
             *times, data = (slower * (intercepts + slopes * self.samples).clip(min=0.0)).tolist()
             passes = zip(times[: len(self.parts)], times[len(self.parts) :], strict=True)
@@ -88,7 +112,8 @@ class OneDevice:
 
     def all_collectives(self) -> list[Collective]:
         """Return the collectives of a step."""
-        return [one for one in [*self.norm_collectives(), *self.collectives()] if one.ranks > 1]
+        sums = self.tree_collectives() if self.job.is_bit_exact else ()
+        return [one for one in [*self.norm_collectives(), *self.collectives(), *sums] if one.ranks > 1]
 
     def norm_collectives(self) -> Iterator[Collective]:
         """Yield those of batch normalization whose groups several ranks share: moments, and sums of gradients."""
@@ -101,6 +126,27 @@ class OneDevice:
                 yield Collective("all_gather", nbytes * ranks, ranks, self.model_ranks, self.layout.micro_batches)
                 yield Collective("all_reduce", nbytes, ranks, self.model_ranks, self.layout.micro_batches)
 
+    def tree_collectives(self) -> list[Collective]:
+        """Return those that add gradients, buffers and logged values over virtual ranks, after the passes."""
+        integers, sums = self.job.layout.virtual_ranks * LOGGED_COLUMNS, list[Collective]()
+        for weights, buffers in self.networks():
+            means = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
+            integers += len(weights) + sum(buffer.numel() for buffer in buffers) - sum(x.numel() for x in means)
+            sums += self._sums([*(weights if self.adds_gradients else ()), *means])
+        return [Collective("all_reduce", 8 * integers, self.replicas, self.model_ranks), *sums]
+
+    def networks(self) -> list[tuple[list[nn.Parameter], list[Tensor]]]:
+        """Return the trained weights and the buffers of each network whose passes the rank computes."""
+        return [(self.trained, list(self.profile.module.buffers()))]
+
+    def _sums(self, tensors: Sequence[Any]) -> Iterator[Collective]:
+        ranks = self.replicas
+        for bucket in buckets(tensors):
+            size = tensors[bucket[0]].itemsize
+            nbytes = -(-sum(tensors[number].numel() for number in bucket) // ranks) * ranks * size
+            yield Collective("all_to_all", self.nodes * nbytes, ranks, self.model_ranks)
+            yield Collective("all_gather", nbytes, ranks, self.model_ranks)
+
     def collectives(self) -> list[Collective]:
         """Return those of the strategy, of which some may have a group of one rank."""
         return []
@@ -109,12 +155,17 @@ class OneDevice:
         """Return the bytes by category."""
         return {
             "weights": sum(weight.nbytes for weight in self.weights) + self.profile.buffer_bytes,
-            "gradients": sum(weight.nbytes for weight in self.trained),
+            "gradients": sum(weight.nbytes for weight in self.trained) * self.gradient_copies,
             "optimizer": self.optimizer_bytes(),
             "activations": self.activation_bytes(),
             "batch": self.batch_copies * self.samples * self.micro_batches * self.profile.example[0].nbytes,
             "data set": self.profile.data_bytes,
         }
+
+    @property
+    def gradient_copies(self) -> int:
+        """The most copies of the gradients: those of a pass, and a sum for each power of two of virtual ranks."""
+        return self.count.bit_length() if self.job.is_bit_exact else 1
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -131,7 +182,7 @@ class OneDevice:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of a step by part, with all its micro-batches."""
-        count, hardware = self.job.layout.accumulate, self.job.hardware
+        count, hardware = self.count, self.job.hardware
         forward, backward = (count * sum(times) for times in zip(*self.passes, strict=True))
         collectives = [one for one in self.all_collectives() if one.kind != "send"]  # sends delay passes instead
         hidden = sum(one.seconds(self.job) for one in collectives if one.overlaps and hardware.overlaps)
@@ -141,15 +192,16 @@ class OneDevice:
 
     def hiding_seconds(self) -> float:
         """Return the seconds of the passes that may hide collectives."""
-        return self.job.layout.accumulate * sum(map(sum, self.passes))
+        return self.count * sum(map(sum, self.passes))
 
     def optimizer_seconds(self) -> float:
         """Return the seconds of the optimizer step."""
         if not self.job.hardware.tflops:
             every = sum(weight.nbytes for weight in self.profile.weights.values())
-            return self.profile.optimizer_seconds * self.memory()["gradients"] / every
+            return self.profile.optimizer_seconds * self.memory()["gradients"] / self.gradient_copies / every
         memory = self.memory()
-        return self.job.hardware.copy_seconds(3 * memory["gradients"] + 2 * memory["optimizer"])
+        gradients = memory["gradients"] // self.gradient_copies
+        return self.job.hardware.copy_seconds(3 * gradients + 2 * memory["optimizer"])
 
 
 class Replicas(OneDevice):
@@ -165,7 +217,7 @@ class Replicas(OneDevice):
         weights: list[Any] = self.trained[::-1]  # in this order their gradients are ready
         buckets, _ = dist._compute_bucket_assignment_by_size(weights, [limit << 20] if limit else _BUCKETS)
         fraction, found = _HOOKS[self.strategy.comm_hook], []
-        for number, bucket in enumerate(buckets, 1):
+        for number, bucket in enumerate(() if self.job.is_bit_exact else buckets, 1):
             nbytes = int(sum(weights[i].nbytes for i in bucket) * fraction)
             found.append(Collective("all_reduce", nbytes, ranks, overlaps=number < len(buckets)))
         if self.strategy.shard_optimizer:
@@ -186,13 +238,15 @@ class Replicas(OneDevice):
 
     def memory(self) -> dict[str, int]:
         memory = super().memory()
-        if not self.strategy._ddp_kwargs["gradient_as_bucket_view"]:
+        if not (self.job.is_bit_exact or self.strategy._ddp_kwargs["gradient_as_bucket_view"]):
             memory["buckets"] = memory["gradients"]
         return memory
 
 
 class Shards(OneDevice):
     """FSDP2: all-gathers of weights and reduce-scatters of gradients, one group of weights after the other."""
+
+    takes_turns, adds_gradients = True, False
 
     def __init__(self, strategy: Any, profile: Profile, job: Job) -> None:
         strategy.check_world_size(job.ranks)
@@ -208,7 +262,8 @@ class Shards(OneDevice):
             seen |= {id(weight) for weight in group}
 
     def collectives(self) -> list[Collective]:
-        policy, count, shards, found = self.strategy.policy, self.job.layout.accumulate, self.shards, list[Collective]()
+        policy, count, shards, found = self.strategy.policy, self.count, self.shards, list[Collective]()
+        reduction = "all_to_all" if self.job.is_bit_exact else "reduce_scatter"
         for number, (group, is_norm) in enumerate(self.gathered):
             stored = group[0].itemsize
             has_policy = not (policy.param_dtype and is_norm)
@@ -219,7 +274,7 @@ class Shards(OneDevice):
             found.append(Collective("all_gather", gathered, shards, 1, count * gathers, **hides))
             size = policy.reduce_dtype.itemsize if has_policy and policy.reduce_dtype else size
             if reduced := padded([w for w in group if w.requires_grad], shards) * size // stored:
-                found.append(Collective("reduce_scatter", reduced, shards, 1, count, **hides))
+                found.append(Collective(reduction, reduced, shards, 1, count, **hides))
                 replicas = self.strategy.replicas
                 found.append(Collective("all_reduce", reduced // shards, replicas, shards, count, **hides))
         return found
@@ -237,7 +292,7 @@ class Shards(OneDevice):
         weights = min(2 * largest, every) if self.strategy.reshard_after_forward else every
         memory = super().memory() | {"gathered": weights + 2 * largest}  # and the gradients, before they are reduced
         memory["weights"] = every // self.shards + self.profile.buffer_bytes
-        memory["gradients"] = padded(self.trained, self.shards) // self.shards
+        memory["gradients"] = padded(self.trained, self.shards) // self.shards * self.gradient_copies
         return memory
 
     def optimizer_bytes(self) -> int:
@@ -264,6 +319,8 @@ class Stages(OneDevice):
             raise profile.untraced
         self.model_ranks, self.micro_batches = strategy.stages or job.ranks, strategy.microbatches
         super().__init__(strategy, profile, job)
+        if job.is_bit_exact:  # micro-batches are virtual ranks
+            self.micro_batches, self.count = self.count, 1
         self.rank_of = strategy.spec.stage_to_rank(self.model_ranks)
         blocks = [block for part in self.parts for block in part.blocks]
         number_of = {part.blocks[0].name: number for number, part in enumerate(self.parts)}
@@ -287,6 +344,16 @@ class Stages(OneDevice):
 
     def _weights_of(self, stage: int) -> list[nn.Parameter]:
         return [weight for number in self.stages[stage] for weight in self.parts[number].weights]
+
+    def networks(self) -> list[tuple[list[nn.Parameter], list[Tensor]]]:
+        net, found = self.profile.net, list[tuple[list[nn.Parameter], list[Tensor]]]()
+        for stage in self.own_stages:
+            names = called_modules(block for number in self.stages[stage] for block in self.parts[number].blocks)
+            buffers = {id(buffer): buffer for name in names for buffer in net.get_submodule(name).buffers()}
+            trained = [weight for weight in self._weights_of(stage) if weight.requires_grad]
+            found.append((trained, list(buffers.values())))
+        of_network = set(map(id, net.buffers()))
+        return [*found, ([], [buffer for buffer in self.profile.module.buffers() if id(buffer) not in of_network])]
 
     def _duration(self, action: Action) -> float:
         forward, backward = (sum(self.passes[i][kind] for i in self.stages[action.stage]) for kind in (0, 1))
@@ -319,10 +386,10 @@ class Stages(OneDevice):
         return self.parts[self.stages[stage][-1]].sent if 0 <= stage < len(self.rank_of) - 1 else 0
 
     def collectives(self) -> list[Collective]:
-        batches, replicas, apart = self.job.layout.accumulate, self.replicas, self.model_ranks
+        batches, replicas, apart = self.count, self.replicas, self.model_ranks
         outputs = self.parts[-1].sent * self.micro_batches
         found = [Collective("broadcast", outputs, self.model_ranks, 1, batches)]
-        if self.shards == 1:
+        if self.shards == 1 and not self.job.is_bit_exact:
             nbytes = sum(weight.nbytes for weight in self.trained)
             found.append(Collective("all_reduce", nbytes, replicas, apart, batches))
         for weights in map(self._weights_of, self.own_stages if self.shards > 1 else ()):
@@ -356,7 +423,7 @@ class Stages(OneDevice):
         return peak_bytes(in_turn)
 
     def seconds(self) -> dict[str, float]:
-        seconds, batches = super().seconds(), self.job.layout.accumulate
+        seconds, batches = super().seconds(), self.count
         length = max(entry.end for passes in self.timeline for entry in passes)
         forward = sum(entry.end - entry.start for passes in self.timeline for entry in passes if entry.kind == "F")
         seconds["forward"] = batches * forward / self.model_ranks

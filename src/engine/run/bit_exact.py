@@ -24,12 +24,12 @@ def numerics(module: L.LightningModule) -> dict[str, Any]:
     return found | ({"threads": torch.get_num_threads()} if module.device.type == "cpu" else {})
 
 
-def set_threads() -> None:
-    """Compute with as many threads on any number of processes: it changes the order of sums on a CPU.
+def num_threads() -> int:
+    """Return the number of threads of each process, which changes the order of sums on a CPU.
 
     It is one, unless OMP_NUM_THREADS says otherwise.
     """
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    return int(os.environ.get("OMP_NUM_THREADS", 1))
 
 
 class BitExactness(L.Callback):

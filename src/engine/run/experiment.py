@@ -7,6 +7,7 @@ from signal import SIGINT
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ProgressBar
 from lightning.pytorch.plugins import DoublePrecision
@@ -22,7 +23,7 @@ from src.engine.observe.csv import CSVLogger
 from src.engine.observe.wandb import finish_run, mark_preempted
 from src.engine.parallel.compatibility import check_can_train, check_parts
 from src.engine.parallel.norm_groups import NormGroups
-from src.engine.run.bit_exact import BitExactness, set_threads
+from src.engine.run.bit_exact import BitExactness, num_threads
 from src.engine.run.checkpoint import LastCheckpoint
 from src.engine.run.description import RunDescription
 from src.engine.run.metrics import MetricStates, VirtualMetrics
@@ -91,7 +92,7 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, OrderedData
     if not isinstance(cfg.bit_exact, bool):
         raise UserError(f"bit_exact={cfg.bit_exact}: give true or false")
     if cfg.bit_exact:
-        set_threads()
+        torch.set_num_threads(num_threads())
     L.seed_everything(cfg.seed, verbose=False)
     check_options(cfg)
     trainer = build_trainer(cfg)

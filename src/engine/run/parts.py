@@ -29,7 +29,7 @@ from src.engine.utils.errors import UserError
 from src.engine.utils.steps import is_log_point
 
 _T = TypeVar("_T")
-_COLUMNS = 64  # processes exchange tables with a multiple of so many columns, also if they log different values
+LOGGED_COLUMNS = 64  # processes exchange tables with a multiple of so many columns, also if they log different values
 
 
 class StepInParts(_AutomaticOptimization):
@@ -125,7 +125,7 @@ class _VirtualRankPasses:
         """Return the rows of all virtual ranks, when the gradients are complete."""
         self.random.begin_virtual_rank(self.trainer, self.step, self.count)  # for the hooks
         self.metrics.leave()
-        table = self.virtual.finish(F.pad(rows, (0, -rows.shape[1] % _COLUMNS)))
+        table = self.virtual.finish(F.pad(rows, (0, -rows.shape[1] % LOGGED_COLUMNS)))
         # At other steps a GPU's host need not wait.
         should_check = table.is_cpu or is_log_point(self.trainer, self.trainer.global_step + 1)
         if should_check and not have_equal_names(table):
