@@ -195,7 +195,8 @@ def _options(job: Job, asked: list[str]) -> Iterator[list[str]]:
         every.append(["strategy=hsdp", f"strategy.replicas={replicas}"])
     for stages in [number for number in _STAGES if job.ranks % number == 0]:
         kind = ["strategy=pipeline"] if stages == job.ranks else ["strategy=hybrid", f"strategy.stages={stages}"]
-        for schedule, count in itertools.product(SCHEDULES, _MICRO_BATCHES):
+        counts = _MICRO_BATCHES[:1] if job.is_bit_exact else _MICRO_BATCHES  # micro-batches are virtual ranks
+        for schedule, count in itertools.product(SCHEDULES, counts):
             every.append([*kind, f"strategy.schedule={schedule}", f"strategy.microbatches={count}"])
     yield from (options for number, options in enumerate(every) if options not in every[:number])
 
