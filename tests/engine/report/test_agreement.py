@@ -66,6 +66,35 @@ def test_names_a_cause_where_the_numbers_of_ranks_differ() -> None:
     assert cause in verdicts(pair, ["a", "b"])[0].sentence
 
 
+@pytest.mark.parametrize(
+    ("loss", "threads", "sentence"),
+    [
+        (2.0, 1, "b and a are equal to the last bit (4 values)."),
+        (2.0000000000000004, 1, "train/loss is 2.0000000000000004 and 2.0, which differ from digit 17 on."),
+        (2.5, 1, "which differ from digit 2 on."),
+        (float("inf"), 1, "train/loss is inf and 2.0, which differ from digit 1 on."),
+        (2.5, 2, "which differ from digit 2 on. They differ in threads (2, 1), which changes bits."),
+    ],
+)
+def test_bits_of_runs_with_virtual_ranks(loss: float, threads: int, sentence: str) -> None:
+    pair = [run(Path(name), "32-true", "cpu", 0.0, 0.0, 0.0, 0.0) for name in ("a", "b")]
+    for one, number in zip(pair, (1, threads), strict=True):
+        one.config["bit_exact"] = True
+        one.events[0]["numerics"] = {"threads": number}
+    pair[1].curves["train/loss"].values[-1] = loss
+    (verdict,) = verdicts(pair, ["a", "b"])
+    assert sentence in verdict.sentence
+    assert verdict.parts is ("equal" not in sentence and threads == 1)
+    assert "equal" in sentence or "b parts from a at step 50" in verdict.sentence
+
+
+def test_runs_without_a_common_value_are_not_equal() -> None:
+    pair = [run(Path(name), "32-true", "cpu", 0.0, 0.0, 0.0, 0.0) for name in ("a", "b")]
+    pair[0].config["bit_exact"] = pair[1].config["bit_exact"] = True
+    pair[1].curves.clear()
+    assert "have logged nothing at the same step" in verdicts(pair, ["a", "b"])[0].sentence
+
+
 def test_page_and_command_say_where_runs_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
