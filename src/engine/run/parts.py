@@ -23,6 +23,7 @@ from src.engine.determinism.random_functions import RandomNumbers, sample_random
 from src.engine.observe.recording import computation
 from src.engine.parallel.batch_norm import grouped_norms
 from src.engine.parallel.virtual_ranks import VirtualRanks
+from src.engine.run.hidden_state import HiddenState
 from src.engine.run.metrics import VirtualMetrics
 from src.engine.run.pass_log import PassLog, have_equal_names
 from src.engine.utils.errors import UserError
@@ -60,10 +61,8 @@ class StepInParts(_AutomaticOptimization):
                 with passes.one_pass(number, part), computation():
                     with results.divert(log):
                         output = self._training_step(kwargs | {"batch": part.batch})
-                    if zero_grad and number == 0:
-                        zero_grad()
-                    if isinstance(passes, _VirtualRankPasses) and number == 0:
-                        passes.virtual.keep_gradients()
+                    if number == 0:
+                        passes.reset_gradients(zero_grad)
                     if backward and output.closure_loss is not None:
                         with results.divert(log):
                             backward(output.closure_loss / passes.count)
@@ -99,6 +98,11 @@ class _MicroBatchPasses:
             yield
             sample_random.check()
 
+    def reset_gradients(self, zero_grad: Callable[[], None] | None) -> None:
+        """Reset the gradients after the first forward pass, as Lightning does."""
+        if zero_grad:
+            zero_grad()
+
     def finish(self, rows: Tensor) -> Tensor:
         """Return the rows of the table of logged values."""
         return rows
@@ -111,6 +115,8 @@ class _VirtualRankPasses:
         self.trainer, self.step, self.count = trainer, step, trainer.datamodule.virtual_ranks
         self.random, self.metrics = _callback(trainer, RandomNumbers), _callback(trainer, VirtualMetrics)
         self.virtual = getattr(trainer.strategy, "virtual_ranks", VirtualRanks)(trainer)
+        is_first = step == 0 and trainer.current_epoch == 0
+        self.hidden = HiddenState(trainer.lightning_module) if is_first else None
         self.virtual.begin(trainer.datamodule.parts, step, self._begin_part)
 
     @contextmanager
@@ -120,6 +126,14 @@ class _VirtualRankPasses:
         self._begin_part(virtual_rank, part)
         with _without_collectives(self.trainer.strategy), self.virtual.one_pass(virtual_rank):
             yield
+
+    def reset_gradients(self, zero_grad: Callable[[], None] | None) -> None:
+        """Reset the gradients after the first forward pass; a gradient that the module keeps is part of the step."""
+        if self.hidden:
+            self.hidden.check()
+        if zero_grad:
+            zero_grad()
+        self.virtual.keep_gradients()
 
     def finish(self, rows: Tensor) -> Tensor:
         """Return the rows of all virtual ranks, when the gradients are complete."""

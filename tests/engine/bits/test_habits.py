@@ -74,6 +74,26 @@ def test_refuses_a_value_of_the_batches_of_a_process(pool: Pool, folder: Path) -
         fit_ranks(compose(folder, *words), pool)
 
 
+class Scaled(Vectors):
+    """Divides the loss by a number that follows it, which no other process sees; and counts steps, which all do."""
+
+    scale, steps = 1.0, 0
+
+    def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        loss = super().mean(x, y, batch_idx)
+        self.scale = 0.9 * self.scale + 0.1 * float(loss.detach())
+        return loss / self.scale
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.steps += 1
+
+
+def test_names_an_attribute_that_a_pass_changes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(compose(folder, *EXACT, VECTORS[0], f"+module._target_={__name__}.Scaled"))
+    (message,) = [record.getMessage() for record in caplog.records if "training_step changes" in record.getMessage()]
+    assert "changes scale: each process changes its own" in message
+
+
 class Draws(Vectors):
     """Logs the extremes of what the virtual ranks draw from each generator."""
 

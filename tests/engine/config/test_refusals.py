@@ -138,6 +138,16 @@ class ResizesBuffer(ImageClassifier):
         return super().training_step(batch, batch_idx)
 
 
+class MovesCode(ImageClassifier):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.code = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.code.data.add_(1)
+        return super().training_step(batch, batch_idx)
+
+
 class LogsBatches(ImageClassifier):
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.log("v", 1.0, on_step=True)
@@ -259,6 +269,7 @@ VIRTUAL_RANKS = [
             "LogsSome": "logs other names, or returns None, for some virtual ranks only",
             "ReturnsSome": "logs other names, or returns None, for some virtual ranks only",
             "ResizesBuffer": "adds, removes or resizes the buffer late, .* give it its shape in the constructor",
+            "MovesCode": "the frozen weight code changes in training_step, .* register it as a buffer",
             "LogsBatches": "v is logged for each batch of an evaluation, .* log it with on_step=False",
             "EvaluatesTogether": "a step of the module communicates between ranks",
         }.items()
