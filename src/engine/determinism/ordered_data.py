@@ -215,7 +215,7 @@ class OrderedData(L.LightningDataModule):
         else:
             if self.bit_exact:
                 self._seed(part, 2)
-            with refuse_draws("on_after_batch_transfer", self._is_divided, self._module.device.type):
+            with refuse_draws("on_after_batch_transfer", self.is_divided, self._module.device.type):
                 batch = self._hook("on_after_batch_transfer")(part.batch, dataloader_idx)
         if not self._takes_batch:
             if not isinstance(batch, Batch):
@@ -249,7 +249,8 @@ class OrderedData(L.LightningDataModule):
         return self.parallel.virtual_ranks(self.virtual_ranks)
 
     @property
-    def _is_divided(self) -> bool:
+    def is_divided(self) -> bool:
+        """Whether ranks or accumulated micro-batches hold parts of a global batch."""
         return not self.bit_exact and self.parallel.dp_size * self.accumulate > 1
 
     @property
@@ -288,9 +289,10 @@ class OrderedData(L.LightningDataModule):
         """The shape of one sample's first tensor."""
         return tuple(tree_leaves(self.example_batch(1)[0].batch)[0].shape[1:])
 
-    def example_batch(self, count: int) -> StepParts:
+    def example_batch(self, count: int, first: int = 0) -> StepParts:
         """Return a batch of `count` samples as one part, as a loader yields it; they repeat if there are fewer."""
-        loader, positions = self._any_loader, torch.arange(count) % len(self._any_loader.dataset)  # type: ignore[arg-type]
+        loader = self._any_loader
+        positions = torch.arange(first, first + count) % len(loader.dataset)  # type: ignore[arg-type]
         samples = SeededSamples(loader.dataset, loader.collate_fn)
         batches = [torch.stack([positions, positions])]
         (fetched,) = fetch(loader, samples, batches, min(1, loader.num_workers))
@@ -328,7 +330,8 @@ class OrderedData(L.LightningDataModule):
             raise UserError(
                 f"{type(self._module).__name__} averages over the batch of its own process, but the "
                 f"{self.parallel.dp_size} processes have different numbers of samples: set a data.batch_size that "
-                "divides among them and no strategy.shares, or let the module take a Batch and use its weights"
+                "divides among them and no strategy.shares, let the module take a Batch and use its weights, or set "
+                "bit_exact=true"
             )
         if not self.steps_per_epoch:
             raise UserError("trainer.limit_train_batches=0 trains nothing: set fit=false instead")
@@ -351,7 +354,7 @@ class OrderedData(L.LightningDataModule):
         self, loader: DataLoader[Any], batches: TrainingBatches | EvaluationBatches, parts: int = 1
     ) -> RankLoader:
         device = self.trainer.strategy.root_device  # the module may not be there yet, if it counts its steps in `setup`
-        return RankLoader(loader, batches, self.run_seed, device, self._is_divided, parts)
+        return RankLoader(loader, batches, self.run_seed, device, self.is_divided, parts)
 
     def _evaluation_loaders(self, name: str) -> Any:
         batches = [(loader, self._evaluation_batches(name, loader)) for loader in self._loaders[name]]

@@ -114,7 +114,7 @@ class SampleRandom:
         return UserError(
             f"{name} draws numbers that would depend on the number of ranks and micro-batches: use "
             f"nn.Dropout, F.dropout or torch.randn_like on tensors with a row for each sample ({len(self.keys)} here), "
-            "`random` or NumPy for a number that all samples share, or train on one device without micro-batches"
+            "or set bit_exact=true, with which any function draws for each virtual rank"
         )
 
 

@@ -88,7 +88,7 @@ def refuse_draws(name: str, is_divided: bool, device_type: str = "cpu") -> Itera
     if is_divided and generator_states(device_type) != before:
         raise UserError(
             f"{name} draws random numbers for the samples of one process, so the curve would depend on the number of "
-            "processes: draw them in the dataset, for each sample, or train on one device without accumulation"
+            "processes: draw them in the dataset, for each sample, or set bit_exact=true"
         )
 
 

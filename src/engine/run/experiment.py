@@ -26,6 +26,7 @@ from src.engine.parallel.norm_groups import NormGroups
 from src.engine.run.bit_exact import BitExactness, num_threads
 from src.engine.run.checkpoint import LastCheckpoint
 from src.engine.run.description import RunDescription
+from src.engine.run.division import DivisionCheck
 from src.engine.run.metrics import MetricStates, VirtualMetrics
 from src.engine.run.predictions import PredictionWriter
 from src.engine.run.stopping import PreemptionHandler, Watchdog
@@ -191,7 +192,7 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
         PreemptionHandler(folder),
         RunDescription(cfg, list(_build_each(cfg, "logger").values())),
         ExactResumption(),
-        *([BitExactness(), virtual] if virtual else [BufferCheck()]),
+        *([BitExactness(), virtual] if virtual else [BufferCheck(), DivisionCheck()]),
         MetricStates(virtual),  # after ExactResumption, which saves the position
         RandomNumbers(cfg.seed),
         OptimizerSteps(),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.engine.determinism.sampler import validation_interval
@@ -228,9 +229,9 @@ class MonitorCheck(L.Callback):
 
 
 class BufferCheck(L.Callback):
-    """Refuses a network that updates a buffer from the samples of one rank, or once for each micro-batch.
+    """Refuses a network that updates a buffer or a frozen weight from the samples of one rank, or for each micro-batch.
 
-    It compares the buffers before and after the first backward pass of a run. `src/engine/parallel/batch_norm.py` takes
+    It compares them before and after the first backward pass of a run. `src/engine/parallel/batch_norm.py` takes
     care of batch normalization.
     """
 
@@ -258,21 +259,24 @@ class BufferCheck(L.Callback):
         if trainer.world_size > 1:  # all must stop, also the ranks of a pipeline that do not have the buffer
             ranks = [None] * trainer.world_size
             dist.all_gather_object(ranks, changed)
+        weights = dict(pl_module.named_parameters())  # which a hook may update once for all micro-batches
         for name in sorted(set().union(*ranks)):
             is_same = all(name in rank and are_equal(rank[name], ranks[0][name]) for rank in ranks)
-            if not is_same or trainer.datamodule.layout.micro_batches > 1:
+            is_divided_again = trainer.datamodule.layout.micro_batches > 1 and name not in weights
+            if not is_same or is_divided_again:
                 raise UserError(
-                    f"{name} is a buffer that the forward pass updates from the samples of one rank, or once for each "
-                    "micro-batch, so the run would depend on them: train on one device, or (for micro-batches) without "
-                    "trainer.accumulate_grad_batches and pipelines"
+                    f"the forward pass updates {name} from the samples of one rank, or once for each micro-batch, so "
+                    "the run would depend on them: register it as a buffer, if it is a weight, and set bit_exact=true"
                 )
 
 
 def _buffers(trainer: L.Trainer, module: Any) -> dict[str, Tensor]:
-    """Return the buffers that could depend on the hardware; a pipeline calls only its network for each micro-batch."""
+    """Return what could depend on the hardware; a pipeline calls only its network for each micro-batch."""
     part = module.net if trainer.datamodule.parallel.num_microbatches > 1 else module
     norms = tuple(f"{name}." for name, layer in part.named_modules() if isinstance(layer, _BatchNorm))
-    return {name: buffer for name, buffer in part.named_buffers() if not name.startswith(norms)}
+    weights = {name: weight for name, weight in part.named_parameters() if not weight.requires_grad}
+    whole = {name: weight for name, weight in weights.items() if not isinstance(weight, DTensor)}
+    return whole | {name: buffer for name, buffer in part.named_buffers() if not name.startswith(norms)}
 
 
 class FiniteCheck(L.Callback):

@@ -103,5 +103,7 @@ def test_evaluation_counts_every_sample_once_by_shares(count: int, shares: tuple
 @pytest.mark.parametrize(("count", "batch", "dp_size"), [(3, 32, 4), (5, 2, 2)])
 def test_refuses_an_evaluation_in_which_a_rank_has_no_sample(count: int, batch: int, dp_size: int) -> None:
     EvaluationBatches(torch.arange(count + 1), batch, DataParallelInfo(dp_size)).check_no_rank_is_empty("val")
-    with pytest.raises(UserError, match=f"the {count} samples of `val` leave a batch of one of the processes empty"):
+    with pytest.raises(
+        UserError, match=f"the {count} samples of `val` leave a batch of a process or virtual rank empty"
+    ):
         EvaluationBatches(torch.arange(count), batch, DataParallelInfo(dp_size)).check_no_rank_is_empty("val")

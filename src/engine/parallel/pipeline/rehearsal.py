@@ -4,8 +4,8 @@ A tracer does not see `torch.no_grad()` or the backward pass of an `autograd.Fun
 pass in its own way, and a loss may read weights, most of which are on other ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
-from torchmetrics import Metric
 
 from src.engine.determinism.dropout import dropouts, set_keys
 from src.engine.determinism.random_functions import sample_random
@@ -23,6 +22,7 @@ from src.engine.parallel.pipeline.blocks import set_mode
 from src.engine.parallel.pipeline.schedules import SCHEDULES
 from src.engine.parallel.pipeline.stage import Stage
 from src.engine.utils.errors import UserError
+from src.engine.utils.module_state import unchanged
 
 
 def check_module(module: L.LightningModule) -> None:
@@ -48,7 +48,8 @@ class _Called(BaseException):
 def input_of_network(module: Any, batch: Any, batch_idx: int = 0) -> Tensor:
     """Return what `training_step` gives the network for a batch, (n, ...)."""
     forward_raises = mock.patch.object(module.net, "forward", side_effect=_Called)
-    with _unchanged_outside_net(module), without_log(module), forward_raises as forward, suppress(_Called):
+    outside = set(module.modules()).difference(module.net.modules())
+    with unchanged(outside), without_log(module), forward_raises as forward, suppress(_Called):
         module.training_step(batch, batch_idx)
     found = [value for call in forward.call_args_list for value in (*call.args, *call.kwargs.values())]
     if len(found) != 1 or not isinstance(found[0], Tensor):
@@ -57,21 +58,6 @@ def input_of_network(module: Any, batch: Any, batch_idx: int = 0) -> Tensor:
             "strategy=ddp or fsdp for other networks"
         )
     return found[0]
-
-
-@contextmanager
-def _unchanged_outside_net(module: Any) -> Iterator[None]:
-    """Undo what `training_step` changes before it calls the network: buffers of the module, and metrics."""
-    parts = set(module.modules()).difference(module.net.modules())
-    buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers(recurse=False)]
-    metrics = [(part, part._copy_state_dict(), part._update_count) for part in parts if isinstance(part, Metric)]
-    try:
-        yield
-    finally:
-        for buffer, before in buffers:
-            buffer.copy_(before)
-        for metric, states, count in metrics:
-            vars(metric).update(states | {"_update_count": count, "_computed": None})
 
 
 def without_log(module: L.LightningModule) -> Any:

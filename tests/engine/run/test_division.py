@@ -1,0 +1,98 @@
+"""A loss that does not divide by samples is found in the first step on ranks or micro-batches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from src.engine.run.experiment import run
+from src.engine.utils.errors import UserError
+from src.engine.utils.module_state import unchanged
+from tests.support.habits import Vectors
+from tests.support.pool import Pool, RankFailed
+from tests.support.runs import compose, fit, fit_ranks
+
+OWN = ["~data", "~module", "~model", "~optimizer", "~scheduler", "callbacks=none", "test=false"]
+OWN += ["trainer.log_every_n_steps=1", "trainer.max_epochs=1", "+data._target_=tests.support.habits.VectorData"]
+VECTORS = [*OWN, "+module._target_=tests.support.habits.Vectors"]
+DIVIDED = [["strategy=ddp", "trainer.devices=2"], ["trainer.accumulate_grad_batches=2"]]
+FOUND = {
+    "class_weights": r"training_step does not divide by samples: the loss of 16 samples is [\d.]+, and .* Set bit_",
+    "triplets": "does not divide by samples",
+    "numpy_mixup": r"draws numbers of NumPy or Python for each sample, .* Set bit_exact=true",
+}
+
+
+@pytest.mark.parametrize("divided", DIVIDED, ids=" ".join)
+@pytest.mark.parametrize("kind", FOUND)
+def test_found(kind: str, divided: list[str], pool: Pool, folder: Path) -> None:
+    cfg = compose(folder, *VECTORS, f"+module.kind={kind}", *divided)
+    with pytest.raises((UserError, RankFailed), match=FOUND[kind]):
+        fit_ranks(cfg, pool)
+    assert not list((folder / "checkpoints").glob("*"))
+
+
+@pytest.mark.parametrize("kind", ["mean", *FOUND])
+def test_one_device_is_not_asked(kind: str, folder: Path) -> None:
+    run(compose(folder, *VECTORS, f"+module.kind={kind}"))
+
+
+class CountsSteps(Vectors):
+    """Divides by samples, and has state of every kind, which the check must leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.losses, self.seen = 0, list[Tensor](), MeanMetric()
+        self.register_buffer("running", torch.zeros(()))
+
+    def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        loss = super().mean(x, y, batch_idx)
+        self.steps += 1
+        self.losses.append(loss.detach())
+        self.seen.update(loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        assert self.steps == len(self.losses) == self.seen._update_count == batch_idx + 1
+
+
+def test_leaves_no_trace(pool: Pool, folder: Path) -> None:
+    words = [*OWN, f"+module._target_={__name__}.CountsSteps", "trainer.precision=64-true"]
+    one = fit(compose(folder / "one", *words))
+    for record in fit_ranks(compose(folder / "two", *words, *DIVIDED[0]), pool):
+        assert all(torch.allclose(record.final[name], value, rtol=1e-9) for name, value in one.final.items())
+
+
+class OfTwoKinds(Vectors):
+    """Trains and evaluates by different code, as a detector does, so that it cannot be checked."""
+
+    def class_weights(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        if not self.training:
+            raise ValueError("no loss in evaluation mode")
+        return super().class_weights(x, y, batch_idx)
+
+
+def test_a_module_without_a_loss_in_evaluation_mode_is_not_checked(folder: Path) -> None:
+    words = [*OWN, f"+module._target_={__name__}.OfTwoKinds", "+module.kind=class_weights"]
+    fit(compose(folder, *words, "trainer.accumulate_grad_batches=2"))
+
+
+def test_modules_are_as_before() -> None:
+    net: Any = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False))
+    net.numbers, net.table, net.last = [1], {"a": 1}, torch.ones(2)
+    held, before = net.numbers, {name: value.clone() for name, value in net.state_dict().items()}
+    with unchanged(net.modules()):
+        net(torch.randn(3, 2))
+        net[1].weight.data.add_(1)
+        net.numbers.append(2)
+        net.table["b"] = 2
+        net.last.zero_()
+        net.new = 1
+    assert (net.numbers, net.table, net.last.tolist()) == ([1], {"a": 1}, [1, 1])
+    assert net.numbers is held
+    assert not hasattr(net, "new")
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
