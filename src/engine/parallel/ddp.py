@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from src.engine.observe.recording import communication
+from src.engine.parallel.gather import all_gather
 from src.engine.utils.errors import UserError, check_choice
 
 
@@ -90,6 +91,7 @@ class DDP(DDPStrategy):
             raise UserError("strategy.shard_optimizer=true needs equal weights, but post_local_sgd lets them differ")
 
     reduce = communication()(DDPStrategy.reduce)
+    all_gather = communication()(all_gather)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

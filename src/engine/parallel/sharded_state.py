@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from src.engine.observe.recording import communication
+from src.engine.parallel.gather import all_gather
 from src.engine.state import sharded
 from src.engine.state.io import read_checkpoint, write_error
 from src.engine.state.optimizer_state import merge, shard_like
@@ -50,6 +51,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
     optimizer_state = Strategy.optimizer_state
     load_optimizer_state_dict = Strategy.load_optimizer_state_dict
     reduce = communication()(ModelParallelStrategy.reduce)
+    all_gather = communication()(all_gather)
 
     @abstractmethod
     def parallelize(self, module: L.LightningModule) -> None:

@@ -68,6 +68,29 @@ class Collecting(Vectors):
         self.log("val_loss", torch.stack(self.losses).mean(), sync_dist=True)
 
 
+class Gathering(Collecting):
+    """Gathers what processes have predicted, of which they have different numbers."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(self.net(batch[0]).argmax(1) == batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        correct = self.all_gather(torch.cat(self.losses)).flatten()
+        self.log("val_acc", correct.double().mean(), sync_dist=True)
+        self.log("val_samples", float(len(correct)), sync_dist=True)
+
+
+@pytest.mark.parametrize("way", [EXACT, OWN], ids=["one by one", "together"])
+def test_gathers_different_numbers_of_predictions(way: list[str], pool: Pool, folder: Path) -> None:
+    words = [*way, VECTORS[0], f"+module._target_={__name__}.Gathering", "trainer.precision=64-true"]
+    one = fit(compose(folder / "one", *words)).metrics
+    for devices in (2, 4) if way is OWN else (2, 3):
+        cfg = compose(folder / str(devices), *words, "strategy=ddp", f"trainer.devices={devices}")
+        for record in fit_ranks(cfg, pool):
+            assert record.metrics["val_samples"] == one["val_samples"] == 37
+            assert record.metrics["val_acc"] == one["val_acc"]
+
+
 def test_refuses_a_value_of_the_batches_of_a_process(pool: Pool, folder: Path) -> None:
     words = [*EXACT, VECTORS[0], f"+module._target_={__name__}.Collecting", "strategy=ddp", "trainer.devices=2"]
     with pytest.raises(RankFailed, match="val_loss is logged outside of a step of the module, and processes have"):

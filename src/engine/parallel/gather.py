@@ -1,0 +1,29 @@
+"""`LightningModule.all_gather` of tensors with different numbers of rows.
+
+Evaluation has every sample once, so ranks may hold different numbers of predictions, which torch gathers with a crash.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+
+
+def all_gather(strategy: ParallelStrategy, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+    """Gather a tensor of each rank: (ranks, rows, ...), or (1, rows of all ranks, ...) if their numbers differ.
+
+    Every rank of the group must call it.
+    """
+    trainer: Any = strategy.lightning_module.trainer
+    may_differ = tensor.ndim > 0 and (not trainer.training or trainer.datamodule.bit_exact)
+    counts = [len(tensor)] * dist.get_world_size(group) if may_differ else []
+    if may_differ:
+        dist.all_gather_object(counts, len(tensor), group)
+    if len(set(counts)) <= 1:
+        return ParallelStrategy.all_gather(strategy, tensor, group, sync_grads)
+    padding = tensor.new_zeros(max(counts) - len(tensor), *tensor.shape[1:])
+    padded = torch.cat([tensor, padding])
+    rows = ParallelStrategy.all_gather(strategy, padded, group, sync_grads)
+    return torch.cat([own[:count] for own, count in zip(rows, counts, strict=True)])[None]
