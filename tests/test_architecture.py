@@ -21,7 +21,7 @@ FACE = "src.engine"  # what those files import of the engine
 OPTIONAL = """
     scripts src.engine.doctor src.engine.notebook src.engine.report src.engine.optim.muon
     src.engine.observe.evaluation src.engine.observe.gradients src.engine.run.early_stopping src.engine.run.ema
-    src.engine.plan.plan src.engine.plan.profile src.engine.plan.step
+    src.engine.plan.plan src.engine.plan.pipelines src.engine.plan.profile src.engine.plan.step
     src.engine.plan.strategies src.engine.parallel.ddp_spawn src.engine.parallel.dp src.engine.parallel.fsdp
     src.engine.parallel.pipeline
     src.models.airbench src.models.dcgan src.models.gan src.models.gan_samples

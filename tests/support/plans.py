@@ -7,8 +7,8 @@ from unittest.mock import patch
 from omegaconf import DictConfig
 
 from scripts.dev.dry_gpu.collectives import describe
+from src.engine.plan.pipelines import Stages
 from src.engine.plan.plan import begin_run, estimate
-from src.engine.plan.strategies import Stages
 from src.engine.utils.targets import build
 
 

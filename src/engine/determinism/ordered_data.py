@@ -33,8 +33,7 @@ _LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "p
 class OrderedData(L.LightningDataModule):
     """Divides the batches of any LightningDataModule among the ranks, in an order that no hardware changes.
 
-    A batch of Lightning is an optimizer step. Its parts are micro-batches, or the virtual ranks of this rank, computed
-    one by one (`src/engine/run/parts.py`).
+    A batch of Lightning is a step in parts: micro-batches, or virtual ranks one by one (`src/engine/run/parts.py`).
 
     The DataModule sees a trainer of one process, so the batch size of its loaders is that of an optimizer step. Each
     loader is taken apart: this class keeps the dataset, `collate_fn`, the sampler and the options of workers. Random
@@ -53,9 +52,8 @@ class OrderedData(L.LightningDataModule):
         seed: determines the order of the samples and the random numbers of their transforms.
         limits: limits of `train`, `val` and `test` per epoch: a number of global batches, or a fraction; None for all.
         accumulate: micro-batches per optimizer step.
-        virtual_ranks: ranks of the run that the hardware executes. Position p of a global batch belongs to virtual rank
-            p % virtual_ranks.
-        bit_exact: compute the virtual ranks one by one, not together.
+        virtual_ranks: number of ranks of the run. Position p of a global batch belongs to rank p % virtual_ranks.
+        bit_exact: compute them one by one, not together.
 
     Attributes:
         layout: the positions of each global batch that this rank trains; set by `setup` for training. With `bit_exact`,

@@ -27,9 +27,10 @@ from src.engine.parallel.compatibility import check_can_train
 from src.engine.parallel.pipeline.schedules import SCHEDULES
 from src.engine.plan import BEST, PLANS, plan_key, update_cache
 from src.engine.plan.hardware import Hardware
+from src.engine.plan.pipelines import Stages
 from src.engine.plan.profile import Profile
 from src.engine.plan.step import Estimate, Job
-from src.engine.plan.strategies import plan_step
+from src.engine.plan.strategies import OneDevice, Replicas, Shards
 from src.engine.run.experiment import assemble
 from src.engine.utils.errors import UserError
 from src.engine.utils.signals import prepare_started_process
@@ -199,6 +200,27 @@ def _options(job: Job, asked: list[str]) -> Iterator[list[str]]:
         for schedule, count in itertools.product(SCHEDULES, counts):
             every.append([*kind, f"strategy.schedule={schedule}", f"strategy.microbatches={count}"])
     yield from (options for number, options in enumerate(every) if options not in every[:number])
+
+
+_PLANS: dict[str, type[OneDevice]] = {
+    "auto": OneDevice,
+    "DDP": Replicas,
+    "DDPSpawn": Replicas,
+    "FSDP": Shards,
+    "Pipeline": Stages,
+}
+
+
+def plan_step(strategy: Any, profile: Profile, job: Job) -> Estimate:
+    """Return the step of a run under a strategy, or `auto` for none.
+
+    Raises:
+        UserError: the error with which the run would end; or if no plan for the strategy exists.
+    """
+    name = strategy if isinstance(strategy, str) else type(strategy).__name__
+    if name not in _PLANS:
+        raise UserError(f"strategy={name.lower()} cannot be planned: take ddp, fsdp, hsdp, pipeline or hybrid")
+    return _PLANS[name](strategy, profile, job).estimate()
 
 
 def estimate(options: list[str], cfg: DictConfig, profile: Profile, job: Job) -> Candidate:

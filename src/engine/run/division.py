@@ -14,10 +14,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from src.engine.determinism.random_functions import sample_random
 from src.engine.determinism.seeding import are_equal, seed_generators
-from src.engine.parallel.pipeline.blocks import set_mode
-from src.engine.parallel.pipeline.rehearsal import without_log
 from src.engine.utils.errors import UserError
-from src.engine.utils.module_state import unchanged
+from src.engine.utils.module_state import set_mode, unchanged, without_log
 
 _log = logging.getLogger(__name__)
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative; of other types 2e-2

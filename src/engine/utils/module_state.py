@@ -1,15 +1,34 @@
-"""Undoing what a computation does to modules."""
+"""Computing with modules without a trace: in another mode, without logs, with their state restored."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 
 from src.engine.utils.tensors import to_local
 
 _INTERNAL = vars(nn.Module()).keys()  # attributes of torch's own
+
+
+@contextmanager
+def set_mode(net: nn.Module, training: bool) -> Iterator[None]:
+    """Set the mode of all modules, and restore each module's own mode."""
+    before = {module: module.training for module in net.modules()}
+    net.train(training)
+    try:
+        yield
+    finally:
+        for module, was_training in before.items():
+            module.training = was_training
+
+
+def without_log(module: L.LightningModule) -> Any:
+    """Return a context in which the module can log although no trainer's loop runs."""
+    return mock.patch.multiple(module, log=mock.Mock(), log_dict=mock.Mock())
 
 
 @contextmanager

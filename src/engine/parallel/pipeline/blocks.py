@@ -5,8 +5,7 @@ and so replaces the modules: dropout, synchronized batch normalization and evalu
 """
 
 import inspect
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from src.engine.determinism.recomputation import block_names
 from src.engine.determinism.seeding import generator_states
 from src.engine.utils.errors import UserError
+from src.engine.utils.module_state import set_mode
 
 _ADVICE = "make the network an nn.Sequential of its blocks, or use strategy=ddp or fsdp"
 
@@ -156,18 +156,6 @@ def _measure(net: nn.Module, graph: fx.Graph, images: Tensor) -> Any:
             node.meta["value"] = torch.empty_like(value, device="meta").detach()
             node.meta["is_activation"] = depends and value.is_floating_point() and value.shape[:1] == images.shape[:1]
     return value
-
-
-@contextmanager
-def set_mode(net: nn.Module, training: bool) -> Iterator[None]:
-    """Set the mode of all modules, and restore each module's own mode."""
-    before = {module: module.training for module in net.modules()}
-    net.train(training)
-    try:
-        yield
-    finally:
-        for module, was_training in before.items():
-            module.training = was_training
 
 
 def constants(net: nn.Module, blocks: Collection[str]) -> dict[str, Any]:

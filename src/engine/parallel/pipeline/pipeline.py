@@ -30,7 +30,7 @@ from src.engine.determinism.random_functions import sample_random
 from src.engine.observe.recording import communication, computation
 from src.engine.parallel.gradients import average_over, clip_by_norm_over
 from src.engine.parallel.pipeline.blocks import Block, constants, ordered_blocks
-from src.engine.parallel.pipeline.rehearsal import check_module, check_stages, input_of_network, without_log
+from src.engine.parallel.pipeline.rehearsal import check_module, check_stages, input_of_network
 from src.engine.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from src.engine.parallel.pipeline.split import cut, format_table
 from src.engine.parallel.pipeline.stage import (
@@ -47,6 +47,7 @@ from src.engine.parallel.pipeline.stage import (
 from src.engine.parallel.pipeline.virtual_ranks import StageRanks
 from src.engine.parallel.sharded_state import ShardedStateStrategy
 from src.engine.utils.errors import UserError, check_choice
+from src.engine.utils.module_state import without_log
 
 _log = logging.getLogger(__name__)
 

@@ -18,11 +18,10 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 from src.engine.determinism.dropout import dropouts, set_keys
 from src.engine.determinism.random_functions import sample_random
 from src.engine.parallel.batch_norm import grouped_norms
-from src.engine.parallel.pipeline.blocks import set_mode
 from src.engine.parallel.pipeline.schedules import SCHEDULES
 from src.engine.parallel.pipeline.stage import Stage
 from src.engine.utils.errors import UserError
-from src.engine.utils.module_state import unchanged
+from src.engine.utils.module_state import set_mode, unchanged, without_log
 
 
 def check_module(module: L.LightningModule) -> None:
@@ -58,11 +57,6 @@ def input_of_network(module: Any, batch: Any, batch_idx: int = 0) -> Tensor:
             "strategy=ddp or fsdp for other networks"
         )
     return found[0]
-
-
-def without_log(module: L.LightningModule) -> Any:
-    """Return a context in which the module can log although no trainer's loop runs."""
-    return mock.patch.multiple(module, log=mock.Mock(), log_dict=mock.Mock())
 
 
 def check_stages(
