@@ -155,8 +155,7 @@ class Pipeline(ShardedStateStrategy):
         self.check_options(module)
         check_module(module)
         net = cast(nn.Module, module.net)
-        group = self.distributed_sampler_kwargs["model_group"]
-        self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, group)  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
         self._set_memory_format(net)
         if self.is_bit_exact:
             data = cast(Any, module.trainer).datamodule
