@@ -42,8 +42,8 @@ def check_parts(trainer: L.Trainer, module: L.LightningModule, cfg: DictConfig) 
         )
     if cfg.bit_exact and accumulate > 1:
         raise UserError(
-            "bit_exact=true computes each virtual rank in a pass of its own, so the larger virtual_ranks is, the "
-            f"smaller are the passes: set trainer.accumulate_grad_batches=1 (now {accumulate})"
+            f"bit_exact=true computes a step in virtual_ranks={cfg.virtual_ranks} passes already: set "
+            f"trainer.accumulate_grad_batches=1 (now {accumulate})"
         )
     if cfg.bit_exact:
         check_virtual_ranks(trainer.strategy, cfg.virtual_ranks, trainer.num_devices * trainer.num_nodes)

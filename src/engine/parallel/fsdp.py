@@ -97,15 +97,22 @@ class FSDP(ShardedStateStrategy):
     def check_virtual_ranks(self, count: int, world_size: int) -> None:
         """Raise a UserError unless every rank can compute a virtual rank in each round."""
         if self.replicas > 1 or self.shares:
+            option = (
+                f"strategy.shares={list(self.shares)}" if self.shares else f"strategy.replicas={self.replicas} (hsdp)"
+            )
             raise UserError(
-                "bit_exact=true: strategy=hsdp and strategy.shares divide the gradients in another order: take "
-                "strategy=fsdp or ddp"
+                f"bit_exact=true: {option} divides the gradients in another order: leave it out, or take strategy=ddp"
             )
         dtype = self.policy.reduce_dtype or self.policy.param_dtype
         if dtype in (torch.bfloat16, torch.float16):
             raise UserError(
                 "bit_exact=true: FSDP adds gradients within a round in half precision, and rounds in full: set "
                 "strategy.reduce_dtype=float32"
+            )
+        if str(self.precision_plugin.precision).endswith(("bf16-true", "16-true")):
+            raise UserError(
+                f"bit_exact=true: trainer.precision={self.precision_plugin.precision} has other bits under "
+                "strategy=fsdp than under others: take strategy=ddp, or trainer.precision=bf16-mixed"
             )
         if count % world_size:
             raise UserError(

@@ -242,7 +242,10 @@ VIRTUAL_RANKS = [
     (f"{EXACT}=3", "bit_exact=true: virtual_ranks=3 must be a power of two"),
     (f"{EXACT}=64", "64 must divide data.batch_size=32"),
     (f"{EXACT}=32 data.augment.mixup=0.8", "64 must divide data.batch_size=32"),
-    (f"{EXACT}=4 trainer.accumulate_grad_batches=2", "in a pass of its own, .* set trainer.accumulate_grad_batches=1"),
+    (
+        f"{EXACT}=4 trainer.accumulate_grad_batches=2",
+        "passes already: set trainer.accumulate_grad_batches=1",
+    ),
     (f"{EXACT}=4 experiment=gan", "bit_exact=true divides each step into parts, but GAN optimizes manually"),
     (
         "experiment=gan trainer.accumulate_grad_batches=2",
@@ -252,9 +255,20 @@ VIRTUAL_RANKS = [
         f"{EXACT}=4 strategy=fsdp strategy.param_dtype=bfloat16 trainer.devices=2",
         "adds gradients within a round in half precision, .* set strategy.reduce_dtype=float32",
     ),
+    (
+        f"{EXACT}=4 strategy=fsdp trainer.precision=bf16-true trainer.devices=2",
+        "trainer.precision=bf16-true has other bits under strategy=fsdp .* trainer.precision=bf16-mixed",
+    ),
+    (
+        f"{EXACT}=4 strategy=fsdp strategy.shares=[3,1] trainer.devices=2",
+        r"strategy.shares=\[3, 1\] divides the gradients",
+    ),
     ("trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0: give a number of micro-batches"),
     ("bit_exact=ja", "bit_exact=ja: give true or false"),
-    (f"{EXACT}=4 strategy=hsdp trainer.devices=4", "bit_exact=true: strategy=hsdp and strategy.shares divide"),
+    (
+        f"{EXACT}=4 strategy=hsdp trainer.devices=4",
+        r"strategy.replicas=2 \(hsdp\) divides the gradients",
+    ),
     (f"{EXACT}=4 strategy=fsdp trainer.devices=3", "3 processes do not divide virtual_ranks=4, .* strategy=ddp"),
     (
         f"{EXACT}=4 strategy=hybrid strategy.data_parallel=fsdp trainer.devices=4",
