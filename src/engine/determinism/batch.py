@@ -35,10 +35,12 @@ class StepPart(NamedTuple):
     Attributes:
         samples: (n,) indices that identify the samples.
         batch: what `training_step` takes.
+        weight: number of samples, relative to the mean over the parts of all ranks; 1 for a virtual rank.
     """
 
     samples: Tensor
     batch: Any
+    weight: float = 1.0
 
 
 class StepParts(list[StepPart]):
@@ -49,9 +51,9 @@ class StepParts(list[StepPart]):
         return StepParts(part._replace(batch=function(part, *args)) for part in self)
 
 
-def as_part(positions: Tensor, batch: Any) -> StepPart:
+def as_part(positions: Tensor, batch: Any, weight: float = 1.0) -> StepPart:
     """Return a part from (n,) positions in the dataset and their batch, which may have indices of its own."""
-    return StepPart(batch.sample_index if isinstance(batch, Batch) else positions, batch)
+    return StepPart(batch.sample_index if isinstance(batch, Batch) else positions, batch, weight)
 
 
 def join(batches: Sequence[Any]) -> Any:

@@ -54,7 +54,7 @@ def describe_experiment(config: DictConfig, data: Any) -> Experiment:
     targets += [value for name, value in options.items() if name.endswith("_target_")]
     targets += [node["_target_"] for _, node in target_nodes(list(options.values()))]
     code = code_version(targets)
-    options |= {"data.batch_size": data.global_batch_size, _DATA: _training_facts(*data.training_samples)}
+    options |= {"data.batch_size": data.global_batch_size, _DATA: _training_facts(data.training_samples)}
     # Each rank computes something of its own with these: statistics, weights between two averages, a part of the batch.
     is_local = options.get("strategy.comm_hook") == "post_local_sgd" or "strategy._target_" in options
     if is_local or not (config.trainer.sync_batchnorm or config.bit_exact):
@@ -64,14 +64,20 @@ def describe_experiment(config: DictConfig, data: Any) -> Experiment:
     return Experiment(options, code)
 
 
-def _training_facts(dataset: Any, count: int) -> str:
-    """Return what identifies the training samples: their number, and a hash of their indices and labels."""
-    content = hashlib.sha256()
-    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # a Subset, perhaps of another one
-        content.update(_bytes_of(dataset.indices))
-        dataset = dataset.dataset
-    content.update(_bytes_of(getattr(dataset, "labels", getattr(dataset, "targets", []))))
-    return f"{count} samples, SHA-256 {content.hexdigest()[:12]}"
+def _training_facts(samples: Iterable[tuple[Any, int | None]]) -> str:
+    """Return what identifies the training samples: their number, and a hash of their indices and labels.
+
+    Args:
+        samples: the dataset of each loader, and its number of samples, if it is known.
+    """
+    content, counts = hashlib.sha256(), []
+    for dataset, count in samples:
+        while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # a Subset, perhaps of another one
+            content.update(_bytes_of(dataset.indices))
+            dataset = dataset.dataset
+        content.update(_bytes_of(getattr(dataset, "labels", getattr(dataset, "targets", []))))
+        counts.append("a stream of" if count is None else str(count))
+    return f"{' + '.join(counts)} samples, SHA-256 {content.hexdigest()[:12]}"
 
 
 def _bytes_of(values: Any) -> bytes:

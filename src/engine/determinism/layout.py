@@ -6,18 +6,26 @@ as their share. Virtual ranks that are computed one by one have the layouts of s
 them.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from src.engine.utils.compilation import device_constant
 from src.engine.utils.errors import UserError
+
+# Variables from which libraries read the place of a process among the ranks.
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,17 @@ class OneProcess:
         if name == "_trainer":  # not yet unpickled
             raise AttributeError(name)
         return getattr(self._trainer, name)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let torch.distributed and the variables of launchers describe a run of one process, as `OneProcess` does."""
+    functions: dict[str, Any] = {"is_initialized": lambda: False, "get_rank": lambda group=None: 0}
+    functions["get_world_size"] = lambda group=None: 1
+    with mock.patch.multiple(dist, **functions), mock.patch.dict(os.environ):
+        for name in _LAUNCHERS:
+            os.environ.pop(name, None)
+        yield
 
 
 @dataclass(frozen=True)
@@ -234,6 +253,57 @@ def virtual_layouts(
         )
     own = parallel.virtual_ranks(count)
     return [BatchLayout(batch_size, DataParallelInfo(count, number), has_pairs=has_pairs) for number in own]
+
+
+@dataclass(frozen=True)
+class Division:
+    """The division of the global batches of training into the parts that each rank computes.
+
+    Args:
+        parallel: the strategy's division of the data.
+        accumulate: accumulated micro-batches per step.
+        virtual_ranks: number of virtual ranks of the run.
+        bit_exact: whether they are computed one by one.
+        has_pairs: as of a `BatchLayout`.
+    """
+
+    parallel: DataParallelInfo = SINGLE_PROCESS
+    accumulate: int = 1
+    virtual_ranks: int = 4
+    bit_exact: bool = False
+    has_pairs: bool = False
+
+    def layouts(self, batch_size: int) -> list[BatchLayout]:
+        """Return the layouts of a global batch: one of this rank, or one of each of its virtual ranks."""
+        if self.bit_exact:
+            return virtual_layouts(batch_size, self.parallel, self.virtual_ranks, self.has_pairs)
+        return [BatchLayout(batch_size, self.parallel, self.accumulate, self.virtual_ranks, self.has_pairs)]
+
+    def positions(self, batch_size: int) -> Tensor:
+        """Return the positions of this rank in a global batch, (parts, n)."""
+        return torch.cat([layout.positions for layout in self.layouts(batch_size)])
+
+    def weight(self, batch_size: int) -> float:
+        """Return the number of samples of a part of this rank, relative to the mean over all ranks."""
+        if self.bit_exact:
+            return 1.0
+        layout = self.layouts(batch_size)[0]
+        return layout.samples_per_batch / layout.mean_samples_per_batch
+
+    @property
+    def own_virtual_ranks(self) -> range:
+        """The virtual ranks that this rank computes one by one."""
+        return self.parallel.virtual_ranks(self.virtual_ranks)
+
+    @property
+    def sharing(self) -> int:
+        """Number of parts of all ranks that share a global batch."""
+        return self.parallel.dp_size * self.accumulate
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a global batch has parts of several ranks or micro-batches."""
+        return not self.bit_exact and self.sharing > 1
 
 
 @device_constant

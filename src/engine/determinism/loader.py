@@ -3,20 +3,24 @@
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils.data import DataLoader, RandomSampler, Sampler, get_worker_info
 
-from src.engine.determinism.batch import StepPart, StepParts, as_part
+from src.engine.determinism.batch import StepParts, as_part
 from src.engine.determinism.hashing import hash_ints, permutation
-from src.engine.determinism.sampler import Batches, TrainingBatches
+from src.engine.determinism.layout import alone
+from src.engine.determinism.sampler import Batches, EvaluationBatches
 from src.engine.determinism.seeding import (
     SeededSamples,
     are_equal,
@@ -66,7 +70,7 @@ class RankLoader:
         is_batched = makes_batches(self.dataset)
         is_there = is_batched and self.dataset.move_to(device) and not loader.num_workers
         self._device = device if is_there else None
-        samples = SeededSamples(self.dataset, loader.collate_fn, is_divided)
+        samples = SeededSamples(self.dataset, collate_function(loader), is_divided)
         keyed = _KeyedBatches(batches, seed, keep_padding=is_batched)
         options = {name: getattr(loader, name) for name in _OPTIONS}
         self._loader = fetch(loader, samples, keyed, loader.num_workers, pin_memory=device.type == "cuda", **options)
@@ -75,24 +79,20 @@ class RankLoader:
         return len(self.sampler) // self.parts
 
     def __iter__(self) -> Iterator[StepParts]:
-        batches = self._batches()
-        while parts := StepParts(islice(batches, self.parts)):
+        batches, weights = self._batches(), self.sampler.weights()
+        while parts := StepParts(as_part(*batch, next(weights)) for batch in islice(batches, self.parts)):
             yield parts
 
-    def _batches(self) -> Iterator[StepPart]:
-        if self._device is not None:
-            table = self.sampler.table()
-            table = table.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else table
-            for batch in self.dataset.batches(table):
-                yield StepPart(batch.sample_index, batch)
+    def _batches(self) -> Iterator[tuple[Tensor, Any]]:
+        if self._device is None:
+            with errors_of_workers():
+                yield from self._loader
             return
-        try:
-            for positions, batch in self._loader:
-                yield as_part(positions, batch)
-        except UserError as error:
-            error.__traceback__ = None  # it refers to the iterator, which without it ends its workers at once
-            # From a worker, torch raises the error with the text of its traceback, whose last line is the message.
-            raise UserError(str(error).rpartition(f"{UserError.__qualname__}: ")[2].strip()) from None
+        table = self.sampler.table()
+        for rows in [table] if isinstance(table, Tensor) else [row[None] for row in table]:
+            rows = rows.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else rows
+            for batch in self.dataset.batches(rows):
+                yield batch.sample_index, batch
 
 
 class _KeyedBatches(Sampler[Tensor]):
@@ -108,9 +108,9 @@ class _KeyedBatches(Sampler[Tensor]):
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Tensor]:
-        table = self.batches.table()
-        epoch = self.batches.epoch if isinstance(self.batches, TrainingBatches) else EVALUATION
-        for batch in torch.stack([table, hash_ints(self.seed, epoch, self.batches.places())], dim=1):
+        epoch = EVALUATION if isinstance(self.batches, EvaluationBatches) else self.batches.epoch
+        for positions, places in zip(self.batches.table(), self.batches.places(), strict=True):
+            batch = torch.stack([positions, hash_ints(self.seed, epoch, places)])
             yield batch if self.keep_padding else batch[:, batch[0] >= 0]
 
 
@@ -122,32 +122,52 @@ def fetch(
     Samples that are fetched apart from training need a worker, if training has some: this process would open files that
     workers then share with each other.
     """
-    # A rank is spawned, and so would be its workers: each would import torch again.
-    context = loader.multiprocessing_context or ("fork" if workers and sys.platform == "linux" else None)
     return DataLoader(
         samples,
         batch_sampler=batches,  # type: ignore[arg-type]
         collate_fn=tuple,  # which changes nothing: SeededSamples has collated the batch
-        num_workers=workers,
-        worker_init_fn=partial(_init_worker, loader.worker_init_fn),
-        multiprocessing_context=context,
-        generator=torch.Generator(),  # a number for workers, which would come from the global generator
+        **worker_options(loader, workers),
         **options,
     )
 
 
+def worker_options(loader: DataLoader[Any], workers: int) -> dict[str, Any]:
+    """Return the options of a DataLoader whose workers start like those of the user's loader."""
+    # A rank is spawned, and so would be its workers: each would import torch again.
+    context = loader.multiprocessing_context or ("fork" if workers and sys.platform == "linux" else None)
+    return {
+        "num_workers": workers,
+        "worker_init_fn": partial(_init_worker, loader.worker_init_fn),
+        "multiprocessing_context": context,
+        "generator": torch.Generator(),  # a number for workers, which would come from the global generator
+    }
+
+
+@contextmanager
+def errors_of_workers() -> Iterator[None]:
+    """Raise the UserError of a worker by its message alone."""
+    try:
+        yield
+    except UserError as error:
+        error.__traceback__ = None  # it refers to the iterator, which without it ends its workers at once
+        # From a worker, torch raises the error with the text of its traceback, whose last line is the message.
+        raise UserError(str(error).rpartition(f"{UserError.__qualname__}: ")[2].strip()) from None
+
+
 def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
     """Refuse a sampler, and warn of a dataset, with random numbers that the keys do not determine."""
-    if not torch.equal(epoch_order(loader.sampler, seed, 0), epoch_order(loader.sampler, seed, 0)):
+    sampler = loader.batch_sampler if has_given_batches(loader) else loader.sampler
+    if not are_equal(order_of(loader, seed, 0), order_of(loader, seed, 0)):
         raise UserError(
-            f"{method}: {type(loader.sampler).__name__} has a random generator of its own, so each process would have "
+            f"{method}: {type(sampler).__name__} has a random generator of its own, so each process would have "
             "another order: let it draw from the global generator of torch, NumPy or Python"
         )
     if makes_batches(loader.dataset):
         return
-    positions = torch.arange(min(_PROBED, len(loader.dataset)))  # type: ignore[arg-type]
+    count = 1 if yields_batches(loader) else min(_PROBED, len(loader.dataset))  # type: ignore[arg-type]
+    positions = torch.arange(count)
     batch = torch.stack([positions, hash_ints(seed, 0, positions)])
-    samples = SeededSamples(loader.dataset, loader.collate_fn)
+    samples = SeededSamples(loader.dataset, collate_function(loader))
     (_, first), (_, again) = fetch(loader, samples, [batch, batch], min(1, loader.num_workers))
     if not are_equal(first, again):
         _log.warning(
@@ -158,24 +178,55 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
         )
 
 
-def loaders_of(plain: L.LightningDataModule, name: str, seed: int) -> list[DataLoader[Any]]:
-    """Return the loaders of `train`, `val`, `test` or `predict` of a DataModule, made with generators of this seed."""
-    method = f"{name}_dataloader"
-    if not is_overridden(method, plain, L.LightningDataModule):
-        return []
-    with isolate_rng(include_cuda=False):
-        seed_generators(seed)
-        returned = getattr(plain, method)()
-    loaders = list(returned.values()) if isinstance(returned, dict) else returned
-    loaders = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
-    for loader in loaders:
-        check_loader(loader, f"{type(plain).__name__}.{method}")
-    if name == "train" and len(loaders) != 1:
+def example(loader: DataLoader[Any], count: int, first: int) -> tuple[Tensor, Any]:
+    """Fetch `count` samples of a loader from position `first` on, as a batch; they repeat if there are fewer."""
+    count = 1 if yields_batches(loader) else count
+    positions = torch.arange(first, first + count) % len(loader.dataset)  # type: ignore[arg-type]
+    samples = SeededSamples(loader.dataset, collate_function(loader))
+    (fetched,) = fetch(loader, samples, [torch.stack([positions, positions])], min(1, loader.num_workers))
+    return fetched
+
+
+class Loaders(NamedTuple):
+    """The loaders that a method returned.
+
+    Attributes:
+        method: the method, for error messages.
+        leaves: the loaders.
+        structure: the collection whose leaves they are.
+        mode: that of a `CombinedLoader`; Lightning's default for anything else.
+    """
+
+    method: str
+    leaves: list[DataLoader[Any]]
+    structure: TreeSpec
+    mode: str
+
+
+def loaders_of(plain: L.LightningDataModule, name: str, seed: int) -> Loaders:
+    """Return the loaders of `train`, `val`, `test` or `predict` of a DataModule, made with generators of this seed.
+
+    Raises:
+        UserError: if a loader hides which samples there are, or the loaders cannot be combined.
+    """
+    method, returned = f"{type(plain).__name__}.{name}_dataloader", None
+    if is_overridden(f"{name}_dataloader", plain, L.LightningDataModule):
+        with isolate_rng(include_cuda=False), alone():
+            seed_generators(seed)
+            returned = getattr(plain, f"{name}_dataloader")()
+    default = "max_size_cycle" if name == "train" else "sequential"
+    collection, mode = (
+        (returned.iterables, returned._mode) if isinstance(returned, CombinedLoader) else (returned, default)
+    )
+    leaves, structure = tree_flatten([] if collection is None else collection)
+    if (mode == "sequential") == (name == "train"):
         raise UserError(
-            f"{type(plain).__name__}.{method} returns {len(loaders)} loaders: return one, of a dataset that combines "
-            "theirs"
+            f"{method} combines loaders in the mode {mode}: "
+            + ("training takes a batch of each" if name == "train" else "an evaluation takes one after the other")
         )
-    return loaders
+    for loader in leaves:
+        check_loader(loader, method)
+    return Loaders(method, leaves, structure, mode)
 
 
 def check_loader(loader: Any, method: str) -> None:
@@ -187,20 +238,38 @@ def check_loader(loader: Any, method: str) -> None:
     """
     if not isinstance(loader, DataLoader):
         raise UserError(f"{method} returns {type(loader).__name__}: return a torch DataLoader")
-    if isinstance(loader.dataset, IterableDataset):
-        raise UserError(
-            f"{method}: {type(loader.dataset).__name__} is an IterableDataset, whose samples cannot be divided among "
-            "processes nor found again after a restart: give a dataset with __getitem__ and __len__"
-        )
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    # litdata's own __iter__ counts the samples for its state.
+    if type(loader).__iter__ is not DataLoader.__iter__ and type(loader).__module__.partition(".")[0] != "litdata":
         raise UserError(f"{method}: {type(loader).__name__} has an __iter__ of its own: return a torch DataLoader")
-    if loader.batch_size is None:
-        raise UserError(
-            f"{method} has a batch_sampler of its own, or batch_size=None: give batch_size, the samples of an "
-            "optimizer step over all processes, and perhaps a sampler"
-        )
     if hasattr(loader.sampler, "num_replicas"):
         raise UserError(f"{method} has a {type(loader.sampler).__name__}: leave it out, ranks share the data anyway")
+
+
+def yields_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether the dataset of a loader yields batches, because the loader has `batch_size=None`."""
+    return loader.batch_size is None and loader.batch_sampler is None
+
+
+def has_given_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether a `batch_sampler` of the user's gives the batches of a loader."""
+    return loader.batch_size is None and loader.batch_sampler is not None
+
+
+def collate_function(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
+    """Return what makes a batch of a list of samples, or of the one batch that the dataset has made itself."""
+    return partial(_convert_only, loader.collate_fn) if yields_batches(loader) else loader.collate_fn
+
+
+def _convert_only(convert: Callable[[Any], Any], batches: list[Any]) -> Any:
+    (batch,) = batches
+    return convert(batch)
+
+
+def order_of(loader: DataLoader[Any], seed: int, epoch: int) -> Tensor | list[Tensor]:
+    """Return the (n,) positions of an epoch in order, or those of each batch if a `batch_sampler` gives them."""
+    if has_given_batches(loader):
+        return [torch.tensor(list(batch), dtype=torch.int64) for batch in _drawn(loader.batch_sampler, seed, epoch)]
+    return epoch_order(loader.sampler, seed, epoch)
 
 
 def epoch_order(sampler: Any, seed: int, epoch: int) -> Tensor:
@@ -211,14 +280,20 @@ def epoch_order(sampler: Any, seed: int, epoch: int) -> Tensor:
     """
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) <= len(sampler.data_source):
         return permutation(len(sampler.data_source), seed, epoch)[: len(sampler)]
+    return torch.tensor(_drawn(sampler, seed, epoch), dtype=torch.int64)
+
+
+def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
+    """Return what a sampler yields in an epoch, with the global generators, and its own of torch, seeded for it."""
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(max(epoch, 0))
     key = int(hash_ints(seed, epoch))
     with isolate_rng(include_cuda=False):
         seed_generators(key)
-        if isinstance(getattr(sampler, "generator", None), torch.Generator):
-            sampler.generator.manual_seed(key)
-        return torch.tensor(list(sampler), dtype=torch.int64)
+        for drawing in (sampler, getattr(sampler, "sampler", None)):
+            if isinstance(getattr(drawing, "generator", None), torch.Generator):
+                drawing.generator.manual_seed(key)
+        return list(sampler)
 
 
 def _init_worker(function: Callable[[int], Any] | None, worker: int) -> None:

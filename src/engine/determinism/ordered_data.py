@@ -1,6 +1,5 @@
 """The data of a run: the engine owns the order of the samples, and a plain LightningDataModule owns the samples."""
 
-from functools import partial
 from typing import Any, cast
 
 import lightning as L
@@ -12,19 +11,20 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from src.engine.determinism.batch import Batch, StepPart, StepParts, as_part, constant_weights, join
+from src.engine.determinism.evaluation_loaders import EvaluationLoaders
 from src.engine.determinism.hashing import hash_ints
-from src.engine.determinism.layout import BatchLayout, DataParallelInfo, OneProcess, data_parallel_info, virtual_layouts
-from src.engine.determinism.loader import (
-    EVALUATION,
-    SETUP,
-    RankLoader,
-    check_repeatable,
-    epoch_order,
-    fetch,
-    loaders_of,
+from src.engine.determinism.layout import (
+    BatchLayout,
+    DataParallelInfo,
+    Division,
+    OneProcess,
+    alone,
+    data_parallel_info,
 )
-from src.engine.determinism.sampler import EvaluationBatches, TrainingBatches, apply_limit, total_steps
-from src.engine.determinism.seeding import SeededSamples, makes_batches, refuse_draws, seed_generators
+from src.engine.determinism.loader import EVALUATION, SETUP, example, loaders_of
+from src.engine.determinism.sampler import total_steps
+from src.engine.determinism.seeding import refuse_draws, seed_generators
+from src.engine.determinism.training_loaders import TrainingLoaders
 from src.engine.utils.errors import UserError
 
 _LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
@@ -77,10 +77,9 @@ class OrderedData(L.LightningDataModule):
         self.accumulate, self.virtual_ranks, self.bit_exact = accumulate, virtual_ranks, bit_exact
         self.prepare_data_per_node = plain.prepare_data_per_node
         self.parts = StepParts()
-        self._positions = torch.empty(0)  # of this rank in a global batch, (parts, n); set with `layout`
-        self._start = (0, 0)  # the epoch in which training starts, and the number of its samples already trained
-        self._training: TrainingBatches | None = None
-        self._loaders: dict[str, list[DataLoader[Any]]] = {}  # of each stage, as the DataModule made them
+        self._resumed: tuple[int, int, list[Any]] = (0, 0, [])  # see `resume`
+        self._training: TrainingLoaders | None = None
+        self._evaluation: dict[str, EvaluationLoaders] = {}
         self._sample_index = torch.empty(0, dtype=torch.int64)
 
     def __getattr__(self, name: str) -> Any:
@@ -103,19 +102,21 @@ class OrderedData(L.LightningDataModule):
         """
         self.plain.trainer = cast(L.Trainer, OneProcess(cast(L.Trainer, self.trainer)))
         self._set_batch_size()
-        with isolate_rng(include_cuda=False):
+        with isolate_rng(include_cuda=False), alone():
             seed_generators(int(hash_ints(self.run_seed, SETUP)))
             self.plain.setup(stage)
         for name in _LOADERS[stage]:
-            self._loaders[name] = self._own_loaders(name)
-        if not self._loaders[_LOADERS[stage][0]]:
+            self._take_loaders(name)
+        if not self._leaves(_LOADERS[stage][0]):
             raise UserError(
                 f"{type(self.plain).__name__} has no {_LOADERS[stage][0]}_dataloader: add it, or leave this stage out "
                 "(fit=false, test=false)"
             )
         if stage == "fit":
             self._check_training()
-        self._check_evaluation(stage)
+        for name in _LOADERS[stage]:
+            if name != "train":
+                self._evaluation[name].check(self._takes_batch)
 
     def teardown(self, stage: str) -> None:
         self.plain.teardown(stage)
@@ -129,33 +130,42 @@ class OrderedData(L.LightningDataModule):
     def on_exception(self, exception: BaseException) -> None:
         self.plain.on_exception(exception)
 
-    def train_dataloader(self) -> RankLoader:
-        """Return the loader of this rank's share of each global batch."""
+    def train_dataloader(self) -> Any:
+        """Return the loader of this rank's share of each global batch, or of each batch of several loaders."""
         if self.trainer and self.trainer.reload_dataloaders_every_n_epochs:
-            self._loaders["train"] = self._own_loaders("train")
-        (loader,) = self._loaders["train"]
-        order = partial(epoch_order, loader.sampler, self.run_seed)
-        self._training = TrainingBatches(self.global_batch_size, self._positions, self.steps_per_epoch, order)
-        self._training.epoch, self._training.start = self._start
-        return self._rank_loader(loader, self._training, len(self._positions))
+            self._take_loaders("train")
+        assert self._training
+        loader = self._training.of_rank(self._device)
+        self._training.resume(*self._resumed)
+        return loader
 
-    def resume(self, epoch: int, samples: int) -> None:
-        """Let training start in an epoch of which so many samples are trained already."""
-        self._start = (epoch, samples)
+    def resume(self, epoch: int, steps: int, states: list[Any]) -> None:
+        """Let training start in an epoch of which so many steps are trained already.
+
+        Args:
+            epoch: the epoch.
+            steps: its steps that are trained.
+            states: the states of streams, as `states_after` these steps has returned them.
+        """
+        self._resumed = (epoch, steps, states)
         if self._training:  # a module that counts its steps in `setup` has asked for the loader already
-            self._training.epoch, self._training.start = self._start
+            self._training.resume(epoch, steps, states)
+
+    def states_after(self, steps: int) -> list[Any]:
+        """Return the state of each loader's stream after so many steps of the epoch; None if it has none."""
+        return self._training.states_after(steps) if self._training else []
 
     def val_dataloader(self) -> Any:
         """Return this rank's loader of validation samples, a list of several, or an empty list."""
-        return self._evaluation_loaders("val")
+        return self._evaluation["val"].of_rank(self._device)
 
     def test_dataloader(self) -> Any:
         """Return this rank's loader of test samples, a list of several, or an empty list."""
-        return self._evaluation_loaders("test")
+        return self._evaluation["test"].of_rank(self._device)
 
     def predict_dataloader(self) -> Any:
         """Return this rank's loader of samples to predict, or a list of several."""
-        return self._evaluation_loaders("predict")
+        return self._evaluation["predict"].of_rank(self._device)
 
     def on_before_batch_transfer(self, batch: StepParts, dataloader_idx: int) -> StepParts:
         """Call the hook of the DataModule, or that of the module, with the generators seeded for each part."""
@@ -222,14 +232,15 @@ class OrderedData(L.LightningDataModule):
             kept = batch.weight > 0 if self.trainer.evaluating else slice(None)
             return batch.image[kept], batch.target[kept]
         if isinstance(batch, Batch):
-            return batch._replace(weight=self._weights(batch.weight))
+            return batch._replace(weight=self._weights(batch.weight, part.weight))
         if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
             raise UserError(
                 f"{type(self._module).__name__} takes pairs of a tensor and targets (takes_batch), but the loader "
                 f"yields {type(batch).__name__}: leave takes_batch out, and let training_step compute the loss"
             )
         inputs, target = batch
-        return Batch(inputs, target, self.sample_index, self._weights(torch.ones(len(inputs), device=inputs.device)))
+        weight = self._weights(torch.ones(len(inputs), device=inputs.device), part.weight)
+        return Batch(inputs, target, self.sample_index, weight)
 
     @property
     def sample_index(self) -> Tensor:
@@ -247,40 +258,66 @@ class OrderedData(L.LightningDataModule):
         return self.parallel.virtual_ranks(self.virtual_ranks)
 
     @property
+    def division(self) -> Division:
+        """The division of global batches into the parts of this rank."""
+        has_pairs = getattr(self.plain, "has_pairs", False)
+        return Division(self.parallel, self.accumulate, self.virtual_ranks, self.bit_exact, has_pairs)
+
+    @property
     def is_divided(self) -> bool:
         """Whether ranks or accumulated micro-batches hold parts of a global batch."""
-        return not self.bit_exact and self.parallel.dp_size * self.accumulate > 1
+        return self.division.is_divided
 
     @property
     def global_batch_size(self) -> int:
-        """Number of samples per optimizer step, over all processes and micro-batches."""
-        return cast(int, self._any_loader.batch_size)
+        """Samples per optimizer step, over all processes and micro-batches; of several loaders those of the first."""
+        return self._training.batch_size if self._training else cast(int, self._any_loader.batch_size)
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Number of optimizer steps per epoch."""
-        steps = self._count(self._loaders["train"][0]) // self.global_batch_size
-        return apply_limit("trainer.limit_train_batches", self.limits["train"], steps)
+    def steps_per_epoch(self) -> int | None:
+        """Number of optimizer steps per epoch; None if a stream without a length ends it."""
+        assert self._training
+        return self._training.steps
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps of the run: the horizon of learning-rate schedules."""
-        return total_steps(self.trainer.max_epochs, self.trainer.max_steps, self.steps_per_epoch)
+        """Number of optimizer steps of the run: the horizon of learning-rate schedules.
 
-    def evaluated_samples(self, name: str) -> int:
-        """Return the number of samples of all loaders of `val` or `test` that an evaluation uses."""
-        return sum(self._evaluated(name, loader) for loader in self._loaders.get(name, []))
+        Raises:
+            UserError: if the length of a stream decides it.
+        """
+        if self.last_step is None:
+            raise UserError(
+                "the training data is a stream without a length, and a schedule needs the number of steps: set "
+                "trainer.max_steps or trainer.limit_train_batches"
+            )
+        return self.last_step
+
+    @property
+    def last_step(self) -> int | None:
+        """Number of optimizer steps of the run; None if the length of a stream decides it."""
+        trainer, steps = self.trainer, self.steps_per_epoch
+        if steps is None:
+            return trainer.max_steps if trainer.max_steps != -1 else None
+        return total_steps(trainer.max_epochs, trainer.max_steps, steps)
+
+    def evaluates(self, name: str) -> bool:
+        """Return whether `val` or `test` has samples."""
+        return name in self._evaluation and self._evaluation[name].has_samples
 
     @property
     def has_training_data(self) -> bool:
         """Whether the training samples are set up: not in an evaluation."""
-        return "train" in self._loaders
+        return self._training is not None
 
     @property
     def description(self) -> str:
         """Some words about the data, for the banner and the loggers."""
         name = getattr(self.plain, "description", None) or type(self.plain).__name__
-        return f"{name}, {self._count(self._loaders['train'][0]):,} samples" if self.has_training_data else name
+        if not self._training:
+            return name
+        counts = [source.samples for source in self._training.sources]
+        return f"{name}, {' + '.join('a stream of' if count is None else f'{count:,}' for count in counts)} samples"
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -289,18 +326,15 @@ class OrderedData(L.LightningDataModule):
 
     def example_batch(self, count: int, first: int = 0) -> StepParts:
         """Return a batch of `count` samples as one part, as a loader yields it; they repeat if there are fewer."""
-        loader = self._any_loader
-        positions = torch.arange(first, first + count) % len(loader.dataset)  # type: ignore[arg-type]
-        samples = SeededSamples(loader.dataset, loader.collate_fn)
-        batches = [torch.stack([positions, positions])]
-        (fetched,) = fetch(loader, samples, batches, min(1, loader.num_workers))
-        return StepParts([as_part(*fetched)])
+        if self._training:
+            return self._training.example_batch(count, first)
+        return StepParts([as_part(*example(self._any_loader, count, first))])
 
     @property
-    def training_samples(self) -> tuple[Any, int]:
-        """The dataset of the training samples, and the number of samples in an epoch."""
-        loader = self._loaders["train"][0]
-        return loader.dataset, self._count(loader)
+    def training_samples(self) -> list[tuple[Any, int | None]]:
+        """The dataset of each training loader, and its number of samples in an epoch; None if it is not known."""
+        assert self._training
+        return [(source.loader.dataset, source.samples) for source in self._training.sources]
 
     def _set_batch_size(self) -> None:
         plain: Any = self.plain
@@ -308,88 +342,53 @@ class OrderedData(L.LightningDataModule):
             processes = self.parallel.num_microbatches * self.parallel.dp_size
             plain.batch_size = plain.batch_size_per_device * self.accumulate * processes
 
-    def _own_loaders(self, name: str) -> list[DataLoader[Any]]:
-        return loaders_of(self.plain, name, int(hash_ints(self.run_seed, SETUP, self.trainer.current_epoch)))
+    def _take_loaders(self, name: str) -> None:
+        """Ask the DataModule for loaders."""
+        seed = int(hash_ints(self.run_seed, SETUP, self.trainer.current_epoch))
+        loaders, limit = loaders_of(self.plain, name, seed), self.limits.get(name)
+        if name != "train":
+            self._evaluation[name] = EvaluationLoaders(name, loaders, self.division, self.run_seed, limit)
+        elif loaders.leaves:
+            self._training = TrainingLoaders(loaders, self.division, self.run_seed, limit)
+            self.layout = self._training.layouts[0]
 
     def _check_training(self) -> None:
-        loader = self._loaders["train"][0]
-        batch, has_pairs = self.global_batch_size, getattr(self.plain, "has_pairs", False)
-        if self.bit_exact:
-            virtual = virtual_layouts(batch, self.parallel, self.virtual_ranks, has_pairs)
-            self.layout, self._positions = virtual[0], torch.cat([layout.positions for layout in virtual])
-        else:
-            self.layout = BatchLayout(batch, self.parallel, self.accumulate, self.virtual_ranks, has_pairs)
-            self._positions = self.layout.positions
-        if self.global_batch_size > self._count(loader):
-            raise UserError(
-                f"data.batch_size={self.global_batch_size} exceeds the {self._count(loader)} samples to train on"
-            )
-        if self.layout.is_uneven and not self._takes_batch:
+        assert self._training
+        is_weighted = self._takes_batch or (self._module.automatic_optimization and self.parallel.num_microbatches == 1)
+        may_be_uneven = self.layout.is_uneven or (self.is_divided and not self._training.has_layout)
+        if may_be_uneven and not is_weighted:
             raise UserError(
                 f"{type(self._module).__name__} averages over the batch of its own process, but the "
                 f"{self.parallel.dp_size} processes have different numbers of samples: set a data.batch_size that "
                 "divides among them and no strategy.shares, let the module take a Batch and use its weights, or set "
                 "bit_exact=true"
             )
-        if not self.steps_per_epoch:
+        if self.steps_per_epoch == 0:
             raise UserError("trainer.limit_train_batches=0 trains nothing: set fit=false instead")
-        check_repeatable(loader, self.run_seed, f"{type(self.plain).__name__}.train_dataloader")
 
-    def _check_evaluation(self, stage: str) -> None:
-        """Check that each rank has a sample in each batch, unless padding has a weight of zero; and can be gathered."""
-        for name in _LOADERS[stage]:
-            for loader in self._loaders[name]:
-                is_batched = makes_batches(loader.dataset)
-                if name in ("val", "test") and not (self._takes_batch and is_batched):
-                    self._evaluation_batches(name, loader).check_no_rank_is_empty(name)
-                if name == "predict" and not is_batched:
-                    raise UserError(
-                        f"predict: {type(self.plain).__name__}.predict_dataloader is not one of image files, the only "
-                        "samples of which predictions.csv is written: leave `predict` out, and load the checkpoint"
-                    )
-
-    def _rank_loader(
-        self, loader: DataLoader[Any], batches: TrainingBatches | EvaluationBatches, parts: int = 1
-    ) -> RankLoader:
-        device = self.trainer.strategy.root_device  # the module may not be there yet, if it counts its steps in `setup`
-        return RankLoader(loader, batches, self.run_seed, device, self.is_divided, parts)
-
-    def _evaluation_loaders(self, name: str) -> Any:
-        batches = [(loader, self._evaluation_batches(name, loader)) for loader in self._loaders[name]]
-        loaders = [self._rank_loader(loader, share) for loader, share in batches if share.num_samples]
-        return loaders[0] if len(loaders) == 1 else loaders
-
-    def _evaluation_batches(self, name: str, loader: DataLoader[Any]) -> EvaluationBatches:
-        order, size = epoch_order(loader.sampler, self.run_seed, EVALUATION), cast(int, loader.batch_size)
-        parallel, ranks = self.parallel, None
-        if name == "predict":  # all ranks gather as many predictions
-            parallel = DataParallelInfo(parallel.dp_size, parallel.dp_rank)
-        elif self.bit_exact:
-            parallel, ranks = DataParallelInfo(self.virtual_ranks), self.own_virtual_ranks
-        return EvaluationBatches(order[: self._evaluated(name, loader)], size // self.accumulate, parallel, ranks)
-
-    def _evaluated(self, name: str, loader: DataLoader[Any]) -> int:
-        option = f"trainer.limit_{name}_batches"
-        return apply_limit(option, self.limits.get(name), self._count(loader), unit=cast(int, loader.batch_size))
-
-    @staticmethod
-    def _count(loader: DataLoader[Any]) -> int:
-        return len(cast(Any, loader.sampler))
-
-    def _weights(self, weight: Tensor) -> Tensor:
+    def _weights(self, weight: Tensor, part_weight: float) -> Tensor:
         """Return the (n,) weights of samples in the loss: its sum over the ranks is a mean in training, else a sum."""
         if not self.trainer.training:
             return weight.to(self._module.dtype)
-        return constant_weights(len(weight), 1 / self.layout.mean_samples_per_batch, self._module.dtype, weight.device)
+        return constant_weights(len(weight), part_weight / len(weight), self._module.dtype, weight.device)
 
     def _hook(self, name: str) -> Any:
         """Return the DataModule's own hook, or else the module's, as Lightning would choose."""
         is_own = is_overridden(name, self.plain, L.LightningDataModule)
         return getattr(self.plain if is_own else self._module, name)
 
+    def _leaves(self, name: str) -> list[DataLoader[Any]]:
+        if name == "train":
+            return self._training.loaders.leaves if self._training else []
+        return self._evaluation[name].leaves
+
     @property
     def _any_loader(self) -> DataLoader[Any]:
-        return next(loader for loaders in self._loaders.values() for loader in loaders)
+        return next(loader for loaders in self._evaluation.values() for loader in loaders.leaves)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.trainer.strategy.root_device  # the module may not be there yet, if it counts its steps in `setup`
 
     @property
     def _module(self) -> Any:

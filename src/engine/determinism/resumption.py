@@ -13,7 +13,7 @@ from src.engine.utils.errors import UserError
 class ExactResumption(L.Callback):
     """Saves and restores what Lightning does not, or restores only on the same hardware.
 
-    - The position in the data is an epoch, the samples trained in it, and the steps of the run. Lightning stores the
+    - The position in the data is an epoch, the steps trained in it, and the steps of the run. Lightning stores the
       values that its loop counters have while a hook runs. The counters are therefore derived from the position: at
       whatever moment the checkpoint was written, the loops are restored to the start of the first step that is not
       complete.
@@ -37,7 +37,7 @@ class ExactResumption(L.Callback):
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""
         position = self._position(trainer)
         trainer.fit_loop.epoch_loop._batches_that_stepped = position["steps"]
-        trainer.fit_loop.epoch_progress.current.completed = position["epoch"] + (position["samples"] > 0)
+        trainer.fit_loop.epoch_progress.current.completed = position["epoch"] + (position["epoch_steps"] > 0)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._steps += 1
@@ -50,7 +50,7 @@ class ExactResumption(L.Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["position"] = self._position(trainer)
 
-    def _position(self, trainer: L.Trainer) -> dict[str, int]:
+    def _position(self, trainer: L.Trainer) -> dict[str, Any]:
         data, loop, steps = cast(Any, trainer.datamodule), trainer.fit_loop, self._steps
         epochs, epoch_steps = loop.epoch_progress.current, self._epoch_steps
         epoch = epochs.processed
@@ -59,9 +59,10 @@ class ExactResumption(L.Callback):
             steps += epoch_steps - self._epoch_steps
         elif epochs.ready == epochs.processed and epoch_steps:  # training has stopped within an epoch
             epoch -= 1
-        if epoch_steps == data.steps_per_epoch:  # the validation after them comes before the end of the epoch
+        has_ended = data.steps_per_epoch is None and loop.epoch_loop.batch_progress.is_last_batch
+        if has_ended or epoch_steps == data.steps_per_epoch:  # the validation after them comes before the epoch's end
             epoch, epoch_steps = epoch + 1, 0
-        return {"epoch": epoch, "samples": epoch_steps * data.global_batch_size, "steps": steps}
+        return {"epoch": epoch, "epoch_steps": epoch_steps, "steps": steps, "streams": data.states_after(epoch_steps)}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Rewrite the saved states, from which Lightning restores its loops and the callbacks afterwards."""
@@ -76,8 +77,8 @@ class ExactResumption(L.Callback):
                 f"trainer.max_epochs={trainer.max_epochs}: the run in ckpt_path has already trained "
                 f"{position['epoch']} epochs; set it higher, or evaluate the run with fit=false"
             )
-        self._steps, self._epoch_steps = position["steps"], position["samples"] // data.global_batch_size
-        data.resume(position["epoch"], position["samples"])
+        self._steps, self._epoch_steps = position["steps"], position["epoch_steps"]
+        data.resume(position["epoch"], position["epoch_steps"], position["streams"])
         loops = checkpoint["loops"]["fit_loop"]
         _rewind(loops, position["epoch"], self._epoch_steps, total=self._steps)
         # Lightning counts the last step itself.

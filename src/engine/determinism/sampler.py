@@ -4,6 +4,7 @@ Lightning counts its limits in batches of a rank, whose size depends on the numb
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, repeat
 
 import torch
 from torch import Tensor
@@ -13,29 +14,38 @@ from src.engine.determinism.layout import DataParallelInfo
 from src.engine.utils.errors import UserError
 
 
-class TrainingBatches(Sampler[Tensor]):
+class Place:
+    """A place in the training data: the loader begins with step `start` of an epoch."""
+
+    epoch = start = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin another epoch at its first step; a resumed epoch keeps its start. Lightning calls this method."""
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+
+class TrainingBatches(Place, Sampler[Tensor]):
     """Batches of one data-parallel rank in an epoch, as a pure function of (seed, epoch, start).
 
     Global batch k is the k-th slice of the epoch's order, of which this rank has some positions. Each epoch
     drops the samples at its end that do not fill a global batch; if it is shuffled, they differ from epoch to epoch.
 
-    `epoch` and `start` (the samples of that epoch already trained) are read when the first batch is requested.
+    `epoch` and `start` are read when the first batch is requested.
 
     Args:
         batch_size: samples of a global batch.
         positions: positions of this rank in a global batch, (batches, n).
         steps: optimizer steps per epoch.
         order: maps an epoch to its order, positions in the dataset.
+        weight: samples of a batch of this rank, relative to their mean over the ranks.
     """
 
-    def __init__(self, batch_size: int, positions: Tensor, steps: int, order: Callable[[int], Tensor]) -> None:
+    def __init__(
+        self, batch_size: int, positions: Tensor, steps: int, order: Callable[[int], Tensor], weight: float = 1.0
+    ) -> None:
         self.batch_size, self.positions, self.steps, self.order = batch_size, positions, steps, order
-        self.epoch, self.start = 0, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch at its first sample; a resumed epoch keeps its start. Lightning calls this method."""
-        if epoch != self.epoch:
-            self.epoch, self.start = epoch, 0
+        self.weight = weight
 
     def __len__(self) -> int:
         return self.steps * len(self.positions)
@@ -45,12 +55,72 @@ class TrainingBatches(Sampler[Tensor]):
 
     def places(self) -> Tensor:
         """Return the rest of the epoch as places in its order, (batches, n): one batch of this rank per row."""
-        places = torch.arange(self.start, self.steps * self.batch_size).view(-1, self.batch_size)
+        places = torch.arange(self.start * self.batch_size, self.steps * self.batch_size).view(-1, self.batch_size)
         return places[:, self.positions].flatten(0, 1)
 
     def table(self) -> Tensor:
         """Return the positions in the dataset at these places."""
         return self.order(self.epoch)[self.places()]
+
+    def weights(self) -> Iterator[float]:
+        """Return the weight of each batch."""
+        return repeat(self.weight)
+
+
+class GivenBatches(Place, Sampler[Tensor]):
+    """Batches of one data-parallel rank in an epoch, of those that a user's `batch_sampler` gives.
+
+    A given batch, of any size, is a global batch of which this rank has some positions, or the batch of a virtual rank.
+
+    Args:
+        given: maps an epoch to its batches, positions in the dataset.
+        positions: maps the size of a global batch to the positions of this rank in it, (batches, n).
+        sharing: number of batches of all ranks that share a global batch.
+        steps: optimizer steps per epoch.
+        own: the virtual ranks of this rank, if they are computed one by one.
+        virtual_ranks: number of given batches of a step.
+    """
+
+    def __init__(
+        self,
+        given: Callable[[int], Sequence[Tensor]],
+        positions: Callable[[int], Tensor],
+        sharing: int,
+        steps: int,
+        own: Sequence[int] | None = None,
+        virtual_ranks: int = 1,
+    ) -> None:
+        self.given, self.positions, self.sharing, self.steps = given, positions, sharing, steps
+        self.own, self.virtual_ranks = own, virtual_ranks
+
+    def __len__(self) -> int:
+        parts = self.positions(len(self.given(self.epoch)[0])) if self.own is None else self.own
+        return self.steps * len(parts)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from self.table()
+
+    def places(self) -> list[Tensor]:
+        """Return the rest of the epoch as places in its order: one batch of this rank each."""
+        ends = torch.tensor([len(batch) for batch in self.given(self.epoch)]).cumsum(0).tolist()
+        rows = [torch.arange(first, end) for first, end in pairwise([0, *ends])]
+        steps = range(self.start, self.steps)
+        if self.own is not None:
+            return [rows[step * self.virtual_ranks + rank] for step in steps for rank in self.own]
+        return [rows[step][part] for step in steps for part in self.positions(len(rows[step]))]
+
+    def table(self) -> list[Tensor]:
+        """Return the positions in the dataset at these places."""
+        order = torch.cat(list(self.given(self.epoch)))
+        return [order[places] for places in self.places()]
+
+    def weights(self) -> Iterator[float]:
+        """Yield the samples of each batch, relative to their mean over the ranks; 1 for those of virtual ranks."""
+        if self.own is not None:
+            yield from repeat(1.0)
+        for batch in self.given(self.epoch)[self.start : self.steps]:
+            for part in self.positions(len(batch)):
+                yield len(part) * self.sharing / len(batch)
 
 
 class EvaluationBatches(Sampler[Tensor]):
@@ -84,6 +154,10 @@ class EvaluationBatches(Sampler[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         yield from self.table()
 
+    def weights(self) -> Iterator[float]:
+        """Return the weight of each batch: an evaluation counts the samples."""
+        return repeat(1.0)
+
     def places(self) -> Tensor:
         """Return places in the order, (batches, n), and -1 for padding: one batch of a rank per row."""
         rounds = torch.arange(self.batches)[:, None] + torch.arange(self.rounds) * self.batches
@@ -104,7 +178,7 @@ class EvaluationBatches(Sampler[Tensor]):
             )
 
 
-Batches = TrainingBatches | EvaluationBatches
+Batches = TrainingBatches | GivenBatches | EvaluationBatches
 
 
 def apply_limit(option: str, limit: int | float | None, available: int, unit: int = 1) -> int:
@@ -139,7 +213,7 @@ def total_steps(max_epochs: int | None, max_steps: int, steps_per_epoch: int) ->
     return min(limits, default=1000 * steps_per_epoch)
 
 
-def validation_interval(interval: int | float, steps_per_epoch: int, may_exceed_epoch: bool) -> int | float:
+def validation_interval(interval: int | float, steps_per_epoch: int | None, may_exceed_epoch: bool) -> int | float:
     """Return `trainer.val_check_interval` in optimizer steps.
 
     Args:
@@ -152,6 +226,8 @@ def validation_interval(interval: int | float, steps_per_epoch: int, may_exceed_
     """
     if isinstance(interval, float) and interval >= 1:
         return interval  # 1.0 is the end of an epoch, and Lightning refuses any larger float
+    if steps_per_epoch is None:
+        return interval  # Lightning refuses a fraction of an unknown number
     steps = interval if isinstance(interval, int) else max(1, int(steps_per_epoch * interval))
     if steps > steps_per_epoch and not may_exceed_epoch:
         raise UserError(

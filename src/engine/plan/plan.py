@@ -22,7 +22,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from src.engine.config.folder import CONF, register_resolvers
 from src.engine.config.resolve import device_count, refuse_unknown_options, resolve_devices
-from src.engine.determinism.sampler import total_steps
 from src.engine.parallel.compatibility import check_can_train
 from src.engine.parallel.pipeline.schedules import SCHEDULES
 from src.engine.plan import BEST, PLANS, plan_key, update_cache
@@ -177,7 +176,7 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
         precision=str(cfg.trainer.precision),
         recompute=cfg.module.get("recompute") == "blocks",
     )
-    return profiles[0], job, total_steps(cfg.trainer.max_epochs, cfg.trainer.max_steps, data.steps_per_epoch)
+    return profiles[0], job, data.total_steps
 
 
 class _HasBegun(BaseException):

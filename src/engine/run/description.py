@@ -127,13 +127,14 @@ class RunDescription(L.Callback):
         data: Any = trainer.datamodule
         group = trainer.optimizers[0].param_groups[0]
         scaling = " after scaling" if getattr(module, "lr_scaling", "none") != "none" else ""
+        steps = "steps to the end of a stream" if data.last_step is None else f"{data.last_step} steps"
         banner = {
             "experiment": self._fingerprint,
             "strategy": f"{self._strategy_name}, {trainer.world_size} process(es) on {module.device.type}",
             "precision": trainer.precision,
             "data": data.description,
             "batch": self._batch_size(data),
-            "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {data.total_steps} steps",
+            "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {steps}",
             "parameters": f"{self._num_parameters:,}",
             "run folder": self.config.run_dir,
         }

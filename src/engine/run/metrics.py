@@ -162,7 +162,7 @@ class MetricStates(L.Callback):
         self._is_within_epoch = False
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        metrics = _metrics_to_save(trainer, pl_module, is_within_epoch=checkpoint["position"]["samples"] > 0)
+        metrics = _metrics_to_save(trainer, pl_module, is_within_epoch=checkpoint["position"]["epoch_steps"] > 0)
         metrics = {name: metric for name, metric in metrics.items() if name not in self._saved}
         virtual = self.virtual.metrics if self.virtual else {}
         rank = trainer.datamodule.parallel.dp_rank
@@ -176,7 +176,7 @@ class MetricStates(L.Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training:
             self._saved = checkpoint.get("metric_states", {})
-            self._is_within_epoch = checkpoint["position"]["samples"] > 0
+            self._is_within_epoch = checkpoint["position"]["epoch_steps"] > 0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore before the module resets metrics for a new epoch."""

@@ -3,7 +3,8 @@
 A batch of Lightning is an optimizer step, on any hardware: hooks, `batch_idx`, counts and logs come once per step.
 The loader yields the parts of a step (`src/engine/determinism/ordered_data.py`), and the closure that Lightning gives
 to the optimizer computes them one after the other. The parts are micro-batches, whose gradients add up in place; or
-the virtual ranks of this process (`src/engine/parallel/virtual_ranks.py`).
+the virtual ranks of this process (`src/engine/parallel/virtual_ranks.py`). The mean loss of a rank that has more or
+fewer samples than others is weighted by them, so that the mean over the ranks is that of the samples.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,8 +38,11 @@ class StepInParts(_AutomaticOptimization):
     """Runs `training_step` and the backward pass for each part; Lightning goes on with clipping and the optimizer."""
 
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
-        data = self.trainer.datamodule
-        if len(data.parts) == 1 and not data.bit_exact:
+        data, results = self.trainer.datamodule, self.trainer.fit_loop.epoch_loop._results
+        takes_weights = getattr(self.trainer.lightning_module, "takes_batch", False)
+        results.weight = 1.0 if takes_weights else data.parts[0].weight
+        results.samples = sum(len(part.samples) for part in data.parts)
+        if len(data.parts) == 1 and not data.bit_exact and results.weight == 1:
             return super()._make_closure(kwargs, optimizer, batch_idx)
         backward, zero_grad = self._make_backward_fn(optimizer), self._make_zero_grad_fn(batch_idx, optimizer)
         kind = _VirtualRankPasses if data.bit_exact else _MicroBatchPasses
@@ -65,7 +69,7 @@ class StepInParts(_AutomaticOptimization):
                         passes.reset_gradients(zero_grad)
                     if backward and output.closure_loss is not None:
                         with results.divert(log):
-                            backward(output.closure_loss / passes.count)
+                            backward(output.closure_loss * results.weight / passes.count)
                 log.end_pass(output.loss)
                 outputs.append(output.extra)
         data.end_parts()

@@ -46,9 +46,10 @@ def patch_trainer(trainer: L.Trainer, virtual: VirtualMetrics | None) -> None:
     signals.register_signal_handlers = _do_nothing
     loop._broadcast_sigterm_tensor = _do_nothing
     loop.automatic_optimization.__class__ = StepInParts
-    loop._results = _Results(True, virtual)
+    dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
+    loop._results = _Results(True, dtype, virtual)
     for evaluation in (loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        evaluation._results = _Results(False, virtual)
+        evaluation._results = _Results(False, dtype, virtual)
     trainer._logger_connector.__class__ = _LogPointConnector
     trainer._logger_connector.virtual = virtual
 
@@ -66,14 +67,16 @@ class _Results(_ResultCollection):
 
     Args:
         training: whether these are the values of training.
+        dtype: that of the counts.
         virtual: reduces the means of evaluation over virtual ranks. Then processes have the same values, and need not
             synchronize them.
     """
 
-    def __init__(self, training: bool, virtual: VirtualMetrics | None) -> None:
+    def __init__(self, training: bool, dtype: torch.dtype, virtual: VirtualMetrics | None) -> None:
         super().__init__(training)
-        self.virtual = virtual
+        self.dtype, self.virtual = dtype, virtual
         self._pass_log: PassLog | None = None
+        self.weight, self.samples = 1.0, 0  # of this rank's step: samples, also relative to their mean over the ranks
 
     @contextmanager
     def divert(self, log: PassLog) -> Iterator[None]:
@@ -90,7 +93,15 @@ class _Results(_ResultCollection):
             return
         if self.virtual:
             _check_virtual(self.virtual, name, value, options, self.training)
+        if self.weight != 1 and isinstance(value, Tensor) and options["sync_dist"]:
+            value, options = self._weighted(value, options)
         super().log(fx, name, value, **options | {"sync_dist": options["sync_dist"] and not self.virtual})
+
+    def _weighted(self, value: Tensor, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Weight a value of unequal ranks, whose mean Lightning takes: in a step their mean, in an epoch by samples."""
+        if getattr(options["reduce_fx"], "__name__", options["reduce_fx"]) != "mean":
+            return value, options
+        return value * self.weight, options | {"batch_size": (options["batch_size"] or self.samples) / self.weight}
 
     @staticmethod
     def _get_cache(result: _ResultMetric, on_step: bool) -> Tensor | None:
@@ -106,8 +117,8 @@ class _Results(_ResultCollection):
         if self.virtual and result.is_tensor and not self.training:
             self.virtual.add_mean(name, result)
         if "cumulated_batch_size" in result._defaults:
-            result._defaults["cumulated_batch_size"] = torch.tensor(0.0)
-            result.cumulated_batch_size = result.cumulated_batch_size.float()
+            result._defaults["cumulated_batch_size"] = torch.zeros((), dtype=self.dtype)
+            result.cumulated_batch_size = result.cumulated_batch_size.to(self.dtype)
 
 
 def _check_virtual(virtual: VirtualMetrics, name: str, value: Any, options: dict[str, Any], is_training: bool) -> None:
@@ -158,14 +169,14 @@ class OptimizerSteps(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule
-        if stage == "fit" and data.evaluated_samples("val"):
+        if stage == "fit" and data.evaluates("val"):
             may_cross_epochs = trainer.check_val_every_n_epoch is None
             trainer.val_check_interval = validation_interval(
                 trainer.val_check_interval, data.steps_per_epoch, may_cross_epochs
             )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.last_step = trainer.datamodule.total_steps  # `is_log_point` reads it
+        trainer.last_step = trainer.datamodule.last_step  # `is_log_point` reads it
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Check that the metric of ReduceLROnPlateau is new whenever it takes a step."""
@@ -213,7 +224,7 @@ class MonitorCheck(L.Callback):
         self.monitors = monitors
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.monitors and not trainer.datamodule.evaluated_samples("val"):
+        if self.monitors and not trainer.datamodule.evaluates("val"):
             _log.warning("the run has no validation, so %s cannot act", " and ".join(self.monitors))
         if not {"val/loss", "val/acc"}.issuperset(self.monitors.values()):
             trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1

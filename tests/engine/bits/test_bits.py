@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from src.engine.determinism import ordered_data
+from src.engine.determinism import layout
 from src.engine.determinism.layout import BatchLayout, DataParallelInfo
 from src.engine.parallel import gradients
 from src.engine.parallel.pipeline.schedules import SCHEDULES
@@ -133,7 +133,7 @@ SABOTAGES: dict[str, tuple[Any, str, Any, list[str]]] = {
     "sums in the order of arrival": (TreeSum, "add", _add_as_they_arrive, WORLDS["ddp x3"]),
     "buffers of the pass before": (PassSums, "begin_forward", _keep_buffers, WORLDS["ddp x2"]),
     "a norm that processes add": (gradients, "order_free_norm", _add_shards, [*CLIPPED, *WORLDS["pipeline x2, 1f1b"]]),
-    "a block shifted by one": (ordered_data, "virtual_layouts", _shift_block, WORLDS["ddp x2"]),
+    "a block shifted by one": (layout, "virtual_layouts", _shift_block, WORLDS["ddp x2"]),
 }
 
 

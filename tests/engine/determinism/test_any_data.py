@@ -18,7 +18,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     WeightedRandomSampler,
@@ -136,11 +135,6 @@ def test_weighted_sampler_is_the_same(short: list[str], pool: Pool, folder: Path
     check_equal(fit_ranks(compose(folder, *words, "strategy=ddp", "trainer.devices=2"), pool, test=True), alone)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(64)
-
-
 class OwnIteration(DataLoader[Any]):
     def __iter__(self) -> Any:
         return super().__iter__()
@@ -173,12 +167,8 @@ POINTS: Dataset[Any] = NoisyPoints()
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (DataLoader(Stream(), 16), "Stream is an IterableDataset"),
-        (DataLoader(POINTS, batch_sampler=[[0, 1], [2, 3]]), "has a batch_sampler of its own"),
-        (DataLoader(POINTS, batch_size=None), "or batch_size=None: give batch_size, the samples of an optimizer step"),
         (DataLoader(POINTS, 16, sampler=DistributedSampler(POINTS, 2, 0)), "has a DistributedSampler: leave it out"),
         (OwnIteration(POINTS, 16), "OwnIteration has an __iter__ of its own: return a torch DataLoader"),
-        ([DataLoader(POINTS, 16), DataLoader(POINTS, 16)], "returns 2 loaders: return one"),
         ([torch.zeros(2)], "returns Tensor: return a torch DataLoader"),
         (DataLoader(POINTS, 111), "data.batch_size=111 exceeds the 110 samples to train on"),
     ],

@@ -119,9 +119,8 @@ def test_predicts(task: list[str], images: Path, pool: Pool, folder: Path) -> No
             ["strategy=ddp", TWO, "data.source.test_size=1", "fit=false"],
             "the 1 samples of `test` leave a batch of a process or virtual rank empty",
         ),
-        (UNEVEN, "Plain averages over the batch of its own process"),  # and the strategy over the ranks
     ],
-    ids=["no samples", "uneven"],
+    ids=["no samples"],
 )
 def test_ranks_refuse(options: list[str], message: str, task: list[str], pool: Pool, folder: Path) -> None:
     with pytest.raises(RankFailed, match=message):

@@ -42,7 +42,7 @@ def images_by_sample(
         batches.set_epoch(epoch)
         data = TransformedSplit(split, [transform or Noise()])
         loader: Any = DataLoader(data, 16, shuffle=True, collate_fn=join)
-        for ((_, batch),) in RankLoader(loader, batches, seed, torch.device("cpu")):
+        for ((_, batch, _),) in RankLoader(loader, batches, seed, torch.device("cpu")):
             found |= dict(zip(batch.sample_index.tolist(), batch.image[:, :, 0, 0].tolist(), strict=True))
     return found
 

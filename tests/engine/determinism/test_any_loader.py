@@ -1,0 +1,137 @@
+"""Any kind of loader trains the same on any hardware: streams, given batches, several loaders, unequal ranks."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.engine.utils.errors import UserError
+from tests.support.bits import check_equal_bits
+from tests.support.comparison import TOLERANCE, check_resumed, distances, read_rows
+from tests.support.interruption import die
+from tests.support.loaders import AnyModule, ForgetfulStream, StatefulStream
+from tests.support.pool import Pool, RankFailed
+from tests.support.runs import Record, compose, fit, fit_ranks
+
+OWN = ["~data", "~module", "~model", "~optimizer", "~scheduler", "callbacks=none", "test=false"]
+OWN += ["trainer.log_every_n_steps=1", "trainer.max_epochs=2", "+module._target_=tests.support.loaders.AnyModule"]
+OWN += ["+data._target_=tests.support.loaders.AnyLoader"]
+WAYS = {"together": ["trainer.precision=64-true"], "one by one": ["bit_exact=true"]}
+SEVERAL, BATCHES = ("two", "shortest", "longest"), ("stream_of_batches", "batches")
+KINDS = [
+    (way, kind) for way in WAYS for kind in ("stream", "sized_stream", "stateful_stream", "batch_sampler", *SEVERAL)
+]
+KINDS += [("together", "uneven"), *(("one by one", kind) for kind in BATCHES)]
+PLACES = {
+    "workers": ["+data.num_workers=2"],
+    "ddp x2": ["strategy=ddp", "trainer.devices=2"],
+    "ddp x3": ["strategy=ddp", "trainer.devices=3"],
+    "fsdp x2": ["strategy=fsdp", "trainer.devices=2"],
+    "accumulated": ["trainer.accumulate_grad_batches=2"],
+}
+CASES = [(place, *kind) for kind in KINDS for place in PLACES if place != "accumulated" or kind[0] == "together"]
+CASES.remove(("accumulated", "together", "batch_sampler"))  # some of its batches do not divide
+
+
+def words(way: str, kind: str) -> list[str]:
+    dropout = [f"+module.dropout={0.0 if kind in SEVERAL and way == 'together' else 0.1}"]
+    return [*OWN, *WAYS[way], f"+data.kind={kind}", *dropout]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Record]:
+    """Return a function that trains on one process."""
+    return functools.cache(lambda way, kind: fit(compose(tmp_path_factory.mktemp("one"), *words(way, kind))))
+
+
+def check_equal(way: str, records: list[Record], reference: Record) -> None:
+    if way == "one by one":
+        check_equal_bits(records, reference)
+        return
+    for record in records:
+        assert max(distances(record, reference)) < TOLERANCE
+    ours, theirs = (read_rows(record.file.parent) for record in (records[0], reference))
+    assert len(ours) == len(theirs)
+    for row, other in zip(ours, theirs, strict=True):
+        for name in ("train/loss", "train/of_epoch", "val/loss"):
+            assert (row.get(name) or None) == (other.get(name) or None) or float(row[name]) == pytest.approx(
+                float(other[name]), rel=TOLERANCE
+            ), (name, row["step"])
+
+
+@pytest.mark.parametrize(("place", "way", "kind"), CASES, ids=lambda value: value.replace(" ", "-"))
+def test_trains_the_same(
+    place: str, way: str, kind: str, one_process: Callable[[str, str], Record], pool: Pool, folder: Path
+) -> None:
+    cfg = compose(folder, *words(way, kind), *PLACES[place])
+    check_equal(way, fit_ranks(cfg, pool), one_process(way, kind))
+
+
+@pytest.mark.parametrize("kind", ["stream", "stateful_stream", "forgetful_stream", "batch_sampler", "two", "shortest"])
+def test_resumes_within_an_epoch_elsewhere(kind: str, pool: Pool, folder: Path) -> None:
+    whole = fit(compose(folder / "whole", *words("together", kind)))
+    cfg = compose(folder, *words("together", kind), *PLACES["ddp x2"])
+    pool.run(2, die, cfg, "on_train_batch_end", len(whole.losses) // 2 + 2)
+    cfg = compose(folder, *words("together", kind), *PLACES["workers"], f"ckpt_path={folder}/died.ckpt")
+    check_resumed(fit_ranks(cfg, pool), whole, len(whole.losses) // 2 + 2)
+
+
+def test_reads_past_what_is_trained_unless_the_state_is_exact(folder: Path) -> None:
+    reads = {}
+    for kind in ("stateful_stream", "forgetful_stream"):
+        cfg = compose(folder / kind, *words("together", kind), "trainer.max_epochs=1")
+        die(cfg, "on_train_batch_end", 4)
+        StatefulStream.reads = ForgetfulStream.reads = 0
+        cfg.ckpt_path = f"{cfg.run_dir}/died.ckpt"
+        fit(cfg)
+        reads[kind] = StatefulStream.reads + ForgetfulStream.reads
+    assert reads["forgetful_stream"] - reads["stateful_stream"] >= 48, "the state of a stream saves nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("own_random_stream", PLACES["ddp x2"], "OwnRandomStream yields other samples when .* so each process"),
+        ("stream_of_batches", [], "has batch_size=None, and a batch that the dataset makes cannot be divided: set bit"),
+        ("early_stream", [], "EarlyStream has ended after 3 of 5 batches: correct its __len__"),
+        ("stream", ["trainer.limit_train_batches=0.5"], "limit_train_batches=0.5, but a stream has no length"),
+        ("stream", ["trainer.limit_train_batches=9"], "Stream has ended after 5 of 9 batches: .*limit_train_batches"),
+        ("one_after_the_other", [], "combines loaders in the mode sequential: training takes a batch of each"),
+        ("longest_stream", [], "a stream without a length cannot be combined in the mode max_size_cycle: give it"),
+        ("two", ["+data.batch_size=13", *PLACES["ddp x2"]], "different numbers of samples of one of its loaders: set"),
+    ],
+)
+def test_says_what_it_cannot_train(kind: str, options: list[str], message: str, pool: Pool, folder: Path) -> None:
+    with pytest.raises((UserError, RankFailed), match=message):
+        fit_ranks(compose(folder, *words("together", kind), *options), pool)
+
+
+class Manual(AnyModule):
+    automatic_optimization = False
+
+
+def test_refuses_to_weight_a_loss_that_it_does_not_see(pool: Pool, folder: Path) -> None:
+    cfg = compose(folder, *words("together", "uneven"), f"module._target_={__name__}.Manual", *PLACES["ddp x3"])
+    with pytest.raises(RankFailed, match="Manual averages over the batch of its own process, but the 3 processes have"):
+        fit_ranks(cfg, pool)
+
+
+def test_warns_of_a_stream_that_does_not_repeat_itself(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(compose(folder, *words("together", "own_random_stream")))
+    assert "so a resumed run would read others" in caplog.text
+
+
+class Scheduled(AnyModule):
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.datamodule.total_steps == 6
+        return super().configure_optimizers()
+
+
+def test_a_schedule_asks_for_the_length_of_a_stream(folder: Path) -> None:
+    cfg = compose(folder, *words("together", "stream"), f"module._target_={__name__}.Scheduled")
+    with pytest.raises(UserError, match="a schedule needs the number of steps: set"):
+        fit(cfg)
+    cfg = compose(folder, *words("together", "stream"), f"module._target_={__name__}.Scheduled", "trainer.max_steps=6")
+    assert len(fit(cfg).losses) == 6
