@@ -52,9 +52,9 @@ class EarlyStream(SizedStream):
 
 
 class StatefulStream(IterableDataset[Any]):
-    """Counts its points, and goes on from a state; `reads` counts what was read."""
+    """Counts its points, and goes on from a state; `reads` counts what was read, also in workers."""
 
-    reads = 0
+    reads = torch.zeros(1).share_memory_()
 
     def __init__(self, count: int) -> None:
         self.points, self.next = points(count, 0), 0
@@ -62,7 +62,7 @@ class StatefulStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         while self.next < len(self.points):
             self.next += 1
-            type(self).reads += 1
+            self.reads += 1
             yield self.points[self.next - 1]
         self.next = 0
 
@@ -86,7 +86,7 @@ class ForgetfulStream(StatefulStream):
 
 
 class OwnRandomStream(Stream):
-    """Draws from a generator that nobody seeds, as the shuffling of webdataset does."""
+    """Draws from a generator that nobody seeds."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -95,6 +95,14 @@ class OwnRandomStream(Stream):
     def __iter__(self) -> Iterator[Any]:
         order = self.own.sample(range(len(self.points)), len(self.points))
         return (self.points[index] for index in order)
+
+
+class ClockStream(Stream):
+    """Draws from a generator that is new, and seeded by nobody, whenever the stream is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.own = random.Random()
+        return OwnRandomStream.__iter__(self)  # type: ignore[arg-type]
 
 
 class Batches(IterableDataset[Any]):
@@ -166,6 +174,9 @@ class AnyLoader(L.LightningDataModule):
 
     def own_random_stream(self) -> Any:
         return self._loader(OwnRandomStream(70))
+
+    def clock_stream(self) -> Any:
+        return self._loader(ClockStream(70))
 
     def stream_of_batches(self) -> Any:
         return DataLoader(Batches(30), batch_size=None, num_workers=self.num_workers)

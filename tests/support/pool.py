@@ -63,7 +63,7 @@ class Pool:
         context = mp.get_context("spawn")
         while len(self._ranks) < count:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs,))
             process.start()
             self._ranks.append((process, ours))
 

@@ -215,7 +215,8 @@ def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
     runtime.command = ["python", "train.py", *hydra_cfg.overrides.task]
     runtime.revision, runtime.modified = source_revision()
     choices, world_size = hydra_cfg.runtime.choices, device_count(cfg.trainer) * cfg.trainer.num_nodes
-    runtime.model = choices.get("model") if "net" in cfg.module else choices.module  # a GAN has networks of its own
+    model = choices.get("model" if "net" in cfg.module else "module")  # a GAN has networks of its own
+    runtime.model = model or str(cfg.module._target_).rpartition(".")[2]
     is_auto = choices.strategy == "auto"
     runtime.strategy = ("ddp" if world_size > 1 else "single") if is_auto else choices.strategy
     runtime.world_size = world_size

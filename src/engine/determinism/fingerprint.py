@@ -64,14 +64,15 @@ def describe_experiment(config: DictConfig, data: Any) -> Experiment:
     return Experiment(options, code)
 
 
-def _training_facts(samples: Iterable[tuple[Any, int | None]]) -> str:
+def _training_facts(samples: Iterable[tuple[Any, int | None, str | None]]) -> str:
     """Return what identifies the training samples: their number, and a hash of their indices and labels.
 
     Args:
-        samples: the dataset of each loader, and its number of samples, if it is known.
+        samples: the dataset of each loader, its number of samples, and a hash of a stream's first samples.
     """
     content, counts = hashlib.sha256(), []
-    for dataset, count in samples:
+    for dataset, count, digest in samples:
+        content.update((digest or "").encode())
         while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # a Subset, perhaps of another one
             content.update(_bytes_of(dataset.indices))
             dataset = dataset.dataset

@@ -331,10 +331,10 @@ class OrderedData(L.LightningDataModule):
         return StepParts([as_part(*example(self._any_loader, count, first))])
 
     @property
-    def training_samples(self) -> list[tuple[Any, int | None]]:
-        """The dataset of each training loader, and its number of samples in an epoch; None if it is not known."""
+    def training_samples(self) -> list[tuple[Any, int | None, str | None]]:
+        """The dataset of each training loader, its number of samples, and a hash of a stream's first samples."""
         assert self._training
-        return [(source.loader.dataset, source.samples) for source in self._training.sources]
+        return [(source.loader.dataset, source.samples, source.digest) for source in self._training.sources]
 
     def _set_batch_size(self) -> None:
         plain: Any = self.plain

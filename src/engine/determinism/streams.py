@@ -5,15 +5,19 @@ save each of them the reading of the others' samples, and would be another exper
 """
 
 import copy
+import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from src.engine.determinism.batch import StepParts, as_part
@@ -32,8 +36,8 @@ _KEPT_STATES = 4  # Lightning fetches a batch or two ahead
 class StreamLoader(Place):
     """Yields the batches of a rank from a stream, each as `StepParts`.
 
-    One worker reads the stream if the user's loader has any. A resumed epoch goes on by the `state_dict` of the stream
-    if `check` has found it exact; otherwise the samples that are trained already are read and dropped.
+    One worker reads the stream. A resumed epoch goes on by the `state_dict` of the stream if that is exact; otherwise
+    the samples that are trained already are read and dropped.
 
     Args:
         loader: the user's loader.
@@ -45,6 +49,7 @@ class StreamLoader(Place):
         weight: samples of a part of this rank, relative to their mean over the ranks.
         steps_per_pass: the stream begins again after so many global batches; None for never.
         evaluates: yield each part by itself, and the last samples too if they are fewer than a batch.
+        has_exact_state: whether the stream goes on from its state.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class StreamLoader(Place):
         weight: float = 1.0,
         steps_per_pass: int | None = None,
         evaluates: bool = False,
+        has_exact_state: bool = False,
     ) -> None:
         super().__init__()
         self.loader, self.batch_size, self.divide, self.steps, self.seed = loader, batch_size, divide, steps, seed
@@ -66,7 +72,7 @@ class StreamLoader(Place):
         self.dataset: Any = loader.dataset
         self.sampler = self.batch_sampler = self  # Lightning sets the epoch
         self.state: Any = None  # of the stream at `start`, from a checkpoint
-        self.has_exact_state = False
+        self.has_exact_state = has_exact_state
         self._states: dict[int, Any] = {}  # of the stream after each of the last steps
 
     def __len__(self) -> int:
@@ -75,7 +81,7 @@ class StreamLoader(Place):
         return self.steps * (len(list(self.divide(self.batch_size))) if self.evaluates else 1)
 
     def __iter__(self) -> Iterator[StepParts]:
-        for step, (parts, state) in enumerate(self._in_worker(self._read), self.start + 1):
+        for step, (parts, state) in enumerate(_in_worker(self.loader, self._read), self.start + 1):
             self._states[step] = state
             self._states.pop(step - _KEPT_STATES, None)
             step_parts = StepParts(as_part(places, batch, self.weight) for places, batch in parts)
@@ -84,32 +90,6 @@ class StreamLoader(Place):
     def state_after(self, steps: int) -> Any:
         """Return the state of the stream after so many steps of the epoch; None if it has none that is exact."""
         return self._states.get(steps)
-
-    def check(self, is_shared: bool) -> None:
-        """Find out whether the stream repeats itself, and whether its state is exact.
-
-        Args:
-            is_shared: whether several ranks read the stream.
-
-        Raises:
-            UserError: if these would read different samples.
-        """
-        ((repeats, self.has_exact_state),) = self._in_worker(self._probe)
-        message = (
-            f"{type(self.dataset).__name__} yields other samples when it is read again, although torch, NumPy and "
-            "Python are seeded alike, so %s would read others: let it draw from their global generators"
-        )
-        if not repeats and is_shared:
-            raise UserError(message % "each process")
-        if not repeats:
-            _log.warning(message, "a resumed run")
-
-    def _in_worker(self, function: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Yield what a function yields in a worker, or in this process if the user's loader has no workers."""
-        workers = min(1, self.loader.num_workers)
-        options = worker_options(self.loader, workers)
-        with errors_of_workers():
-            yield from DataLoader(_Reader(self.dataset, function), None, collate_fn=tuple, **options)
 
     def _read(self) -> Iterator[tuple[list[Any], Any]]:
         """Yield the parts of each step, as places in the epoch and a batch, and the state of the stream after it."""
@@ -129,7 +109,7 @@ class StreamLoader(Place):
                 return
             if step >= self.start:
                 parts = [self._collate(samples, step, part) for part in self.divide(len(samples))]
-                yield parts, cursor.stream.state_dict() if self.has_exact_state else None
+                yield parts, self.dataset.state_dict() if self.has_exact_state else None
 
     def _collate(self, samples: list[Any], step: int, part: Tensor) -> tuple[Tensor, Any]:
         places = step * self.batch_size + part
@@ -137,15 +117,72 @@ class StreamLoader(Place):
         with refuse_draws("collate_fn", self.is_divided):
             return places, collate_function(self.loader)([samples[position] for position in part.tolist()])
 
-    def _probe(self) -> Iterator[tuple[bool, bool]]:
-        """Yield whether the stream repeats itself, and whether its state is exact."""
-        has_state = _has_state(self.dataset)
-        one, again = _Cursor(self.dataset, self.seed, 0, 0), _Cursor(self.dataset, self.seed, 0, 0)
-        first, state = one.read(_PROBED), copy.deepcopy(one.stream.state_dict()) if has_state else None
-        rest = one.read(_PROBED)
-        repeats = are_equal([first, rest], [again.read(_PROBED), again.read(_PROBED)])
-        resumed = _Cursor(self.dataset, self.seed, 0, _PROBED, state) if has_state else None
-        yield repeats, resumed is not None and are_equal(rest, resumed.read(_PROBED))
+
+class Examination(NamedTuple):
+    """What the first samples of a stream show.
+
+    Attributes:
+        digest: a hash of the samples; None if they are others each time.
+        has_exact_state: whether the stream goes on from its `state_dict` with the same samples.
+    """
+
+    digest: str | None
+    has_exact_state: bool
+
+
+def examine(loader: DataLoader[Any], seed: int) -> Examination:
+    """Read the first samples of a stream several times. Every rank must call it.
+
+    Raises:
+        UserError: if the ranks read different samples.
+    """
+    probe = partial(_probe, loader.dataset, seed)
+    ((first, state, second),) = _in_worker(loader, probe)
+    ((again, _, second_again),) = _in_worker(loader, probe)
+    has_exact_state = False
+    if state is not None:
+        ((resumed, *_),) = _in_worker(loader, partial(probe, _PROBED, state))
+        has_exact_state = are_equal(second, resumed)
+    digests = [_digest([first, second])]
+    if dist.is_initialized():
+        digests = [""] * dist.get_world_size()
+        dist.all_gather_object(digests, _digest([first, second]))
+    message = (
+        f"{type(loader.dataset).__name__} yields other samples when it is read again, although torch, NumPy and "
+        "Python are seeded alike, so %s would read others: let it draw from their global generators"
+    )
+    if len(set(digests)) > 1:
+        raise UserError(message % "each process")
+    if not are_equal([first, second], [again, second_again]):
+        _log.warning(message, "a resumed run")
+        return Examination(None, has_exact_state)
+    return Examination(digests[0], has_exact_state)
+
+
+def _probe(dataset: Any, seed: int, place: int = 0, state: Any = None) -> Iterator[tuple[list[Any], Any, list[Any]]]:
+    """Yield some samples, the state of the stream after them, and the samples that follow."""
+    cursor = _Cursor(dataset, seed, 0, place, state)
+    first = cursor.read(_PROBED)
+    after = copy.deepcopy(dataset.state_dict()) if _has_state(dataset) else None
+    yield first, after, cursor.read(_PROBED)
+
+
+def _digest(samples: list[Any]) -> str:
+    """Return a hash of the tensors, arrays, numbers and texts of samples."""
+    content = hashlib.sha256()
+    for leaf in tree_leaves(samples):
+        if isinstance(leaf, Tensor):
+            content.update(leaf.numpy().tobytes())
+        elif isinstance(leaf, np.ndarray | str | int | float):
+            content.update(repr(leaf).encode())
+    return content.hexdigest()
+
+
+def _in_worker(loader: DataLoader[Any], function: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Yield what a function yields in a new worker, which leaves the stream of this process as it is."""
+    reader, options = _Reader(loader.dataset, function), worker_options(loader, 1)
+    with errors_of_workers():
+        yield from DataLoader(reader, batch_size=None, collate_fn=tuple, pin_memory=loader.pin_memory, **options)
 
 
 class _Cursor:
@@ -161,14 +198,12 @@ class _Cursor:
 
     def __init__(self, dataset: Any, seed: int, epoch: int, place: int, state: Any = None) -> None:
         self.seed, self.epoch, self.place = seed, epoch, place
-        # A stream may be its own iterator, and a state lies in the objects that it is made of.
-        self.stream: Any = copy.deepcopy(dataset) if _has_state(dataset) else copy.copy(dataset)
         seed_generators(int(hash_ints(seed, epoch, -1 - place)))
-        if hasattr(self.stream, "set_epoch"):
-            self.stream.set_epoch(epoch)
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
         if state is not None:
-            self.stream.load_state_dict(state)
-        self._samples = iter(self.stream)
+            dataset.load_state_dict(state)
+        self._samples = iter(dataset)
 
     def read(self, number: int) -> list[Any]:
         """Return the next samples, fewer at the end of the stream."""
@@ -182,19 +217,14 @@ class _Cursor:
 
 
 class _Reader(IterableDataset[Any]):
-    """Yields what a function yields; it leaves the global generators alone, and runs in a world of one process."""
+    """Yields what a function yields, in a world of one process."""
 
     def __init__(self, dataset: Any, function: Callable[[], Iterator[Any]]) -> None:
         self.dataset, self.function = dataset, function
 
     def __iter__(self) -> Iterator[Any]:
-        items = self.function()
-        while True:
-            with isolate_rng(include_cuda=False), alone():
-                item = next(items, None)
-            if item is None:
-                return
-            yield item
+        with alone():
+            yield from self.function()
 
 
 def length_of_stream(stream: Any) -> int | None:

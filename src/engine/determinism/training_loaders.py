@@ -23,7 +23,7 @@ from src.engine.determinism.loader import (
     yields_batches,
 )
 from src.engine.determinism.sampler import GivenBatches, TrainingBatches, apply_limit
-from src.engine.determinism.streams import StreamLoader, length_of_stream
+from src.engine.determinism.streams import StreamLoader, examine, length_of_stream
 from src.engine.utils.errors import UserError
 
 _OPTION = "trainer.limit_train_batches"
@@ -156,6 +156,8 @@ def combine(of_loaders: Sequence[StepParts | None], structure: TreeSpec) -> Step
 class _Samples:
     """A loader of a map-style dataset, in the order of its sampler. Without a `batch_size` its samples are batches."""
 
+    digest: str | None = None
+
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
         self.batch_size = loader.batch_size or division.virtual_ranks
@@ -177,6 +179,8 @@ class _Samples:
 
 class _Given:
     """A loader of a map-style dataset whose batches a `batch_sampler` gives."""
+
+    digest: str | None = None
 
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
@@ -206,17 +210,17 @@ class _Stream:
         self.loader, self.division, self.seed = loader, division, seed
         self.batch_size = loader.batch_size or division.virtual_ranks
         self.samples = length_of_stream(loader.dataset)
+        self.digest, self.has_exact_state = examine(loader, seed)
         self.steps = None if self.samples is None else self.samples // self.batch_size
 
     def of_rank(self, steps: int | None, device: torch.device) -> StreamLoader:
         division, size = self.division, self.batch_size
         per_pass = self.steps if steps is not None and self.steps is not None and steps > self.steps else None
         weight = division.weight(size)
-        loader = StreamLoader(
-            self.loader, size, division.positions, steps, self.seed, division.is_divided, weight, per_pass
+        return StreamLoader(
+            *(self.loader, size, division.positions, steps, self.seed, division.is_divided, weight, per_pass),
+            has_exact_state=self.has_exact_state,
         )
-        loader.check(division.parallel.dp_size > 1)
-        return loader
 
     def example(self, count: int, first: int) -> tuple[Tensor, Any]:
         """Return the samples from `first` on as a batch."""
