@@ -141,7 +141,7 @@ class DDP(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin anew after weights were frozen or unfrozen: DDP averages those that it has found trainable."""
         if not self._adds_virtual_ranks and any(weight.requires_grad != was for _, weight, was in self._averaged):
-            self.model = self._setup_model(self.lightning_module)
+            self.model = self._setup_model(cast(nn.Module, self.lightning_module))
             self._register_ddp_hooks()
             self.on_train_start()
 

@@ -29,14 +29,9 @@ from src.engine.run.description import RunDescription
 from src.engine.run.division import DivisionCheck
 from src.engine.run.metrics import MetricStates, VirtualMetrics
 from src.engine.run.predictions import PredictionWriter
+from src.engine.run.replicas import BufferCheck, ReplicaCheck
 from src.engine.run.stopping import PreemptionHandler, Watchdog
-from src.engine.run.training_loop import (
-    BufferCheck,
-    FiniteCheck,
-    MonitorCheck,
-    OptimizerSteps,
-    patch_trainer,
-)
+from src.engine.run.training_loop import FiniteCheck, MonitorCheck, OptimizerSteps, patch_trainer
 from src.engine.state.io import AtomicCheckpointIO, load_initial_weights
 from src.engine.utils.errors import UserError, as_typed
 from src.engine.utils.events import append_event
@@ -193,6 +188,7 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
         RunDescription(cfg, list(_build_each(cfg, "logger").values())),
         ExactResumption(),
         *([BitExactness(), virtual] if virtual else [BufferCheck(), DivisionCheck()]),
+        ReplicaCheck(),
         MetricStates(virtual),  # after ExactResumption, which saves the position
         RandomNumbers(cfg.seed),
         OptimizerSteps(),

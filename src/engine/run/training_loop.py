@@ -1,6 +1,6 @@
 """Changes of Lightning's training loop: steps in parts, signals, log points, metrics that a checkpoint keeps.
 
-The callbacks check monitored metrics, buffers that would depend on the hardware, and divergence.
+The callbacks check monitored metrics and divergence.
 
 `patch_trainer` names Lightning's lines, relative to
 https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytorch/. When Lightning changes,
@@ -19,11 +19,8 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.engine.determinism.sampler import validation_interval
-from src.engine.determinism.seeding import are_equal
 from src.engine.run.metrics import VirtualMetrics
 from src.engine.run.parts import StepInParts
 from src.engine.run.pass_log import PassLog
@@ -183,23 +180,11 @@ class OptimizerSteps(L.Callback):
             is_due = config.scheduler.last_epoch < trainer.current_epoch // config.frequency
             if is_due and config.monitor in metrics:
                 pl_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
-            _check_equal_on_ranks(trainer, pl_module.device, config)
 
 
 def _plateau_configs(trainer: L.Trainer) -> list[Any]:
     configs = trainer.lr_scheduler_configs
     return [config for config in configs if config.reduce_on_plateau and config.interval == "epoch"]
-
-
-def _check_equal_on_ranks(trainer: L.Trainer, device: torch.device, config: Any) -> None:
-    """Raise a UserError on all ranks if a scheduler has seen different metrics on them. Every rank must call it."""
-    scheduler = config.scheduler
-    state = torch.tensor([scheduler.best, scheduler.num_bad_epochs], device=device)
-    states = trainer.strategy.all_gather(state).view(-1, len(state))
-    if (states != states[0]).any():
-        raise UserError(
-            f"{config.monitor} and so the learning rate differ between the ranks: log it with sync_dist=True"
-        )
 
 
 class MonitorCheck(L.Callback):
@@ -226,57 +211,6 @@ class MonitorCheck(L.Callback):
                     f"{name} monitors {monitor}, which validation does not log (it logs {', '.join(logged)}): "
                     f"set its `monitor` to one of these, or {name}=null"
                 )
-
-
-class BufferCheck(L.Callback):
-    """Refuses a network that updates a buffer or a frozen weight from the samples of one rank, or for each micro-batch.
-
-    It compares them before and after the first backward pass of a run. `src/engine/parallel/batch_norm.py` takes
-    care of batch normalization.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[str, Tensor] | None = None
-        self._is_due = False
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Leave a network alone that has no buffers, before a pipeline's ranks have different ones."""
-        self._is_due = stage == "fit" and bool(_buffers(trainer, pl_module))
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self._is_due and self._before is None:
-            self._before = {name: buffer.clone() for name, buffer in _buffers(trainer, pl_module).items()}
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        if not self._is_due:
-            return
-        self._is_due, before = False, self._before or {}
-        now = _buffers(trainer, pl_module)  # with those that the network has made in its first pass
-        changed = {name: now[name].cpu() for name in before if not are_equal(now[name], before[name])}
-        ranks: list[Any] = [changed]
-        if trainer.world_size > 1:  # all must stop, also the ranks of a pipeline that do not have the buffer
-            ranks = [None] * trainer.world_size
-            dist.all_gather_object(ranks, changed)
-        weights = dict(pl_module.named_parameters())  # which a hook may update once for all micro-batches
-        for name in sorted(set().union(*ranks)):
-            is_same = all(name in rank and are_equal(rank[name], ranks[0][name]) for rank in ranks)
-            is_divided_again = trainer.datamodule.layout.micro_batches > 1 and name not in weights
-            if not is_same or is_divided_again:
-                raise UserError(
-                    f"the forward pass updates {name} from the samples of one rank, or once for each micro-batch, so "
-                    "the run would depend on them: register it as a buffer, if it is a weight, and set bit_exact=true"
-                )
-
-
-def _buffers(trainer: L.Trainer, module: Any) -> dict[str, Tensor]:
-    """Return what could depend on the hardware; a pipeline calls only its network for each micro-batch."""
-    part = module.net if trainer.datamodule.parallel.num_microbatches > 1 else module
-    norms = tuple(f"{name}." for name, layer in part.named_modules() if isinstance(layer, _BatchNorm))
-    weights = {name: weight for name, weight in part.named_parameters() if not weight.requires_grad}
-    whole = {name: weight for name, weight in weights.items() if not isinstance(weight, DTensor)}
-    return whole | {name: buffer for name, buffer in part.named_buffers() if not name.startswith(norms)}
 
 
 class FiniteCheck(L.Callback):

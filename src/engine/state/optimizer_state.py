@@ -32,7 +32,7 @@ def name_parameters(optimizer: Optimizer, module: nn.Module) -> None:
         add(group | {"params": parameters, "param_names": None})
         _name_groups(optimizer, module)
 
-    optimizer.add_param_group = add_and_name  # type: ignore[method-assign]
+    optimizer.add_param_group = add_and_name  # type: ignore[method-assign, assignment]
 
 
 def _name_groups(optimizer: Optimizer, module: nn.Module) -> None:
