@@ -100,7 +100,10 @@ def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
     """
     buffers: list[str] = []
     for name, norm in net.named_modules():
-        if not isinstance(norm, _BatchNorm) or isinstance(norm, GroupedBatchNorm):
+        if not isinstance(norm, _BatchNorm):
+            continue
+        buffers += [f"{name}.{buffer}" for buffer in norm._buffers]
+        if isinstance(norm, GroupedBatchNorm):
             continue
         if "forward" in vars(norm):
             raise UserError(
@@ -109,7 +112,6 @@ def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
         norm.class_before, norm.groups = type(norm), groups  # type: ignore[assignment]
         norm.__class__ = _grouped_class(norm.class_before)
         norm.begin_step()  # type: ignore[operator]
-        buffers += [f"{name}.{buffer}" for buffer in norm._buffers]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, buffers)
 
 

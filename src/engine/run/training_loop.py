@@ -16,11 +16,14 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 
+from src.engine.determinism.dropout import use_sample_dropout
 from src.engine.determinism.sampler import validation_interval
+from src.engine.parallel.norm_groups import NormGroups
 from src.engine.run.metrics import VirtualMetrics
 from src.engine.run.parts import StepInParts
 from src.engine.run.pass_log import PassLog
@@ -46,6 +49,7 @@ def patch_trainer(trainer: L.Trainer, virtual: VirtualMetrics | None) -> None:
     loop._results = _Results(True, virtual)
     for evaluation in (loop.val_loop, trainer.validate_loop, trainer.test_loop):
         evaluation._results = _Results(False, virtual)
+    trainer._checkpoint_connector.__class__ = _PreparingConnector
     trainer._logger_connector.__class__ = _LogPointConnector
     trainer._logger_connector.virtual = virtual
 
@@ -123,6 +127,24 @@ def _check_virtual(virtual: VirtualMetrics, name: str, value: Any, options: dict
             f"bit_exact=true: {name} is logged outside of a step of the module, and processes have different values, "
             "from the batches that each has seen: log it in the step, or as a metric of torchmetrics"
         )
+
+
+class _PreparingConnector(_CheckpointConnector):
+    """Prepares the layers that a module makes in `setup` or `configure_model`, as `_build_module` does all others.
+
+    A checkpoint's weights are restored next, and then the strategy wraps the module. No hook of Lightning comes
+    between. (trainer/trainer.py, line 1041)
+    """
+
+    def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
+        trainer: Any = self.trainer
+        module = trainer.lightning_module
+        trainer.precision_plugin.convert_module(module)
+        use_sample_dropout(module)
+        for callback in trainer.callbacks:
+            if isinstance(callback, NormGroups):
+                callback.setup(trainer, module, trainer.state.fn)
+        super()._restore_modules_and_callbacks(*args, **kwargs)
 
 
 class _LogPointConnector(_LoggerConnector):
