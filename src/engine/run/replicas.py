@@ -18,6 +18,7 @@ from src.engine.utils.errors import UserError
 from src.engine.utils.steps import is_log_point
 
 _log = logging.getLogger(__name__)
+_WAY_OUT = "Register it as a buffer and set bit_exact=true, or reduce what changes it over the ranks (self.all_gather)"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
 
 
@@ -42,46 +43,39 @@ class ReplicaCheck(L.Callback):
         self._compare(trainer, pl_module)
 
     def _compare(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Compare the ranks. Every rank must call it; all come to the same result."""
-        if trainer.world_size == 1:
-            return
-        found = {"rates": _rates(trainer), "state": _bits(_state(module)), "attributes": _bits(attributes(module))}
-        own = [[_hash(sorted(values)), _hash(sorted(values.items()))] for values in found.values()]
-        ranks = trainer.strategy.all_gather(torch.tensor(own, device=trainer.strategy.root_device))
-        for kind, rows in zip(found, ranks.transpose(0, 1).tolist(), strict=True):
-            # Ranks of a pipeline hold different stages: only those that have the same names are compared.
-            if len({tuple(row) for row in rows}) > len({names for names, _ in rows}):
-                self._report(kind, found[kind], trainer.datamodule.bit_exact)
-
-    def _report(self, kind: str, own: dict[str, Any], is_bit_exact: bool) -> None:
-        """Name what differs. Every rank must call it.
+        """Compare the ranks, which must all call it.
 
         Raises:
-            UserError: if it is more than an attribute, which the loss may not read.
+            UserError: on all ranks, if more than an attribute differs, which the loss may not read.
         """
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, own)
-        values = {name: {rank[name] for rank in ranks if name in rank} for name in sorted(set().union(*ranks))}
-        names = [name for name, different in values.items() if len(different) > 1]
-        if kind == "rates":
+        if trainer.world_size == 1:
+            return
+        rates = _rates(trainer)
+        for name in _differing(trainer, rates | _bits(_state(module))):
             raise UserError(
-                f"{names[0]} differs between the ranks ({', '.join(map(str, sorted(values[names[0]])))}): a scheduler "
-                "or callback sets it from a value of its own rank; log that value with sync_dist=True"
+                f"{name} differs between the ranks: each has changed it by samples or metrics of its own. "
+                + ("Log with sync_dist=True what a scheduler or callback reads" if name in rates else _WAY_OUT)
             )
-        way_out = "" if is_bit_exact else "register it as a buffer, if it is a weight, and set bit_exact=true; or "
-        if kind == "state":
-            raise UserError(
-                f"{names[0]} differs between the ranks, each of which has changed it by samples of its own, so the run "
-                f"would depend on their number: {way_out}reduce what changes it over the ranks (self.all_gather)"
-            )
-        if not self._has_warned:
+        if not self._has_warned and (names := _differing(trainer, _bits(attributes(module)))):
+            self._has_warned = True
             _log.warning(
-                "%s differ(s) between the ranks: if the loss reads it, the run depends on their number; %sreduce it "
-                "over the ranks",
+                "the ranks have different %s: if the loss reads it, the run depends on their number. %s",
                 ", ".join(names),
-                way_out,
+                _WAY_OUT,
             )
-        self._has_warned = True
+
+
+def _differing(trainer: L.Trainer, own: dict[str, Any]) -> list[str]:
+    """Return the names of the values that differ between ranks. Every rank must call it."""
+    hashes = torch.tensor([_hash(sorted(own)), _hash(sorted(own.items()))], device=trainer.strategy.root_device)
+    ranks = trainer.strategy.all_gather(hashes).tolist()
+    # Ranks of a pipeline hold different stages: only those that have the same names are compared.
+    if len({tuple(rank) for rank in ranks}) == len({names for names, _ in ranks}):
+        return []
+    values: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(values, own)
+    names = sorted(set().union(*values))
+    return [name for name in names if len({rank[name] for rank in values if name in rank}) > 1]
 
 
 def _rates(trainer: L.Trainer) -> dict[str, float]:
@@ -95,7 +89,7 @@ def _rates(trainer: L.Trainer) -> dict[str, float]:
     }
 
 
-def _state(module: L.LightningModule) -> dict[str, Tensor]:
+def _state(module: nn.Module) -> dict[str, Tensor]:
     """Return what no strategy averages: buffers, but those of batch normalization, and frozen weights."""
     norms = tuple(f"{name}." for name, layer in module.named_modules() if isinstance(layer, _BatchNorm))
     weights = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
@@ -103,14 +97,15 @@ def _state(module: L.LightningModule) -> dict[str, Tensor]:
 
 
 def _bits(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sum of the bits of each tensor, which needs no memory, and other values unchanged; leave shards out."""
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    whole = {name: tensor.detach().flatten() for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-    sums = [flat.view(_INTEGERS.get(flat.element_size(), torch.int64)).sum() for flat in whole.values()]
-    device = sums[0].device if sums else None
-    hashes = torch.stack([one.to(device) for one in sums]).tolist() if sums else []  # the host waits for a GPU once
-    others = {name: value for name, value in values.items() if name not in tensors}
-    return others | dict(zip(whole, hashes, strict=True))
+    """Return the values with the sum of the bits of a tensor, which needs no memory, in its place; without shards."""
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            flat = value.detach().flatten()
+            value = int(flat.view(_INTEGERS.get(flat.element_size(), torch.int64)).sum())
+        if not isinstance(value, Tensor):
+            found[name] = value
+    return found
 
 
 def _hash(value: Any) -> int:
