@@ -28,6 +28,7 @@ from src.engine.run.checkpoint import LastCheckpoint
 from src.engine.run.description import RunDescription
 from src.engine.run.division import DivisionCheck
 from src.engine.run.metrics import MetricStates, VirtualMetrics
+from src.engine.run.module_trainer import ExperimentWorld
 from src.engine.run.predictions import PredictionWriter
 from src.engine.run.replicas import BufferCheck, ReplicaCheck
 from src.engine.run.stopping import PreemptionHandler, Watchdog
@@ -185,6 +186,7 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
         # These end the run: a hung rank alone, or all ranks at the same step after a signal.
         Watchdog(folder, cfg.launch.timeout),
         PreemptionHandler(folder),
+        ExperimentWorld(),
         RunDescription(cfg, list(_build_each(cfg, "logger").values())),
         ExactResumption(),
         *([BitExactness(), virtual] if virtual else [BufferCheck(), DivisionCheck()]),
