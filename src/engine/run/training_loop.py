@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
 
 from src.engine.determinism.dropout import use_sample_dropout
 from src.engine.determinism.sampler import validation_interval
@@ -187,7 +188,21 @@ class OptimizerSteps(L.Callback):
         trainer.last_step = trainer.datamodule.total_steps  # `is_log_point` reads it
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check that the metric of ReduceLROnPlateau is new whenever it takes a step."""
+        """Check the length of OneCycleLR, and that the metric of ReduceLROnPlateau is new whenever it takes a step.
+
+        Raises:
+            UserError: if either is wrong.
+        """
+        data: Any = trainer.datamodule
+        for config in trainer.lr_scheduler_configs:
+            epochs = -(-data.total_steps // data.steps_per_epoch)
+            steps = (data.total_steps if config.interval == "step" else epochs) // config.frequency
+            if isinstance(config.scheduler, OneCycleLR) and config.scheduler.total_steps < steps:
+                raise UserError(
+                    f"trainer.max_epochs and max_steps make {steps} steps of OneCycleLR, which ends after "
+                    f"{config.scheduler.total_steps}: set them as in the run in ckpt_path, if it is continued, or "
+                    "begin another schedule with its weights by init_from"
+                )
         every = trainer.check_val_every_n_epoch or 1
         for config in _plateau_configs(trainer):
             if config.monitor.startswith("val") and config.frequency % every:
