@@ -10,8 +10,8 @@ class ModuleTrainer:
 
     `lr * self.trainer.world_size` is a frequent line, and would make each number of processes another experiment.
     Everything else is the trainer's, and what the module sets too. So `global_rank` and `is_global_zero` tell processes
-    apart. Lightning hands this object on to callbacks in the four hooks around `backward`, and asks a module's trainer
-    for its world nowhere else.
+    apart. Lightning itself asks a module's trainer for no world. It hands this object on to callbacks in three hooks:
+    before and after `backward`, and before the optimizer's step (plugins/precision/precision.py).
     """
 
     def __init__(self, trainer: L.Trainer, world_size: int) -> None:

@@ -1,8 +1,10 @@
 """A module sees the world of its experiment in `self.trainer`, and nothing else of the trainer is another one."""
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -38,6 +40,31 @@ class ScalesRate(Vectors):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.net.parameters(), 0.01 * self.trainer.world_size * self.trainer.num_devices)
+
+
+class Hooks(L.Callback):
+    """Records in which hooks callbacks get the trainer of the module."""
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if not name.startswith("on_") or not callable(found):
+            return found
+
+        def hook(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            SEEN[type(trainer).__name__].add(name)
+            return found(trainer, *args, **kwargs)
+
+        return hook
+
+
+SEEN: dict[str, set[str]] = defaultdict(set)
+
+
+def test_callbacks_get_the_trainer_of_the_module_in_three_hooks(folder: Path) -> None:
+    SEEN.clear()
+    fit(compose(folder, *OWN), Hooks())
+    assert SEEN["ModuleTrainer"] == {"on_before_backward", "on_after_backward", "on_before_optimizer_step"}
+    assert len(SEEN["Trainer"]) > 10
 
 
 @pytest.mark.parametrize("hardware", HARDWARE)
