@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch.optim import Optimizer
 
 from src.engine.state.optimizer_state import add_saved_groups, name_parameters, shard
@@ -60,7 +60,10 @@ class ExactResumption(L.Callback):
             self._epoch_steps = 0
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["position"], before = self._position(trainer), self._requires_grad
+        checkpoint["position"] = position = self._position(trainer)
+        epochs, before = trainer.fit_loop.epoch_progress.current, self._requires_grad
+        is_at_start = epochs.started > epochs.processed == position["epoch"]
+        checkpoint["has_begun_epoch"] = position["samples"] > 0 or is_at_start
         # A continued run with other frozen weights in its configuration keeps those.
         changed = {name: flag for name, flag in _requires_grad(pl_module).items() if before.get(name, flag) != flag}
         checkpoint["requires_grad"] = changed
@@ -83,6 +86,9 @@ class ExactResumption(L.Callback):
         if trainer.training:
             self._restore_position(trainer, checkpoint)
             self._requires_grad = checkpoint.get("requires_grad", {})
+            for callback in trainer.callbacks if checkpoint.get("has_begun_epoch") else []:
+                if isinstance(callback, BaseFinetuning):
+                    _skip_epoch_start(callback)
             _restore_history(trainer, checkpoint["callbacks"])
 
     def _restore_position(self, trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
@@ -98,6 +104,11 @@ class ExactResumption(L.Callback):
         _rewind(loops, position["epoch"], self._epoch_steps, total=self._steps)
         # Lightning counts the last step itself.
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self._steps - 1
+
+
+def _skip_epoch_start(callback: Any) -> None:
+    """Leave out its next `on_train_epoch_start`: its state is from after that, and a rate would rise twice."""
+    callback.on_train_epoch_start = lambda *_: vars(callback).pop("on_train_epoch_start")
 
 
 def _requires_grad(module: L.LightningModule) -> dict[str, bool]:

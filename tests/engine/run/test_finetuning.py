@@ -20,6 +20,8 @@ OWN += [f"+module._target_={__name__}.Tuned", "trainer.precision=64-true"]
 TWO = ["strategy=ddp", "trainer.devices=2"]
 HARDWARE = {"one": [], "ddp": TWO, "fsdp": ["strategy=fsdp", TWO[1]], "bits": [*TWO, "bit_exact=true"]}
 
+MORE = ("fsdp", "bits")
+
 
 class Tuned(L.LightningModule):
     """A backbone and a head; the optimizer begins with the weights that are trainable."""
@@ -34,6 +36,9 @@ class Tuned(L.LightningModule):
         self.log("train_loss", loss, sync_dist=True)
         self.log("trainable", float(sum(weight.requires_grad for weight in self.parameters())))
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.head(self.backbone(batch[0])), batch[1]), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam([weight for weight in self.parameters() if weight.requires_grad], 0.01)
@@ -57,16 +62,25 @@ CALLBACKS = {
     "own": f"{{_target_: {__name__}.Unfreezing}}",
 }
 
+PLACES = {  # in three epochs of four steps
+    "epoch of the unfreezing": ("on_train_batch_start", 6),
+    "end of a validation": ("on_validation_end", 8),
+    "end of an epoch": ("on_train_epoch_end", 8),
+    "start of an epoch": ("on_train_batch_start", 8),
+    "later epoch": ("on_train_batch_start", 9),
+}
 
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("callback", CALLBACKS)
-@pytest.mark.parametrize("hardware", HARDWARE)
-def test_resumed_and_undisturbed_runs_agree(hardware: str, callback: str, pool: Pool, folder: Path) -> None:
-    """The run dies in the second epoch, with two groups, and goes on in the third."""
+@pytest.mark.parametrize("hardware", ["one", "ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_resumed_and_undisturbed_runs_agree(hardware: str, callback: str, place: str, pool: Pool, folder: Path) -> None:
+    """The run dies in the epoch that begins with the unfreezing, and so begins again, or in the next one."""
     words, devices = [*OWN, f"+callbacks.finetune={CALLBACKS[callback]}"], 2 if hardware != "one" else 1
     whole = fit(compose(folder / "whole", *words, *(["bit_exact=true"] if hardware == "bits" else [])))
     assert relative(whole.initial["backbone.0.weight"], whole.final["backbone.0.weight"]) > 0.001
     words += HARDWARE[hardware]
-    run_on_ranks(pool, devices, die, compose(folder / "run", *words), "on_train_batch_start", 6)
+    run_on_ranks(pool, devices, die, compose(folder / "run", *words), *PLACES[place])
     resumed = compose(folder / "run", *words, f"ckpt_path={folder}/run/died.ckpt")
     for record in run_on_ranks(pool, devices, fit, resumed):
         assert all(relative(record.final[name], value) < TOLERANCE for name, value in whole.final.items())
