@@ -97,10 +97,10 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _bits(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with the sum of the bits of a tensor, which needs no memory, in its place; without shards."""
+    """Return the values, with a sum of the bits of a tensor in its place; without shards and sparse tensors."""
     found = {}
     for name, value in values.items():
-        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.layout is torch.strided:
             flat = value.detach().flatten()
             value = int(flat.view(_INTEGERS.get(flat.element_size(), torch.int64)).sum())
         if not isinstance(value, Tensor):
