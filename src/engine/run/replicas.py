@@ -50,12 +50,11 @@ class ReplicaCheck(L.Callback):
         """
         if trainer.world_size == 1:
             return
-        rates = _rates(trainer)
-        for name in _differing(trainer, rates | _bits(_state(module))):
-            raise UserError(
-                f"{name} differs between the ranks: each has changed it by samples or metrics of its own. "
-                + ("Log with sync_dist=True what a scheduler or callback reads" if name in rates else _WAY_OUT)
-            )
+        cause = "differs between the ranks: each has changed it by samples or metrics of its own."
+        for name in _differing(trainer, _rates(trainer)):
+            raise UserError(f"{name} {cause} Log with sync_dist=True what a scheduler or callback reads")
+        for name in _differing(trainer, _bits(_state(module))):
+            raise UserError(f"{name} {cause} {_WAY_OUT}")
         if not self._has_warned and (names := _differing(trainer, _bits(attributes(module)))):
             self._has_warned = True
             _log.warning(
