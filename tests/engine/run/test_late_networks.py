@@ -95,3 +95,18 @@ def test_weights_are_not_rounded(folder: Path) -> None:
     record = fit(compose(folder, *of_class(InSetup), f"ckpt_path={folder}/died.ckpt"))
     saved = torch.load(folder / "died.ckpt", weights_only=True)["state_dict"]
     assert torch.equal(record.initial["net.0.weight"], saved["net.0.weight"])
+
+
+class OfTheSeed(InConfigureModel):
+    """Draws its initial weights."""
+
+    def _make(self) -> None:
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 3))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_initial_weights_are_those_of_the_seed(strategy: str, pool: Pool, folder: Path) -> None:
+    one, other = (fit(compose(folder / f"{seed}", *of_class(OfTheSeed), f"seed={seed}")) for seed in (0, 1))
+    assert not torch.equal(one.initial["net.0.weight"], other.initial["net.0.weight"])
+    for record in fit_ranks(compose(folder / "two", *of_class(OfTheSeed), f"strategy={strategy}", TWO[1]), pool):
+        assert torch.equal(record.initial["net.0.weight"], one.initial["net.0.weight"])
