@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from src.engine.utils.errors import UserError
 from tests.support.comparison import read_rows
 from tests.support.habits import Vectors
 from tests.support.pool import Pool, RankFailed
@@ -26,17 +27,17 @@ class OwnRate(L.Callback):
 
 
 class Warmed(Vectors):
-    """A buffer, a frozen weight or an attribute that moves by the samples of a rank, after a warm-up of two steps."""
+    """A buffer, a frozen weight or an attribute that moves by the samples of a rank, after a warm-up."""
 
-    def __init__(self, moved: str) -> None:
+    def __init__(self, moved: str, warmup: int = 2) -> None:
         super().__init__()
-        self.moved, self.total, self.table = moved, 0.0, torch.zeros(2)
+        self.warmup, self.moved, self.total, self.table = warmup, moved, 0.0, torch.zeros(2)
         self.register_buffer("center", torch.zeros(2))
         self.code = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
 
     @torch.no_grad()
     def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
-        if self.trainer.global_step >= 2:
+        if self.trainer.global_step >= self.warmup:
             own = getattr(self, self.moved)
             setattr(self, self.moved, own + float(x.mean())) if isinstance(own, float) else own.add_(x.mean())
         with torch.enable_grad():
@@ -69,6 +70,12 @@ def test_found(kind: str, place: str, pool: Pool, folder: Path) -> None:
     assert str(caught.value).count("UserError: ") == 2  # on both ranks
     assert not list((folder / "checkpoints").glob("*"))
     assert len(read_rows(folder)) == 1  # of the first step
+
+
+def test_a_buffer_that_moves_with_each_micro_batch(folder: Path) -> None:
+    words = [*OWN, *FOUND["center"], "+module.warmup=0", "trainer.devices=1", "trainer.accumulate_grad_batches=2"]
+    with pytest.raises(UserError, match=r"the forward pass updates center once for each micro-batch, .* bit_exact=t"):
+        fit(compose(folder, *words))
 
 
 def test_found_under_fsdp(pool: Pool, folder: Path) -> None:
