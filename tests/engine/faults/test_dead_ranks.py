@@ -148,4 +148,4 @@ def test_a_layer_that_some_virtual_ranks_call_aborts_fsdp(small: list[str], fold
     words += ["bit_exact=true", "virtual_ranks=8", f"run_dir={folder}"]
     _, err = run(*small, *PARITY, *words, *TWO, "strategy=fsdp", code=1)
     assert re.search(r"^error: rank . died .* strategy=fsdp gathers it on some ranks only: take st", err, re.M)
-    run(*small, *PARITY, *words, *TWO)
+    run(*small, *PARITY, *words, *TWO, f"run_dir={folder}-ddp")
