@@ -183,3 +183,14 @@ class UnsyncedPlateau(Plain):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/acc"}}
+
+
+class Branching(Plain):
+    """Calls a layer for some samples only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        for number, layer in enumerate(self.layers):
+            if number == 0 or x[0].sum() > x[1].sum():
+                x = F.relu(x + layer(x))
+        return self.head(self.dropout(x.mean((2, 3))))

@@ -89,6 +89,7 @@ def use_sample_dropout(net: nn.Module) -> None:
             part = SampleDropout(part.p, part.inplace)
             net.set_submodule(name, part)
         if isinstance(part, SampleDropout):
+            name = name.replace("_orig_mod.", "")  # of torch.compile
             part.salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
 
 

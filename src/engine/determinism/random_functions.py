@@ -226,7 +226,9 @@ class RandomNumbers(L.Callback):
         self._dropouts: list[SampleDropout] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Seed the weights that the module makes in `setup` and `configure_model`: Lightning does so on ranks only."""
         intercept()
+        seed_generators(self._seed(), trainer.strategy.root_device.type)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._dropouts = dropouts(pl_module)

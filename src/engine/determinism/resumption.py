@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from torch.optim import Optimizer
 
-from src.engine.state.optimizer_state import name_parameters, shard
+from src.engine.state.optimizer_state import add_saved_groups, name_parameters, shard
 from src.engine.utils.errors import UserError
 
 
@@ -17,7 +18,9 @@ class ExactResumption(L.Callback):
       values that its loop counters have while a hook runs. The counters are therefore derived from the position: at
       whatever moment the checkpoint was written, the loops are restored to the start of the first step that is not
       complete.
-    - Optimizers of any module restore their state by the names of the parameters.
+    - Optimizers of any module restore their state by the names of the parameters, also in groups that were added.
+    - Weights that were frozen or unfrozen while the run trained are so again. Lightning's callbacks repeat it only when
+      they come to the same epoch.
     - Checkpoint callbacks keep their scores, also in a folder that was moved. Lightning's ModelCheckpoint discards them
       if its absolute path has changed, and then replaces the best checkpoint by a worse one; it saves `current_score`
       but does not restore it. (`ModelCheckpoint.load_state_dict`,
@@ -27,11 +30,20 @@ class ExactResumption(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._steps = self._epoch_steps = 0  # trained in the run, and in the current epoch
+            self._requires_grad: dict[str, bool] = {}  # by name; first that of a checkpoint, then as training begins
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        def restore_groups(own: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            add_saved_groups(saved, own, pl_module)
+            return shard(saved, own)
+
         for optimizer in trainer.optimizers:
             name_parameters(optimizer, pl_module)
-            optimizer.register_load_state_dict_pre_hook(lambda own, saved: shard(saved, own))
+            optimizer.register_load_state_dict_pre_hook(restore_groups)
+        # Not earlier: the module chooses the weights of its optimizer as at the start of the run.
+        saved, self._requires_grad = self._requires_grad, _requires_grad(pl_module)
+        for name, weight in pl_module.named_parameters():
+            weight.requires_grad_(saved.get(name, weight.requires_grad))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""
@@ -48,7 +60,13 @@ class ExactResumption(L.Callback):
             self._epoch_steps = 0
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["position"] = self._position(trainer)
+        checkpoint["position"] = position = self._position(trainer)
+        epochs, before = trainer.fit_loop.epoch_progress.current, self._requires_grad
+        is_at_start = epochs.started > epochs.processed == position["epoch"]
+        checkpoint["has_begun_epoch"] = position["epoch_steps"] > 0 or is_at_start
+        # A continued run with other frozen weights in its configuration keeps those.
+        changed = {name: flag for name, flag in _requires_grad(pl_module).items() if before.get(name, flag) != flag}
+        checkpoint["requires_grad"] = changed
 
     def _position(self, trainer: L.Trainer) -> dict[str, Any]:
         data, loop, steps = cast(Any, trainer.datamodule), trainer.fit_loop, self._steps
@@ -68,6 +86,10 @@ class ExactResumption(L.Callback):
         """Rewrite the saved states, from which Lightning restores its loops and the callbacks afterwards."""
         if trainer.training:
             self._restore_position(trainer, checkpoint)
+            self._requires_grad = checkpoint.get("requires_grad", {})
+            for callback in trainer.callbacks if checkpoint.get("has_begun_epoch") else []:
+                if isinstance(callback, BaseFinetuning):
+                    _skip_epoch_start(callback)
             _restore_history(trainer, checkpoint["callbacks"])
 
     def _restore_position(self, trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
@@ -83,6 +105,15 @@ class ExactResumption(L.Callback):
         _rewind(loops, position["epoch"], self._epoch_steps, total=self._steps)
         # Lightning counts the last step itself.
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self._steps - 1
+
+
+def _skip_epoch_start(callback: Any) -> None:
+    """Leave out its next `on_train_epoch_start`: its state is from after that, and a rate would rise twice."""
+    callback.on_train_epoch_start = lambda *_: vars(callback).pop("on_train_epoch_start")
+
+
+def _requires_grad(module: L.LightningModule) -> dict[str, bool]:
+    return {name: weight.requires_grad for name, weight in module.named_parameters()}
 
 
 def _rewind(loops: dict[str, Any], epoch: int, step: int, total: int) -> None:

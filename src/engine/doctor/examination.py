@@ -4,6 +4,8 @@ The first process of each host checks the host. Under torchrun or srun, rank zer
 ranks print their problems.
 """
 
+import copy
+import logging
 import os
 import platform
 import re
@@ -18,7 +20,7 @@ from pathlib import Path
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
@@ -187,6 +189,34 @@ def check_data(cfg: DictConfig) -> str:
     return f"{source.description}: {len(labels)} test images"
 
 
+def check_division(cfg: DictConfig) -> str:
+    """Train one step on a CPU, and check whether the module would learn the same on several devices."""
+    if cfg.bit_exact or not cfg.fit or detect_cluster_environment():
+        return "not checked: with bit_exact=true, without training, or under torchrun or srun"
+    from src.engine.run.division import DivisionCheck  # late, since they import Lightning
+    from src.engine.run.experiment import assemble
+
+    with tempfile.TemporaryDirectory() as folder:
+        one = copy.deepcopy(cfg)
+        strategy = {"_target_": "src.engine.parallel.ddp.auto", "devices": 1, "num_nodes": 1}
+        with open_dict(one):
+            one.update(run_dir=folder, seed=cfg.seed or 0, ckpt_path=None, init_from=None, predict=None)
+            one.update(callbacks={}, logger={}, strategy=strategy)
+            one.trainer.update(accelerator="cpu", devices=1, num_nodes=1, precision="32-true")
+            one.trainer.update(max_steps=1, limit_val_batches=0, enable_progress_bar=False)
+        OmegaConf.resolve(one)
+        logging.disable(logging.WARNING)  # the lines of a run
+        try:
+            trainer, module, data = assemble(one)
+            (check,) = [callback for callback in trainer.callbacks if isinstance(callback, DivisionCheck)]
+            check.is_always_due = True
+            if module.automatic_optimization and not getattr(module, "takes_batch", False):  # a step may take long
+                trainer.fit(module, datamodule=data)
+        finally:
+            logging.disable(logging.NOTSET)
+    return check.result
+
+
 def check_wandb(cfg: DictConfig) -> str:
     """Check the W&B key and the connection, unless the run is offline."""
     if "wandb" not in cfg.logger:
@@ -239,6 +269,7 @@ CHECKS: dict[str, Check] = {
     "disk": check_disk,
     "saving": check_saving,
     "data": check_data,
+    "division": check_division,
     "wandb": check_wandb,
     "all-reduce": check_all_reduce,
 }

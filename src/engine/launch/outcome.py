@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from signal import SIGINT, Signals
+from signal import SIGABRT, SIGINT, Signals
 from typing import Any, NoReturn, TextIO
 
 from filelock import Timeout
@@ -29,6 +29,9 @@ from src.engine.utils.process import log_file
 from src.engine.utils.signals import Stopped
 
 REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of a rank's report
+# NCCL and gloo abort a process whose collective differs from those of other ranks.
+_ABORTED = ". If a layer runs for some samples only, strategy=fsdp gathers it on some ranks only: take strategy=ddp"
+_ABORTED += " with bit_exact=true, or +strategy.find_unused_parameters=true"
 _EXIT_DELAY = 3.0  # seconds; torchrun and this launcher look at the ranks ten times a second
 _TIMER = "Timeout ("  # what faulthandler writes before it ends a process
 _LOCK_TIMEOUT = 5.0  # seconds in which the processes of a killed start end
@@ -112,7 +115,8 @@ def first_failure(failed: Any, run_dir: str) -> Exception:
     Elastic's ChildFailedError `failed` has the rank that ended first, which may be another one.
     """
     rank, failure = failed.get_first_failure()
-    died = RankDiedError(f"rank {rank} died ({failure.message}); its log is {log_file(run_dir, rank)}")
+    hint = _ABORTED if failure.exitcode == -SIGABRT else ""
+    died = RankDiedError(f"rank {rank} died ({failure.message}); its log is {log_file(run_dir, rank)}{hint}")
     died.dead_rank = rank
     if failure.exitcode < 0:  # killed by a signal
         return died

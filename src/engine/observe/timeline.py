@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
@@ -76,7 +77,7 @@ class Timeline(L.Callback):
         _switch("forward_backward")
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        if current_recording() and trainer.world_size > 1 and loss.requires_grad:  # a pipeline has no backward left
+        if current_recording() and dist.is_initialized() and loss.requires_grad:  # a pipeline has no backward left
             loss.register_hook(_record_wait)
 
     def on_after_backward(self, *_: Any) -> None:

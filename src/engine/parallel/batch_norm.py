@@ -98,18 +98,18 @@ def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
 
     DistributedDataParallel, if it wraps `net`, does not broadcast their running statistics: each rank has its own.
     """
-    buffers: list[str] = []
-    for name, norm in net.named_modules():
-        if not isinstance(norm, _BatchNorm) or isinstance(norm, GroupedBatchNorm):
+    norms: dict[str, Any] = {name: part for name, part in net.named_modules() if isinstance(part, _BatchNorm)}
+    for name, norm in norms.items():
+        if isinstance(norm, GroupedBatchNorm):
             continue
         if "forward" in vars(norm):
             raise UserError(
                 f"{name}.forward is replaced in the layer itself: give the layer a class of its own instead"
             )
-        norm.class_before, norm.groups = type(norm), groups  # type: ignore[assignment]
+        norm.class_before, norm.groups = type(norm), groups
         norm.__class__ = _grouped_class(norm.class_before)
-        norm.begin_step()  # type: ignore[operator]
-        buffers += [f"{name}.{buffer}" for buffer in norm._buffers]
+        norm.begin_step()
+    buffers = [f"{name}.{buffer}" for name, norm in norms.items() for buffer in norm._buffers]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, buffers)
 
 

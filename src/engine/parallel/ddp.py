@@ -10,6 +10,7 @@ from typing import Any, cast
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
@@ -121,6 +122,11 @@ class DDP(DDPStrategy):
                 f"strategy.comm_hook={self.comm_hook} cannot handle the overflows of trainer.precision=16-mixed: "
                 "take bf16-mixed"
             )
+        if self.shard_optimizer and any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):
+            raise UserError(
+                "strategy.shard_optimizer=true divides the groups of the optimizer, which a BaseFinetuning callback "
+                "replaces when a run resumes: set it to false, or take strategy=fsdp"
+            )
         super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -131,6 +137,13 @@ class DDP(DDPStrategy):
         # Gradients would then accumulate on that stream, and each backward pass would wait for the other one:
         # https://github.com/Lightning-AI/pytorch-lightning/issues/21567
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begin anew after weights were frozen or unfrozen: DDP averages those that it has found trainable."""
+        if not self._adds_virtual_ranks and any(weight.requires_grad != was for _, weight, was in self._averaged):
+            self.model = self._setup_model(cast(nn.Module, self.lightning_module))
+            self._register_ddp_hooks()
+            self.on_train_start()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)

@@ -22,8 +22,12 @@ class NormGroups(L.Callback):
     """Lets the batch normalization layers of any network normalize each virtual rank's samples of the global batch."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Change the layers before a strategy wraps, shards or splits the network."""
-        if stage != "fit" or not any(isinstance(part, _BatchNorm) for part in pl_module.modules()):
+        """Change the layers before a strategy wraps, shards or splits the network.
+
+        It is called again when the module has made its last layers, which may be compiled already.
+        """
+        norms = [part for part in pl_module.modules() if isinstance(part, _BatchNorm)]
+        if stage != "fit" or len(norms) == len(list(grouped_norms(pl_module))):
             return
         layout = trainer.datamodule.layout
         check_groups(layout)

@@ -118,6 +118,9 @@ class ShardedStateStrategy(ModelParallelStrategy):
                 # A tensor that a callback has added comes last.
                 ordered = dict(sorted(tensors, key=lambda item: positions.get(item[0], len(positions))))
                 merged[section] = with_versions(ordered, self._versions)
+        if "requires_grad" in checkpoint:
+            parts = self.gather_state(checkpoint["requires_grad"])
+            merged["requires_grad"] = dict(item for part in parts for item in part.items())
         if "optimizer_states" in checkpoint:
             states = [self.gather_state(state) for state in checkpoint["optimizer_states"]]
             merged["optimizer_states"] = [merge(parts, self._full_names) for parts in states]

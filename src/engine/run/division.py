@@ -37,7 +37,14 @@ class DivisionCheck(L.Callback):
     It compares the loss of some samples with the mean of those of their halves, in evaluation mode and without
     gradients. All ranks take the same samples, and so come to the same result. A module that takes weighted batches,
     communicates itself or raises an error in evaluation mode is not checked; a pipeline checks its losses itself.
+
+    Attributes:
+        is_always_due: check also if nothing is divided, as `doctor=true` does.
+        result: what came of it.
     """
+
+    is_always_due = False
+    result = "not checked: the module takes weighted batches, or optimizes manually"
 
     def __init__(self) -> None:
         self._is_due = True
@@ -47,7 +54,8 @@ class DivisionCheck(L.Callback):
         is_due, self._is_due = self._is_due, False
         data: Any = trainer.datamodule
         is_plain = pl_module.automatic_optimization and not getattr(pl_module, "takes_batch", False)
-        count = int(data.layout.mean_samples_per_batch) if is_due and is_plain and data.is_divided else 0
+        is_divided = data.is_divided or self.is_always_due
+        count = int(data.layout.mean_samples_per_batch) if is_due and is_plain and is_divided else 0
         if count < 2 or data.parallel.num_microbatches > 1:
             return
         with _as_before(trainer, pl_module):
@@ -55,10 +63,12 @@ class DivisionCheck(L.Callback):
                 whole = _loss(trainer, 0, count)
                 halves = [_loss(trainer, 0, count // 2), _loss(trainer, count // 2, count)]
             except Exception as error:  # the step of a module may not run in evaluation mode
-                _log.info("not checked whether the loss divides by samples: %s", error)
+                self.result = f"not checked whether the loss divides by samples: {error}"
+                _log.info(self.result)
                 return
         _check_draws(pl_module, whole, halves[0])
         _check_mean(pl_module, whole, halves)
+        self.result = f"the loss of {count} samples is the mean of those of their halves"
 
 
 def _check_draws(module: L.LightningModule, whole: _Loss, half: _Loss) -> None:

@@ -28,15 +28,11 @@ from src.engine.run.checkpoint import LastCheckpoint
 from src.engine.run.description import RunDescription
 from src.engine.run.division import DivisionCheck
 from src.engine.run.metrics import MetricStates, VirtualMetrics
+from src.engine.run.module_trainer import ExperimentWorld
 from src.engine.run.predictions import PredictionWriter
+from src.engine.run.replicas import BufferCheck, ReplicaCheck
 from src.engine.run.stopping import PreemptionHandler, Watchdog
-from src.engine.run.training_loop import (
-    BufferCheck,
-    FiniteCheck,
-    MonitorCheck,
-    OptimizerSteps,
-    patch_trainer,
-)
+from src.engine.run.training_loop import FiniteCheck, MonitorCheck, OptimizerSteps, patch_trainer
 from src.engine.state.io import AtomicCheckpointIO, load_initial_weights
 from src.engine.utils.errors import UserError, as_typed
 from src.engine.utils.events import append_event
@@ -45,8 +41,18 @@ from src.engine.utils.signals import RESIZE, Stopped
 from src.engine.utils.targets import NOT_PASSED, build, check_options
 
 _log = logging.getLogger(__name__)
-# An error of the user for which Lightning has no exception of its own (`EarlyStopping._validate_condition_metric`).
-_UNKNOWN_METRIC = "Early stopping conditioned on metric"
+# Errors of the user for which Lightning has no exception of its own, by their first words, and what to say instead.
+_KNOWN_ERRORS = {
+    "Early stopping conditioned on metric": "",
+    "It looks like your LightningModule has parameters that were not used": (
+        "a backward pass gives some weights no gradient, as after toggle_optimizer, and DDP waits for it: set "
+        "+strategy.find_unused_parameters=true"
+    ),
+    "Skipping the `training_step` by returning None": (
+        "training_step returns None, and the other processes wait for its gradients: return a loss of zero, such as "
+        "0 * loss, or set trainer.devices=1"
+    ),
+}
 # Arguments of Lightning's Trainer that `build_trainer` gives, or that have no meaning here.
 _OWN_ARGUMENTS = "strategy callbacks enable_checkpointing logger default_root_dir plugins".split()
 _OWN_ARGUMENTS += ["use_distributed_sampler", "overfit_batches", "fast_dev_run"]
@@ -68,9 +74,10 @@ def run(cfg: DictConfig, keep_trainer: Callable[[L.Trainer], None] | None = None
             raise KeyboardInterrupt from None
         raise
     except (MisconfigurationException, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not str(error).startswith(_UNKNOWN_METRIC):
+        known = [text for start, text in _KNOWN_ERRORS.items() if str(error).startswith(start)]
+        if isinstance(error, RuntimeError) and not known:
             raise
-        raise UserError(f"Lightning refuses this run: {' '.join(str(error).split())}") from error
+        raise UserError("".join(known) or f"Lightning refuses this run: {' '.join(str(error).split())}") from error
     finally:
         finish_run(succeeded)
     metrics = {name: float(value) for name, value in logged.items()}
@@ -190,9 +197,11 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
         # These end the run: a hung rank alone, or all ranks at the same step after a signal.
         Watchdog(folder, cfg.launch.timeout),
         PreemptionHandler(folder),
+        ExperimentWorld(),
         RunDescription(cfg, list(_build_each(cfg, "logger").values())),
         ExactResumption(),
         *([BitExactness(), virtual] if virtual else [BufferCheck(), DivisionCheck()]),
+        ReplicaCheck(),
         MetricStates(virtual),  # after ExactResumption, which saves the position
         RandomNumbers(cfg.seed),
         OptimizerSteps(),
@@ -218,8 +227,11 @@ def _build_each(cfg: DictConfig, group: str) -> dict[str, Any]:
 
 def _build_module(cfg: DictConfig, trainer: L.Trainer) -> L.LightningModule:
     """Build the module with its initial weights, and check that the strategy and the configured stages suit it."""
+    module: Any = build(cfg.module)
+    if any(part.__module__.startswith("pytorch_lightning") for part in type(module).__mro__):
+        raise UserError(f"{type(module).__name__} is of pytorch_lightning, another package: import lightning as pl")
     # Lightning restores a checkpoint before it converts the module, which would round 64-true's weights to 32 bits.
-    module: Any = trainer.precision_plugin.convert_module(build(cfg.module))
+    module = trainer.precision_plugin.convert_module(module)
     use_sample_dropout(module)
     check_parts(trainer, module, cfg)
     check_can_train(trainer.strategy, module)

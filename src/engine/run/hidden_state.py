@@ -51,12 +51,19 @@ def _hidden_state(module: nn.Module) -> dict[str, Any]:
     """Return the values by name; those of tensors are copies."""
     weights = module.named_parameters()
     state: dict[str, Any] = {name: to_local(weight) for name, weight in weights if not weight.requires_grad}
+    state |= attributes(module)
+    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers and tensors that are attributes of the user's modules, by name."""
+    found = {}
     for name, part in module.named_modules():
         is_known = isinstance(part, Metric) or type(part).__module__.startswith("src.engine.")
         for key, value in {} if is_known else vars(part).items():
             if isinstance(value, int | float | Tensor) and key not in _LIGHTNINGS:
-                state[f"{name}.{key}".lstrip(".")] = value
-    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+                found[f"{name}.{key}".lstrip(".")] = value
+    return found
 
 
 def _is_same(value: Any, before: Any) -> bool:

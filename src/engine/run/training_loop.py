@@ -1,6 +1,6 @@
 """Changes of Lightning's training loop: steps in parts, signals, log points, metrics that a checkpoint keeps.
 
-The callbacks check monitored metrics, buffers that would depend on the hardware, and divergence.
+The callbacks check monitored metrics and divergence.
 
 `patch_trainer` names Lightning's lines, relative to
 https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytorch/. When Lightning changes,
@@ -16,14 +16,15 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.lr_scheduler import OneCycleLR
 
+from src.engine.determinism.dropout import use_sample_dropout
 from src.engine.determinism.sampler import validation_interval
-from src.engine.determinism.seeding import are_equal
+from src.engine.parallel.norm_groups import NormGroups
 from src.engine.run.metrics import VirtualMetrics
 from src.engine.run.parts import StepInParts
 from src.engine.run.pass_log import PassLog
@@ -50,6 +51,7 @@ def patch_trainer(trainer: L.Trainer, virtual: VirtualMetrics | None) -> None:
     loop._results = _Results(True, dtype, virtual)
     for evaluation in (loop.val_loop, trainer.validate_loop, trainer.test_loop):
         evaluation._results = _Results(False, dtype, virtual)
+    trainer._checkpoint_connector.__class__ = _PreparingConnector
     trainer._logger_connector.__class__ = _LogPointConnector
     trainer._logger_connector.virtual = virtual
 
@@ -139,6 +141,24 @@ def _check_virtual(virtual: VirtualMetrics, name: str, value: Any, options: dict
         )
 
 
+class _PreparingConnector(_CheckpointConnector):
+    """Prepares the layers that a module makes in `setup` or `configure_model`, as `_build_module` does all others.
+
+    A checkpoint's weights are restored next, and then the strategy wraps the module. No hook of Lightning comes
+    between. (trainer/trainer.py, line 1041)
+    """
+
+    def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
+        trainer: Any = self.trainer
+        module = trainer.lightning_module
+        trainer.precision_plugin.convert_module(module)
+        use_sample_dropout(module)
+        for callback in trainer.callbacks:
+            if isinstance(callback, NormGroups):
+                callback.setup(trainer, module, trainer.state.fn)
+        super()._restore_modules_and_callbacks(*args, **kwargs)
+
+
 class _LogPointConnector(_LoggerConnector):
     """Passes the metrics of the first and the last step to the loggers, not only those of each interval.
 
@@ -179,7 +199,21 @@ class OptimizerSteps(L.Callback):
         trainer.last_step = trainer.datamodule.last_step  # `is_log_point` reads it
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check that the metric of ReduceLROnPlateau is new whenever it takes a step."""
+        """Check the length of OneCycleLR, and that the metric of ReduceLROnPlateau is new whenever it takes a step.
+
+        Raises:
+            UserError: if either is wrong.
+        """
+        data: Any = trainer.datamodule
+        for config in trainer.lr_scheduler_configs if data.steps_per_epoch else ():
+            epochs = -(-data.total_steps // data.steps_per_epoch)
+            steps = (data.total_steps if config.interval == "step" else epochs) // config.frequency
+            if isinstance(config.scheduler, OneCycleLR) and config.scheduler.total_steps < steps:
+                raise UserError(
+                    f"trainer.max_epochs and max_steps make {steps} steps of OneCycleLR, which ends after "
+                    f"{config.scheduler.total_steps}: set them as in the run in ckpt_path, if it is continued, or "
+                    "begin another schedule with its weights by init_from"
+                )
         every = trainer.check_val_every_n_epoch or 1
         for config in _plateau_configs(trainer):
             if config.monitor.startswith("val") and config.frequency % every:
@@ -194,23 +228,11 @@ class OptimizerSteps(L.Callback):
             is_due = config.scheduler.last_epoch < trainer.current_epoch // config.frequency
             if is_due and config.monitor in metrics:
                 pl_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
-            _check_equal_on_ranks(trainer, pl_module.device, config)
 
 
 def _plateau_configs(trainer: L.Trainer) -> list[Any]:
     configs = trainer.lr_scheduler_configs
     return [config for config in configs if config.reduce_on_plateau and config.interval == "epoch"]
-
-
-def _check_equal_on_ranks(trainer: L.Trainer, device: torch.device, config: Any) -> None:
-    """Raise a UserError on all ranks if a scheduler has seen different metrics on them. Every rank must call it."""
-    scheduler = config.scheduler
-    state = torch.tensor([scheduler.best, scheduler.num_bad_epochs], device=device)
-    states = trainer.strategy.all_gather(state).view(-1, len(state))
-    if (states != states[0]).any():
-        raise UserError(
-            f"{config.monitor} and so the learning rate differ between the ranks: log it with sync_dist=True"
-        )
 
 
 class MonitorCheck(L.Callback):
@@ -237,57 +259,6 @@ class MonitorCheck(L.Callback):
                     f"{name} monitors {monitor}, which validation does not log (it logs {', '.join(logged)}): "
                     f"set its `monitor` to one of these, or {name}=null"
                 )
-
-
-class BufferCheck(L.Callback):
-    """Refuses a network that updates a buffer or a frozen weight from the samples of one rank, or for each micro-batch.
-
-    It compares them before and after the first backward pass of a run. `src/engine/parallel/batch_norm.py` takes
-    care of batch normalization.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[str, Tensor] | None = None
-        self._is_due = False
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Leave a network alone that has no buffers, before a pipeline's ranks have different ones."""
-        self._is_due = stage == "fit" and bool(_buffers(trainer, pl_module))
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self._is_due and self._before is None:
-            self._before = {name: buffer.clone() for name, buffer in _buffers(trainer, pl_module).items()}
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        if not self._is_due:
-            return
-        self._is_due, before = False, self._before or {}
-        now = _buffers(trainer, pl_module)  # with those that the network has made in its first pass
-        changed = {name: now[name].cpu() for name in before if not are_equal(now[name], before[name])}
-        ranks: list[Any] = [changed]
-        if trainer.world_size > 1:  # all must stop, also the ranks of a pipeline that do not have the buffer
-            ranks = [None] * trainer.world_size
-            dist.all_gather_object(ranks, changed)
-        weights = dict(pl_module.named_parameters())  # which a hook may update once for all micro-batches
-        for name in sorted(set().union(*ranks)):
-            is_same = all(name in rank and are_equal(rank[name], ranks[0][name]) for rank in ranks)
-            is_divided_again = trainer.datamodule.layout.micro_batches > 1 and name not in weights
-            if not is_same or is_divided_again:
-                raise UserError(
-                    f"the forward pass updates {name} from the samples of one rank, or once for each micro-batch, so "
-                    "the run would depend on them: register it as a buffer, if it is a weight, and set bit_exact=true"
-                )
-
-
-def _buffers(trainer: L.Trainer, module: Any) -> dict[str, Tensor]:
-    """Return what could depend on the hardware; a pipeline calls only its network for each micro-batch."""
-    part = module.net if trainer.datamodule.parallel.num_microbatches > 1 else module
-    norms = tuple(f"{name}." for name, layer in part.named_modules() if isinstance(layer, _BatchNorm))
-    weights = {name: weight for name, weight in part.named_parameters() if not weight.requires_grad}
-    whole = {name: weight for name, weight in weights.items() if not isinstance(weight, DTensor)}
-    return whole | {name: buffer for name, buffer in part.named_buffers() if not name.startswith(norms)}
 
 
 class FiniteCheck(L.Callback):

@@ -14,10 +14,28 @@ _IMPLEMENTATION = ("fused", "foreach")  # keys of a parameter group
 
 
 def name_parameters(optimizer: Optimizer, module: nn.Module) -> None:
-    """Add the names of the parameters in the module, and of the groups, to the optimizer's state, where missing.
+    """Add the names of the parameters in the module, and of the groups, to the optimizer, also to later groups.
 
-    torch keeps `param_names` in state dicts (https://docs.pytorch.org/docs/stable/optim.html).
+    torch keeps `param_names` in state dicts (https://docs.pytorch.org/docs/stable/optim.html). It refuses a group
+    without names beside named ones, so a callback such as BaseFinetuning could not add one.
+
+    Raises:
+        UserError: if a parameter is not in the module, or two groups have the same name.
     """
+    _name_groups(optimizer, module)
+    add = optimizer.add_param_group
+
+    def add_and_name(group: dict[str, Any]) -> None:
+        parameters = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        if set(parameters) in [set(one["params"]) for one in optimizer.param_groups]:
+            return  # a resumed run begins its epoch again, and has the group from the checkpoint
+        add(group | {"params": parameters, "param_names": None})
+        _name_groups(optimizer, module)
+
+    optimizer.add_param_group = add_and_name  # type: ignore[method-assign, assignment]
+
+
+def _name_groups(optimizer: Optimizer, module: nn.Module) -> None:
     names = {parameter: name for name, parameter in module.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         if not names.keys() >= set(group["params"]):
@@ -25,10 +43,20 @@ def name_parameters(optimizer: Optimizer, module: nn.Module) -> None:
                 f"group {number} of {type(optimizer).__name__} has a parameter that is not in {type(module).__name__}: "
                 "make its module an attribute"
             )
-        group.setdefault("param_names", [names[parameter] for parameter in group["params"]])
+        group["param_names"] = [names[parameter] for parameter in group["params"]]
         group.setdefault("name", f"group {number:02}")
     if len({group["name"] for group in optimizer.param_groups}) < len(optimizer.param_groups):
         raise UserError(f"two parameter groups of {type(optimizer).__name__} have the same `name`: give each its own")
+
+
+def add_saved_groups(saved: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> None:
+    """Add the groups that the saved optimizer got while it trained; a stage of a pipeline adds its own parameters."""
+    own, groups = dict(module.named_parameters()), optimizer.param_groups
+    known = {name for group in groups for name in group["param_names"]}
+    for group in saved["param_groups"]:
+        parameters = [own[name] for name in group["param_names"] if name in own.keys() - known]
+        if parameters and group["name"] not in [one["name"] for one in groups]:
+            optimizer.add_param_group({"params": parameters, "name": group["name"]})
 
 
 def merge(states: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:

@@ -47,6 +47,28 @@ def test_save_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+VECTORS = ["~data", "~module", "~model", "~optimizer", "~scheduler", "+data._target_=tests.support.habits.VectorData"]
+VECTORS += ["callbacks=none", "test=false", "strategy=fsdp", "trainer.devices=4"]
+VECTORS += ["+module._target_=tests.support.habits.Vectors"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("mean", "ok: the loss of 32 samples is the mean of those of their halves"),
+        ("class_weights", r"error: Vectors.training_step does not divide by samples: .* Set bit_exact=true"),
+        ("numpy_mixup", r"error: .* draws numbers of NumPy or Python for each sample, .* Set bit_exact=true"),
+    ],
+)
+def test_division(kind: str, message: str, folder: Path) -> None:
+    assert re.match(message, finding("division", cfg=compose(folder, *VECTORS, f"+module.kind={kind}")))
+    assert not folder.exists()
+
+
+def test_division_of_weighted_batches(small: list[str], folder: Path) -> None:
+    assert finding("division", cfg=compose(folder, *small, "model=mlp")).startswith("ok: not checked: the module takes")
+
+
 def test_exceptions_become_errors() -> None:
     assert run_check(Mock(side_effect=UserError("full")), default()) == ("error", "full")
     assert run_check(Mock(side_effect=KeyError("x")), default()) == ("error", "the check failed: KeyError: 'x'")

@@ -1,6 +1,7 @@
 """A rank that dies is named, the stacks of a hang are shown, all end in bounded time, and a restart resumes."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -139,3 +140,12 @@ def test_a_negative_number_of_restarts_is_none(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(workers.RankFailedError):
         workers.launch_workers(configured(-1))
     assert starts == [2]
+
+
+@pytest.mark.slow
+def test_a_layer_that_some_virtual_ranks_call_aborts_fsdp(small: list[str], folder: Path) -> None:
+    words = ["module._target_=tests.support.modules.Branching", "callbacks=none", "test=false", "launch.timeout=30"]
+    words += ["bit_exact=true", "virtual_ranks=8", f"run_dir={folder}"]
+    _, err = run(*small, *PARITY, *words, *TWO, "strategy=fsdp", code=1)
+    assert re.search(r"^error: rank . died .* strategy=fsdp gathers it on some ranks only: take st", err, re.M)
+    run(*small, *PARITY, *words, *TWO, f"run_dir={folder}-ddp")

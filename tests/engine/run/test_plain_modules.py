@@ -179,5 +179,7 @@ def test_fsdp_shards_lists_of_parameters(task: list[str], pool: Pool, folder: Pa
 
 def test_ranks_stop_if_their_learning_rates_differ(task: list[str], pool: Pool, folder: Path) -> None:
     longer = ["trainer.max_steps=15", "trainer.max_epochs=3", "strategy=ddp", TWO]
-    with pytest.raises(RankFailed, match="val/acc and so the learning rate differ between the ranks"):
+    with pytest.raises(
+        RankFailed, match=r"UserError: lr of `group 00` of optimizer 0 differs between the ranks: .* sync_dist=True"
+    ):
         pool.run(2, fit, compose(folder, *task, *of_class("UnsyncedPlateau"), *longer))

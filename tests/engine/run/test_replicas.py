@@ -1,0 +1,119 @@
+"""Ranks with different learning rates, buffers or frozen weights end in one line; different attributes are named."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from src.engine.utils.errors import UserError
+from tests.support.comparison import read_rows
+from tests.support.habits import Vectors
+from tests.support.pool import Pool, RankFailed
+from tests.support.runs import compose, fit
+
+OWN = ["~data", "~module", "~model", "~optimizer", "~scheduler", "callbacks=none", "test=false"]
+OWN += ["trainer.max_epochs=4", "+data._target_=tests.support.habits.VectorData", "trainer.devices=2"]
+
+
+class OwnRate(L.Callback):
+    """Sets the learning rate from the loss of its rank."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.01 * float(outputs["loss"].detach())
+
+
+class Warmed(Vectors):
+    """A buffer, a frozen weight or an attribute that moves by the samples of a rank, after a warm-up."""
+
+    def __init__(self, moved: str, warmup: int = 2) -> None:
+        super().__init__()
+        self.warmup, self.moved, self.total, self.table = warmup, moved, 0.0, torch.zeros(2)
+        self.register_buffer("center", torch.zeros(2))
+        self.code = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+
+    @torch.no_grad()
+    def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        if self.trainer.global_step >= self.warmup:
+            own = getattr(self, self.moved)
+            setattr(self, self.moved, own + float(x.mean())) if isinstance(own, float) else own.add_(x.mean())
+        with torch.enable_grad():
+            return super().mean(x, y, batch_idx)
+
+
+FOUND = {
+    "rate": ["+module._target_=tests.support.habits.Vectors", f"+callbacks.rate._target_={__name__}.OwnRate"],
+    **{kind: [f"+module._target_={__name__}.Warmed", f"+module.moved={kind}"] for kind in ("center", "code")},
+}
+MESSAGES = {
+    "rate": r"lr of `group 00` of optimizer 0 differs between the ranks: .* Log with sync_dist=True",
+    "center": "center differs between the ranks: .* set bit_exact=true, or reduce",
+    "code": "code differs between the ranks: .* Register it as a buffer and set bit_exact=true",
+}
+RARELY = "trainer.log_every_n_steps=1000"
+PLACES = {
+    "log point": ["trainer.log_every_n_steps=3", "trainer.limit_val_batches=0"],
+    "validation": [RARELY],
+    "save": [RARELY, "trainer.limit_val_batches=0", "callbacks=default", "callbacks.best=null"],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", FOUND)
+def test_found(kind: str, place: str, pool: Pool, folder: Path) -> None:
+    words = [*OWN, *FOUND[kind], "strategy=ddp", *PLACES[place]]
+    with pytest.raises(RankFailed, match=f"UserError: {MESSAGES[kind]}") as caught:
+        pool.run(2, fit, compose(folder, *words))
+    assert str(caught.value).count("UserError: ") == 2  # on both ranks
+    assert not list((folder / "checkpoints").glob("*"))
+    assert len(read_rows(folder)) == 1  # of the first step
+
+
+def test_a_buffer_that_moves_with_each_micro_batch(folder: Path) -> None:
+    words = [*OWN, *FOUND["center"], "+module.warmup=0", "trainer.devices=1", "trainer.accumulate_grad_batches=2"]
+    with pytest.raises(UserError, match=r"the forward pass updates center once for each micro-batch, .* bit_exact=t"):
+        fit(compose(folder, *words))
+
+
+def test_found_under_fsdp(pool: Pool, folder: Path) -> None:
+    words = [*OWN, *FOUND["center"], "trainer.log_every_n_steps=3", "strategy=fsdp", "module._target_=" + CENTERED]
+    with pytest.raises(RankFailed, match=f"UserError: {MESSAGES['center']}"):
+        pool.run(2, fit, compose(folder, *words))
+
+
+class Centered(Warmed):
+    """Has no weight of the module itself, which FSDP would not gather."""
+
+    def __init__(self, moved: str) -> None:
+        super().__init__(moved)
+        del self.code
+
+
+CENTERED = f"{__name__}.Centered"
+
+
+def fit_and_warn(cfg: Any) -> list[str]:
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, handler = logging.getLogger("src.engine.run.replicas"), Keep()
+    logger.addHandler(handler)
+    try:
+        fit(cfg)
+    finally:
+        logger.removeHandler(handler)
+    return messages
+
+
+@pytest.mark.parametrize("moved", ["total", "table"])
+def test_an_attribute_is_named_once(moved: str, pool: Pool, folder: Path) -> None:
+    words = [*OWN, FOUND["center"][0], f"+module.moved={moved}", "strategy=ddp", "trainer.log_every_n_steps=1"]
+    for messages in pool.run(2, fit_and_warn, compose(folder, *words)):
+        (message,) = messages
+        assert message.startswith(f"the ranks have different {moved}: if the loss reads it")
