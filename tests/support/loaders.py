@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
 
 
 def points(count: int, seed: int) -> TensorDataset:
@@ -130,6 +130,14 @@ class BySize(Sampler[list[int]]):
         return iter(random.sample(self.batches, len(self.batches)))
 
 
+def leave_out_broken(samples: list[Any]) -> Any:
+    return default_collate([sample for sample in samples if sample[0][0] < 2])
+
+
+def take_twice(samples: list[Any]) -> Any:
+    return default_collate([(sign * x, y) for x, y in samples for sign in (1, -1)])
+
+
 class AnyLoader(L.LightningDataModule):
     """Loaders of one kind.
 
@@ -147,6 +155,13 @@ class AnyLoader(L.LightningDataModule):
 
     def train_dataloader(self) -> Any:
         return getattr(self, self.kind)()
+
+    def broken(self) -> Any:
+        """Loaders often leave out what they cannot read."""
+        return self._loader(points(96, 0), collate_fn=leave_out_broken)
+
+    def several_crops(self) -> Any:
+        return self._loader(points(96, 0), collate_fn=take_twice)
 
     def uneven(self) -> Any:
         return self._loader(points(70, 0), 10, shuffle=True)

@@ -15,15 +15,17 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
-from torch.utils.data import DataLoader, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import DataLoader, RandomSampler, Sampler, default_collate, get_worker_info
 
 from src.engine.determinism.batch import StepParts, as_part
 from src.engine.determinism.hashing import hash_ints, permutation
 from src.engine.determinism.layout import alone
 from src.engine.determinism.sampler import Batches, EvaluationBatches
 from src.engine.determinism.seeding import (
+    SampleAxis,
     SeededSamples,
     are_equal,
+    find_sample_axis,
     makes_batches,
     seed_generators,
 )
@@ -53,6 +55,7 @@ class RankLoader:
         device: the device of the rank.
         is_divided: whether a global batch has other batches too.
         parts: number of batches of `batches` that it yields at once, as the parts of an optimizer step.
+        axis: what has the number of samples in a batch.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class RankLoader:
         device: torch.device,
         is_divided: bool = False,
         parts: int = 1,
+        axis: SampleAxis | None = None,
     ) -> None:
         self.dataset: Any = loader.dataset
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
@@ -70,7 +74,7 @@ class RankLoader:
         is_batched = makes_batches(self.dataset)
         is_there = is_batched and self.dataset.move_to(device) and not loader.num_workers
         self._device = device if is_there else None
-        samples = SeededSamples(self.dataset, collate_function(loader), is_divided)
+        samples = SeededSamples(self.dataset, collate_function(loader), is_divided, axis)
         keyed = _KeyedBatches(batches, seed, keep_padding=is_batched)
         options = {name: getattr(loader, name) for name in _OPTIONS}
         self._loader = fetch(loader, samples, keyed, loader.num_workers, pin_memory=device.type == "cuda", **options)
@@ -154,8 +158,12 @@ def errors_of_workers() -> Iterator[None]:
         raise UserError(str(error).rpartition(f"{UserError.__qualname__}: ")[2].strip()) from None
 
 
-def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
-    """Refuse a sampler, and warn of a dataset, with random numbers that the keys do not determine."""
+def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> SampleAxis | None:
+    """Refuse a sampler, and warn of a dataset, with random numbers that the keys do not determine.
+
+    Returns:
+        what has the number of samples in a batch, if a `collate_fn` of the user's might change it.
+    """
     sampler = loader.batch_sampler if has_given_batches(loader) else loader.sampler
     if not are_equal(order_of(loader, seed, 0), order_of(loader, seed, 0)):
         raise UserError(
@@ -163,12 +171,13 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
             "another order: let it draw from the global generator of torch, NumPy or Python"
         )
     if makes_batches(loader.dataset):
-        return
+        return None
     count = 1 if yields_batches(loader) else min(_PROBED, len(loader.dataset))  # type: ignore[arg-type]
     positions = torch.arange(count)
     batch = torch.stack([positions, hash_ints(seed, 0, positions)])
     samples = SeededSamples(loader.dataset, collate_function(loader))
-    (_, first), (_, again) = fetch(loader, samples, [batch, batch], min(1, loader.num_workers))
+    batches = [batch, batch] if count == 1 else [batch, batch, batch[:, 1:]]
+    (_, first), (_, again), *fewer = fetch(loader, samples, batches, min(1, loader.num_workers))
     if not are_equal(first, again):
         _log.warning(
             "%s: a sample fetched twice differs, although torch, NumPy and Python are seeded alike. %s has a random "
@@ -176,6 +185,9 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
             "from the global generators instead",
             *(method, type(loader.dataset).__name__),
         )
+    if not fewer or loader.collate_fn is default_collate:
+        return None
+    return find_sample_axis(first, fewer[0][1], count)
 
 
 def example(loader: DataLoader[Any], count: int, first: int) -> tuple[Tensor, Any]:

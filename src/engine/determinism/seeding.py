@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,28 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 from src.engine.utils.errors import UserError
 
 
+class SampleAxis(NamedTuple):
+    """Which size of a batch is its number of samples, or a multiple: dimension `dim` of the tensor number `leaf`."""
+
+    leaf: int
+    dim: int
+    per_sample: int
+
+    def samples_in(self, batch: Any) -> float:
+        """Return the number of samples in a batch."""
+        return tree_leaves(batch)[self.leaf].shape[self.dim] / self.per_sample
+
+
+def find_sample_axis(batch: Any, fewer: Any, count: int) -> SampleAxis | None:
+    """Compare a batch of `count` samples with one of a sample less; return None if no size shows the difference."""
+    for leaf, (one, other) in enumerate(zip(tree_leaves(batch), tree_leaves(fewer), strict=False)):
+        for dim, sizes in enumerate(zip(getattr(one, "shape", ()), getattr(other, "shape", ()), strict=False)):
+            per_sample = sizes[0] - sizes[1]
+            if per_sample and sizes[0] == count * per_sample:
+                return SampleAxis(leaf, dim, per_sample)
+    return None
+
+
 class SeededSamples(Dataset[Any]):
     """Fetches batches: the positions of n samples, (n,), and what `collate` makes of the samples.
 
@@ -24,11 +46,19 @@ class SeededSamples(Dataset[Any]):
     Args:
         dataset: the samples.
         collate: makes a batch of samples.
-        is_divided: whether the global batch has other batches too, so that `collate` must not draw random numbers.
+        is_divided: whether the global batch has other batches too, so that `collate` must not draw random numbers nor
+            change the number of samples.
+        axis: what has the number of samples in a batch, if it is known.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], is_divided: bool = False) -> None:
-        self.dataset, self.collate, self.is_divided = dataset, collate, is_divided
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        is_divided: bool = False,
+        axis: SampleAxis | None = None,
+    ) -> None:
+        self.dataset, self.collate, self.is_divided, self.axis = dataset, collate, is_divided, axis
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -45,7 +75,14 @@ class SeededSamples(Dataset[Any]):
                 items.append(self._fetch(position))
             seed_generators(int(keys[0]))
             with refuse_draws("collate_fn", self.is_divided):
-                return positions, self.collate(items)
+                batch = self.collate(items)
+            made = self.axis.samples_in(batch) if self.is_divided and self.axis else len(items)
+            if made != len(items):
+                raise UserError(
+                    f"collate_fn makes a batch of {made:g} samples from {len(items)}, so the curve would depend on the "
+                    "number of processes: leave samples out in the dataset, or set bit_exact=true"
+                )
+            return positions, batch
 
     def _fetch(self, position: int) -> Any:
         try:

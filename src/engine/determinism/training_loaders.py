@@ -23,6 +23,7 @@ from src.engine.determinism.loader import (
     yields_batches,
 )
 from src.engine.determinism.sampler import GivenBatches, TrainingBatches, apply_limit
+from src.engine.determinism.seeding import SampleAxis
 from src.engine.determinism.streams import StreamLoader, examine, length_of_stream
 from src.engine.utils.errors import UserError
 
@@ -157,6 +158,7 @@ class _Samples:
     """A loader of a map-style dataset, in the order of its sampler. Without a `batch_size` its samples are batches."""
 
     digest: str | None = None
+    axis: SampleAxis | None = None
 
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
@@ -171,7 +173,7 @@ class _Samples:
         positions = self.division.positions(self.batch_size)
         weight = self.division.weight(self.batch_size)
         batches = TrainingBatches(self.batch_size, positions, steps, order, weight)
-        return RankLoader(self.loader, batches, self.seed, device, self.division.is_divided, len(positions))
+        return RankLoader(self.loader, batches, self.seed, device, self.division.is_divided, len(positions), self.axis)
 
     def example(self, count: int, first: int) -> tuple[Tensor, Any]:
         return example(self.loader, count, first)
@@ -181,6 +183,7 @@ class _Given:
     """A loader of a map-style dataset whose batches a `batch_sampler` gives."""
 
     digest: str | None = None
+    axis: SampleAxis | None = None
 
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
@@ -197,7 +200,7 @@ class _Given:
         own = division.own_virtual_ranks if division.bit_exact else None
         batches = GivenBatches(given, division.positions, division.sharing, steps, own, self.per_step)
         parts = division.accumulate if own is None else len(own)
-        return RankLoader(self.loader, batches, self.seed, device, division.is_divided, parts)
+        return RankLoader(self.loader, batches, self.seed, device, division.is_divided, parts, self.axis)
 
     def example(self, count: int, first: int) -> tuple[Tensor, Any]:
         return example(self.loader, count, first)
@@ -247,7 +250,7 @@ def _check(source: _Source, method: str) -> None:
     if not isinstance(source, _Given):
         source.division.positions(source.batch_size)
     if not isinstance(source, _Stream):
-        check_repeatable(source.loader, source.seed, method)
+        source.axis = check_repeatable(source.loader, source.seed, method)
 
 
 def _source(loader: DataLoader[Any], division: Division, seed: int) -> _Source:
