@@ -183,3 +183,24 @@ class UnsyncedPlateau(Plain):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/acc"}}
+
+
+class TwoOptimizers(Plain):
+    """Two optimizers that the module steps itself, by which Lightning's `global_step` counts each step twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        head = [*self.head.parameters()]
+        others = [weight for weight in self.parameters() if all(weight is not other for other in head)]
+        return [torch.optim.SGD(head, lr=0.02), torch.optim.SGD(others, lr=0.05)]

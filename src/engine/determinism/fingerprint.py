@@ -106,7 +106,7 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
             f"the run in ckpt_path had {', '.join(named)}: that is another experiment; set it back, or start a new run"
         )
     if before.fingerprint != now.fingerprint:
-        origin = f"{before.fingerprint}, step {checkpoint['global_step']}"
+        origin = f"{before.fingerprint}, step {checkpoint['position']['steps']}"
         now = replace(now, options=now.options | {_CONTINUED: origin})
         reason = ", ".join(changes.values()) or "the code of its classes was edited"
         level = logging.INFO if changes else logging.WARNING

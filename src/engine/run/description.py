@@ -62,7 +62,7 @@ class RunDescription(L.Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training and self._experiment:
             self._experiment = continue_experiment(checkpoint, self._experiment, self.config)
-            self._resumed_at, self._restored_metrics = checkpoint["global_step"], checkpoint.get("metrics", {})
+            self._resumed_at, self._restored_metrics = checkpoint["position"]["steps"], checkpoint.get("metrics", {})
             self._numerics = checkpoint.get("numerics", {})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

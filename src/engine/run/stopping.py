@@ -14,7 +14,7 @@ from src.engine.utils import signals
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_event
 from src.engine.utils.process import log_file, set_timeouts_after
-from src.engine.utils.steps import RankConsensus
+from src.engine.utils.steps import RankConsensus, trained_steps
 
 _log = logging.getLogger(__name__)
 _INTERVAL = 1.0  # seconds between two starts of the watchdog's timer, each of which takes some 50 microseconds
@@ -66,9 +66,9 @@ class PreemptionHandler(L.Callback):
             trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST)
         if trainer.is_global_zero:
             if not is_resize:  # of which the launcher prints a line
-                _log.info(stop_message(signal_number, self.folder, f" at step {trainer.global_step}"))
+                _log.info(stop_message(signal_number, self.folder, f" at step {trained_steps(trainer)}"))
             reason = "resized" if is_resize else Signals(signal_number).name
-            append_event(self.folder, "stopped", trainer.global_step, reason)
+            append_event(self.folder, "stopped", trained_steps(trainer), reason)
         raise signals.Stopped(signal_number)
 
 

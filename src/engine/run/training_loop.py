@@ -28,7 +28,7 @@ from src.engine.run.metrics import VirtualMetrics
 from src.engine.run.parts import StepInParts
 from src.engine.run.pass_log import PassLog
 from src.engine.utils.errors import UserError
-from src.engine.utils.steps import is_log_point
+from src.engine.utils.steps import is_log_point, trained_steps
 from src.engine.utils.tensors import to_local
 
 _log = logging.getLogger(__name__)
@@ -288,7 +288,7 @@ class FiniteCheck(L.Callback):
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if is_log_point(trainer, trainer.global_step):
+        if is_log_point(trainer, trained_steps(trainer)):
             loss = float(trainer.callback_metrics.get("train/loss", 0.0))
             if not math.isfinite(loss):
                 raise _divergence(trainer, f"train/loss is {loss}")
@@ -309,6 +309,6 @@ class FiniteCheck(L.Callback):
 
 def _divergence(trainer: L.Trainer, problem: str) -> UserError:
     return UserError(
-        f"{problem} at step {trainer.global_step}: training diverged; lower optimizer.lr or lengthen "
+        f"{problem} at step {trained_steps(trainer)}: training diverged; lower optimizer.lr or lengthen "
         f"scheduler.warmup; the checkpoints in {trainer.default_root_dir}/checkpoints, if any, are from before"
     )

@@ -64,7 +64,7 @@ def experiment(small: list[str], folder: Path, *overrides: str) -> Experiment:
 
 def saved(kept: Experiment) -> dict[str, Any]:
     """Return a checkpoint with an experiment, after three steps."""
-    return {"experiment": asdict(kept), "global_step": 3}
+    return {"experiment": asdict(kept), "position": {"steps": 3}}
 
 
 def test_hardware_does_not_change_it(small: list[str], folder: Path) -> None:

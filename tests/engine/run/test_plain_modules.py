@@ -7,7 +7,7 @@ import torch
 
 from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
-from tests.support.comparison import TOLERANCE, check_resumed, distances
+from tests.support.comparison import TOLERANCE, check_resumed, distances, read_rows
 from tests.support.experiments import SHORT
 from tests.support.interruption import die, run_on_ranks
 from tests.support.pool import Pool, RankFailed
@@ -100,6 +100,22 @@ def test_metrics_accumulate_over_a_resumption(here: int, there: int, task: list[
                     file,
                     name,
                 )
+
+
+def test_counts_batches_of_two_optimizers(task: list[str], folder: Path) -> None:
+    words = [*task, *of_class("TwoOptimizers"), "test=false", "trainer.max_steps=-1", "trainer.max_epochs=2"]
+    words += ["callbacks.checkpoint.every_n_train_steps=4", "trainer.log_every_n_steps=3"]
+    fit(compose(folder / "alone", *words), test=True)
+    die(compose(folder / "killed", *words), "on_train_batch_end", 2 * 8)
+    last = folder / "killed" / "checkpoints" / "last.ckpt"
+    assert torch.load(last)["position"]["steps"] == 5  # the end of the epoch
+    fit(compose(folder / "killed", *words, f"ckpt_path={last}"), test=True)
+    alone, resumed = (
+        [(row["step"], row["epoch"], row["train/loss"]) for row in read_rows(folder / name)]
+        for name in ("alone", "killed")
+    )
+    assert alone == resumed
+    assert [step for step, _, _ in alone] == ["0", "2", "4", "5", "8", "9", "10"]
 
 
 def test_predicts(task: list[str], images: Path, pool: Pool, folder: Path) -> None:
