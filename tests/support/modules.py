@@ -6,7 +6,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import CatMetric, MaxMetric, MeanMetric, PearsonCorrCoef
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricTracker, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAccuracy
 
 
@@ -134,6 +134,25 @@ class Accumulates(Plain):
         self.log("train/best", self.best.compute())
 
 
+class Tracks(Plain):
+    """A history of metrics, to which each epoch adds one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = MetricTracker(MeanMetric(), maximize=True)
+
+    def on_train_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.tracker.update(batch[1].double())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        history = self.tracker.compute_all().tolist()
+        self.log_dict({f"train/label_{epoch}": mean for epoch, mean in enumerate(history)})
+
+
 class Scaled(nn.Module):
     """A convolution and a list of parameters."""
 
@@ -204,3 +223,14 @@ class TwoOptimizers(Plain):
         head = [*self.head.parameters()]
         others = [weight for weight in self.parameters() if all(weight is not other for other in head)]
         return [torch.optim.SGD(head, lr=0.02), torch.optim.SGD(others, lr=0.05)]
+
+
+class LearningRate(Plain):
+    """A learning rate as an attribute, which Lightning's LearningRateFinder sets."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)

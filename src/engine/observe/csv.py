@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from src.engine.utils.files import atomic_write
@@ -37,6 +37,11 @@ class CSVLogger(Logger):
     @property
     def version(self) -> str:
         return ""
+
+    @property
+    def experiment(self) -> DummyExperiment:
+        """An object that takes and ignores all calls, such as those of a module for TensorBoard with logger=none."""
+        return DummyExperiment()
 
     @property
     def save_dir(self) -> str:

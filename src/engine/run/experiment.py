@@ -9,7 +9,13 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ProgressBar
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ProgressBar,
+)
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -176,9 +182,20 @@ def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:
             "GradientAccumulationScheduler changes the number of micro-batches while a run trains, each of which is a "
             "part of a step here: set trainer.accumulate_grad_batches, which changes no curve"
         )
+    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks.values()):
+        raise UserError(
+            "BatchSizeFinder would choose the experiment by the memory of a device: leave it out, set data.batch_size, "
+            "and trainer.accumulate_grad_batches if it does not fit"
+        )
+    if cfg.ckpt_path:  # which has the learning rate; the search would train a continued run from its first step
+        callbacks = {name: one for name, one in callbacks.items() if not _searches_learning_rate(one)}
     if not cfg.trainer.enable_progress_bar:  # Lightning refuses a bar that is disabled
         callbacks = {name: callback for name, callback in callbacks.items() if not isinstance(callback, ProgressBar)}
     return dict(sorted(callbacks.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
+
+
+def _searches_learning_rate(callback: L.Callback) -> bool:
+    return isinstance(callback, LearningRateFinder) and type(callback).on_fit_start is LearningRateFinder.on_fit_start
 
 
 def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callback]:
@@ -209,7 +226,7 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
 
 def _build_each(cfg: DictConfig, group: str) -> dict[str, Any]:
     """Build the configured callbacks or loggers, by name: each is one key of the group."""
-    nodes = {f"{group}.{name}": node for name, node in cfg.get(group, {}).items() if node}
+    nodes = {f"{group}.{name}": node for name, node in (cfg.get(group) or {}).items() if node}
     for name in [name for name, node in nodes.items() if "_target_" not in node]:  # a recipe may have set its options
         options = ", ".join(map(str, nodes.pop(name)))
         _log.warning("%s has options (%s), but is left out: no file of conf/%s names its class", name, options, group)

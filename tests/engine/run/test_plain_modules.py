@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,6 +101,56 @@ def test_metrics_accumulate_over_a_resumption(here: int, there: int, task: list[
                     file,
                     name,
                 )
+
+
+@pytest.mark.parametrize("step", [5, 7], ids=["between epochs", "within an epoch"])
+def test_metrics_that_each_epoch_adds_are_restored(step: int, task: list[str], folder: Path) -> None:
+    words = [*task, *of_class("Tracks"), "test=false", "trainer.max_steps=10"]
+    reference = fit(compose(folder, *words)).metrics
+    die(compose(folder / "within", *words), "on_train_batch_start", step)
+    resumed = fit(compose(folder / "resumed", *words, f"ckpt_path={folder}/within/died.ckpt")).metrics
+    for name in ("train/label_0", "train/label_1"):
+        assert resumed[name] == pytest.approx(reference[name])
+
+
+def test_names_metrics_that_are_not_restored(task: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = [*task, "test=false", "trainer.max_steps=10"]
+    die(compose(folder, *words, *of_class("Accumulates")), "on_train_batch_start", 7)
+    saved = torch.load(folder / "died.ckpt")
+    saved["metric_states"] = {f"old_{name}": state for name, state in saved["metric_states"].items()}
+    torch.save(saved, folder / "old.ckpt")
+    fit(compose(folder / "resumed", *words, *of_class("Accumulates"), f"ckpt_path={folder}/old.ckpt"))
+    assert (
+        "metrics of the checkpoint that this run does not have begin anew: old_training_step.train/label" in caplog.text
+    )
+    assert "old_mean_label" in caplog.text
+    assert "old_on_train_epoch_end" not in caplog.text
+
+
+def test_metrics_of_torchmetrics_have_the_precision_of_the_run(task: list[str], folder: Path) -> None:
+    """The first value too, which torchmetrics rounds to the type of the metric."""
+    fit(compose(folder, *task, "module=template", "test=false", "trainer.max_steps=1", "trainer.max_epochs=1"))
+    (row,) = [row for row in read_rows(folder) if row["train/loss"]]
+    assert float(row["train/loss"]) != float(np.float32(row["train/loss"]))
+
+
+def test_a_search_for_the_learning_rate_is_not_repeated(task: list[str], folder: Path) -> None:
+    finder = "{_target_: lightning.pytorch.callbacks.LearningRateFinder, num_training_steps: 5}"
+    words = [*task, *of_class("LearningRate"), "test=false", f"+callbacks.finder={finder}"]
+    fit(compose(folder / "alone", *words))
+    die(compose(folder / "died", *words), "on_train_batch_start", 3)
+    fit(compose(folder / "died", *words, f"ckpt_path={folder}/died/died.ckpt"))
+    alone, resumed = (
+        [(row["step"], row["train/loss"]) for row in read_rows(folder / name)] for name in ("alone", "died")
+    )
+    assert alone == resumed
+    assert [step for step, _ in alone] == [str(step) for step in range(8)]
+
+
+def test_a_search_for_the_batch_size_is_refused(task: list[str], folder: Path) -> None:
+    finder = "+callbacks.finder={_target_: lightning.pytorch.callbacks.BatchSizeFinder}"
+    with pytest.raises(UserError, match="leave it out, set data.batch_size, and trainer.accumulate_grad_batches"):
+        fit(compose(folder, *task, finder))
 
 
 def test_counts_batches_of_two_optimizers(task: list[str], folder: Path) -> None:
