@@ -234,3 +234,11 @@ class LearningRate(Plain):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class LogsToExperiment(Plain):
+    """Calls a logger's own methods, as code for TensorBoard does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.logger.experiment.add_image("first", batch[0][0], self.global_step)  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)

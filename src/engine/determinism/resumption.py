@@ -40,9 +40,7 @@ class ExactResumption(L.Callback):
         trainer.fit_loop.epoch_progress.current.completed = position["epoch"] + (position["samples"] > 0)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.fit_loop.epoch_loop._batches_that_stepped = (
-            self._steps
-        )  # Lightning's is -1 after its LearningRateFinder
+        trainer.fit_loop.epoch_loop._batches_that_stepped = self._steps  # -1 after Lightning's LearningRateFinder
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._steps += 1

@@ -25,10 +25,9 @@ from src.engine.state.jobs import is_sweep
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_end, append_event, append_kill, logged_steps
 from src.engine.utils.files import named_lock, read_json_lines
-from src.engine.utils.process import log_file
+from src.engine.utils.process import log_file, report_error
 from src.engine.utils.signals import Stopped
 
-REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of a rank's report
 _EXIT_DELAY = 3.0  # seconds; torchrun and this launcher look at the ranks ten times a second
 _TIMER = "Timeout ("  # what faulthandler writes before it ends a process
 _LOCK_TIMEOUT = 5.0  # seconds in which the processes of a killed start end
@@ -56,10 +55,7 @@ def exit_rank(error: Exception, run_dir: str, rank: int, terminal: TextIO | None
     destroys an NCCL group in an exit handler (`_init_dist_connection` in lightning/fabric/utilities/distributed.py).
     With gloo the exit may abort.
     """
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    if REPORT_FILE in os.environ:  # before the sockets close, because their end fails other ranks
-        get_error_handler().record_exception(error)
+    report_error(error)  # before the sockets close, because their end fails other ranks
     is_for_user = isinstance(error, UserError)
     if not is_for_user:
         append_traceback(error, run_dir, rank)

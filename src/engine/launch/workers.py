@@ -20,7 +20,6 @@ from src.engine.launch.elastic import (
     with_smaller_micro_batches,
 )
 from src.engine.launch.outcome import (
-    REPORT_FILE,
     RankFailedError,
     exit_rank,
     first_failure,
@@ -30,7 +29,13 @@ from src.engine.launch.outcome import (
 from src.engine.state.run_files import stop_message
 from src.engine.utils import signals
 from src.engine.utils.events import append_event, read_events
-from src.engine.utils.process import close_process_group, connect_debugger, cores_per_rank, log_to_folder
+from src.engine.utils.process import (
+    REPORT_FILE,
+    close_process_group,
+    connect_debugger,
+    cores_per_rank,
+    log_to_folder,
+)
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 

@@ -13,10 +13,11 @@ from src.engine.state.run_files import CHECKPOINTS, LAST, stop_message
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_event
-from src.engine.utils.process import log_file, set_timeouts_after
+from src.engine.utils.process import log_file, report_error, set_timeouts_after
 from src.engine.utils.steps import RankConsensus, trained_steps
 
 _log = logging.getLogger(__name__)
+_MAX_HANDLING = 20.0  # seconds for what callbacks do after an error
 _INTERVAL = 1.0  # seconds between two starts of the watchdog's timer, each of which takes some 50 microseconds
 
 
@@ -114,4 +115,9 @@ class Watchdog(L.Callback):
             self._rank_log.close()
             self._rank_log = None
 
-    on_exception = teardown
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Report the error of a rank before callbacks handle it, which get some seconds, as they may communicate."""
+        if self._rank_log and isinstance(exception, Exception) and report_error(exception):
+            faulthandler.dump_traceback_later(_MAX_HANDLING, exit=True, file=self._rank_log)
+            self._rank_log = None  # faulthandler keeps it open
+        self.teardown()

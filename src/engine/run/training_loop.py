@@ -9,7 +9,7 @@ https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytor
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -206,15 +206,17 @@ class MonitorCheck(L.Callback):
     """Lets a sanity check show whether the monitored metrics exist, which Lightning asks after an epoch.
 
     Args:
-        monitors: the validation metric of each callback that monitors one, by the option of the callback.
+        monitors: the metric of each callback that monitors one, by the option of the callback.
+        after_validation: the options of those that act after a validation only, whatever they monitor.
     """
 
-    def __init__(self, monitors: dict[str, str]) -> None:
-        self.monitors = monitors
+    def __init__(self, monitors: dict[str, str], after_validation: Collection[str]) -> None:
+        self.monitors = {name: monitor for name, monitor in monitors.items() if monitor.startswith("val")}
+        self._after_validation = sorted({*self.monitors, *after_validation})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.monitors and not trainer.datamodule.evaluated_samples("val"):
-            _log.warning("the run has no validation, so %s cannot act", " and ".join(self.monitors))
+        if self._after_validation and not trainer.datamodule.evaluated_samples("val"):
+            _log.warning("the run has no validation, so %s cannot act", " and ".join(self._after_validation))
         if not {"val/loss", "val/acc"}.issuperset(self.monitors.values()):
             trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
 

@@ -21,6 +21,7 @@ from src.engine.utils.errors import UserError
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
 
+REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of a rank's report
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # the constants of glibc's malloc.h
 _RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
 _PAUSE = 0.05  # seconds, so that gloo's threads can take the GIL
@@ -64,6 +65,17 @@ def detect_cluster_environment() -> ClusterEnvironment | None:
 def log_file(run_dir: str | Path, rank: int) -> Path:
     """Return the path of a rank's log."""
     return Path(run_dir) / "logs" / f"rank{rank}.log"
+
+
+def report_error(error: Exception) -> bool:
+    """Write the first error of this rank where its launcher reads it; return whether torch's elastic launcher does."""
+    if REPORT_FILE not in os.environ:
+        return False
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if not Path(os.environ[REPORT_FILE]).exists():
+        get_error_handler().record_exception(error)
+    return True
 
 
 def log_to_folder(run_dir: str | Path, rank: int) -> None:

@@ -1,11 +1,14 @@
 """LightningModules written for plain Lightning train the same on any hardware, or are refused before training."""
 
+import copy
 from pathlib import Path
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 
+from src.engine.determinism.ordered_data import OrderedData
 from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances, read_rows
@@ -25,6 +28,7 @@ MODULES = {
     "loss": f"_target_: tests.support.modules.WithLoss\n{PARTS}",
 }
 TWO = "trainer.devices=2"
+AVERAGING = "+callbacks.averaging={_target_: lightning.pytorch.callbacks.EMAWeightAveraging}"
 UNEVEN = [*("strategy=ddp", TWO), "strategy.shares=[3,1]"]
 
 
@@ -120,9 +124,7 @@ def test_names_metrics_that_are_not_restored(task: list[str], folder: Path, capl
     saved["metric_states"] = {f"old_{name}": state for name, state in saved["metric_states"].items()}
     torch.save(saved, folder / "old.ckpt")
     fit(compose(folder / "resumed", *words, *of_class("Accumulates"), f"ckpt_path={folder}/old.ckpt"))
-    assert (
-        "metrics of the checkpoint that this run does not have begin anew: old_training_step.train/label" in caplog.text
-    )
+    assert "metrics of the checkpoint that this run does not have begin anew: old_training_step" in caplog.text
     assert "old_mean_label" in caplog.text
     assert "old_on_train_epoch_end" not in caplog.text
 
@@ -149,7 +151,7 @@ def test_a_search_for_the_learning_rate_is_not_repeated(task: list[str], folder:
 
 def test_a_search_for_the_batch_size_is_refused(task: list[str], folder: Path) -> None:
     finder = "+callbacks.finder={_target_: lightning.pytorch.callbacks.BatchSizeFinder}"
-    with pytest.raises(UserError, match="leave it out, set data.batch_size, and trainer.accumulate_grad_batches"):
+    with pytest.raises(UserError, match="leave it out, set data"):
         fit(compose(folder, *task, finder))
 
 
@@ -221,18 +223,43 @@ def test_weights_only_checkpoint_can_be_read(task: list[str], folder: Path) -> N
             "callbacks.best monitors val_acc, which validation does not log .it logs val",
         ),
         (["module=template", "strategy=pipeline"], "strategy=pipeline needs TemplateStyle.loss"),
+        (["strategy=fsdp", AVERAGING], "EMAWeightAveraging averages a copy .* callbacks=ema, or strategy=ddp"),
         (["module=template", "test=true"], "test=True: TemplateStyle has no test_step: add it"),
         (
             ["module._target_=tests.support.modules.OwnParameter", "strategy=fsdp"],
             "but temperature belongs to OwnParameter itself",
         ),
     ],
-    ids=["no network", "no metric", "no loss", "no test", "own parameter"],
+    ids=["no network", "no metric", "no loss", "averaging", "no test", "own parameter"],
 )
 def test_refused_before_training(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=message):
         run(compose(folder, *task, "module=plain", *overrides))
     assert not (folder / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("options", [["callbacks=[default,early_stopping]"], ["logger=none"]], ids=["monitor", "none"])
+def test_without_validation_or_loggers(
+    options: list[str], task: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = compose(folder, *task, *of_class("LogsToExperiment"), "data.val_fraction=0", "test=false", *options)
+    if options == ["logger=none"]:
+        cfg.logger = cfg.callbacks = None  # as in a recipe of one's own
+        fit(cfg)
+        return
+    cfg.callbacks.early_stopping.monitor = "train/loss"
+    fit(cfg)
+    assert "no validation, so callbacks.best and callbacks.early_stopping cannot act" in caplog.text
+
+
+def test_callbacks_set_attributes_of_the_data_module(task: list[str]) -> None:
+    plain = L.LightningDataModule()
+    data = OrderedData(plain, 0, {})
+    data.curriculum = 2
+    data.layout = data.trainer = None  # type: ignore[assignment]
+    assert vars(plain)["curriculum"] == 2 == data.curriculum
+    assert not hasattr(plain, "layout")
+    assert copy.deepcopy(data).curriculum == 2
 
 
 def of_class(name: str) -> list[str]:
