@@ -46,7 +46,7 @@ class Evaluation(L.Callback):
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if not trainer.training:
-            self._loaded_step = checkpoint["position"]["steps"]
+            self._loaded_step = checkpoint.get("position", {"steps": checkpoint["global_step"]})["steps"]
 
     def on_validation_batch_end(
         self,
