@@ -56,7 +56,9 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        rows, row = self._read(), {"step": step} | metrics
+        rows = self._read()
+        step = step if step is not None else rows[-1]["step"] if rows else 0  # a module may call it without
+        row = {"step": step} | metrics
         is_new = not rows or rows[-1]["step"] != step
         can_append = is_new and set(row) <= set(self._columns) and self.file.exists() and not self._lacks_rows
         self._columns += [name for name in row if name not in self._columns]
@@ -90,7 +92,7 @@ class CSVLogger(Logger):
             complete = text[: text.rfind("\n") + 1]  # a killed process may have written half a line
             reader = csv.DictReader(complete.splitlines())
             self._columns = list(reader.fieldnames or self._columns)
-            logged = [{name: value for name, value in row.items() if value} for row in reader]
+            logged = [{name: value for name, value in row.items() if value} for row in reader if row["step"]]
             self._rows = [row | {"step": int(row["step"])} for row in logged]
             if complete != text:
                 self._rewrite()
