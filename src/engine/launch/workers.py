@@ -114,7 +114,8 @@ def _next_start(cfg: DictConfig, policy: DevicePolicy, end: RankFailedError | si
     if reason:
         cfg = _with_devices_of(policy, cfg, reason)
     elif cfg.launch.elastic and "OutOfMemoryError" in str(end).partition("\n")[0]:
-        cfg = with_smaller_micro_batches(cfg)
+        starts = [event for event in read_events(cfg.run_dir) if "normalizes" in event]
+        cfg = with_smaller_micro_batches(cfg, not starts or starts[-1]["normalizes"])
         print(f"restarting with trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}", file=sys.stderr)
     else:
         print(f"restarting; {policy.restarts_left} restarts left after this one", file=sys.stderr)
