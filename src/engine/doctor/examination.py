@@ -141,7 +141,7 @@ def check_slurm(cfg: DictConfig) -> str:
 
 def check_disk(cfg: DictConfig) -> str:
     """Check the space for the run, and in /dev/shm, through which NCCL and the workers of a DataLoader pass data."""
-    is_used = cfg.data.num_workers > 0 or torch.cuda.device_count() > 1
+    is_used = cfg.data.get("num_workers", 0) or torch.cuda.device_count() > 1
     if is_used and _SHARED_MEMORY.exists() and shutil.disk_usage(_SHARED_MEMORY).free < _MIN_SHARED_MEMORY:
         raise UserError(
             f"{_SHARED_MEMORY} has less than {_MIN_SHARED_MEMORY >> 20} MiB free, too little for NCCL and for "
