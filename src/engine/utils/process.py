@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from src.engine.utils.errors import UserError
+from src.engine.utils.ranks import is_started_by_srun, is_started_by_torchrun
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -49,17 +50,15 @@ _SHOWN = ("src.", "lightning.pytorch.callbacks.model_summary")
 
 def detect_cluster_environment() -> ClusterEnvironment | None:
     """Return the environment of torchrun or SLURM, or None if neither started this process as one of several ranks."""
-    if not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"} & os.environ.keys():
+    if not (is_started_by_torchrun() or is_started_by_srun()):
         return None
     from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
-    if TorchElasticEnvironment.detect():
+    if is_started_by_torchrun():
         return TorchElasticEnvironment()
-    if SLURMEnvironment.detect() and int(os.environ.get("SLURM_NTASKS", 1)) > 1:
-        if "SLURM_NTASKS_PER_NODE" not in os.environ:  # which Lightning requires
-            raise UserError("srun started several tasks: give it --ntasks-per-node in place of --ntasks")
-        return SLURMEnvironment(auto_requeue=False)
-    return None
+    if "SLURM_NTASKS_PER_NODE" not in os.environ:  # which Lightning requires
+        raise UserError("srun started several tasks: give it --ntasks-per-node in place of --ntasks")
+    return SLURMEnvironment(auto_requeue=False)
 
 
 def log_file(run_dir: str | Path, rank: int) -> Path:
@@ -138,7 +137,7 @@ def cores_per_rank(ranks: int) -> int:
     GPU ranks need them as well, for data that is read or transformed on the host. A rank that SLURM started has cores
     of its own.
     """
-    if "SLURM_CPUS_PER_TASK" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "SLURM_CPUS_PER_TASK" in os.environ and not is_started_by_torchrun():
         return int(os.environ["SLURM_CPUS_PER_TASK"])
     return len(usable_cores()) // ranks
 
