@@ -242,3 +242,23 @@ class LogsToExperiment(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.logger.experiment.add_image("first", batch[0][0], self.global_step)  # type: ignore[union-attr]
         return super().training_step(batch, batch_idx)
+
+
+class Unshardable(Plain):
+    """A weight that FSDP2 does not take as it is: a scalar, one with sparse gradients, a transposed one, another type.
+
+    Args:
+        kind: which of them.
+    """
+
+    def __init__(self, kind: str = "transposed") -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(10, 10))
+        if kind == "scalar":
+            self.net.register_parameter("logit_scale", nn.Parameter(torch.ones(())))
+        if kind == "sparse":
+            self.net.append(nn.Embedding(4, 10, sparse=True))
+        if kind == "transposed":
+            self.net[0].weight = nn.Parameter(torch.rand(10, 10).T)
+        if kind == "types":
+            self.net[0].bias.data = self.net[0].bias.data.half()

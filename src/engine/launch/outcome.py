@@ -108,7 +108,9 @@ def first_failure(failed: Any, run_dir: str) -> Exception:
     Elastic's ChildFailedError `failed` has the rank that ended first, which may be another one.
     """
     rank, failure = failed.get_first_failure()
-    died = RankDiedError(f"rank {rank} died ({failure.message}); its log is {log_file(run_dir, rank)}")
+    # torch crashes with this value on CPUs.
+    hint = "; unset TORCH_DISTRIBUTED_DEBUG=DETAIL" * (os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL")
+    died = RankDiedError(f"rank {rank} died ({failure.message}){hint}; its log is {log_file(run_dir, rank)}")
     died.dead_rank = rank
     if failure.exitcode < 0:  # killed by a signal
         return died

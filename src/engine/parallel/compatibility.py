@@ -29,6 +29,15 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
         for weight_name, weight in module.named_parameters():
             if weight._backward_hooks or weight._post_accumulate_grad_hooks:
                 raise UserError(f"this strategy would lose the hook of the parameter {weight_name}: use strategy=ddp")
+            if weight.ndim == 0 and name != "ddpspawn":
+                raise UserError(
+                    f"{weight_name} is a scalar, which FSDP cannot shard: give it the shape (1,), or use strategy=ddp"
+                )
+        for layer_name, layer in module.named_modules():
+            if getattr(layer, "sparse", False) is True and name != "ddpspawn":
+                raise UserError(
+                    f"{layer_name} has sparse gradients, which FSDP cannot reduce: set sparse=False, or strategy=ddp"
+                )
 
 
 def check_callbacks(trainer: L.Trainer) -> None:

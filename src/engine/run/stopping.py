@@ -2,6 +2,7 @@
 
 import faulthandler
 import logging
+import sys
 import time
 from pathlib import Path
 from signal import Signals
@@ -93,6 +94,10 @@ class Watchdog(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         set_timeouts_after(self.timeout)
+        if hasattr(
+            sys, "ps1"
+        ):  # a notebook or a prompt, where a debugger may wait for the user, and a kernel must stay
+            return
         file = log_file(self.folder, trainer.global_rank)
         file.parent.mkdir(parents=True, exist_ok=True)
         self._rank_log = file.open("a")

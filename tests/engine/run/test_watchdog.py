@@ -1,6 +1,7 @@
 """The timer of a rank ends a hang before the process groups do."""
 
 import faulthandler
+import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,3 +46,15 @@ def test_an_error_is_reported_before_callbacks_handle_it(
     watchdog.on_exception(None, None, ValueError("a later one"))  # type: ignore[arg-type]
     assert timers == [1000.0, 20.0]
     assert "RuntimeError: only here" in (tmp_path / "error.json").read_text()
+
+
+def test_a_prompt_has_no_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the kernel of a notebook while a debugger waits for the user."""
+    timers: list[float] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, **_: timers.append(seconds))
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    watchdog = Watchdog(tmp_path, 1000.0)
+    watchdog.setup(SimpleNamespace(global_rank=0), None, "fit")  # type: ignore[arg-type]
+    watchdog._restart_timer()
+    watchdog.on_exception(None, None, ValueError())  # type: ignore[arg-type]
+    assert timers == []
