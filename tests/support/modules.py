@@ -240,7 +240,7 @@ class LogsToExperiment(Plain):
     """Calls a logger's own methods, as code for TensorBoard does."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.logger.experiment.add_image("first", batch[0][0], self.global_step)  # type: ignore[union-attr]
+        self.logger.experiment.add_image("first", batch[0][0], self.global_step)
         return super().training_step(batch, batch_idx)
 
 

@@ -71,8 +71,10 @@ def share_config(store: dist.Store, rank: int, world_size: int, cfg: DictConfig)
     store.set(f"read/{rank}", "")
     if rank == 0:  # it may host the store, which must outlive the other ranks' reading
         missing_ranks(store, "read", world_size, _PATIENCE if failure else _TIMEOUT)
-    if failure or isinstance(result, UserError):
-        raise failure or result
+    if failure:
+        raise failure
+    if isinstance(result, UserError):
+        raise result
     return result
 
 

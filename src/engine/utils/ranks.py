@@ -5,8 +5,8 @@ import os
 from src.engine.utils.errors import UserError
 
 # Of one rank. A shell may keep them from another job, and torch and Lightning would read them.
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_OF_A_RANK += ("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID")
+_OF_A_RANK = ["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+_OF_A_RANK += ["MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID"]
 
 
 def is_started_by_torchrun() -> bool:

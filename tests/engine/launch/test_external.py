@@ -23,7 +23,12 @@ STALE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0
 def setenv(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("RANK", "SLURM_PROCID", "SLURM_NTASKS", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    return lambda variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
+
+    def set_all(variables: dict[str, str]) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_all
 
 
 @pytest.mark.parametrize(

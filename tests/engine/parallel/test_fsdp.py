@@ -54,12 +54,15 @@ def test_half_precision_stays_near_full_precision(
         ("transposed", None),
     ],
 )
-@pytest.mark.parametrize("strategy", [FSDP(), FSDP(replicas=2), Pipeline(data_parallel="fsdp")], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [FSDP(), FSDP(replicas=2), Pipeline(data_parallel="fsdp")], ids=["fsdp", "hsdp", "hybrid"]
+)
 def test_weights_that_fsdp_does_not_take(strategy: Any, kind: str, message: str | None) -> None:
     module = Unshardable(kind)
+    layer: Any = module.net[0]
     module.loss = F.cross_entropy  # type: ignore[assignment]
     with pytest.raises(UserError, match=message) if message else nullcontext():
         check_can_train(strategy, module)
-        prepare_to_shard(module.net[0])
-    assert message or module.net[0].weight.is_contiguous()
+        prepare_to_shard(layer)
+    assert message or layer.weight.is_contiguous()
     check_can_train(DDP(), module)

@@ -2,13 +2,14 @@
 
 import signal
 import threading
+from typing import Any
 
 from src.engine.utils import signals
 
 
 def test_a_run_in_another_thread_installs_no_handler() -> None:
     """As in a server, or in a widget of a notebook."""
-    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in signals.SIGNALS}
     found: list[dict[int, object]] = []
 
     def run() -> None:
