@@ -6,11 +6,7 @@ import lightning as L
 
 
 class WithPlainData(L.LightningDataModule):
-    """Hands everything that it does not have itself on to the user's DataModule: hooks, and attributes read or set.
-
-    Attributes:
-        plain: the user's DataModule. A subclass sets it when it has all attributes of its own.
-    """
+    """Hands everything that it does not have itself on to `plain`, which a subclass sets as its last attribute."""
 
     plain: L.LightningDataModule
 

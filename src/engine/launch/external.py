@@ -37,10 +37,8 @@ def connect_ranks(env: ClusterEnvironment) -> dist.Store:
         store = dist.TCPStore(address, port, ranks, is_server, _TIMEOUT, wait_for_workers=False, multi_tenant=True)
     except dist.DistNetworkError as error:
         if not is_server:  # nothing else may report it, if there is no rank zero
-            raise SystemExit(
-                f"error: rank {env.global_rank()} finds no rank zero at {address}:{port} in {_TIMEOUT}: start that one "
-                "too, and give both the same MASTER_ADDR and MASTER_PORT"
-            ) from None
+            place = f"at MASTER_ADDR={address}, MASTER_PORT={port} in {_TIMEOUT}"
+            raise SystemExit(f"error: rank {env.global_rank()} finds no rank zero {place}: start it too") from None
         raise UserError(f"cannot listen on port {port} of this host: set MASTER_PORT to another port") from error
     # The agent's store keeps the keys of an earlier start. Without it, the hosts may count their starts differently.
     start = os.environ["TORCHELASTIC_RESTART_COUNT"] if is_of_agent else "0"
@@ -54,7 +52,7 @@ def share_config(store: dist.Store, rank: int, world_size: int, cfg: DictConfig)
     if rank == 0:
         result: DictConfig | UserError
         try:
-            _wait_for_ranks(store, "composed", world_size)
+            _wait_for_ranks(store, world_size)
             _check_same_options([store.get(f"composed/{other}") for other in range(world_size)])
             if cfg.launch.elastic is True:
                 _take_started_world(cfg, world_size)
@@ -88,16 +86,13 @@ def missing_ranks(store: dist.Store, name: str, world_size: int, limit: timedelt
     return []
 
 
-def _wait_for_ranks(store: dist.Store, name: str, world_size: int) -> None:
-    """Wait until each rank has set its key, and say after some time for whom; raise a UserError if one does not."""
-    if missing := missing_ranks(store, name, world_size, _PATIENCE):
+def _wait_for_ranks(store: dist.Store, world_size: int) -> None:
+    """Wait for the options of each rank, and say after some time for whom; raise a UserError if one does not come."""
+    for limit in (_PATIENCE, _TIMEOUT):
+        if not (missing := missing_ranks(store, "composed", world_size, limit)):
+            return
         print(f"waiting for rank {', '.join(map(str, missing))} of {world_size}", file=sys.stderr)
-        missing = missing_ranks(store, name, world_size, _TIMEOUT)
-    if missing:
-        raise UserError(
-            f"no answer from rank {', '.join(map(str, missing))} in {_TIMEOUT}: start all {world_size} ranks at once, "
-            "with the same command"
-        )
+    raise UserError(f"no answer in {_TIMEOUT}: start all {world_size} ranks at once, with the same command")
 
 
 def _check_same_options(composed: list[bytes]) -> None:

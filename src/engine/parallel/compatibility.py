@@ -29,27 +29,25 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
         for weight_name, weight in module.named_parameters():
             if weight._backward_hooks or weight._post_accumulate_grad_hooks:
                 raise UserError(f"this strategy would lose the hook of the parameter {weight_name}: use strategy=ddp")
-            if weight.ndim == 0 and name != "ddpspawn":
-                raise UserError(
-                    f"{weight_name} is a scalar, which FSDP cannot shard: give it the shape (1,), or use strategy=ddp"
-                )
-        for layer_name, layer in module.named_modules():
-            if getattr(layer, "sparse", False) is True and name != "ddpspawn":
-                raise UserError(
-                    f"{layer_name} has sparse gradients, which FSDP cannot reduce: set sparse=False, or strategy=ddp"
-                )
+    if "fsdp" in (name, getattr(strategy, "data_parallel", "")):
+        refused = [f"the scalar {name}" for name, weight in module.named_parameters() if weight.ndim == 0]
+        refused += [
+            f"{name} with sparse=True" for name, part in module.named_modules() if getattr(part, "sparse", 0) is True
+        ]
+        if refused:
+            raise UserError(
+                f"FSDP cannot shard {refused[0]}: give it a dense weight of one dimension, or use strategy=ddp"
+            )
 
 
 def check_callbacks(trainer: L.Trainer) -> None:
     """Check that no callback of Lightning averages a copy of the weights, of which a sharded rank has a part."""
-    for callback in trainer.callbacks:
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and isinstance(
-            trainer.strategy, ShardedStateStrategy
-        ):
-            raise UserError(
-                f"{type(callback).__name__} averages a copy of the network, of which a rank of this strategy has a "
-                "part: take callbacks=ema, or strategy=ddp"
-            )
+    averaging = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
+    if averaging and isinstance(trainer.strategy, ShardedStateStrategy):
+        raise UserError(
+            f"{type(averaging[0]).__name__} averages a copy of the network, of which a rank here has a part: "
+            "take callbacks=ema, or strategy=ddp"
+        )
 
 
 def check_parts(trainer: L.Trainer, module: L.LightningModule, cfg: DictConfig) -> None:

@@ -189,7 +189,7 @@ def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:
             "and trainer.accumulate_grad_batches if it does not fit"
         )
     if cfg.ckpt_path:  # which has the learning rate; the search would train a continued run from its first step
-        callbacks = {name: one for name, one in callbacks.items() if not _searches_learning_rate(one)}
+        callbacks = {name: one for name, one in callbacks.items() if type(one) is not LearningRateFinder}
     if not cfg.trainer.enable_progress_bar:  # Lightning refuses a bar that is disabled
         callbacks = {name: callback for name, callback in callbacks.items() if not isinstance(callback, ProgressBar)}
     return dict(sorted(callbacks.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
@@ -198,10 +198,6 @@ def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:
 def _acts_after_validation(callback: Any) -> bool:
     """Return whether EarlyStopping or ModelCheckpoint is set to act there only, whatever metric it monitors."""
     return any(getattr(callback, f"_{act}_on_train_epoch_end", None) is False for act in ("check", "save"))
-
-
-def _searches_learning_rate(callback: L.Callback) -> bool:
-    return isinstance(callback, LearningRateFinder) and type(callback).on_fit_start is LearningRateFinder.on_fit_start
 
 
 def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callback]:
