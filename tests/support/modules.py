@@ -182,7 +182,7 @@ class OwnParameter(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.temperature = nn.Parameter(torch.ones(()))
+        self.temperature = nn.Parameter(torch.ones(1))
 
 
 class WithLoss(TemplateStyle):
