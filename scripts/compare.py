@@ -1,8 +1,8 @@
 """Print the curves of several runs side by side, and say whether runs of one experiment have one curve.
 
-Each argument is a run folder; files are left out, so that runs/* may hold pages as well. A row is an epoch. The last
-rows are the differences from the first run. The exit status is 1 if two runs of one experiment part by more than
-rounding in their precision explains.
+Each argument is a run folder; files are left out, so that runs/* may hold pages as well. A row is a step at which all
+runs have the metric. The last rows are the differences from the first run. The exit status is 1 if two runs of one
+experiment part by more than rounding in their precision explains.
 """
 
 import argparse
@@ -12,18 +12,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from src.engine.report.agreement import verdicts
+from src.engine.report.agreement import shared_metrics, verdicts
 from src.engine.report.run_folder import RunFolder
 
 
 def table(runs: list[RunFolder], metric: str) -> Table:
-    """Return a table with a numbered column per run, cut to the shortest run."""
-    curves = [run.curves[metric].finite().tolist() for run in runs]
-    result = Table("", *map(str, range(1, len(runs) + 1)), title=metric)
-    for number, values in enumerate(zip(*curves, strict=False)):
-        result.add_row(str(number), *(f"{value:.4f}" for value in values))
+    """Return a table with a numbered column per run and a row for each step that all runs have."""
+    logged = [dict(zip(*run.curves[metric], strict=True)) for run in runs]
+    steps = sorted(set.intersection(*({*values} for values in logged)))
+    result = Table("step", *map(str, range(1, len(runs) + 1)), title=metric)
+    for step in steps:
+        result.add_row(f"{step:.0f}", *(f"{values[step]:.4f}" for values in logged))
     result.add_section()
-    gaps = [[abs(a - b) for a, b in zip(values, curves[0], strict=False)] for values in curves]
+    gaps = [[abs(values[step] - logged[0][step]) for step in steps] for values in logged]
     result.add_row("mean gap", *(f"{sum(gap) / max(1, len(gap)):.4f}" for gap in gaps))
     result.add_row("largest gap", *(f"{max(gap, default=0.0):.4f}" for gap in gaps))
     result.add_row("experiment", *(run.experiment or "unknown" for run in runs))
@@ -33,16 +34,21 @@ def table(runs: list[RunFolder], metric: str) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument("--metric", help="a column of metrics.csv (default: optimized_metric of the first run)")
+    parser.add_argument(
+        "--metric", help="a column of metrics.csv (default: optimized_metric of the first run, or a loss)"
+    )
     arguments = parser.parse_args()
     folders = [folder for folder in arguments.runs if not folder.is_file()] or arguments.runs
     for folder in folders:
         if not (folder / "metrics.csv").is_file():
             sys.exit(f"error: {folder} is no run folder: it has no metrics.csv")
     runs = [RunFolder(folder) for folder in folders]
-    metric = arguments.metric or runs[0].config.get("optimized_metric") or "val/acc"
+    shared = shared_metrics(runs)
+    preferred = [runs[0].config.get("optimized_metric"), *shared]
+    metric = arguments.metric or next((name for name in preferred if name in shared), "val/acc")
     if missing := [run.path for run in runs if metric not in run.curves]:
-        sys.exit(f"error: --metric={metric}: {missing[0]} has none logged")
+        logged = f"; all runs have {', '.join(shared)}" if shared else ""
+        sys.exit(f"error: --metric={metric}: {missing[0]} has none logged{logged}")
     for number, folder in enumerate(folders, 1):
         print(f"{number}: {folder}")
     Console().print(table(runs, metric))

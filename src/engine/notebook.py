@@ -18,6 +18,7 @@ from src.engine.config.command_line import complete_overrides, errors_explained
 from src.engine.config.folder import CONF, register_resolvers, remove_if_unused
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
+from src.engine.utils.ranks import forget_other_ranks
 
 if TYPE_CHECKING:
     import lightning as L
@@ -72,6 +73,7 @@ def train(cfg: DictConfig) -> Result:
     """
     from src.engine.launch.start import launch
 
+    forget_other_ranks()
     trainers: list[L.Trainer] = []
     with _hydra_initialized(list(cfg.runtime.overrides)), _process_restored():
         folder = _make_run_folder(cfg)

@@ -10,6 +10,8 @@ from typing import Any
 import lightning as L
 import torch
 
+from src.engine.run.stopping import Watchdog
+
 
 class Slow(L.Callback):
     """Sleep `seconds` in each step, and a minute in step `at`."""
@@ -30,9 +32,13 @@ class Breakpoint(L.Callback):
 
 
 class HangOnRankOne(L.Callback):
-    """Hang in the third step, on rank one only."""
+    """Hang in the third step, on rank one only; the timers of all ranks are short from then on."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            (watchdog,) = [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]
+            watchdog.timeout, watchdog._last_start = 1.0, 0.0
+            watchdog._restart_timer()
         while trainer.global_rank == 1 and trainer.global_step == 2:
             time.sleep(1)
 

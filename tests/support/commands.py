@@ -35,7 +35,12 @@ PARITY = ["experiment=parity", "logger=none", "trainer.accelerator=cpu", "traine
 PARITY += ["report=false"]
 TWO = ["strategy=ddp", "trainer.devices=2"]
 _SLURM = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
-_SLURM |= {"SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1"}
+_SLURM |= {
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_NODELIST": "localhost",
+    "SLURM_STEP_ID": "0",
+    "MASTER_ADDR": "127.0.0.1",
+}
 
 
 def start(*arguments: str, program: Sequence[str] = TRAIN, **variables: str) -> "subprocess.Popen[str]":

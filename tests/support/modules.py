@@ -6,7 +6,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import CatMetric, MaxMetric, MeanMetric, PearsonCorrCoef
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricTracker, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAccuracy
 
 
@@ -134,6 +134,25 @@ class Accumulates(Plain):
         self.log("train/best", self.best.compute())
 
 
+class Tracks(Plain):
+    """A history of metrics, to which each epoch adds one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = MetricTracker(MeanMetric(), maximize=True)
+
+    def on_train_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.tracker.update(batch[1].double())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        history = self.tracker.compute_all().tolist()
+        self.log_dict({f"train/label_{epoch}": mean for epoch, mean in enumerate(history)})
+
+
 class Scaled(nn.Module):
     """A convolution and a list of parameters."""
 
@@ -163,7 +182,7 @@ class OwnParameter(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.temperature = nn.Parameter(torch.ones(()))
+        self.temperature = nn.Parameter(torch.ones(1))
 
 
 class WithLoss(TemplateStyle):
@@ -194,3 +213,63 @@ class Branching(Plain):
             if number == 0 or x[0].sum() > x[1].sum():
                 x = F.relu(x + layer(x))
         return self.head(self.dropout(x.mean((2, 3))))
+
+
+class TwoOptimizers(Plain):
+    """Two optimizers that the module steps itself, by which Lightning's `global_step` counts each step twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        head = [*self.head.parameters()]
+        others = [weight for weight in self.parameters() if all(weight is not other for other in head)]
+        return [torch.optim.SGD(head, lr=0.02), torch.optim.SGD(others, lr=0.05)]
+
+
+class LearningRate(Plain):
+    """A learning rate as an attribute, which Lightning's LearningRateFinder sets."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class LogsToExperiment(Plain):
+    """Calls a logger's own methods, as code for TensorBoard does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.logger.experiment.add_image("first", batch[0][0], self.global_step)
+        return super().training_step(batch, batch_idx)
+
+
+class Unshardable(Plain):
+    """A weight that FSDP2 does not take as it is: a scalar, one with sparse gradients, a transposed one, another type.
+
+    Args:
+        kind: which of them.
+    """
+
+    def __init__(self, kind: str = "transposed") -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(10, 10))
+        if kind == "scalar":
+            self.net.register_parameter("logit_scale", nn.Parameter(torch.ones(())))
+        if kind == "sparse":
+            self.net.append(nn.Embedding(4, 10, sparse=True))
+        if kind == "transposed":
+            self.net[0].weight = nn.Parameter(torch.rand(10, 10).T)
+        if kind == "types":
+            self.net[0].bias.data = self.net[0].bias.data.half()

@@ -21,10 +21,11 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from src.engine.config.folder import CONF, CONFIG, PROJECT, folder_of, is_rank_zero, project_path, saved_config
+from src.engine.config.folder import CONF, CONFIG, PROJECT, folder_of, project_path, saved_config
 from src.engine.state.run_files import CHECKPOINTS
 from src.engine.utils.errors import UserError, nearest_options, suggest
 from src.engine.utils.option_kinds import flatten_config
+from src.engine.utils.ranks import forget_other_ranks, started_rank
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own variable: with 1, every error keeps its traceback
 # torch warns on macOS, in each process, that it does not redirect output, which nothing here asks for.
@@ -37,6 +38,7 @@ TRACEBACK_WANTED = os.environ.get(_FULL_ERROR) == "1"
 def run_application(main: Callable[[], None]) -> int:
     """Run a Hydra application and return the process's exit code."""
     load_dotenv(PROJECT / ".env")
+    forget_other_ranks()
     before = os.environ.get(_FULL_ERROR, "")
     os.environ[_FULL_ERROR] = "1"  # makes Hydra raise every exception, so that this function can handle it
     try:
@@ -69,6 +71,7 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
             raise UserError(f"{word}: give one of {', '.join(names)}, or ~{group} to leave it out")
         if group in _PATHS and "=" in word and not choice.strip("'\""):
             raise UserError(f"{word} is empty: give a path, or leave the option out")
+    words = [_with_quoted_path(word) for word in words]
     words = [_with_found_run(word) if word.startswith(("ckpt_path=", "init_from=")) else word for word in words]
     for index, word in enumerate(words):
         if word.startswith("ckpt_path=") and (folder := folder_of(_path(word))):
@@ -80,6 +83,13 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
             restored = [*_without_replaced(_overrides_of_sweep(folder), words), f"hydra.sweep.dir={quote(folder)}"]
             return [*flags, *words[:index], *restored, *words[index + 1 :]]
     return words
+
+
+def _with_quoted_path(word: str) -> str:
+    """Return the override of a path with quotation marks, if Hydra would need them: `ckpt_path=runs/lr=0.5`."""
+    name, _, path = word.partition("=")
+    needs_quotes = name.lstrip("+") in _PATHS and "=" in path and not path.startswith(("'", '"'))
+    return f"{name}={quote(path)}" if needs_quotes else word
 
 
 def _with_found_run(word: str) -> str:
@@ -106,7 +116,7 @@ def _newest_run(word: str) -> Path:
     if not started:
         raise UserError(f"{word}: there is no run with a checkpoint in {runs}: give the folder of a run")
     newest = max(started, key=lambda file: file.stat().st_mtime_ns).parent
-    if is_rank_zero():
+    if started_rank() == 0:
         print(f"{word}: the newest run is {newest}", file=sys.stderr)
     return newest
 

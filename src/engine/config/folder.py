@@ -14,15 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from src.engine.state.jobs import Job, read_jobs
 from src.engine.state.run_files import CHECKPOINTS, LAST, PREVIOUS
 from src.engine.utils.errors import UserError
+from src.engine.utils.ranks import started_rank
 
 CONFIG = "config.yaml"
 PROJECT = Path(__file__).parents[3]
 CONF = PROJECT / "conf"
-
-
-def is_rank_zero() -> bool:
-    """Return whether this process is rank zero, or a launcher whose ranks have not started yet."""
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0
 
 
 def project_path(path: str) -> str:
@@ -37,7 +33,7 @@ def run_folder(runs: str, name: str, *, _root_: DictConfig) -> str:
     `resume`, a SLURM job gets a folder named by its job id, and finds it again when it is requeued. Ranks above zero
     get '.', because they receive rank zero's folder later.
     """
-    if not is_rank_zero():
+    if started_rank() > 0:
         return "."
     if _root_.fit and _root_.ckpt_path and (continued := folder_of(Path(_root_.ckpt_path))):
         return str(continued)
@@ -64,7 +60,7 @@ def remove_if_unused(folder: Path) -> None:
 
     Ranks above zero remove nothing: they have no folder of their own, but the working directory.
     """
-    if is_rank_zero() and folder.is_dir() and {path.name for path in folder.iterdir()} <= {"logs"}:
+    if started_rank() == 0 and folder.is_dir() and {path.name for path in folder.iterdir()} <= {"logs"}:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -123,7 +119,7 @@ def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
 
     The overrides identify a job, so that a sweep can be continued with more jobs than before.
     """
-    if not is_rank_zero():
+    if started_rank() > 0:
         return "."  # this rank receives rank zero's folder
     overrides: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)  # as typed
     for name, job in read_jobs(Path(sweep)):

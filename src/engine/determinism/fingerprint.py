@@ -7,8 +7,10 @@ import logging
 import sys
 import sysconfig
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +101,14 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
         config: the resolved configuration.
 
     Raises:
-        UserError: if an option differs that a continued run cannot change, or the training data.
+        UserError: if an option differs that a continued run cannot change, or the training data; or if plain Lightning
+            wrote the checkpoint.
     """
+    if not checkpoint.get("experiment"):
+        raise UserError(
+            f"ckpt_path={config.ckpt_path} has no position in the data, as files of plain Lightning, or of weights: "
+            f"init_from={config.ckpt_path} starts a new run with its weights"
+        )
     before = Experiment(**checkpoint["experiment"])
     # The weights come from the checkpoint, and so the initial weights stay those of the earlier run.
     kept = {name: value for name, value in current.options.items() if name != "init_from"}
@@ -113,7 +121,7 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
             f"the run in ckpt_path had {', '.join(named)}: that is another experiment; set it back, or start a new run"
         )
     if before.fingerprint != now.fingerprint:
-        origin = f"{before.fingerprint}, step {checkpoint['global_step']}"
+        origin = f"{before.fingerprint}, step {checkpoint['position']['steps']}"
         now = replace(now, options=now.options | {_CONTINUED: origin})
         reason = ", ".join(changes.values()) or "the code of its classes was edited"
         level = logging.INFO if changes else logging.WARNING
@@ -132,7 +140,7 @@ def code_version(targets: Iterable[str]) -> str:
     """Return a hash of the source files of classes and functions, without comments and docstrings.
 
     A file counts with the files of its folder, of the folders in it, and of the parts of the engine that compute the
-    experiment, whose classes and functions it imports. Installed libraries do not count.
+    experiment, from which it imports anything. Installed libraries do not count.
     """
     names: set[str] = set()
     for target in targets:
@@ -143,20 +151,42 @@ def code_version(targets: Iterable[str]) -> str:
 
 def _with_imports(name: str, package: str, found: set[str]) -> set[str]:
     """Return `found` with a module and the modules of the package from which it imports, directly or not."""
-    module = sys.modules[name]
-    file = getattr(module, "__file__", None) or ""
+    file = _file(name)
     if name not in found and file.endswith(".py") and not file.startswith(_LIBRARIES):
         found.add(name)
-        origins = {str(getattr(value, "__module__", None)) for value in vars(module).values()}
-        for origin in origins & sys.modules.keys():
-            if origin.startswith((f"{package}.", *_ENGINE)):
+        values = vars(sys.modules[name]).values() if name in sys.modules else ()
+        for origin in {str(getattr(value, "__module__", None)) for value in values} | _imported(name, file):
+            is_beside = not package and origin in sys.modules and not origin.startswith("src.")
+            if is_beside or origin.startswith((f"{package}.", *_ENGINE)):
                 _with_imports(origin, package, found)
+    return found
+
+
+def _file(name: str) -> str:
+    """Return the path of a module's source, also of one that a function imports later; "" if it is no module."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__file__", None) or ""
+    with suppress(ImportError, ValueError):
+        return getattr(find_spec(name), "origin", None) or ""
+    return ""
+
+
+def _imported(name: str, file: str) -> set[str]:
+    """Return the names that the import statements of a file give, of which some are modules."""
+    package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(Path(file).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            origin = resolve_name("." * node.level + (node.module or ""), package)
+            found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
     return found
 
 
 @cache
 def _code(name: str) -> str:
-    tree = ast.parse(Path(str(sys.modules[name].__file__)).read_text())
+    tree = ast.parse(Path(_file(name)).read_text())
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]

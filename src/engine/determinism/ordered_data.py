@@ -22,6 +22,7 @@ from src.engine.determinism.layout import (
     data_parallel_info,
 )
 from src.engine.determinism.loader import EVALUATION, SETUP, example, loaders_of
+from src.engine.determinism.plain_data import WithPlainData
 from src.engine.determinism.sampler import total_steps
 from src.engine.determinism.seeding import refuse_draws, seed_generators
 from src.engine.determinism.training_loaders import TrainingLoaders
@@ -30,7 +31,7 @@ from src.engine.utils.errors import UserError
 _LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
-class OrderedData(L.LightningDataModule):
+class OrderedData(WithPlainData):
     """Divides the batches of any LightningDataModule among the ranks, in an order that no hardware changes.
 
     A batch of Lightning is a step in parts: micro-batches, or virtual ranks one by one (`src/engine/run/parts.py`).
@@ -44,8 +45,6 @@ class OrderedData(L.LightningDataModule):
     - `batch_size_per_device`: samples per process and micro-batch. If `batch_size` is None, it becomes their product.
     - `has_pairs`: whether a sample needs its partner, half a global batch further on, in the same micro-batch and rank.
     - `description`: some words for the banner.
-
-    Attributes that this class does not have are those of the DataModule.
 
     Args:
         plain: the user's DataModule.
@@ -73,7 +72,7 @@ class OrderedData(L.LightningDataModule):
         bit_exact: bool = False,
     ) -> None:
         super().__init__()
-        self.plain, self.run_seed, self.limits = plain, seed, limits
+        self.run_seed, self.limits = seed, limits
         self.accumulate, self.virtual_ranks, self.bit_exact = accumulate, virtual_ranks, bit_exact
         self.prepare_data_per_node = plain.prepare_data_per_node
         self.parts = StepParts()
@@ -81,13 +80,7 @@ class OrderedData(L.LightningDataModule):
         self._training: TrainingLoaders | None = None
         self._evaluation: dict[str, EvaluationLoaders] = {}
         self._sample_index = torch.empty(0, dtype=torch.int64)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "plain":  # not yet unpickled
-            raise AttributeError(name)
-        if hasattr(type(self), name):
-            return self.__getattribute__(name)  # a property that has failed, whose own error this shows
-        return getattr(self.plain, name)
+        self.plain = plain  # the last: others are set on it
 
     def prepare_data(self) -> None:
         self.plain.trainer = cast(L.Trainer, OneProcess(cast(L.Trainer, self.trainer)))
@@ -117,18 +110,6 @@ class OrderedData(L.LightningDataModule):
         for name in _LOADERS[stage]:
             if name != "train":
                 self._evaluation[name].check(self._takes_batch)
-
-    def teardown(self, stage: str) -> None:
-        self.plain.teardown(stage)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.plain.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.plain.load_state_dict(state_dict)
-
-    def on_exception(self, exception: BaseException) -> None:
-        self.plain.on_exception(exception)
 
     def train_dataloader(self) -> Any:
         """Return the loader of this rank's share of each global batch, or of each batch of several loaders."""

@@ -51,6 +51,9 @@ class ExactResumption(L.Callback):
         trainer.fit_loop.epoch_loop._batches_that_stepped = position["steps"]
         trainer.fit_loop.epoch_progress.current.completed = position["epoch"] + (position["epoch_steps"] > 0)
 
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.fit_loop.epoch_loop._batches_that_stepped = self._steps  # -1 after Lightning's LearningRateFinder
+
     def on_train_batch_end(self, *_: Any) -> None:
         self._steps += 1
         self._epoch_steps += 1

@@ -32,6 +32,7 @@ from src.engine.launch.outcome import RankFailedError
 from src.engine.launch.start import launch
 from src.engine.utils.errors import UserError
 from src.engine.utils.process import detect_cluster_environment
+from src.engine.utils.ranks import check_tasks_are_started, is_started_by_torchrun
 from src.engine.utils.targets import build
 
 _SHOWN = ("Python", "torch", "lightning", "hydra-core", "wandb")
@@ -130,7 +131,7 @@ def check_slurm(cfg: DictConfig) -> str:
         return "not in a SLURM job"
     _, devices = _accelerator_and_count(cfg)
     nodes, tasks = cfg.trainer.num_nodes, int(os.environ.get("SLURM_NTASKS", 1))
-    is_task_a_rank = tasks > 1 and "TORCHELASTIC_RUN_ID" not in os.environ  # otherwise it starts all ranks of its host
+    is_task_a_rank = tasks > 1 and not is_started_by_torchrun()  # otherwise it starts all ranks of its host
     needed_tasks = devices if is_task_a_rank and not runs_in_single_process(cfg) else 1
     job_nodes = int(os.environ.get("SLURM_NNODES", nodes))
     if job_nodes != nodes or (is_task_a_rank and tasks != nodes * needed_tasks):
@@ -143,7 +144,7 @@ def check_slurm(cfg: DictConfig) -> str:
 
 def check_disk(cfg: DictConfig) -> str:
     """Check the space for the run, and in /dev/shm, through which NCCL and the workers of a DataLoader pass data."""
-    is_used = cfg.data.num_workers > 0 or torch.cuda.device_count() > 1
+    is_used = cfg.data.get("num_workers", 0) or torch.cuda.device_count() > 1
     if is_used and _SHARED_MEMORY.exists() and shutil.disk_usage(_SHARED_MEMORY).free < _MIN_SHARED_MEMORY:
         raise UserError(
             f"{_SHARED_MEMORY} has less than {_MIN_SHARED_MEMORY >> 20} MiB free, too little for NCCL and for "
@@ -246,8 +247,7 @@ def check_all_reduce(cfg: DictConfig) -> str:
 
     The options that would resume or restart a run are off, because one may be in progress in the run folder.
     """
-    if int(os.environ.get("SLURM_NTASKS", 1)) > 1 and not {"SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
-        raise UserError("the job has several tasks, but no srun started them: start `srun python train.py ...`")
+    check_tasks_are_started()
     cfg.fit, cfg.resume, cfg.launch.max_restarts, cfg.launch.elastic = False, None, 0, False
     if cfg.trainer.num_nodes == 1 and not detect_cluster_environment():
         with open_dict(cfg.strategy):  # a process per device, also for a strategy that starts its own processes

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 
-from src.engine.launch.external import connect_ranks
+from src.engine.launch.external import connect_ranks, missing_ranks
 from src.engine.utils.errors import UserError
 from src.engine.utils.process import close_process_group, detect_cluster_environment
 
@@ -55,15 +55,10 @@ def _device(cfg: DictConfig, local_rank: int) -> torch.device:
 def _wait_for_ranks(store: dist.Store, rank: int, world_size: int) -> list[str]:
     """Wait until every rank has a tensor on its device; return the names of the hosts, or raise a UserError."""
     store.set(f"ready/{rank}", socket.gethostname())
-    keys = [f"ready/{other}" for other in range(world_size)]
-    try:
-        store.wait(keys, timedelta(seconds=_TIMEOUT))
-    except dist.DistStoreError:
-        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
-        raise UserError(
-            f"no answer after {_TIMEOUT:.0f} s from rank {', '.join(missing)}: see `nvidia-smi` and `dmesg` on its host"
-        ) from None
-    return sorted({store.get(key).decode() for key in keys})
+    if missing := missing_ranks(store, "ready", world_size, timedelta(seconds=_TIMEOUT)):
+        ranks = ", ".join(map(str, missing))
+        raise UserError(f"no answer after {_TIMEOUT:.0f} s from rank {ranks}: see `nvidia-smi` and `dmesg` on its host")
+    return sorted({store.get(f"ready/{other}").decode() for other in range(world_size)})
 
 
 def _time_all_reduce(values: Tensor, store: dist.Store, rank: int, world_size: int) -> float:

@@ -4,11 +4,12 @@ A run restarts from its newest checkpoint, so any strategy can change its number
 """
 
 import os
+import shlex
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from src.engine.utils.errors import UserError
 from src.engine.utils.targets import NOT_PASSED, build
 
 _PROBE_TIMEOUT = 90.0  # seconds; a probe may import torch from a slow disk
+_POLL = 0.05  # seconds between two looks at a probe
 _PAUSE = float(os.environ.get("ELASTIC_PAUSE", 60.0))  # seconds before lost devices are tried; each loss doubles it
 
 
@@ -116,35 +118,46 @@ def with_devices(cfg: DictConfig, devices: list[int]) -> DictConfig:
     return cfg
 
 
-def with_smaller_micro_batches(cfg: DictConfig) -> DictConfig:
-    """Return the configuration with micro-batches of half the size, unless they would not hold whole groups.
+def with_smaller_micro_batches(cfg: DictConfig, normalizes: bool) -> DictConfig:
+    """Return the configuration with micro-batches of half the size, if they can hold whole groups and samples.
 
     With fewer ranks each has more samples of a batch, for which its memory may be too small.
+
+    Args:
+        cfg: the resolved configuration.
+        normalizes: whether the network has batch normalization, whose groups must not be divided.
     """
     cfg = cfg.copy()
     accumulate = 2 * cfg.trainer.accumulate_grad_batches
-    if not cfg.bit_exact and cfg.virtual_ranks % (accumulate * cfg.strategy.get("microbatches", 1)) == 0:
+    parts, batch = accumulate * cfg.strategy.get("microbatches", 1), cfg.data.get("batch_size") or 0
+    is_possible = batch % parts == 0 and batch // parts >= cfg.runtime.world_size
+    if not cfg.bit_exact and (cfg.virtual_ranks % parts == 0 or (is_possible and not normalizes)):
         cfg.trainer.accumulate_grad_batches = accumulate
     return cfg
 
 
-def unusable_devices(cfg: DictConfig, devices: Collection[int]) -> set[int]:
-    """Return the devices whose probe fails: `launch.probe`, or on a GPU a new process that puts a tensor on it."""
-    put_tensor = f'exec {sys.executable} -c "import torch; torch.ones(1, device=$DEVICE).item()"'
+def unusable_devices(
+    cfg: DictConfig, devices: Collection[int], is_over: Callable[[], bool] = lambda: False
+) -> set[int]:
+    """Return the devices whose probe fails: `launch.probe`, or on a GPU a new process that puts a tensor on it.
+
+    A probe that has not ended in time, or when `is_over` is true, is killed, and has failed.
+    """
+    put_tensor = f'exec {shlex.quote(sys.executable)} -c "import torch; torch.ones(1, device=$DEVICE).item()"'
     command = cfg.launch.probe or ("true" if cfg.trainer.accelerator == "cpu" else put_tensor)
     errors = None if cfg.launch.probe else subprocess.DEVNULL  # those of a command of the user are shown
     options: Any = {"shell": True, "stdout": subprocess.DEVNULL, "stderr": errors}
     probes = [subprocess.Popen(command, env=os.environ | {"DEVICE": str(device)}, **options) for device in devices]
     deadline = time.monotonic() + _PROBE_TIMEOUT
-    return {device for device, probe in zip(devices, probes, strict=True) if not _succeeds(probe, deadline)}
+    return {device for device, probe in zip(devices, probes, strict=True) if not _succeeds(probe, deadline, is_over)}
 
 
-def _succeeds(probe: "subprocess.Popen[bytes]", deadline: float) -> bool:
-    try:
-        return probe.wait(max(0.0, deadline - time.monotonic())) == 0
-    except subprocess.TimeoutExpired:
+def _succeeds(probe: "subprocess.Popen[bytes]", deadline: float, is_over: Callable[[], bool]) -> bool:
+    while probe.poll() is None and time.monotonic() < deadline and not is_over():
+        time.sleep(_POLL)
+    if probe.returncode is None:
         probe.kill()  # without a wait, because it may be stuck in the driver
-        return False
+    return probe.returncode == 0
 
 
 def time_of_last_save(run_dir: str) -> int:
@@ -162,7 +175,8 @@ def watch_for_devices(cfg: DictConfig, policy: DevicePolicy) -> Iterator[None]:
         while len(policy.used) < len(policy.devices) and not has_ended.wait(policy.pause):
             if time_of_last_save(cfg.run_dir) > before:
                 idle = [device for device in policy.devices if device not in policy.used]
-                if len(policy.choose(unusable_devices(cfg, idle))) > len(policy.used):
+                usable = policy.choose(unusable_devices(cfg, idle, has_ended.is_set))
+                if len(usable) > len(policy.used) and not has_ended.is_set():
                     signals.resize_file().touch()
                     return
 

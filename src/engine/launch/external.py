@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from src.engine.utils.option_kinds import flatten_config
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
 
+_PATIENCE = timedelta(seconds=30)  # until the terminal shows which ranks are missing
 _TIMEOUT = timedelta(minutes=10)  # for the slowest node to start
 
 
@@ -34,8 +36,9 @@ def connect_ranks(env: ClusterEnvironment) -> dist.Store:
     try:
         store = dist.TCPStore(address, port, ranks, is_server, _TIMEOUT, wait_for_workers=False, multi_tenant=True)
     except dist.DistNetworkError as error:
-        if not is_server:
-            raise
+        if not is_server:  # nothing else may report it, if there is no rank zero
+            place = f"at MASTER_ADDR={address}, MASTER_PORT={port} in {_TIMEOUT}"
+            raise SystemExit(f"error: rank {env.global_rank()} finds no rank zero {place}: start it too") from None
         raise UserError(f"cannot listen on port {port} of this host: set MASTER_PORT to another port") from error
     # The agent's store keeps the keys of an earlier start. Without it, the hosts may count their starts differently.
     start = os.environ["TORCHELASTIC_RESTART_COUNT"] if is_of_agent else "0"
@@ -45,24 +48,51 @@ def connect_ranks(env: ClusterEnvironment) -> dist.Store:
 def share_config(store: dist.Store, rank: int, world_size: int, cfg: DictConfig) -> DictConfig:
     """Resolve rank zero's composed configuration, and return it on every rank; a user error is raised on every rank."""
     store.set(f"composed/{rank}", OmegaConf.to_yaml(cfg, sort_keys=True))
+    failure: Exception | None = None
     if rank == 0:
         result: DictConfig | UserError
         try:
+            _wait_for_ranks(store, world_size)
             _check_same_options([store.get(f"composed/{other}") for other in range(world_size)])
             if cfg.launch.elastic is True:
                 _take_started_world(cfg, world_size)
             result = resolve_config(cfg, plan_strategy)
             _check_world_size(result, world_size)
-        except UserError as error:
-            result = error
+        except Exception as error:  # any, or the other ranks would wait
+            failure = error
+            result = error if isinstance(error, UserError) else UserError(f"rank 0 failed: {error}")
         store.set("result", pickle.dumps(result))  # type: ignore[arg-type]
-    result = pickle.loads(store.get("result"))
+    try:
+        result = pickle.loads(store.get("result"))
+    except dist.DistStoreError:
+        raise UserError(f"rank {rank} has waited for rank zero for {_TIMEOUT}") from None
     store.set(f"read/{rank}", "")
     if rank == 0:  # it may host the store, which must outlive the other ranks' reading
-        store.wait([f"read/{other}" for other in range(world_size)])
+        missing_ranks(store, "read", world_size, _PATIENCE if failure else _TIMEOUT)
+    if failure:
+        raise failure
     if isinstance(result, UserError):
         raise result
     return result
+
+
+def missing_ranks(store: dist.Store, name: str, world_size: int, limit: timedelta) -> list[int]:
+    """Wait until each rank has set its key `name/RANK`; return the ranks that have not within the limit."""
+    keys = [f"{name}/{rank}" for rank in range(world_size)]
+    try:
+        store.wait(keys, limit)
+    except dist.DistStoreError:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
+
+
+def _wait_for_ranks(store: dist.Store, world_size: int) -> None:
+    """Wait for the options of each rank, and say after some time for whom; raise a UserError if one does not come."""
+    for limit in (_PATIENCE, _TIMEOUT):
+        if not (missing := missing_ranks(store, "composed", world_size, limit)):
+            return
+        print(f"waiting for rank {', '.join(map(str, missing))} of {world_size}", file=sys.stderr)
+    raise UserError(f"no answer in {_TIMEOUT}: start all {world_size} ranks at once, with the same command")
 
 
 def _check_same_options(composed: list[bytes]) -> None:

@@ -25,10 +25,9 @@ from src.engine.state.jobs import is_sweep
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_end, append_event, append_kill, logged_steps
 from src.engine.utils.files import named_lock, read_json_lines
-from src.engine.utils.process import log_file
+from src.engine.utils.process import log_file, report_error
 from src.engine.utils.signals import Stopped
 
-REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of a rank's report
 # NCCL and gloo abort a process whose collective differs from those of other ranks.
 _ABORTED = ". If a layer runs for some samples only, strategy=fsdp gathers it on some ranks only: take strategy=ddp"
 _ABORTED += " with bit_exact=true, or +strategy.find_unused_parameters=true"
@@ -59,10 +58,7 @@ def exit_rank(error: Exception, run_dir: str, rank: int, terminal: TextIO | None
     destroys an NCCL group in an exit handler (`_init_dist_connection` in lightning/fabric/utilities/distributed.py).
     With gloo the exit may abort.
     """
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    if REPORT_FILE in os.environ:  # before the sockets close, because their end fails other ranks
-        get_error_handler().record_exception(error)
+    report_error(error)  # before the sockets close, because their end fails other ranks
     is_for_user = isinstance(error, UserError)
     if not is_for_user:
         append_traceback(error, run_dir, rank)
@@ -115,8 +111,10 @@ def first_failure(failed: Any, run_dir: str) -> Exception:
     Elastic's ChildFailedError `failed` has the rank that ended first, which may be another one.
     """
     rank, failure = failed.get_first_failure()
+    # torch crashes with this value on CPUs.
+    debug = "; unset TORCH_DISTRIBUTED_DEBUG=DETAIL" * (os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL")
     hint = _ABORTED if failure.exitcode == -SIGABRT else ""
-    died = RankDiedError(f"rank {rank} died ({failure.message}); its log is {log_file(run_dir, rank)}{hint}")
+    died = RankDiedError(f"rank {rank} died ({failure.message}){debug}; its log is {log_file(run_dir, rank)}{hint}")
     died.dead_rank = rank
     if failure.exitcode < 0:  # killed by a signal
         return died

@@ -26,6 +26,7 @@ from src.engine.launch.workers import launch_workers, run_rank
 from src.engine.plan import plan_strategy
 from src.engine.utils.errors import UserError
 from src.engine.utils.process import detect_cluster_environment
+from src.engine.utils.ranks import check_tasks_are_started, is_started_by_torchrun
 from src.engine.utils.signals import die_with_parent
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def launch(
             configuration.
         keep_trainer: gets the trainer after the run if this process is a rank.
     """
+    check_tasks_are_started()
     if env := detect_cluster_environment():
         return _join_started_ranks(env, cfg, keep_trainer)
     if cfg.launch.elastic is True:  # a job that was queued again may have one task
@@ -71,7 +73,7 @@ def _join_started_ranks(
 ) -> dict[str, float]:
     """Run this process as one of the ranks that torchrun or SLURM started; only rank zero prints a user error."""
     rank = env.global_rank()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun leaves its ranks behind if it is killed: they save, and end
+    if is_started_by_torchrun():  # it leaves its ranks behind if it is killed: they save, and end
         die_with_parent(os.getppid(), signal.SIGTERM)
     try:
         store = connect_ranks(env)  # it lives as long as the run, because the process group may use its server

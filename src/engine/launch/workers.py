@@ -20,7 +20,6 @@ from src.engine.launch.elastic import (
     with_smaller_micro_batches,
 )
 from src.engine.launch.outcome import (
-    REPORT_FILE,
     RankFailedError,
     exit_rank,
     first_failure,
@@ -30,7 +29,13 @@ from src.engine.launch.outcome import (
 from src.engine.state.run_files import stop_message
 from src.engine.utils import signals
 from src.engine.utils.events import append_event, read_events
-from src.engine.utils.process import close_process_group, connect_debugger, cores_per_rank, log_to_folder
+from src.engine.utils.process import (
+    REPORT_FILE,
+    close_process_group,
+    connect_debugger,
+    cores_per_rank,
+    log_to_folder,
+)
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 
@@ -109,7 +114,8 @@ def _next_start(cfg: DictConfig, policy: DevicePolicy, end: RankFailedError | si
     if reason:
         cfg = _with_devices_of(policy, cfg, reason)
     elif cfg.launch.elastic and "OutOfMemoryError" in str(end).partition("\n")[0]:
-        cfg = with_smaller_micro_batches(cfg)
+        starts = [event for event in read_events(cfg.run_dir) if "normalizes" in event]
+        cfg = with_smaller_micro_batches(cfg, not starts or starts[-1]["normalizes"])
         print(f"restarting with trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}", file=sys.stderr)
     else:
         print(f"restarting; {policy.restarts_left} restarts left after this one", file=sys.stderr)

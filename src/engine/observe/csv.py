@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from src.engine.utils.files import atomic_write
@@ -39,6 +39,11 @@ class CSVLogger(Logger):
         return ""
 
     @property
+    def experiment(self) -> DummyExperiment:
+        """An object that takes and ignores all calls, such as those of a module for TensorBoard with logger=none."""
+        return DummyExperiment()
+
+    @property
     def save_dir(self) -> str:
         return str(self.folder)
 
@@ -51,7 +56,9 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        rows, row = self._read(), {"step": step} | metrics
+        rows = self._read()
+        step = step if step is not None else rows[-1]["step"] if rows else 0  # a module may call it without
+        row = {"step": step} | metrics
         is_new = not rows or rows[-1]["step"] != step
         can_append = is_new and set(row) <= set(self._columns) and self.file.exists() and not self._lacks_rows
         self._columns += [name for name in row if name not in self._columns]
@@ -85,7 +92,7 @@ class CSVLogger(Logger):
             complete = text[: text.rfind("\n") + 1]  # a killed process may have written half a line
             reader = csv.DictReader(complete.splitlines())
             self._columns = list(reader.fieldnames or self._columns)
-            logged = [{name: value for name, value in row.items() if value} for row in reader]
+            logged = [{name: value for name, value in row.items() if value} for row in reader if row["step"]]
             self._rows = [row | {"step": int(row["step"])} for row in logged]
             if complete != text:
                 self._rewrite()

@@ -12,6 +12,7 @@ from torchmetrics.classification import MulticlassCalibrationError, MulticlassCo
 from src.engine.determinism.batch import Batch
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import atomic_write
+from src.engine.utils.steps import trained_steps
 from src.engine.utils.tensors import upcast_half
 
 
@@ -45,7 +46,7 @@ class Evaluation(L.Callback):
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if not trainer.training:
-            self._loaded_step = checkpoint["global_step"]
+            self._loaded_step = checkpoint.get("position", {"steps": checkpoint["global_step"]})["steps"]
 
     def on_validation_batch_end(
         self,
@@ -87,8 +88,8 @@ class Evaluation(L.Callback):
         pl_module.log_dict({f"{stage}/calibration_error": error} | accuracies, sync_dist=True)
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
-        # `global_step` is zero in a process that is spawned for the test.
-        trained = trainer.global_step or trainer.fit_loop.epoch_loop._batches_that_stepped
+        # The first is zero in a process that is spawned for the test.
+        trained = trained_steps(trainer) or trainer.fit_loop.epoch_loop._batches_that_stepped
         step = trained if self._loaded_step is None else self._loaded_step
         evaluation = {"step": step, "classes": data.classes, "confusion": confusion.tolist()}
         file = Path(trainer.default_root_dir) / "evaluation" / f"{stage}.json"

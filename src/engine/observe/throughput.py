@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from src.engine.observe.recording import RecordedStep
 from src.engine.observe.timeline import Timeline
 from src.engine.utils.process import peak_memory_mib
-from src.engine.utils.steps import is_log_point
+from src.engine.utils.steps import is_log_point, trained_steps
 
 _log = logging.getLogger(__name__)
 _MIN_GAIN = 0.05  # fraction of a step; below it, ranks differ by chance
@@ -72,8 +72,9 @@ class Throughput(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        is_warm_up = trainer.global_step == 1 < trainer.log_every_n_steps
-        if is_log_point(trainer, trainer.global_step) and not is_warm_up:
+        step = trained_steps(trainer)
+        is_warm_up = step == 1 < trainer.log_every_n_steps
+        if is_log_point(trainer, step) and not is_warm_up:
             self._report(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

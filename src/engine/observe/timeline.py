@@ -26,7 +26,7 @@ from src.engine.observe.recording import (
 )
 from src.engine.utils.files import append_json_line
 from src.engine.utils.process import peak_memory_mib
-from src.engine.utils.steps import is_log_point
+from src.engine.utils.steps import is_log_point, trained_steps
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Timeline(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stop()
         self._file = self.folder / f"rank{trainer.global_rank}.jsonl"
-        self._device, self._last_step, self._start = pl_module.device, trainer.global_step, time.time()
+        self._device, self._last_step, self._start = pl_module.device, trained_steps(trainer), time.time()
         self._pauses: dict[str, float] = defaultdict(float)  # seconds of validation and saving in this interval
         process = {"rank": trainer.global_rank, "host": platform.node(), "pid": os.getpid(), "start": self._start}
         self._write("process", process)
@@ -93,7 +93,7 @@ class Timeline(L.Callback):
         if self._file is None:
             return
         set_recording(None)
-        step = trainer.global_step
+        step = trained_steps(trainer)
         if is_log_point(trainer, step):
             self._write_interval(step)
         if is_log_point(trainer, step + 2):  # then the next step is the one before a log point
@@ -110,7 +110,7 @@ class Timeline(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write what followed the last log point, such as the last validation."""
         if self._file:
-            self._write_interval(trainer.global_step)
+            self._write_interval(trained_steps(trainer))
         self.on_exception(trainer)
 
     def on_exception(self, trainer: L.Trainer, *_: Any) -> None:

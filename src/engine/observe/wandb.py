@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
-from src.engine.utils.errors import UserError
+from src.engine.utils.errors import UserError, check_choice
 
 _log = logging.getLogger(__name__)
 _INIT_TIMEOUT = 20.0  # seconds
@@ -142,6 +142,8 @@ def online_or_offline() -> str:
     # Only this variable keeps `login` from printing the account, for which it would wait for the server.
     os.environ.setdefault("WANDB_SILENT", "true")
     mode = os.environ.get("WANDB_MODE")
+    if mode:
+        check_choice("WANDB_MODE", mode, ("online", "offline", "disabled", "shared", "dryrun", "run"))
     if mode in (None, "", "online") and not wandb.login(prompt=False, verify=False):
         if mode:
             _log.warning("WANDB_MODE=online, but no API key is configured: run `wandb login`; this run goes offline")

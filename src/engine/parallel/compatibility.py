@@ -3,9 +3,11 @@
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import DictConfig
 
+from src.engine.parallel.sharded_state import ShardedStateStrategy
 from src.engine.utils.errors import UserError
 
 
@@ -27,6 +29,25 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
         for weight_name, weight in module.named_parameters():
             if weight._backward_hooks or weight._post_accumulate_grad_hooks:
                 raise UserError(f"this strategy would lose the hook of the parameter {weight_name}: use strategy=ddp")
+    if "fsdp" in (name, getattr(strategy, "data_parallel", "")):
+        refused = [f"the scalar {name}" for name, weight in module.named_parameters() if weight.ndim == 0]
+        refused += [
+            f"{name} with sparse=True" for name, part in module.named_modules() if getattr(part, "sparse", 0) is True
+        ]
+        if refused:
+            raise UserError(
+                f"FSDP cannot shard {refused[0]}: give it a dense weight of one dimension, or use strategy=ddp"
+            )
+
+
+def check_callbacks(trainer: L.Trainer) -> None:
+    """Check that no callback of Lightning averages a copy of the weights, of which a sharded rank has a part."""
+    averaging = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
+    if averaging and isinstance(trainer.strategy, ShardedStateStrategy):
+        raise UserError(
+            f"{type(averaging[0]).__name__} averages a copy of the network, of which a rank here has a part: "
+            "take callbacks=ema, or strategy=ddp"
+        )
 
 
 def check_parts(trainer: L.Trainer, module: L.LightningModule, cfg: DictConfig) -> None:

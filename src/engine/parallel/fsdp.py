@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from src.engine.parallel.sharded_state import ShardedStateStrategy
+from src.engine.parallel.sharded_state import ShardedStateStrategy, prepare_to_shard
 from src.engine.parallel.tree_sum import TreeSum
 from src.engine.parallel.virtual_ranks import VirtualRanks
 from src.engine.utils.errors import UserError
@@ -160,9 +160,9 @@ class FSDP(ShardedStateStrategy):
         return output
 
     def _shard(self, net: nn.Module) -> None:
-        net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP supports no other format
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.policy}
         for module in self.gathered_modules(net):
+            prepare_to_shard(module)
             is_norm = self.policy.param_dtype and isinstance(module, _BatchNorm)
             sharded = fully_shard(module, mesh=self.device_mesh, **({} if is_norm else options))
             if self.is_bit_exact:

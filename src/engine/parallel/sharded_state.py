@@ -11,17 +11,33 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
 from src.engine.observe.recording import communication
 from src.engine.parallel.gather import all_gather
 from src.engine.state import sharded
 from src.engine.state.io import read_checkpoint, write_error
 from src.engine.state.optimizer_state import merge, shard_like
+from src.engine.utils.errors import UserError
 from src.engine.utils.tensors import to_full_tensor, with_versions
 
 # In these methods FSDP2 gathers the weights of a block, or reduces its gradients.
 for _name in ("pre_forward", "pre_backward", "post_backward"):
     setattr(FSDPParamGroup, _name, communication()(getattr(FSDPParamGroup, _name)))
+
+
+def prepare_to_shard(part: nn.Module) -> None:
+    """Make the weights that FSDP2 is to gather at once contiguous, or raise a UserError if they differ in type."""
+    weights = {name: weight for name, weight in part.named_parameters() if not isinstance(weight, DTensor)}
+    for weight in weights.values():
+        weight.data = weight.data.contiguous()  # FSDP2 supports neither channels last nor a transposed matrix
+    types = {weight.dtype: name for name, weight in weights.items()}
+    if len(types) > 1:
+        named = " and ".join(f"{name} ({dtype})" for dtype, name in types.items())
+        raise UserError(
+            f"FSDP gathers {named} at once, which must have one type: convert one, move it into a block of its own, or "
+            "use strategy=ddp"
+        )
 
 
 class ShardedStateStrategy(ModelParallelStrategy):

@@ -47,9 +47,11 @@ def plan_key(cfg: DictConfig, strategy: DictConfig) -> str:
 
 
 def read_cache(name: str) -> dict[str, Any]:
-    """Return the content of a file in the folder runs/."""
-    file = PROJECT / "runs" / name
-    return json.loads(file.read_text()) if file.exists() else {}
+    """Return the content of a file in the folder runs/; an unreadable one is no reason to end a run."""
+    with suppress(OSError, ValueError):
+        content = json.loads((PROJECT / "runs" / name).read_text())
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def update_cache(name: str, values: dict[str, Any]) -> None:

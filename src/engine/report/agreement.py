@@ -38,14 +38,22 @@ def difference(curve: Curve, first: Curve) -> Curve:
     return Curve(steps, np.where(curve.values[ours] == reference, 0.0, gaps))
 
 
+def shared_metrics(runs: Sequence[RunFolder]) -> list[str]:
+    """Return the metrics that all runs have logged, but those of speed: the loss of training, then other losses."""
+    shared = set.intersection(*({*run.curves} for run in runs)) - {"epoch", "lr"}
+    lengths = {name: len(runs[0].curves[name].steps) for name in shared if not name.startswith(_OF_MACHINE)}
+    return sorted(lengths, key=lambda name: (name != _METRIC, "loss" not in name, -lengths[name], name))
+
+
 def verdicts(runs: Sequence[RunFolder], names: Sequence[str]) -> list[Verdict]:
     """Compare the runs of each experiment with the first of them; an experiment with one run has no verdict."""
     groups: dict[str, list[tuple[RunFolder, str]]] = {}
     for run, name in zip(runs, names, strict=True):
-        if run.experiment and (run.is_bit_exact or _METRIC in run.curves):
+        if run.experiment:
             groups.setdefault(run.experiment, []).append((run, name))
     compared = [(*other, *first) for first, *others in groups.values() for other in others]
-    return [_compare_bits(*four) if four[0].is_bit_exact else _compare(*four) for four in compared]
+    found = [_compare_bits(*four) if four[0].is_bit_exact else _compare(*four) for four in compared]
+    return [verdict for verdict in found if verdict]
 
 
 def _compare_bits(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Verdict:
@@ -73,7 +81,8 @@ def _compare_bits(run: RunFolder, name: str, first: RunFolder, first_name: str) 
     if not changed:
         return Verdict(sentence, True)
     causes = [f"{key} ({run.numerics.get(key)}, {first.numerics.get(key)})" for key in sorted(changed)]
-    is_beyond_rounding = _METRIC in run.curves and _compare(run, name, first, first_name).parts
+    rounded = _compare(run, name, first, first_name)
+    is_beyond_rounding = rounded is not None and rounded.parts
     return Verdict(f"{sentence} They differ in {', '.join(causes)}, which changes bits.", is_beyond_rounding)
 
 
@@ -88,9 +97,13 @@ def _first_digit(a: float, b: float) -> int:
     return max(1, equal.index(False)) if False in equal else len(equal)
 
 
-def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Verdict:
-    gap = difference(run.curves[_METRIC], first.curves[_METRIC])
-    begin, most = _bounds(run, first)
+def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Verdict | None:
+    """Compare the loss of training; None if the runs have no loss in common."""
+    metric = next(iter(shared_metrics([run, first])), "")
+    if "loss" not in metric:
+        return None
+    gap = difference(run.curves[metric], first.curves[metric])
+    begin, most = _bounds(metric, run, first)
     allowed = np.minimum(begin * 10.0 ** np.minimum(gap.steps, 9), most)
     beyond = np.flatnonzero(~(gap.values <= allowed))  # nan is beyond
     experiment = f"Experiment {run.experiment}:"
@@ -98,18 +111,18 @@ def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Ve
         count = f"{len(gap.steps)} log points"
         return Verdict(f"{experiment} {name} and {first_name} have one curve, up to rounding ({count}).", False)
     at = beyond[0]
-    measured = f"{_METRIC} differs by {gap.values[at]:.1e}, relative; rounding explains {allowed[at]:.1e}"
+    measured = f"{metric} differs by {gap.values[at]:.1e}, relative; rounding explains {allowed[at]:.1e}"
     sentence = f"{experiment} {name} parts from {first_name} at step {gap.steps[at]:.0f}: {measured}."
     if run.world_size != first.world_size:
-        sentence += f" A module of your own logs {_METRIC} with sync_dist=True: without it, the value is rank zero's."
+        sentence += f" A module of your own logs {metric} with sync_dist=True: without it, the value is rank zero's."
     return Verdict(sentence, True)
 
 
-def _bounds(*runs: RunFolder) -> tuple[float, float]:
+def _bounds(metric: str, *runs: RunFolder) -> tuple[float, float]:
     """Return the largest difference by rounding at the first step, and at any step."""
     precision = str(runs[0].config.get("trainer.precision"))
     if precision.startswith("64"):
-        logged = [run.curves[_METRIC].finite() for run in runs]
+        logged = [run.curves[metric].finite() for run in runs]
         is_rounded = all(np.array_equal(values, values.astype(np.float32)) for values in logged)
         return _LOGGED_IN_FLOAT32 if is_rounded else _TIGHT
     is_on_cpu = all(run.started.get("device") == "cpu" for run in runs)

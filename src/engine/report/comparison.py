@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup
 
-from src.engine.report.agreement import difference, verdicts
+from src.engine.report.agreement import difference, shared_metrics, verdicts
 from src.engine.report.metric_charts import downsample, median, style_value_axis
 from src.engine.report.page import Section, chart, macros, new_figure, parts, series_color, write_page
 from src.engine.report.run_folder import Curve, RunFolder
@@ -23,7 +23,7 @@ _COMPARED = ("train/loss", "val/loss", "val/acc")
 def write_comparison(runs: list[RunFolder], file: Path, scripts: Path | None) -> Path:
     """Write the comparison of several runs with the first one. `scripts` is that of `write_page`."""
     names = labels(runs)
-    compared = [metric for metric in _COMPARED if all(metric in run.curves for run in runs)]
+    compared = [metric for metric in _COMPARED if all(metric in run.curves for run in runs)] or shared_metrics(runs)[:3]
     charts = [chart(comparison_figure(metric, runs, names, 500), metric, wide=True) for metric in compared]
     page = macros("comparison")
     sections = [

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from src.engine.state.run_files import LAST
 from src.engine.utils.errors import UserError
-from src.engine.utils.steps import RankConsensus
+from src.engine.utils.steps import RankConsensus, trained_steps
 
 
 class LastCheckpoint(Checkpoint):
@@ -48,10 +48,10 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved_at, self._consensus = time.monotonic(), RankConsensus()
-        self._saved_step = trainer.global_step  # a resumed run begins with a state that is saved already
+        self._saved_step = trained_steps(trainer)  # a resumed run begins with a state that is saved already
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
-        should_save = self._step_interval is not None and trainer.global_step % self._step_interval == 0
+        should_save = self._step_interval is not None and trained_steps(trainer) % self._step_interval == 0
         if self._time_interval is not None:
             # Every rank must poll at every step, also when the step alone decides.
             should_save = bool(self._consensus.poll(trainer, self._is_time_over)) or should_save
@@ -67,10 +67,10 @@ class LastCheckpoint(Checkpoint):
 
     def _save(self, trainer: L.Trainer) -> None:
         """Save, unless this step is saved already. Every rank must call it."""
-        if trainer.global_step == self._saved_step:
+        if trained_steps(trainer) == self._saved_step:
             return
         trainer.save_checkpoint(self.best_model_path)
-        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+        self._saved_step, self._saved_at = trained_steps(trainer), time.monotonic()
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from src.engine.determinism.fingerprint import Experiment, continue_experiment, describe_experiment
 from src.engine.observe.csv import CSVLogger
@@ -62,7 +63,7 @@ class RunDescription(L.Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training and self._experiment:
             self._experiment = continue_experiment(checkpoint, self._experiment, self.config)
-            self._resumed_at, self._restored_metrics = checkpoint["global_step"], checkpoint.get("metrics", {})
+            self._resumed_at, self._restored_metrics = checkpoint["position"]["steps"], checkpoint.get("metrics", {})
             self._numerics = checkpoint.get("numerics", {})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -120,6 +121,7 @@ class RunDescription(L.Callback):
             hosts=trainer.num_nodes,
             experiment=self._fingerprint,
             numerics=settings["numerics"],
+            normalizes=any(isinstance(part, _BatchNorm) for part in module.modules()),
             device=torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else module.device.type,
         )
 

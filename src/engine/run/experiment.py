@@ -8,8 +8,15 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ProgressBar
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ProgressBar,
+)
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -21,7 +28,7 @@ from src.engine.determinism.random_functions import RandomNumbers
 from src.engine.determinism.resumption import ExactResumption
 from src.engine.observe.csv import CSVLogger
 from src.engine.observe.wandb import finish_run, mark_preempted
-from src.engine.parallel.compatibility import check_can_train, check_parts
+from src.engine.parallel.compatibility import check_callbacks, check_can_train, check_parts
 from src.engine.parallel.norm_groups import NormGroups
 from src.engine.run.bit_exact import BitExactness, num_threads
 from src.engine.run.checkpoint import LastCheckpoint
@@ -183,15 +190,27 @@ def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:
             "GradientAccumulationScheduler changes the number of micro-batches while a run trains, each of which is a "
             "part of a step here: set trainer.accumulate_grad_batches, which changes no curve"
         )
+    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks.values()):
+        raise UserError(
+            "BatchSizeFinder would choose the experiment by the memory of a device: leave it out, set data.batch_size, "
+            "and trainer.accumulate_grad_batches if it does not fit"
+        )
+    if cfg.ckpt_path:  # which has the learning rate; the search would train a continued run from its first step
+        callbacks = {name: one for name, one in callbacks.items() if type(one) is not LearningRateFinder}
     if not cfg.trainer.enable_progress_bar:  # Lightning refuses a bar that is disabled
         callbacks = {name: callback for name, callback in callbacks.items() if not isinstance(callback, ProgressBar)}
     return dict(sorted(callbacks.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
 
 
+def _acts_after_validation(callback: Any) -> bool:
+    """Return whether EarlyStopping or ModelCheckpoint is set to act there only, whatever metric it monitors."""
+    return any(getattr(callback, f"_{act}_on_train_epoch_end", None) is False for act in ("check", "save"))
+
+
 def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callback]:
     """Return the callbacks that every run needs, and the configured ones."""
     folder = Path(cfg.run_dir)
-    monitors = {name: getattr(callback, "monitor", None) or "" for name, callback in configured.items()}
+    monitors = {name: callback.monitor for name, callback in configured.items() if getattr(callback, "monitor", None)}
     virtual = VirtualMetrics() if cfg.bit_exact else None
     callbacks = [
         # These end the run: a hung rank alone, or all ranks at the same step after a signal.
@@ -205,7 +224,7 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
         MetricStates(virtual),  # after ExactResumption, which saves the position
         RandomNumbers(cfg.seed),
         OptimizerSteps(),
-        MonitorCheck({name: monitor for name, monitor in monitors.items() if monitor.startswith("val")}),
+        MonitorCheck(monitors, {name for name in monitors if _acts_after_validation(configured[name])}),
         FiniteCheck(),
         *configured.values(),
     ]
@@ -218,7 +237,7 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
 
 def _build_each(cfg: DictConfig, group: str) -> dict[str, Any]:
     """Build the configured callbacks or loggers, by name: each is one key of the group."""
-    nodes = {f"{group}.{name}": node for name, node in cfg.get(group, {}).items() if node}
+    nodes = {f"{group}.{name}": node for name, node in (cfg.get(group) or {}).items() if node}
     for name in [name for name, node in nodes.items() if "_target_" not in node]:  # a recipe may have set its options
         options = ", ".join(map(str, nodes.pop(name)))
         _log.warning("%s has options (%s), but is left out: no file of conf/%s names its class", name, options, group)
@@ -235,6 +254,7 @@ def _build_module(cfg: DictConfig, trainer: L.Trainer) -> L.LightningModule:
     use_sample_dropout(module)
     check_parts(trainer, module, cfg)
     check_can_train(trainer.strategy, module)
+    check_callbacks(trainer)
     for stage in ("test", "predict"):
         if cfg[stage] and not is_overridden(f"{stage}_step", module):
             raise UserError(f"{stage}={cfg[stage]}: {type(module).__name__} has no {stage}_step: add it")
@@ -274,8 +294,14 @@ def _checkpoint_to_test(cfg: DictConfig, trainer: L.Trainer) -> str | None:
     callbacks: list[Any] = [one for one in trainer.checkpoint_callbacks if getattr(one, "monitor", None)]
     if not callbacks[0].best_model_path:
         raise UserError("test=best: training has kept no best checkpoint (callbacks.best): set test=true")
-    _log.info("test=best: %s", callbacks[0].best_model_path)
-    return callbacks[0].best_model_path
+    path = trainer.strategy.broadcast(callbacks[0].best_model_path)
+    if dist.is_initialized() and not trainer.strategy.reduce_boolean_decision(path == callbacks[0].best_model_path):
+        _log.warning(
+            "test=best: %s differs between the ranks, and rank zero's is taken: log it with sync_dist=True",
+            callbacks[0].monitor,
+        )
+    _log.info("test=best: %s", path)
+    return path
 
 
 def _log_end(metrics: dict[str, float], run_dir: str) -> None:

@@ -1,5 +1,6 @@
 """The states of metrics: of each virtual rank while these are computed one by one, and in checkpoints."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -8,12 +9,14 @@ from typing import Any, cast
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricTracker
 from torchmetrics.utilities.data import dim_zero_mean
 
+_log = logging.getLogger(__name__)
 _COUNT = "_update_count"  # of a metric, beside its states
 _State = dict[str, Any]  # tensors, and lists of them, by the names of a metric's states
 
@@ -161,6 +164,14 @@ class MetricStates(L.Callback):
         self._saved: dict[str, Any] = {}  # of a checkpoint, until they are restored
         self._is_within_epoch = False
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Convert metrics as the module; torchmetrics ignores its conversion, and forgets another on a new device."""
+        if isinstance(trainer.precision_plugin, DoublePrecision):
+            for metric in _metrics(pl_module).values():
+                metric.set_dtype(torch.float64)
+
+    on_test_start = on_fit_start
+
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         metrics = _metrics_to_save(trainer, pl_module, is_within_epoch=checkpoint["position"]["epoch_steps"] > 0)
         metrics = {name: metric for name, metric in metrics.items() if name not in self._saved}
@@ -199,17 +210,20 @@ class MetricStates(L.Callback):
             result._computed = None
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._saved:
+            _log.warning("metrics of the checkpoint that this run does not have begin anew: %s", ", ".join(self._saved))
         self._saved = {}
 
     def _restore(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Set each state on the first rank, and the default on the others; all of them get a mean, and the count."""
+        _fill_trackers(module, self._saved)
         for name, metric in _metrics(module).items():
             if name not in self._saved:
                 continue
             Metric.reset(metric)  # the `reset` of a wrapper would reset other metrics
             # The host need not wait for the device.
             saved = tree_map_only(Tensor, lambda x: x.to(module.device, non_blocking=True), self._saved.pop(name))
-            if self.virtual:
+            if self.virtual and name in self.virtual.metrics:
                 self.virtual.restore(name, metric, saved)
                 continue
             for key, value in saved.items():
@@ -222,13 +236,23 @@ def _metrics(module: nn.Module, prefix: str = "") -> dict[str, Metric]:
     return {name: part for name, part in module.named_modules(prefix=prefix) if isinstance(part, Metric)}
 
 
+def _fill_trackers(module: nn.Module, saved: dict[str, _State]) -> None:
+    """Let each MetricTracker have as many metrics as in the checkpoint; it adds one in each epoch, perhaps unused."""
+    for name, part in module.named_modules():
+        if isinstance(part, MetricTracker):
+            while any(key.startswith(f"{name}.{part.n_steps + 1}") and saved[key][_COUNT] for key in saved):
+                part.increment()
+
+
 def _metrics_to_save(trainer: L.Trainer, module: L.LightningModule, is_within_epoch: bool) -> dict[str, Metric]:
     """Return the metrics by name, without those that Lightning resets before a resumed run would use them."""
     loop: Any = trainer.fit_loop.epoch_loop
     accumulated: dict[str, Any] = {}
     finished = [*loop.val_loop._results.values(), *([] if is_within_epoch else loop._results.values())]
     if is_within_epoch:
-        accumulated = {name: item for name, item in loop._results.items() if item.is_tensor and item.meta.on_epoch}
+        ended = "on_train_epoch_end"  # what it logged is that of the epoch before
+        items = {name: item for name, item in loop._results.items() if item.is_tensor and item.meta.fx != ended}
+        accumulated = {name: item for name, item in items.items() if item.meta.on_epoch}
     reset = {id(item.value) for item in finished}  # metrics have an `==` of their own
     return accumulated | {name: metric for name, metric in _metrics(module).items() if id(metric) not in reset}
 

@@ -2,6 +2,7 @@
 
 import faulthandler
 import logging
+import sys
 import time
 from pathlib import Path
 from signal import Signals
@@ -13,10 +14,11 @@ from src.engine.state.run_files import CHECKPOINTS, LAST, stop_message
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_event
-from src.engine.utils.process import log_file, set_timeouts_after
-from src.engine.utils.steps import RankConsensus
+from src.engine.utils.process import log_file, report_error, set_timeouts_after
+from src.engine.utils.steps import RankConsensus, trained_steps
 
 _log = logging.getLogger(__name__)
+_MAX_HANDLING = 20.0  # seconds for what callbacks do after an error
 _INTERVAL = 1.0  # seconds between two starts of the watchdog's timer, each of which takes some 50 microseconds
 
 
@@ -66,9 +68,9 @@ class PreemptionHandler(L.Callback):
             trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST)
         if trainer.is_global_zero:
             if not is_resize:  # of which the launcher prints a line
-                _log.info(stop_message(signal_number, self.folder, f" at step {trainer.global_step}"))
+                _log.info(stop_message(signal_number, self.folder, f" at step {trained_steps(trainer)}"))
             reason = "resized" if is_resize else Signals(signal_number).name
-            append_event(self.folder, "stopped", trainer.global_step, reason)
+            append_event(self.folder, "stopped", trained_steps(trainer), reason)
         raise signals.Stopped(signal_number)
 
 
@@ -92,6 +94,10 @@ class Watchdog(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         set_timeouts_after(self.timeout)
+        if hasattr(
+            sys, "ps1"
+        ):  # a notebook or a prompt, where a debugger may wait for the user, and a kernel must stay
+            return
         file = log_file(self.folder, trainer.global_rank)
         file.parent.mkdir(parents=True, exist_ok=True)
         self._rank_log = file.open("a")
@@ -114,4 +120,9 @@ class Watchdog(L.Callback):
             self._rank_log.close()
             self._rank_log = None
 
-    on_exception = teardown
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Report the error of a rank before callbacks handle it, which get some seconds, as they may communicate."""
+        if self._rank_log and isinstance(exception, Exception) and report_error(exception):
+            faulthandler.dump_traceback_later(_MAX_HANDLING, exit=True, file=self._rank_log)
+            self._rank_log = None  # faulthandler keeps it open
+        self.teardown()

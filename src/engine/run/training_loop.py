@@ -9,7 +9,7 @@ https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytor
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from src.engine.run.metrics import VirtualMetrics
 from src.engine.run.parts import StepInParts
 from src.engine.run.pass_log import PassLog
 from src.engine.utils.errors import UserError
-from src.engine.utils.steps import is_log_point
+from src.engine.utils.steps import is_log_point, trained_steps
 from src.engine.utils.tensors import to_local
 
 _log = logging.getLogger(__name__)
@@ -239,15 +239,17 @@ class MonitorCheck(L.Callback):
     """Lets a sanity check show whether the monitored metrics exist, which Lightning asks after an epoch.
 
     Args:
-        monitors: the validation metric of each callback that monitors one, by the option of the callback.
+        monitors: the metric of each callback that monitors one, by the option of the callback.
+        after_validation: the options of those that act after a validation only, whatever they monitor.
     """
 
-    def __init__(self, monitors: dict[str, str]) -> None:
-        self.monitors = monitors
+    def __init__(self, monitors: dict[str, str], after_validation: Collection[str]) -> None:
+        self.monitors = {name: monitor for name, monitor in monitors.items() if monitor.startswith("val")}
+        self._after_validation = sorted({*self.monitors, *after_validation})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.monitors and not trainer.datamodule.evaluates("val"):
-            _log.warning("the run has no validation, so %s cannot act", " and ".join(self.monitors))
+        if self._after_validation and not trainer.datamodule.evaluates("val"):
+            _log.warning("the run has no validation, so %s cannot act", " and ".join(self._after_validation))
         if not {"val/loss", "val/acc"}.issuperset(self.monitors.values()):
             trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
 
@@ -270,7 +272,7 @@ class FiniteCheck(L.Callback):
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if is_log_point(trainer, trainer.global_step):
+        if is_log_point(trainer, trained_steps(trainer)):
             loss = float(trainer.callback_metrics.get("train/loss", 0.0))
             if not math.isfinite(loss):
                 raise _divergence(trainer, f"train/loss is {loss}")
@@ -291,6 +293,6 @@ class FiniteCheck(L.Callback):
 
 def _divergence(trainer: L.Trainer, problem: str) -> UserError:
     return UserError(
-        f"{problem} at step {trainer.global_step}: training diverged; lower optimizer.lr or lengthen "
+        f"{problem} at step {trained_steps(trainer)}: training diverged; lower optimizer.lr or lengthen "
         f"scheduler.warmup; the checkpoints in {trainer.default_root_dir}/checkpoints, if any, are from before"
     )

@@ -16,7 +16,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from src.engine.config.folder import is_rank_zero
 from src.engine.config.resolve import resolve_config
 from src.engine.launch.outcome import fold_frames
 from src.engine.launch.start import launch
@@ -25,6 +24,7 @@ from src.engine.sweeps.devices import reserve_devices
 from src.engine.utils import signals
 from src.engine.utils.errors import UserError
 from src.engine.utils.files import named_lock
+from src.engine.utils.ranks import started_rank
 from src.engine.utils.targets import check_options
 
 
@@ -35,7 +35,7 @@ def run_job(cfg: DictConfig) -> float:
     make Hydra's launchers and sweepers end the sweep.
     """
     cfg.resume = "auto"  # from the newest checkpoint of an earlier start
-    if not is_rank_zero():  # SLURM started several processes for this job
+    if started_rank() > 0:  # SLURM started several processes for this job
         typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
         jobs = read_jobs(Path(HydraConfig.get().sweep.dir))
         if any(job.status in DONE and sorted(job.overrides) == sorted(typed) for _, job in jobs):

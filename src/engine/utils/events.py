@@ -70,5 +70,6 @@ def logged_steps(run_dir: str | Path) -> int | None:
     lines = file.read_text().split("\n")[:-1] if file.exists() else []  # without one that a kill has cut
     # A test's row counts all steps, as no other does. Other rows are known by any value, as plain modules name theirs.
     others = ("step", "epoch", "test/")
-    rows = [row for row in csv.DictReader(lines) if any(row[key] for key in row if not key.startswith(others))]
+    rows = [row for row in csv.DictReader(lines) if row["step"]]
+    rows = [row for row in rows if any(row[key] for key in row if not key.startswith(others))]
     return int(rows[-1]["step"]) + 1 if rows else None

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 
 from src.engine.utils.errors import UserError
+from src.engine.utils.ranks import is_started_by_srun, is_started_by_torchrun
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
 
+REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of a rank's report
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # the constants of glibc's malloc.h
 _RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
 _PAUSE = 0.05  # seconds, so that gloo's threads can take the GIL
@@ -48,22 +50,31 @@ _SHOWN = ("src.", "lightning.pytorch.callbacks.model_summary")
 
 def detect_cluster_environment() -> ClusterEnvironment | None:
     """Return the environment of torchrun or SLURM, or None if neither started this process as one of several ranks."""
-    if not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"} & os.environ.keys():
+    if not (is_started_by_torchrun() or is_started_by_srun()):
         return None
     from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
-    if TorchElasticEnvironment.detect():
+    if is_started_by_torchrun():
         return TorchElasticEnvironment()
-    if SLURMEnvironment.detect() and int(os.environ.get("SLURM_NTASKS", 1)) > 1:
-        if "SLURM_NTASKS_PER_NODE" not in os.environ:  # which Lightning requires
-            raise UserError("srun started several tasks: give it --ntasks-per-node in place of --ntasks")
-        return SLURMEnvironment(auto_requeue=False)
-    return None
+    if "SLURM_NTASKS_PER_NODE" not in os.environ:  # which Lightning requires
+        raise UserError("srun started several tasks: give it --ntasks-per-node in place of --ntasks")
+    return SLURMEnvironment(auto_requeue=False)
 
 
 def log_file(run_dir: str | Path, rank: int) -> Path:
     """Return the path of a rank's log."""
     return Path(run_dir) / "logs" / f"rank{rank}.log"
+
+
+def report_error(error: Exception) -> bool:
+    """Write the first error of this rank where its launcher reads it; return whether torch's elastic launcher does."""
+    if REPORT_FILE not in os.environ:
+        return False
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if not Path(os.environ[REPORT_FILE]).exists():
+        get_error_handler().record_exception(error)
+    return True
 
 
 def log_to_folder(run_dir: str | Path, rank: int) -> None:
@@ -126,7 +137,7 @@ def cores_per_rank(ranks: int) -> int:
     GPU ranks need them as well, for data that is read or transformed on the host. A rank that SLURM started has cores
     of its own.
     """
-    if "SLURM_CPUS_PER_TASK" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "SLURM_CPUS_PER_TASK" in os.environ and not is_started_by_torchrun():
         return int(os.environ["SLURM_CPUS_PER_TASK"])
     return len(usable_cores()) // ranks
 

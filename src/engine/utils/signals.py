@@ -37,7 +37,9 @@ class Stopped(SystemExit):
 
 
 def install_handlers(handler: Callable[[int, Any], None]) -> dict[int, Any]:
-    """Install the handler for the signals; return the previous handlers."""
+    """Install the handler for the signals; return the previous handlers. Python allows it in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
     return {number: signal.signal(number, handler) for number in SIGNALS}
 
 
@@ -46,7 +48,7 @@ def restore_handlers(handlers: dict[int, Any]) -> None:
 
     After a request the handlers stay, because a late copy of it must not change the exit code.
     """
-    if not _received:
+    if not _received and threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

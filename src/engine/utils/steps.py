@@ -9,12 +9,17 @@ import torch
 _MAX_INTERVAL = 200  # steps between two polls; a larger number would delay a poll if steps become slower
 
 
+def trained_steps(trainer: L.Trainer) -> int:
+    """Return the number of steps that the run has trained; `global_step` counts those of each optimizer."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.processed
+
+
 def is_log_point(trainer: L.Trainer, step: int) -> bool:
     """Return whether training metrics are logged at an optimizer step: the first, the last, and each interval's end.
 
     Args:
         trainer: `log_every_n_steps` is the interval, and `last_step` the last step, which `OptimizerSteps` sets.
-        step: number of the step, counted from one: `trainer.global_step` after the step, one more before it.
+        step: number of the step, counted from one: `trained_steps` after the step, one more before it.
     """
     return step % trainer.log_every_n_steps == 0 or step == 1 or step == getattr(trainer, "last_step", None)
 

@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
+from src.engine.config.command_line import complete_overrides
 from src.engine.utils.events import read_events
 from tests.support.commands import (
     TINY,
@@ -232,3 +233,17 @@ def test_rank_zero_configures_all_ranks_under_torchrun(small: list[str], tmp_pat
 def test_refuses_another_number_of_processes_under_torchrun(small: list[str], tmp_path: Path) -> None:
     _, err = run(*small, *TINY, *TWO, "trainer.devices=4", f"run_dir={tmp_path}/run", program=TORCHRUN, code=1)
     assert "2 processes were started, but trainer.devices x trainer.num_nodes is 4" in err
+
+
+@pytest.mark.parametrize(
+    ("word", "completed"),
+    [
+        ("init_from=runs/lr=0.5/last.ckpt", "init_from='runs/lr=0.5/last.ckpt'"),
+        ("init_from='runs/lr=0.5/last.ckpt'", "init_from='runs/lr=0.5/last.ckpt'"),
+        ("data.root=a/b", "data.root=a/b"),
+        ("+data.root=a=b", "+data.root='a=b'"),
+        ("tags=[a=b]", "tags=[a=b]"),
+    ],
+)
+def test_paths_with_an_equals_sign_are_quoted(word: str, completed: str) -> None:
+    assert complete_overrides([word]) == [completed]

@@ -64,7 +64,7 @@ def experiment(small: list[str], folder: Path, *overrides: str) -> Experiment:
 
 def saved(kept: Experiment) -> dict[str, Any]:
     """Return a checkpoint with an experiment, after three steps."""
-    return {"experiment": asdict(kept), "global_step": 3}
+    return {"experiment": asdict(kept), "position": {"steps": 3}}
 
 
 def test_hardware_does_not_change_it(small: list[str], folder: Path) -> None:
@@ -121,6 +121,40 @@ def test_only_edited_code_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert version(helper="def width():\n    return 1\n") == before
 
 
+@pytest.mark.parametrize("place", ["a folder", "beside"])
+def test_modules_and_constants_that_the_code_imports_count(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a file without a package, and of a module that a function imports when it is called."""
+    prefix, dots = ("followed.", ".") if place == "a folder" else ("", "")
+    folder = tmp_path / prefix.strip(".")
+    folder.mkdir(exist_ok=True)
+    if prefix:
+        (folder / "__init__.py").touch()
+    lines = {
+        "followed_net": f"from {dots or 'followed_layers'} import {'followed_layers' if dots else 'depth'}\n"
+        f"from {dots}followed_sizes import WIDTH\n\n\ndef net():\n    return WIDTH\n",
+        "followed_layers": "def depth():\n    return 1\n",
+        "followed_sizes": "WIDTH = 3\n",
+        "followed_later": "SCALE = 3\n",
+    }
+    if prefix:
+        lines["followed_net"] += "\n\ndef scaled():\n    from .followed_later import SCALE\n\n    return SCALE\n"
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def version(**files: str) -> str:
+        module._code.cache_clear()
+        for name, text in {**lines, **files}.items():
+            (folder / f"{name}.py").write_text(text)
+        return code_version([f"{prefix}followed_net.net"])
+
+    before = version()
+    assert version(followed_layers="def depth():\n    return 2\n") != before
+    assert version(followed_sizes="WIDTH = 4\n") != before
+    assert (version(followed_later="SCALE = 4\n") != before) == bool(prefix)
+    assert version() == before
+
+
 def test_code_of_the_engine_counts_where_it_computes_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
 
@@ -168,6 +202,12 @@ def test_edited_code_is_a_warning(small: list[str], folder: Path, caplog: pytest
     assert not caplog.messages
     continue_experiment(saved(replace(now, code="other")), now, cfg)
     assert [message.partition(":")[2] for message in caplog.messages] == [" the code of its classes was edited"]
+
+
+def test_a_checkpoint_of_plain_lightning_is_refused(small: list[str], folder: Path) -> None:
+    now, cfg = experiment(small, folder), compose(folder, *small, *TASK, "ckpt_path=plain.ckpt")
+    with pytest.raises(UserError, match=r"ckpt_path=plain.ckpt has no position .* init_from=plain.ckpt starts a new"):
+        continue_experiment({"global_step": 3, "state_dict": {}}, now, cfg)
 
 
 def test_a_changed_run_is_not_the_experiment_of_a_new_one(small: list[str], folder: Path) -> None:

@@ -69,6 +69,14 @@ def test_division_of_weighted_batches(small: list[str], folder: Path) -> None:
     assert finding("division", cfg=compose(folder, *small, "model=mlp")).startswith("ok: not checked: the module takes")
 
 
+def test_data_without_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A DataModule of one's own need not have the option."""
+    monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(runtime=SimpleNamespace(output_dir=tmp_path)))
+    monkeypatch.setattr(examination, "_CHECKPOINTS", 0)
+    cfg = OmegaConf.create({"data": {"_target_": "mine.Data"}})
+    assert finding("disk", cfg=cfg).startswith("ok: ")
+
+
 def test_exceptions_become_errors() -> None:
     assert run_check(Mock(side_effect=UserError("full")), default()) == ("error", "full")
     assert run_check(Mock(side_effect=KeyError("x")), default()) == ("error", "the check failed: KeyError: 'x'")

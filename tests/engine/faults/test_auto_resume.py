@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from src.engine.config.folder import CONFIG, newest_checkpoint, run_folder, unique_name
 from src.engine.utils.events import read_events
-from tests.support.commands import PARITY, TINY, error_line, run_here, steps
+from tests.support.commands import PARITY, TINY, error_line, run_here, slurm_task, steps
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.runs import compose, fit
 
@@ -104,5 +104,6 @@ def test_slurm_job_finds_its_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert run_folder(runs, "a", _root_=OmegaConf.create(named)) == str(tmp_path / "named")
     assert run_folder(runs, "a", _root_=OmegaConf.create(other)) == f"{runs}/a"
     assert unique_name() != unique_name()
-    monkeypatch.setenv("SLURM_PROCID", "1")
+    for name, value in slurm_task(1, port=1).items():
+        monkeypatch.setenv(name, value)
     assert run_folder(runs, "a", _root_=OmegaConf.create(resumed)) == "."

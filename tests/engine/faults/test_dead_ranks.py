@@ -45,10 +45,8 @@ def test_error_names_a_killed_rank(small: list[str], folder: Path) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_error_names_the_stacks_of_a_hang(strategy: str, small: list[str], folder: Path) -> None:
     """The other rank waits in a collective, which under FSDP raises an error when the hung rank ends first."""
-    hang = [callback("HangOnRankOne"), "launch.timeout=8", f"strategy={strategy}"]
-    before = time.monotonic()
+    hang = [callback("HangOnRankOne"), f"strategy={strategy}"]
     _, err = run(*small, *PARITY, *TWO, *hang, f"run_dir={folder}", code=1)
-    assert time.monotonic() - before < 60
     assert "took no step within launch.timeout: the logs in" in err
     assert "Traceback" not in err
     stacks = (folder / "logs" / "rank1.log").read_text()

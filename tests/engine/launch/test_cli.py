@@ -80,6 +80,7 @@ def test_quoted_values_reach_hydra_unchanged(value: str) -> None:
 
 def test_ranks_above_zero_remove_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     remove_if_unused(tmp_path)
     assert tmp_path.is_dir()
 

@@ -1,5 +1,6 @@
 """The devices of an elastic run: which remain after failures, which come back, and what the launcher refuses."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from src.engine.launch import workers
-from src.engine.launch.elastic import DevicePolicy, unusable_devices, with_devices
+from src.engine.launch.elastic import DevicePolicy, unusable_devices, with_devices, with_smaller_micro_batches
 from src.engine.utils.errors import UserError
 from src.engine.utils.events import append_event, read_events
 from tests.support.runs import compose
@@ -117,6 +118,33 @@ def test_a_command_probes_devices(folder: Path) -> None:
     assert unusable_devices(cfg, [0, 1, 2]) == set(), "a CPU is always there"
     cfg.trainer.accelerator = "cuda"
     assert unusable_devices(cfg, [0, 99]) == ({99} if torch.cuda.is_available() else {0, 99})
+
+
+def test_a_probe_quotes_the_interpreter_and_ends_with_the_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreter = tmp_path / "an interpreter"
+    interpreter.write_text("#!/bin/sh\n")
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    cfg = compose(folder, "launch.elastic=true")
+    cfg.trainer.accelerator = "cuda"
+    assert unusable_devices(cfg, [0]) == set()
+    cfg.launch.probe = "exec sleep 1000"
+    assert unusable_devices(cfg, [0], lambda: True) == {0}
+
+
+@pytest.mark.parametrize(
+    ("batch", "world_size", "normalizes", "expected"),
+    [(64, 2, True, 4), (64, 2, False, 8), (60, 2, False, 4), (8, 2, False, 4), (8, 1, False, 8)],
+    ids=["groups", "no groups", "does not divide", "a rank without a sample", "one rank"],
+)
+def test_smaller_micro_batches(batch: int, world_size: int, normalizes: bool, expected: int, folder: Path) -> None:
+    cfg = compose(folder, f"data.batch_size={batch}", "trainer.accumulate_grad_batches=4", "virtual_ranks=4")
+    cfg.runtime.world_size = world_size
+    assert with_smaller_micro_batches(cfg, normalizes).trainer.accumulate_grad_batches == expected
+    cfg.trainer.accumulate_grad_batches = 2
+    assert with_smaller_micro_batches(cfg, normalizes).trainer.accumulate_grad_batches == 4
 
 
 def test_a_start_leaves_out_unusable_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

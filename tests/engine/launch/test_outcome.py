@@ -112,3 +112,9 @@ def test_folds_frames_that_are_not_the_users_in_each_cause() -> None:
 def test_a_bug_of_the_template_keeps_its_traceback() -> None:
     trace = HEADER + LIGHTNING + ENGINE + MESSAGE
     assert outcome.fold_frames(trace) == trace
+
+
+def test_a_value_for_debugging_that_crashes_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "unset" not in str(first_failure(tmp_path, -11))
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    assert "rank 0 died (exit code); unset TORCH_DISTRIBUTED_DEBUG=DETAIL; its log" in str(first_failure(tmp_path, -11))

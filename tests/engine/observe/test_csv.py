@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from src.engine.observe.csv import CSVLogger
+from src.engine.utils.events import logged_steps
 from tests.support.comparison import read_rows
 
 
@@ -60,3 +61,21 @@ def test_drops_a_partial_line_of_a_killed_process(left: str, steps: list[int], t
     logger.cut(20)
     logger.log_metrics({"epoch": 0, "train/loss": 9.0}, step=30)
     assert [int(row["step"]) for row in read_rows(tmp_path)] == steps
+
+
+def test_a_row_without_a_step_is_that_of_the_last_one(tmp_path: Path) -> None:
+    """A module may call `self.logger.log_metrics(...)`; an earlier version wrote no step then."""
+    (tmp_path / "metrics.csv").write_text("step,epoch,loss\n,,0.5\n")
+    assert logged_steps(tmp_path) is None
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"begin": 1.0})
+    logger.log_metrics({"loss": 0.1}, step=4)
+    logger.log_metrics({"other": 2.0})
+    assert [row["step"] for row in read_rows(tmp_path)] == ["0", "4"]
+    assert logged_steps(tmp_path) == 5
+    CSVLogger(tmp_path).cut(4)
+    assert [row["step"] for row in read_rows(tmp_path)] == ["0"]
+
+
+def test_calls_to_its_experiment_do_nothing(tmp_path: Path) -> None:
+    CSVLogger(tmp_path).experiment.add_image("first", None, 0)

@@ -2,6 +2,8 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from src.engine.observe.throughput import flops_per_sample, peak_flops
+from src.engine.observe.throughput import Throughput, flops_per_sample, peak_flops
+from src.engine.observe.timeline import Timeline
 from src.engine.parallel.dp import DP
 from src.engine.run.experiment import assemble
 from tests.engine.observe.test_timeline import DELAY, MLP, Clock, Slow
@@ -55,6 +58,21 @@ def test_micro_batches_and_medians_at_the_end(
     (message,) = [record.getMessage() for record in caplog.records if record.name == "src.engine.observe.throughput"]
     for name in ("samples_per_sec", "step_ms", "data_fraction", "peak_memory_mib", "mfu", "gflop_per_step"):
         assert name in message
+
+
+def test_utilization_counts_the_devices_of_all_nodes() -> None:
+    logged: dict[str, float] = {}
+    module: Any = SimpleNamespace(device=torch.device("cpu"), log_dict=logged.update)
+    strategy = SimpleNamespace(root_device=module.device, all_gather=lambda values: values[None])
+    trainer: Any = SimpleNamespace(callbacks=[], num_devices=2, num_nodes=4, world_size=1, strategy=strategy)
+    trainer.datamodule = SimpleNamespace(global_batch_size=10)
+    trainer.callbacks = [timeline := Timeline("")]
+    timeline.step_seconds = 0.5
+    throughput = Throughput()
+    throughput._peak_flops, throughput._step_flops = 100.0, 80.0
+    throughput._report(trainer, module)
+    assert float(logged["throughput/mfu"]) == pytest.approx(80 / 0.5 / (2 * 4) / 100)
+    assert float(logged["throughput/samples_per_sec"]) == 20
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "dp"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import loggers
 
-from src.engine.observe.wandb import WandbLogger, finish_run
+from src.engine.observe.wandb import WandbLogger, finish_run, online_or_offline
 from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
 from tests.support.commands import TINY, TWO
@@ -170,3 +170,9 @@ def test_an_online_run_sends_its_metrics(small: list[str], tmp_path: Path, monke
         out, _ = run_command(*task)
     assert f"wandb: {server.address}/me/cifar/runs/run-" in out
     assert "train/loss" in "".join(server.streams)
+
+
+def test_an_unknown_mode_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offlin")
+    with pytest.raises(UserError, match=r"WANDB_MODE=offlin: did you mean offline\?"):
+        online_or_offline()

@@ -4,19 +4,24 @@ import itertools
 import json
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from src.engine.parallel.pipeline.blocks import Block, ordered_blocks
+from src.engine.parallel.pipeline.pipeline import Pipeline
 from src.engine.parallel.pipeline.schedules import SCHEDULES
 from src.engine.parallel.pipeline.simulation import Action, order_of_passes
 from src.engine.parallel.pipeline.split import cut
 from src.engine.run.experiment import assemble
+from src.engine.utils.errors import UserError
 from tests.support.experiments import SHORT_RUN
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
@@ -122,3 +127,25 @@ def test_prints_the_split(small: list[str], folder: Path, caplog: pytest.LogCapt
         fit(compose(folder, *small, *SHORT_RUN, "strategy=pipeline", "trainer.devices=1", "trainer.max_steps=1"))
     assert "1f1b, 4 micro-batches, bubble of at least 0.0%" in caplog.text
     assert "stem ... head" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "is_refused"),
+    [
+        (torch.float64, 1 + 1e-13, False),
+        (torch.float64, 1.015, True),
+        (torch.float64, 1 + 1e-9, True),
+        (torch.float32, 1 + 1e-6, False),
+        (torch.float32, 1.001, True),
+        (torch.bfloat16, 1.01, False),
+        (torch.bfloat16, 1.1, True),
+    ],
+)
+def test_the_returned_loss_is_the_trained_one(dtype: torch.dtype, factor: float, is_refused: bool) -> None:
+    """Up to rounding in its type: with a factor, another curve would have the same fingerprint."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    losses = [torch.tensor(0.5, dtype=dtype), torch.tensor(0.75, dtype=dtype)]
+    stand_in: Any = SimpleNamespace(_has_compared=False, _losses=losses, _group=None, _stage_to_rank=[0])
+    stand_in.lightning_module = None
+    with pytest.raises(UserError, match="trains the mean of") if is_refused else nullcontext():
+        Pipeline.compare_loss(stand_in, torch.tensor(1.25 * factor, dtype=dtype))

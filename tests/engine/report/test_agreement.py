@@ -58,6 +58,28 @@ def test_losses_that_torchmetrics_round_to_float32(gap: float, parts: bool) -> N
     assert verdicts(pair, ["a", "b"])[0].parts is parts
 
 
+def test_compares_any_loss_that_both_runs_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one curve, logged at each second step and at each step."""
+    pair = []
+    for name, every in (("a", 2), ("b", 1)):
+        (tmp_path / name).mkdir()
+        rows = [f"{step},{3 - step / 10},0.1" for step in range(0, 8, every)]
+        (tmp_path / name / "metrics.csv").write_text("\n".join(["step,train_loss,lr", *rows, ""]))
+        (tmp_path / name / "config.yaml").write_text("{experiment: 5f3a9c, trainer: {precision: 64-true}}")
+        pair.append(RunFolder(tmp_path / name))
+    (verdict,) = verdicts(pair, ["a", "b"])
+    assert verdict.sentence.endswith("have one curve, up to rounding (4 log points).")
+    monkeypatch.setattr("sys.argv", ["compare", *(str(run.path) for run in pair)])
+    with pytest.raises(SystemExit) as end:
+        compare()
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert "train_loss" in out
+    assert [line.split("│")[2].strip() for line in out.splitlines() if "largest gap" in line] == ["0.0000"]
+
+
 def test_names_a_cause_where_the_numbers_of_ranks_differ() -> None:
     pair = [run(Path("a"), "64-true", "cpu", 0, 0, 0, 0), run(Path("b"), "64-true", "cpu", 1, 1, 1, 1)]
     cause = "A module of your own logs train/loss with sync_dist=True"

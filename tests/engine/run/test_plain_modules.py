@@ -1,13 +1,17 @@
 """LightningModules written for plain Lightning train the same on any hardware, or are refused before training."""
 
+import copy
 from pathlib import Path
 
+import lightning as L
+import numpy as np
 import pytest
 import torch
 
+from src.engine.determinism.ordered_data import OrderedData
 from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
-from tests.support.comparison import TOLERANCE, check_resumed, distances
+from tests.support.comparison import TOLERANCE, check_resumed, distances, read_rows
 from tests.support.experiments import SHORT
 from tests.support.interruption import die, run_on_ranks
 from tests.support.pool import Pool, RankFailed
@@ -24,6 +28,7 @@ MODULES = {
     "loss": f"_target_: tests.support.modules.WithLoss\n{PARTS}",
 }
 TWO = "trainer.devices=2"
+AVERAGING = "+callbacks.averaging={_target_: lightning.pytorch.callbacks.EMAWeightAveraging}"
 UNEVEN = [*("strategy=ddp", TWO), "strategy.shares=[3,1]"]
 
 
@@ -102,6 +107,70 @@ def test_metrics_accumulate_over_a_resumption(here: int, there: int, task: list[
                 )
 
 
+@pytest.mark.parametrize("step", [5, 7], ids=["between epochs", "within an epoch"])
+def test_metrics_that_each_epoch_adds_are_restored(step: int, task: list[str], folder: Path) -> None:
+    words = [*task, *of_class("Tracks"), "test=false", "trainer.max_steps=10"]
+    reference = fit(compose(folder, *words)).metrics
+    die(compose(folder / "within", *words), "on_train_batch_start", step)
+    resumed = fit(compose(folder / "resumed", *words, f"ckpt_path={folder}/within/died.ckpt")).metrics
+    for name in ("train/label_0", "train/label_1"):
+        assert resumed[name] == pytest.approx(reference[name])
+
+
+def test_names_metrics_that_are_not_restored(task: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = [*task, "test=false", "trainer.max_steps=10"]
+    die(compose(folder, *words, *of_class("Accumulates")), "on_train_batch_start", 7)
+    saved = torch.load(folder / "died.ckpt")
+    saved["metric_states"] = {f"old_{name}": state for name, state in saved["metric_states"].items()}
+    torch.save(saved, folder / "old.ckpt")
+    fit(compose(folder / "resumed", *words, *of_class("Accumulates"), f"ckpt_path={folder}/old.ckpt"))
+    assert "metrics of the checkpoint that this run does not have begin anew: old_training_step" in caplog.text
+    assert "old_mean_label" in caplog.text
+    assert "old_on_train_epoch_end" not in caplog.text
+
+
+def test_metrics_of_torchmetrics_have_the_precision_of_the_run(task: list[str], folder: Path) -> None:
+    """The first value too, which torchmetrics rounds to the type of the metric."""
+    fit(compose(folder, *task, "module=template", "test=false", "trainer.max_steps=1", "trainer.max_epochs=1"))
+    (row,) = [row for row in read_rows(folder) if row["train/loss"]]
+    assert float(row["train/loss"]) != float(np.float32(row["train/loss"]))
+
+
+def test_a_search_for_the_learning_rate_is_not_repeated(task: list[str], folder: Path) -> None:
+    finder = "{_target_: lightning.pytorch.callbacks.LearningRateFinder, num_training_steps: 5}"
+    words = [*task, *of_class("LearningRate"), "test=false", f"+callbacks.finder={finder}"]
+    fit(compose(folder / "alone", *words))
+    die(compose(folder / "died", *words), "on_train_batch_start", 3)
+    fit(compose(folder / "died", *words, f"ckpt_path={folder}/died/died.ckpt"))
+    alone, resumed = (
+        [(row["step"], row["train/loss"]) for row in read_rows(folder / name)] for name in ("alone", "died")
+    )
+    assert alone == resumed
+    assert [step for step, _ in alone] == [str(step) for step in range(8)]
+
+
+def test_a_search_for_the_batch_size_is_refused(task: list[str], folder: Path) -> None:
+    finder = "+callbacks.finder={_target_: lightning.pytorch.callbacks.BatchSizeFinder}"
+    with pytest.raises(UserError, match="leave it out, set data"):
+        fit(compose(folder, *task, finder))
+
+
+def test_counts_batches_of_two_optimizers(task: list[str], folder: Path) -> None:
+    words = [*task, *of_class("TwoOptimizers"), "test=false", "trainer.max_steps=-1", "trainer.max_epochs=2"]
+    words += ["callbacks.checkpoint.every_n_train_steps=4", "trainer.log_every_n_steps=3"]
+    fit(compose(folder / "alone", *words), test=True)
+    die(compose(folder / "killed", *words), "on_train_batch_end", 2 * 8)
+    last = folder / "killed" / "checkpoints" / "last.ckpt"
+    assert torch.load(last)["position"]["steps"] == 5  # the end of the epoch
+    fit(compose(folder / "killed", *words, f"ckpt_path={last}"), test=True)
+    alone, resumed = (
+        [(row["step"], row["epoch"], row["train/loss"]) for row in read_rows(folder / name)]
+        for name in ("alone", "killed")
+    )
+    assert alone == resumed
+    assert [step for step, _, _ in alone] == ["0", "2", "4", "5", "8", "9", "10"]
+
+
 def test_predicts(task: list[str], images: Path, pool: Pool, folder: Path) -> None:
     """Five images on two ranks leave padding, which the table omits."""
     options = [*task, "module=plain", "fit=false", "test=false", f"predict={images}/test/class 0"]
@@ -153,18 +222,43 @@ def test_weights_only_checkpoint_can_be_read(task: list[str], folder: Path) -> N
             "callbacks.best monitors val_acc, which validation does not log .it logs val",
         ),
         (["module=template", "strategy=pipeline"], "strategy=pipeline needs TemplateStyle.loss"),
+        (["strategy=fsdp", AVERAGING], "EMAWeightAveraging averages a copy .* callbacks=ema, or strategy=ddp"),
         (["module=template", "test=true"], "test=True: TemplateStyle has no test_step: add it"),
         (
             ["module._target_=tests.support.modules.OwnParameter", "strategy=fsdp"],
             "but temperature belongs to OwnParameter itself",
         ),
     ],
-    ids=["no network", "no metric", "no loss", "no test", "own parameter"],
+    ids=["no network", "no metric", "no loss", "averaging", "no test", "own parameter"],
 )
 def test_refused_before_training(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=message):
         run(compose(folder, *task, "module=plain", *overrides))
     assert not (folder / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("options", [["callbacks=[default,early_stopping]"], ["logger=none"]], ids=["monitor", "none"])
+def test_without_validation_or_loggers(
+    options: list[str], task: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = compose(folder, *task, *of_class("LogsToExperiment"), "data.val_fraction=0", "test=false", *options)
+    if options == ["logger=none"]:
+        cfg.logger = cfg.callbacks = None  # as in a recipe of one's own
+        fit(cfg)
+        return
+    cfg.callbacks.early_stopping.monitor = "train/loss"
+    fit(cfg)
+    assert "no validation, so callbacks.best and callbacks.early_stopping cannot act" in caplog.text
+
+
+def test_callbacks_set_attributes_of_the_data_module(task: list[str]) -> None:
+    plain = L.LightningDataModule()
+    data = OrderedData(plain, 0, {})
+    data.curriculum = 2
+    data.layout = data.trainer = None  # type: ignore[assignment]
+    assert vars(plain)["curriculum"] == 2 == data.curriculum
+    assert not hasattr(plain, "layout")
+    assert copy.deepcopy(data).curriculum == 2
 
 
 def of_class(name: str) -> list[str]:

@@ -3,13 +3,17 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from src.engine.config import folder as run_folders
 from src.engine.config.command_line import complete_overrides
 from src.engine.config.folder import CONFIG
+from src.engine.run import experiment
 from src.engine.run.experiment import run
 from src.engine.state.run_files import CHECKPOINTS
 from src.engine.utils.errors import UserError
@@ -77,3 +81,16 @@ def test_best_from_the_command_line(best: tuple[Path, float], small: list[str], 
     words = [*small, "experiment=parity", *SHORT, "fit=false", "trainer.accelerator=cpu", "logger=none"]
     evaluated, _ = run_here(*words, f"ckpt_path={best[0].parents[1]}/best", f"run_dir={folder}")
     assert f"test/loss {best[1]:.4f}" in evaluated
+
+
+def test_ranks_test_the_checkpoint_of_rank_zero(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A metric without sync_dist differs between the ranks, and so do names that contain it."""
+    callback = SimpleNamespace(monitor="val/acc", best_model_path="acc0.5.ckpt")
+    strategy = SimpleNamespace(broadcast=lambda _: "acc0.4.ckpt", reduce_boolean_decision=lambda equal: equal)
+    trainer: Any = SimpleNamespace(checkpoint_callbacks=[callback], strategy=strategy)
+    monkeypatch.setattr(experiment.dist, "is_initialized", lambda: True)
+    cfg = OmegaConf.create({"fit": True, "test": "best"})
+    assert experiment._checkpoint_to_test(cfg, trainer) == "acc0.4.ckpt"
+    assert "val/acc differs between the ranks, and rank zero's is taken: log it with sync_dist=True" in caplog.text

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -14,7 +15,7 @@ from torch import nn
 
 from src.engine.run.experiment import assemble
 from src.engine.run.trained import load_run
-from src.engine.state.io import AtomicCheckpointIO, read_weights
+from src.engine.state.io import AtomicCheckpointIO, load_initial_weights, read_weights
 from src.engine.utils.errors import UserError
 from tests.support.runs import compose, fit
 
@@ -161,3 +162,16 @@ def test_a_full_disk_leaves_the_newest_checkpoint(tmp_path: Path, monkeypatch: p
     with pytest.raises(UserError, match="the existing checkpoints are complete"):
         io.save_checkpoint({"global_step": 2}, file)
     assert torch.load(file)["global_step"] == 1
+
+
+def test_initial_weights_of_a_checkpoint_of_plain_lightning(tmp_path: Path) -> None:
+    """`ckpt_path` refuses it, and names `init_from`."""
+    module = L.LightningModule()
+    module.net = torch.nn.Linear(2, 2)
+    saved = {name: torch.full_like(value, 3.0) for name, value in module.state_dict().items()}
+    content = {"state_dict": saved, "epoch": 1, "global_step": 3, "pytorch-lightning_version": "2.6.0"}
+    torch.save(
+        content | {"optimizer_states": [], "loops": {}, "hyper_parameters": {"lr": 0.1}}, tmp_path / "plain.ckpt"
+    )
+    load_initial_weights(module, str(tmp_path / "plain.ckpt"))
+    assert float(module.net.weight[0, 0].detach()) == 3.0

@@ -18,6 +18,7 @@ from src.engine.determinism.dropout import dropouts, set_keys
 from src.engine.determinism.random_functions import sample_random
 from src.engine.observe.recording import pipeline_pass
 from src.engine.parallel.pipeline.blocks import Block
+from src.engine.parallel.sharded_state import prepare_to_shard
 from src.engine.parallel.virtual_ranks import PassSums
 
 
@@ -171,6 +172,7 @@ def called_modules(blocks: Iterable[Block]) -> set[str]:
 
 def shard_stage(net: nn.Module, stage: Stage, mesh: DeviceMesh) -> None:
     """Shard a stage over the ranks of a mesh, and let the network have its parameters in place of its own."""
+    prepare_to_shard(stage)
     fully_shard(stage, mesh=mesh, reshard_after_forward=False)  # gathers once per batch, not per micro-batch
     for name, parameter in stage.body.named_parameters():
         module, _, last = name.rpartition(".")
