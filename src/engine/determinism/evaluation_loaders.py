@@ -38,16 +38,17 @@ class EvaluationLoaders:
 
     @property
     def has_samples(self) -> bool:
-        """Whether the limit leaves samples to evaluate."""
-        return bool(self.leaves) and self.limit != 0
+        """Whether there are samples to evaluate."""
+        return self.limit != 0 and any(map(self._has_samples, self.leaves))
 
     def of_rank(self, device: torch.device) -> Any:
         """Return the loader of this rank, or a list of several."""
         loaders: list[Any] = []
-        for loader in self.leaves if self.has_samples else ():
+        for loader in self.leaves if self.limit != 0 else ():
             if isinstance(loader.dataset, IterableDataset):
                 loaders.append(self._stream(loader))
-            elif (batches := self._batches(loader)).num_samples:
+            elif self._has_samples(loader):
+                batches = self._batches(loader)
                 loaders.append(RankLoader(loader, batches, self.seed, device, self.division.is_divided))
         return loaders[0] if len(loaders) == 1 else loaders
 
@@ -63,6 +64,9 @@ class EvaluationLoaders:
                     "predict: predict_dataloader is not one of image files, the only samples of which predictions.csv "
                     "is written: leave `predict` out, and load the checkpoint"
                 )
+
+    def _has_samples(self, loader: DataLoader[Any]) -> bool:
+        return isinstance(loader.dataset, IterableDataset) or len(cast(Any, loader.sampler)) > 0
 
     def _batches(self, loader: DataLoader[Any]) -> EvaluationBatches:
         order, unit = order_of(loader, self.seed, EVALUATION), self._unit(loader)
