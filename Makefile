@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS ?= --constraint constraints.txt # empty: the newest versions that pyproject.toml allows
 
-.PHONY: install train doctor test test-all parity dry-gpu bench gpu-check pictures lint format clean
+.PHONY: install train doctor test test-all test-streams parity dry-gpu bench gpu-check pictures lint format clean
 
 install: $(STAMP)
 
@@ -28,6 +28,12 @@ test: install lint
 # About an hour: every strategy, schedule and documented command. ARGS=tests/engine/parity runs a part.
 test-all: install lint
 	$(BIN)/python -m pytest -m "" $(ARGS)
+
+# Streams of Hugging Face and litdata. litdata asks for torchvision, which would replace torch, and needs it for images only.
+test-streams: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[hf]" boto3 obstore tifffile
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps litdata
+	$(BIN)/python -m pytest -m "" tests/engine/determinism/test_streaming_libraries.py $(ARGS)
 
 parity: install
 	$(BIN)/python -m scripts.dev.parity

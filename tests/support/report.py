@@ -13,6 +13,7 @@ ALLOWED_SKIPS = {
     "tests/engine/faults/test_elastic_trials.py": "SLURM is not installed, or there are no network namespaces",
     "tests/engine/launch/test_slurm.py": "SLURM is not installed",
     "tests/engine/launch/test_two_hosts.py": "network namespaces take root, and iproute2",
+    "tests/engine/determinism/test_streaming_libraries.py": "make test-streams installs the library",
     "tests/engine/test_canaries.py::test_torch_still_records_a_stack_trace_to_seed_an_unused_device": "there is a GPU",
     "tests/scripts/test_export.py::test_exports_to_onnx": "ONNX is not installed",
     "tests/engine/test_synchronizations.py::test_no_synchronization_on_a_gpu": "there is no GPU",

@@ -292,6 +292,11 @@ class OrderedData(WithPlainData):
         return self._training is not None
 
     @property
+    def has_one_size(self) -> bool:
+        """Whether each batch of training has the size of `layout`: not of several loaders, nor of a `batch_sampler`."""
+        return self._training is None or self._training.has_layout
+
+    @property
     def description(self) -> str:
         """Some words about the data, for the banner and the loggers."""
         name = getattr(self.plain, "description", None) or type(self.plain).__name__

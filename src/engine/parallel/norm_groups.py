@@ -29,8 +29,14 @@ class NormGroups(L.Callback):
         norms = [part for part in pl_module.modules() if isinstance(part, _BatchNorm)]
         if stage != "fit" or len(norms) == len(list(grouped_norms(pl_module))):
             return
-        layout = trainer.datamodule.layout
+        data: Any = trainer.datamodule
+        layout = data.layout
         check_groups(layout)
+        if not data.has_one_size:
+            raise UserError(
+                "batch normalization takes groups of a global batch, but a batch_sampler or several loaders give "
+                "batches of different sizes: set bit_exact=true, with which each virtual rank normalizes its own"
+            )
         kwargs = trainer.distributed_sampler_kwargs or {}
         ranks = kwargs.get("group", dist.group.WORLD) if layout.parallel.dp_size > 1 else None
         apply_norm_groups(pl_module, rank_groups(layout, ranks))

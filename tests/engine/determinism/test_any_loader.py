@@ -131,6 +131,20 @@ def test_says_what_it_cannot_train(kind: str, options: list[str], message: str, 
         fit_ranks(compose(folder, *words("together", kind), *options), pool)
 
 
+class Normalizing(AnyModule):
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        self.net.insert(1, torch.nn.BatchNorm1d(16))
+
+
+@pytest.mark.parametrize("kind", ["two", "batch_sampler"])
+def test_refuses_normalization_groups_of_unequal_batches(kind: str, folder: Path) -> None:
+    task = [*words("together", kind), f"module._target_={__name__}.Normalizing"]
+    with pytest.raises(UserError, match="several loaders give batches of different sizes: set bit_exact=true"):
+        fit(compose(folder, *task))
+    fit(compose(folder, *task, "bit_exact=true", "trainer.precision=32-true"))
+
+
 class Manual(AnyModule):
     automatic_optimization = False
 
