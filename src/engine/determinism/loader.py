@@ -176,8 +176,7 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> SampleA
     positions = torch.arange(count)
     batch = torch.stack([positions, hash_ints(seed, 0, positions)])
     samples = SeededSamples(loader.dataset, collate_function(loader))
-    batches = [batch, batch] if count == 1 else [batch, batch, batch[:, 1:]]
-    (_, first), (_, again), *fewer = fetch(loader, samples, batches, min(1, loader.num_workers))
+    (_, first), (_, again) = fetch(loader, samples, [batch, batch], min(1, loader.num_workers))
     if not are_equal(first, again):
         _log.warning(
             "%s: a sample fetched twice differs, although torch, NumPy and Python are seeded alike. %s has a random "
@@ -185,9 +184,22 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> SampleA
             "from the global generators instead",
             *(method, type(loader.dataset).__name__),
         )
-    if not fewer or loader.collate_fn is default_collate:
+    return None if count == 1 or loader.collate_fn is default_collate else _sample_axis(loader, batch)
+
+
+def _sample_axis(loader: DataLoader[Any], batch: Tensor) -> SampleAxis | None:
+    """Make batches of pairs of samples, and of the first of each; a pair of which one is left out shows nothing."""
+    small = [batch[:, first : first + size] for first in range(0, batch.shape[1] - 1, 2) for size in (2, 1)]
+    samples = SeededSamples(loader.dataset, partial(_collate_if_possible, collate_function(loader)))
+    made = [collated for _, collated in fetch(loader, samples, small, min(1, loader.num_workers))]
+    return find_sample_axis(made[::2], made[1::2])
+
+
+def _collate_if_possible(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    try:
+        return collate(samples)
+    except Exception:  # nothing is left, or a batch of one sample is none
         return None
-    return find_sample_axis(first, fewer[0][1], count)
 
 
 def example(loader: DataLoader[Any], count: int, first: int) -> tuple[Tensor, Any]:

@@ -1,7 +1,8 @@
 """The random numbers of a sample's transforms: the generators are seeded for each sample of any map-style dataset."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -27,14 +28,18 @@ class SampleAxis(NamedTuple):
         return tree_leaves(batch)[self.leaf].shape[self.dim] / self.per_sample
 
 
-def find_sample_axis(batch: Any, fewer: Any, count: int) -> SampleAxis | None:
-    """Compare a batch of `count` samples with one of a sample less; return None if no size shows the difference."""
-    for leaf, (one, other) in enumerate(zip(tree_leaves(batch), tree_leaves(fewer), strict=False)):
-        for dim, sizes in enumerate(zip(getattr(one, "shape", ()), getattr(other, "shape", ()), strict=False)):
-            per_sample = sizes[0] - sizes[1]
-            if per_sample and sizes[0] == count * per_sample:
-                return SampleAxis(leaf, dim, per_sample)
-    return None
+def find_sample_axis(pairs: Sequence[Any], singles: Sequence[Any]) -> SampleAxis | None:
+    """Compare batches of two samples with batches of one: the size that doubles most often is the number of samples.
+
+    None if no size doubles more than once, by which a padded length might do so by chance.
+    """
+    doubled = Counter[SampleAxis]()
+    for pair, single in zip(pairs, singles, strict=True):
+        for leaf, (two, one) in enumerate(zip(tree_leaves(pair), tree_leaves(single), strict=False)):
+            sizes = zip(getattr(two, "shape", ()), getattr(one, "shape", ()), strict=False)
+            doubled.update(SampleAxis(leaf, dim, b) for dim, (a, b) in enumerate(sizes) if b and a == 2 * b)
+    axis, times = max(doubled.items(), key=lambda item: item[1], default=(None, 0))
+    return axis if times > 1 else None
 
 
 class SeededSamples(Dataset[Any]):

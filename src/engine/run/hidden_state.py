@@ -36,8 +36,8 @@ class HiddenState:
         for name in changed:
             if name in weights:
                 raise UserError(
-                    f"bit_exact=true: the frozen weight {name} changes in training_step, and each process would have "
-                    "its own: register it as a buffer, of which all virtual ranks get the mean"
+                    f"the frozen weight {name} changes in training_step, and each process or micro-batch would change "
+                    "it: register it as a buffer, of which all virtual ranks get the mean with bit_exact=true"
                 )
         if changed:
             _log.warning(

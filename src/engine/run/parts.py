@@ -86,6 +86,7 @@ class _MicroBatchPasses:
 
     def __init__(self, trainer: Any, step: int) -> None:
         self.trainer, self.count = trainer, trainer.datamodule.accumulate
+        self.hidden = _hidden_state(trainer, step)
         for norm in grouped_norms(trainer.lightning_module):
             norm.begin_step()  # an optimizer such as LBFGS computes a step several times
 
@@ -104,6 +105,8 @@ class _MicroBatchPasses:
 
     def reset_gradients(self, zero_grad: Callable[[], None] | None) -> None:
         """Reset the gradients after the first forward pass, as Lightning does."""
+        if self.hidden:
+            self.hidden.check()
         if zero_grad:
             zero_grad()
 
@@ -119,8 +122,7 @@ class _VirtualRankPasses:
         self.trainer, self.step, self.count = trainer, step, trainer.datamodule.virtual_ranks
         self.random, self.metrics = _callback(trainer, RandomNumbers), _callback(trainer, VirtualMetrics)
         self.virtual = getattr(trainer.strategy, "virtual_ranks", VirtualRanks)(trainer)
-        is_first = step == 0 and trainer.current_epoch == 0
-        self.hidden = HiddenState(trainer.lightning_module) if is_first else None
+        self.hidden = _hidden_state(trainer, step)
         self.virtual.begin(trainer.datamodule.parts, step, self._begin_part)
 
     @contextmanager
@@ -157,6 +159,11 @@ class _VirtualRankPasses:
         self.trainer.datamodule.begin_part(part)
         self.metrics.enter(virtual_rank)
         self.random.begin_virtual_rank(self.trainer, self.step, virtual_rank)
+
+
+def _hidden_state(trainer: Any, step: int) -> HiddenState | None:
+    """Return the hidden state before the first step of a run, the only one that is checked."""
+    return HiddenState(trainer.lightning_module) if step == 0 and trainer.current_epoch == 0 else None
 
 
 def _callback(trainer: Any, kind: type[_T]) -> _T:

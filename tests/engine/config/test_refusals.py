@@ -276,6 +276,14 @@ VIRTUAL_RANKS = [
     ),
     (f"{EXACT}=4 strategy=ddp strategy.comm_hook=fp16 trainer.devices=2", "unset strategy.comm_hook=fp16"),
     (f"{EXACT}=4 strategy._target_=lightning.pytorch.strategies.DDPStrategy", "DDPStrategy adds gradients in an order"),
+    (
+        f"{EXACT}=4 module._target_={__name__}.MovesCode model=mlp",
+        "the frozen weight code changes in training_step, .* buffer",
+    ),
+    (
+        f"trainer.accumulate_grad_batches=2 module._target_={__name__}.MovesCode model=mlp",
+        "the frozen weight code changes",
+    ),
     *[
         (f"{EXACT}=4 module._target_={__name__}.{name} model=mlp", f"bit_exact=true.*{message}")
         for name, message in {
@@ -283,7 +291,6 @@ VIRTUAL_RANKS = [
             "LogsSome": "logs other names, or returns None, for some virtual ranks only",
             "ReturnsSome": "logs other names, or returns None, for some virtual ranks only",
             "ResizesBuffer": "adds, removes or resizes the buffer late, .* give it its shape in the constructor",
-            "MovesCode": "the frozen weight code changes in training_step, .* register it as a buffer",
             "LogsBatches": "v is logged for each batch of an evaluation, .* log it with on_step=False",
             "EvaluatesTogether": "a step of the module communicates between ranks",
         }.items()
