@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -50,28 +50,35 @@ class ReplicaCheck(L.Callback):
         """
         if trainer.world_size == 1:
             return
+        kinds = [_rates(trainer), _bits(_state(module)), {} if self._has_warned else _bits(attributes(module))]
+        rates, state, others = _differing(trainer, kinds)
         cause = "differs between the ranks: each has changed it by samples or metrics of its own."
-        for name in _differing(trainer, _rates(trainer)):
+        for name in rates:
             raise UserError(f"{name} {cause} Log with sync_dist=True what a scheduler or callback reads")
-        for name in _differing(trainer, _bits(_state(module))):
+        for name in state:
             raise UserError(f"{name} {cause} {_WAY_OUT}")
-        if not self._has_warned and (names := _differing(trainer, _bits(attributes(module)))):
+        if others:
             self._has_warned = True
             _log.warning(
                 "the ranks have different %s: if the loss reads it, the run depends on their number. %s",
-                ", ".join(names),
+                ", ".join(others),
                 _WAY_OUT,
             )
 
 
-def _differing(trainer: L.Trainer, own: dict[str, Any]) -> list[str]:
-    """Return the names of the values that differ between ranks. Every rank must call it."""
-    hashes = torch.tensor([_hash(sorted(own)), _hash(sorted(own.items()))], device=trainer.strategy.root_device)
-    ranks = trainer.strategy.all_gather(hashes).tolist()
+def _differing(trainer: L.Trainer, kinds: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the names of the values of each kind that differ between ranks. Every rank must call it."""
+    own = [[_hash(sorted(values)), _hash(sorted(values.items()))] for values in kinds]
+    hashes = trainer.strategy.all_gather(torch.tensor(own, device=trainer.strategy.root_device)).cpu()
+    return [_names(values, hashes[:, number].tolist()) for number, values in enumerate(kinds)]
+
+
+def _names(own: dict[str, Any], hashes: list[list[int]]) -> list[str]:
+    """Return the names of the values that differ, if the (ranks, 2) hashes of names and of values say that some do."""
     # Ranks of a pipeline hold different stages: only those that have the same names are compared.
-    if len({tuple(rank) for rank in ranks}) == len({names for names, _ in ranks}):
+    if len({tuple(rank) for rank in hashes}) == len({names for names, _ in hashes}):
         return []
-    values: list[Any] = [None] * len(ranks)
+    values: list[Any] = [None] * len(hashes)
     dist.all_gather_object(values, own)
     names = sorted(set().union(*values))
     return [name for name in names if len({rank[name] for rank in values if name in rank}) > 1]

@@ -260,12 +260,11 @@ class Pipeline(ShardedStateStrategy):
         self._has_compared = True
         precision = max(torch.finfo(loss.dtype).eps for loss in (own, *(self._losses or [])))
         trained = torch.stack(self._losses).detach().sum() if self._losses else own
-        own = torch.stack([own.double(), trained.double(), own.new_tensor(precision, dtype=torch.float64)])
+        own = torch.stack([own.double(), trained.double(), torch.full_like(own, precision, dtype=torch.float64)])
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(ranks, own, group=self._group)
-        returned, trained = torch.stack(ranks)[:, 0], ranks[self._stage_to_rank[-1]][1]
-        tolerance = float(torch.stack(ranks)[:, 2].max()) ** 0.75  # of a few sums; only the last stage has losses
-        # Ranks differ if it reads a rank's weights.
+        (returned, _, precisions), trained = torch.stack(ranks).T, ranks[self._stage_to_rank[-1]][1]
+        tolerance = float(precisions.max()) ** 0.75  # of a few sums; ranks differ if it reads a rank's weights
         if not torch.allclose(returned, trained, rtol=tolerance, atol=tolerance / 10, equal_nan=True):
             name = type(self.lightning_module).__name__
             raise UserError(
