@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS ?= --constraint constraints.txt # empty: the newest versions that pyproject.toml allows
 
-.PHONY: install train doctor test test-all test-streams parity dry-gpu bench gpu-check pictures lint format clean
+.PHONY: install train doctor test test-all test-libraries parity dry-gpu bench gpu-check pictures lint format clean
 
 install: $(STAMP)
 
@@ -29,11 +29,11 @@ test: install lint
 test-all: install lint
 	$(BIN)/python -m pytest -m "" $(ARGS)
 
-# Streams of Hugging Face and litdata. litdata asks for torchvision, which would replace torch, and needs it for images only.
-test-streams: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[hf]" boto3 obstore tifffile
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps litdata
-	$(BIN)/python -m pytest -m "" tests/engine/determinism/test_streaming_libraries.py $(ARGS)
+# Other people's libraries. timm and litdata ask for torchvision, which would replace torch, and come without it.
+test-libraries: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[hf]" boto3 obstore tifffile transformers monai
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps litdata timm
+	$(BIN)/python -m pytest -m "" tests/engine/determinism/test_streaming_libraries.py tests/engine/run/test_libraries.py
 
 parity: install
 	$(BIN)/python -m scripts.dev.parity

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from src.engine.determinism.layout import DataParallelInfo, Division
 from src.engine.determinism.loader import EVALUATION, Loaders, RankLoader, order_of, yields_batches
-from src.engine.determinism.sampler import EvaluationBatches, apply_limit
+from src.engine.determinism.sampler import EvaluationBatches, apply_limit, limit_without_length
 from src.engine.determinism.seeding import makes_batches
 from src.engine.determinism.streams import StreamLoader, length_of_stream
 from src.engine.utils.errors import UserError
@@ -79,17 +79,18 @@ class EvaluationLoaders:
 
     def _stream(self, loader: DataLoader[Any]) -> StreamLoader:
         samples, unit = length_of_stream(loader.dataset), self._unit(loader)
-        steps = None if samples is None else apply_limit(self._option, self.limit, -(-samples // unit))
-        if samples is None and isinstance(self.limit, int):
-            steps = self.limit
+        if samples is None:
+            steps = limit_without_length(self._option, self.limit)
+        else:
+            steps = apply_limit(self._option, self.limit, -(-samples // unit))
         return StreamLoader(loader, unit, self._divide, steps, self.seed, self.division.is_divided, evaluates=True)
 
     def _divide(self, count: int) -> Sequence[Tensor]:
         """Return the positions of this rank in so many samples of a stream."""
         if count < self.size:
             raise UserError(
-                f"the last {count} samples of `{self.name}` leave a process or virtual rank without one: set "
-                f"trainer.limit_{self.name}_batches, or use fewer trainer.devices"
+                f"a batch of {count} samples of the stream of `{self.name}` leaves a process or virtual rank without "
+                f"one: set the loader's batch_size, trainer.limit_{self.name}_batches, or fewer trainer.devices"
             )
         return [torch.arange(rank, count, self.size) for rank in self.ranks]
 

@@ -309,14 +309,16 @@ def epoch_order(sampler: Any, seed: int, epoch: int) -> Tensor:
 
 def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
     """Return what a sampler yields in an epoch, with the global generators, and its own of torch, seeded for it."""
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(max(epoch, 0))
+    drawing = (sampler, getattr(sampler, "sampler", None))  # a BatchSampler has one
+    for each in drawing:
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(max(epoch, 0))
     key = int(hash_ints(seed, epoch))
     with isolate_rng(include_cuda=False):
         seed_generators(key)
-        for drawing in (sampler, getattr(sampler, "sampler", None)):
-            if isinstance(getattr(drawing, "generator", None), torch.Generator):
-                drawing.generator.manual_seed(key)
+        for each in drawing:
+            if isinstance(getattr(each, "generator", None), torch.Generator):
+                each.generator.manual_seed(key)
         return list(sampler)
 
 

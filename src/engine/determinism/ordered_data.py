@@ -113,8 +113,7 @@ class OrderedData(WithPlainData):
 
     def train_dataloader(self) -> Any:
         """Return the loader of this rank's share of each global batch, or of each batch of several loaders."""
-        if self.trainer and self.trainer.reload_dataloaders_every_n_epochs:
-            self._take_loaders("train")
+        self._reload("train")
         assert self._training
         loader = self._training.of_rank(self._device)
         self._training.resume(*self._resumed)
@@ -138,6 +137,7 @@ class OrderedData(WithPlainData):
 
     def val_dataloader(self) -> Any:
         """Return this rank's loader of validation samples, a list of several, or an empty list."""
+        self._reload("val")
         return self._evaluation["val"].of_rank(self._device)
 
     def test_dataloader(self) -> Any:
@@ -328,9 +328,15 @@ class OrderedData(WithPlainData):
             processes = self.parallel.num_microbatches * self.parallel.dp_size
             plain.batch_size = plain.batch_size_per_device * self.accumulate * processes
 
+    def _reload(self, name: str) -> None:
+        """Ask the DataModule for new loaders, if it has other ones in later epochs."""
+        if self.trainer and self.trainer.reload_dataloaders_every_n_epochs:
+            self._take_loaders(name)
+
     def _take_loaders(self, name: str) -> None:
-        """Ask the DataModule for loaders."""
-        seed = int(hash_ints(self.run_seed, SETUP, self.trainer.current_epoch))
+        """Ask the DataModule for loaders; a resumed run asks for those that this epoch has had."""
+        every = self.trainer.reload_dataloaders_every_n_epochs or 1
+        seed = int(hash_ints(self.run_seed, SETUP, self.trainer.current_epoch // every * every))
         loaders, limit = loaders_of(self.plain, name, seed), self.limits.get(name)
         if name != "train":
             self._evaluation[name] = EvaluationLoaders(name, loaders, self.division, self.run_seed, limit)

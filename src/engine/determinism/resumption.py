@@ -80,8 +80,10 @@ class ExactResumption(L.Callback):
             steps += epoch_steps - self._epoch_steps
         elif epochs.ready == epochs.processed and epoch_steps:  # training has stopped within an epoch
             epoch -= 1
-        has_ended = data.steps_per_epoch is None and loop.epoch_loop.batch_progress.is_last_batch
-        if has_ended or epoch_steps == data.steps_per_epoch:  # the validation after them comes before the epoch's end
+        batches = loop.epoch_loop.batch_progress  # whose `is_last_batch` holds from before the batch to the next epoch
+        has_ended = batches.is_last_batch and batches.current.processed == batches.current.ready
+        if epoch_steps and (has_ended if data.steps_per_epoch is None else epoch_steps == data.steps_per_epoch):
+            # The validation after the last step comes before the end of the epoch.
             epoch, epoch_steps = epoch + 1, 0
         return {"epoch": epoch, "epoch_steps": epoch_steps, "steps": steps, "streams": data.states_after(epoch_steps)}
 

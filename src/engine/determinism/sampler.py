@@ -55,7 +55,8 @@ class TrainingBatches(Place, Sampler[Tensor]):
 
     def places(self) -> Tensor:
         """Return the rest of the epoch as places in its order, (batches, n): one batch of this rank per row."""
-        places = torch.arange(self.start * self.batch_size, self.steps * self.batch_size).view(-1, self.batch_size)
+        start = min(self.start, self.steps)  # another loader may go on after this one has ended
+        places = torch.arange(start * self.batch_size, self.steps * self.batch_size).view(-1, self.batch_size)
         return places[:, self.positions].flatten(0, 1)
 
     def table(self) -> Tensor:
@@ -203,6 +204,18 @@ def apply_limit(option: str, limit: int | float | None, available: int, unit: in
     if limit and available and not count:
         raise UserError(f"{option}={limit} leaves nothing of {available}: set a larger value")
     return count
+
+
+def limit_without_length(option: str, limit: int | float | None) -> int | None:
+    """Return a limit of the batches of a stream that does not tell its length; None for no limit.
+
+    Raises:
+        UserError: if it is a fraction, or no limit at all.
+    """
+    if isinstance(limit, float) and limit < 1:
+        raise UserError(f"{option}={limit}, but a stream has no length: set a number of batches")
+    apply_limit(option, limit, available=1)
+    return limit if isinstance(limit, int) else None
 
 
 def total_steps(max_epochs: int | None, max_steps: int, steps_per_epoch: int) -> int:

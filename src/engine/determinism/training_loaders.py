@@ -22,7 +22,7 @@ from src.engine.determinism.loader import (
     order_of,
     yields_batches,
 )
-from src.engine.determinism.sampler import GivenBatches, TrainingBatches, apply_limit
+from src.engine.determinism.sampler import GivenBatches, TrainingBatches, apply_limit, limit_without_length
 from src.engine.determinism.seeding import SampleAxis
 from src.engine.determinism.streams import StreamLoader, examine, length_of_stream
 from src.engine.utils.errors import UserError
@@ -83,9 +83,8 @@ class TrainingLoaders:
                 f"{self.loaders.method}: a stream without a length cannot be combined in the mode {self.loaders.mode}: "
                 'give it a __len__, or return CombinedLoader(..., "min_size")'
             )
-        if isinstance(self.limit, float) and self.limit < 1:
-            raise UserError(f"{_OPTION}={self.limit}, but a stream has no length: set a number of batches")
-        return self.limit if isinstance(self.limit, int) else None
+        limit = limit_without_length(_OPTION, self.limit)
+        return None if limit is None else min([limit, *known])
 
     def of_rank(self, device: torch.device) -> "RankLoader | StreamLoader | CombinedRankLoader":
         """Return the loader of this rank."""
@@ -147,6 +146,11 @@ class CombinedRankLoader:
 def combine(of_loaders: Sequence[StepParts | None], structure: TreeSpec) -> StepParts:
     """Return the parts of a step with a collection of the batches of several loaders; None of those that have ended."""
     combined = StepParts()
+    if len({part.weight for parts in of_loaders if parts for part in parts}) > 1:
+        raise UserError(
+            "the loaders of a step divide unevenly among the processes, so its loss has no one weight: set batch sizes "
+            "that divide among them, or bit_exact=true"
+        )
     for parts in zip(*(parts or repeat(None) for parts in of_loaders), strict=False):
         first = next(part for part in parts if part)
         batches = [part.batch if part else None for part in parts]
@@ -168,7 +172,7 @@ class _Samples:
 
     def of_rank(self, steps: int | None, device: torch.device) -> RankLoader:
         assert steps is not None
-        count = self.steps * self.batch_size
+        count = min(steps, self.steps) * self.batch_size
         order = partial(_in_cycles, self.loader, self.seed, count, -(-steps // self.steps))
         positions = self.division.positions(self.batch_size)
         weight = self.division.weight(self.batch_size)
@@ -195,7 +199,7 @@ class _Given:
 
     def of_rank(self, steps: int | None, device: torch.device) -> RankLoader:
         assert steps is not None
-        count, division = self.steps * self.per_step, self.division
+        count, division = min(steps, self.steps) * self.per_step, self.division
         given = partial(_in_cycles, self.loader, self.seed, count, -(-steps // self.steps))
         own = division.own_virtual_ranks if division.bit_exact else None
         batches = GivenBatches(given, division.positions, division.sharing, steps, own, self.per_step)
@@ -227,8 +231,8 @@ class _Stream:
 
     def example(self, count: int, first: int) -> tuple[Tensor, Any]:
         """Return the samples from `first` on as a batch."""
-        own = torch.arange(first, first + count)
-        one = StreamLoader(self.loader, first + count, lambda read: [own[own < read]], 1, self.seed, evaluates=True)
+        own = torch.arange(first, first + (1 if yields_batches(self.loader) else count))
+        one = StreamLoader(self.loader, first + count, partial(_up_to, own), 1, self.seed, evaluates=True)
         ((part,),) = one
         return part.samples, part.batch
 
@@ -259,8 +263,18 @@ def _source(loader: DataLoader[Any], division: Division, seed: int) -> _Source:
     return (_Given if has_given_batches(loader) else _Samples)(loader, division, seed)
 
 
+def _up_to(positions: Tensor, count: int) -> list[Tensor]:
+    return [positions[positions < count]]
+
+
 def _in_cycles(loader: DataLoader[Any], seed: int, count: int, cycles: int, epoch: int) -> Any:
     """Return the order of an epoch: the first `count` of each cycle through the loader, of which each has a seed."""
     seeds = [seed, *(int(hash_ints(seed, cycle)) for cycle in range(1, cycles))]
     orders = [order_of(loader, each, epoch)[:count] for each in seeds]
+    if any(len(order) < count for order in orders):
+        sampler = loader.batch_sampler if has_given_batches(loader) else loader.sampler
+        raise UserError(
+            f"{type(sampler).__name__} gives less in epoch {epoch} than in the first one: let it give as many samples "
+            "or batches in each, or set a smaller trainer.limit_train_batches"
+        )
     return list(chain.from_iterable(orders)) if has_given_batches(loader) else torch.cat(cast(list[Tensor], orders))

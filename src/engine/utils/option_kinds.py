@@ -23,7 +23,7 @@ HARDWARE = """
     trainer.max_time trainer.log_every_n_steps trainer.num_sanity_val_steps trainer.limit_predict_batches
     trainer.enable_progress_bar trainer.enable_model_summary trainer.enable_checkpointing
     trainer.enable_autolog_hparams trainer.deterministic trainer.benchmark trainer.inference_mode
-    trainer.detect_anomaly trainer.barebones trainer.profiler.* trainer.reload_dataloaders_every_n_epochs
+    trainer.detect_anomaly trainer.barebones trainer.profiler.*
     trainer.use_distributed_sampler trainer.strategy trainer.logger trainer.callbacks trainer.plugins
     trainer.default_root_dir trainer.model_registry
     strategy._target_ strategy.devices strategy.num_nodes strategy.single_process strategy.shares

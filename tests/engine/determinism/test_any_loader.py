@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from src.engine.determinism.loader import order_of
 from src.engine.utils.errors import UserError
 from tests.support.bits import check_equal_bits
 from tests.support.comparison import TOLERANCE, check_resumed, distances, read_rows
 from tests.support.interruption import die
-from tests.support.loaders import AnyModule, StatefulStream, points
+from tests.support.loaders import AnyLoader, AnyModule, StatefulStream, points
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import Record, compose, fit, fit_ranks
 
@@ -205,3 +206,77 @@ def test_trains_the_module_of_lightnings_own_tests(folder: Path) -> None:
     task = [*NOTHING, "data=module", "+module._target_=lightning.pytorch.demos.boring_classes.BoringModel"]
     record = fit(compose(folder, *task, "trainer.limit_train_batches=5"), test=True)
     assert not record.final["layer.weight"].equal(record.initial["layer.weight"])
+
+
+@pytest.mark.parametrize("moment", ["on_train_batch_start", "on_train_epoch_end", "on_validation_end"])
+def test_resumes_at_the_end_of_an_epoch_without_a_length(moment: str, folder: Path) -> None:
+    """Lightning knows the last batch before it is trained, and calls it the last until the next epoch begins."""
+    task = words("together", "stream")
+    whole = fit(compose(folder / "whole", *task))
+    cfg = compose(folder, *task)
+    die(cfg, moment, 4 if moment == "on_train_batch_start" else 5)
+    cfg.ckpt_path = f"{folder}/died.ckpt"
+    check_resumed([fit(cfg)], whole, 4 if moment == "on_train_batch_start" else 5)
+
+
+def test_goes_on_after_the_shorter_loader_has_ended(folder: Path) -> None:
+    task = words("together", "longest")
+    whole, cfg = fit(compose(folder / "whole", *task)), compose(folder, *task)
+    die(cfg, "on_train_batch_end", 3)
+    cfg.ckpt_path = f"{folder}/died.ckpt"
+    check_resumed([fit(cfg)], whole, 3)
+
+
+class FewerLater(Sampler[list[int]]):
+    """Gives a batch less in each later epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter([[8 * number + row for row in range(8)] for number in range(4 - self.epoch)])
+
+
+class Fewer(AnyLoader):
+    def uneven(self) -> Any:
+        return DataLoader(points(70, 0), batch_sampler=FewerLater())
+
+    def two(self) -> Any:
+        return [DataLoader(points(70, 0), 8), DataLoader(points(15, 1), batch_sampler=[[0, 1, 2, 3], [4, 5, 6]])]
+
+
+def test_refuses_later_epochs_with_fewer_batches(folder: Path) -> None:
+    task = [*words("together", "uneven"), f"data._target_={__name__}.Fewer"]
+    with pytest.raises(UserError, match="FewerLater gives less in epoch 1 than in the first one"):
+        fit(compose(folder, *task))
+    assert len(fit(compose(folder, *task, "trainer.limit_train_batches=3")).losses) == 6
+
+
+def test_refuses_a_later_batch_that_divides_unevenly(pool: Pool, folder: Path) -> None:
+    task = [*words("together", "two"), f"data._target_={__name__}.Fewer", f"module._target_={__name__}.First"]
+    with pytest.raises(RankFailed, match="the loaders of a step divide unevenly among the processes"):
+        fit_ranks(compose(folder, *task, *PLACES["ddp x2"]), pool)
+
+
+class First(AnyModule):
+    """Trains the first of several loaders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0], batch_idx)
+
+
+def test_sets_the_epoch_of_a_sampler_in_a_batch_sampler() -> None:
+    loader = DataLoader(points(70, 0), batch_sampler=BatchSampler(Shifted(), 4, drop_last=False))
+    assert [int(order_of(loader, 0, epoch)[0][0]) for epoch in (0, 1)] == [0, 1]
+
+
+class Shifted(Sampler[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter(range(self.epoch, 60))

@@ -1,6 +1,6 @@
 """The streams of webdataset, Hugging Face and litdata train the same on any number of ranks, and go on elsewhere.
 
-webdataset is installed with the tests. `make test-streams` installs the other two: litdata asks for torchvision, which
+webdataset is installed with the tests, and the other two by `make test-libraries`: litdata asks for torchvision, which
 would replace torch, and comes without it.
 """
 
