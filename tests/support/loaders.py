@@ -221,6 +221,9 @@ class AnyLoader(L.LightningDataModule):
             return DataLoader(points(41, 2), batch_sampler=[list(range(20)), list(range(20, 41))])
         return CombinedLoader([DataLoader(points(41, 2), 12)], "sequential") if self.kind == "two" else None
 
+    def predict_dataloader(self) -> Any:
+        return [DataLoader(points(41, 2), 12), DataLoader(points(10, 3), 5)]
+
 
 class AnyModule(L.LightningModule):
     """Regression with dropout, of a batch or of all batches in a dictionary."""
@@ -245,6 +248,9 @@ class AnyModule(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val/loss", self._loss(batch), batch_size=len(batch[0]), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return {"y": self.net(batch[0]), "x": batch[0]}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)

@@ -62,7 +62,9 @@ def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] 
     drop_replaced_options(cfg, hydra_cfg.overrides.task)
     refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
     _resolve_checkpoints(cfg, folder)
-    if cfg.predict:
+    if cfg.predict is True and "predict_dir" in cfg.data:
+        raise UserError("predict=true takes the predict_dataloader of your own `data`: set predict=FOLDER for images")
+    if cfg.predict and cfg.predict is not True:
         folder_of_images = Path(cfg.predict).expanduser().absolute()
         if not folder_of_images.is_dir():  # now, because training may take hours
             raise UserError(f"predict={cfg.predict}: there is no such folder, or no image in it")

@@ -57,13 +57,9 @@ class EvaluationLoaders:
         for loader in self.leaves:
             is_batched = makes_batches(loader.dataset)
             is_stream = isinstance(loader.dataset, IterableDataset)
-            if self.name != "predict" and not is_stream and not (takes_batch and is_batched):
+            may_pad = is_batched and (takes_batch or self.name == "predict")
+            if not is_stream and not may_pad:
                 self._batches(loader).check_no_rank_is_empty(self.name)
-            if self.name == "predict" and not is_batched:
-                raise UserError(
-                    "predict: predict_dataloader is not one of image files, the only samples of which predictions.csv "
-                    "is written: leave `predict` out, and load the checkpoint"
-                )
 
     def _has_samples(self, loader: DataLoader[Any]) -> bool:
         return isinstance(loader.dataset, IterableDataset) or len(cast(Any, loader.sampler)) > 0

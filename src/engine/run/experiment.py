@@ -36,7 +36,7 @@ from src.engine.run.description import RunDescription
 from src.engine.run.division import DivisionCheck
 from src.engine.run.metrics import MetricStates, VirtualMetrics
 from src.engine.run.module_trainer import ExperimentWorld
-from src.engine.run.predictions import PredictionWriter
+from src.engine.run.predictions import PredictionWriter, SamplePredictions
 from src.engine.run.replicas import BufferCheck, ReplicaCheck
 from src.engine.run.stopping import PreemptionHandler, Watchdog
 from src.engine.run.training_loop import FiniteCheck, MonitorCheck, OptimizerSteps, patch_trainer
@@ -114,8 +114,11 @@ def assemble(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, OrderedData
     if isinstance(trainer.accelerator, CPUAccelerator):
         tune_malloc()
     module = _build_module(cfg, trainer)
-    if cfg.predict and "predict_dir" not in cfg.data:
-        raise UserError(f"predict={cfg.predict}: {cfg.data._target_} has no option predict_dir; choose another `data`")
+    if cfg.predict not in (None, False, True) and "predict_dir" not in cfg.data:
+        raise UserError(
+            f"predict={cfg.predict}: {cfg.data._target_} has no option predict_dir; set predict=true to predict the "
+            "samples of its predict_dataloader"
+        )
     limits = {name: cfg.trainer.get(f"limit_{name}_batches") for name in ("train", "val", "test")}
     accumulate = cfg.trainer.accumulate_grad_batches
     return trainer, module, OrderedData(build(cfg.data), cfg.seed, limits, accumulate, cfg.virtual_ranks, cfg.bit_exact)
@@ -229,7 +232,7 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
         *configured.values(),
     ]
     if cfg.predict:
-        callbacks.append(PredictionWriter(folder))
+        callbacks.append(SamplePredictions(folder) if cfg.predict is True else PredictionWriter(folder))
     if cfg.trainer.sync_batchnorm and not cfg.bit_exact:
         callbacks.append(NormGroups())  # the last one: `throughput` counts the FLOPs of a few samples, without groups
     return callbacks

@@ -12,6 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from src.engine.determinism.loader import order_of
+from src.engine.run.experiment import run
 from src.engine.utils.errors import UserError
 from tests.support.bits import check_equal_bits
 from tests.support.comparison import TOLERANCE, check_resumed, distances, read_rows
@@ -225,6 +226,18 @@ def test_goes_on_after_the_shorter_loader_has_ended(folder: Path) -> None:
     die(cfg, "on_train_batch_end", 3)
     cfg.ckpt_path = f"{folder}/died.ckpt"
     check_resumed([fit(cfg)], whole, 3)
+
+
+def test_predicts_the_samples_of_any_loader(pool: Pool, folder: Path) -> None:
+    task = [*words("together", "uneven"), "fit=false", "predict=true"]
+    run(compose(folder / "one", *task))
+    pool.run(2, run, compose(folder / "two", *task, *PLACES["ddp x2"]))
+    alone, together = (torch.load(folder / place / "predictions.pt") for place in ("one", "two"))
+    for seed, own, other in zip((2, 3), alone, together, strict=True):
+        assert own["sample_index"].equal(torch.arange(41 if seed == 2 else 10))
+        assert own["predictions"]["x"].equal(points(len(own["sample_index"]), seed).tensors[0].double())
+        assert other["sample_index"].equal(own["sample_index"])
+        torch.testing.assert_close(other["predictions"], own["predictions"])
 
 
 class FewerLater(Sampler[list[int]]):
