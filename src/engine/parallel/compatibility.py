@@ -61,6 +61,13 @@ def check_parts(trainer: L.Trainer, module: L.LightningModule, cfg: DictConfig) 
             f"{option} divides each step into parts, but {type(module).__name__} optimizes manually, and so divides "
             "its steps itself: unset it, or let the module optimize automatically"
         )
+    if cfg.bit_exact or accumulate > 1 or trainer.num_devices * trainer.num_nodes > 1:
+        for name, part in module.named_modules():
+            if getattr(part, "max_norm", None) is not None:  # of nn.Embedding
+                raise UserError(
+                    f"{name} has max_norm, so its forward pass writes into the weights of the samples that a process, "
+                    "micro-batch or virtual rank has: normalize its outputs, or train on one device"
+                )
     if cfg.bit_exact and accumulate > 1:
         raise UserError(
             f"bit_exact=true computes a step in virtual_ranks={cfg.virtual_ranks} passes already: set "

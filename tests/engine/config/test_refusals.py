@@ -138,6 +138,12 @@ class ResizesBuffer(ImageClassifier):
         return super().training_step(batch, batch_idx)
 
 
+class Renormalizes(ImageClassifier):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.table = nn.Embedding(3, 2, max_norm=1.0)
+
+
 class MovesCode(ImageClassifier):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -276,6 +282,10 @@ VIRTUAL_RANKS = [
     ),
     (f"{EXACT}=4 strategy=ddp strategy.comm_hook=fp16 trainer.devices=2", "unset strategy.comm_hook=fp16"),
     (f"{EXACT}=4 strategy._target_=lightning.pytorch.strategies.DDPStrategy", "DDPStrategy adds gradients in an order"),
+    *[
+        (f"{parts} module._target_={__name__}.Renormalizes model=mlp", "table has max_norm, .* normalize its outputs")
+        for parts in (f"{EXACT}=4", "trainer.accumulate_grad_batches=2", "strategy=ddp trainer.devices=2")
+    ],
     (
         f"{EXACT}=4 module._target_={__name__}.MovesCode model=mlp",
         "the frozen weight code changes in training_step, .* buffer",
