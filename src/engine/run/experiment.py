@@ -37,7 +37,7 @@ from src.engine.run.division import DivisionCheck
 from src.engine.run.metrics import MetricStates, VirtualMetrics
 from src.engine.run.module_trainer import ExperimentWorld
 from src.engine.run.predictions import PredictionWriter, SamplePredictions
-from src.engine.run.replicas import BufferCheck, ReplicaCheck
+from src.engine.run.replicas import BufferCheck, GatheredWeightCheck, ReplicaCheck
 from src.engine.run.stopping import PreemptionHandler, Watchdog
 from src.engine.run.training_loop import FiniteCheck, MonitorCheck, OptimizerSteps, patch_trainer
 from src.engine.state.io import AtomicCheckpointIO, load_initial_weights
@@ -224,6 +224,7 @@ def _all_callbacks(cfg: DictConfig, configured: dict[str, Any]) -> list[L.Callba
         ExactResumption(),
         *([BitExactness(), virtual] if virtual else [BufferCheck(), DivisionCheck()]),
         ReplicaCheck(),
+        GatheredWeightCheck(),
         MetricStates(virtual),  # after ExactResumption, which saves the position
         RandomNumbers(cfg.seed),
         OptimizerSteps(),

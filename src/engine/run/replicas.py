@@ -1,8 +1,9 @@
-"""Checks that the ranks hold equal replicas, and that no micro-batch updates a buffer for itself."""
+"""Checks that the ranks hold equal replicas, and that no rank or micro-batch updates a buffer or weight for itself."""
 
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -16,6 +17,7 @@ from src.engine.determinism.seeding import are_equal
 from src.engine.run.hidden_state import attributes
 from src.engine.utils.errors import UserError
 from src.engine.utils.steps import is_log_point
+from src.engine.utils.tensors import to_local
 
 _log = logging.getLogger(__name__)
 _WAY_OUT = "Register it as a buffer and set bit_exact=true, or reduce what changes it over the ranks (self.all_gather)"
@@ -116,6 +118,50 @@ def _bits(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hash(value: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), signed=True)
+
+
+class GatheredWeightCheck(L.Callback):
+    """Refuses a layer whose forward pass writes into a frozen weight that FSDP has gathered, which it frees afterwards.
+
+    It compares these weights before and after each forward pass of the first step of a run.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._handles: list[Any] = []
+        self._before: dict[str, Tensor] = {}
+        self._written: set[str] = set()
+        for prefix, part in pl_module.named_modules():
+            names = [
+                name
+                for name, weight in part.named_parameters(recurse=False)
+                if isinstance(weight, DTensor) and not weight.requires_grad
+            ]
+            if names:
+                self._handles.append(part.register_forward_pre_hook(partial(self._keep, prefix, names)))
+                # Before the hook in which FSDP frees the weights.
+                self._handles.append(part.register_forward_hook(partial(self._compare, prefix, names), prepend=True))
+
+    def _keep(self, prefix: str, names: list[str], part: nn.Module, *_: Any) -> None:
+        self._before |= {f"{prefix}.{name}": to_local(getattr(part, name)).clone() for name in names}
+
+    def _compare(self, prefix: str, names: list[str], part: nn.Module, *_: Any) -> None:
+        for name in names:
+            if not are_equal(to_local(getattr(part, name)), self._before[f"{prefix}.{name}"]):
+                self._written.add(f"{prefix}.{name}")
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if not self._handles:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        ranks: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(ranks, self._written)
+        for name in sorted(set().union(*ranks)):
+            raise UserError(
+                f"the forward pass writes into the frozen weight {name}, which strategy=fsdp gathers for it and then "
+                "frees, so that the new value is lost: register it as a buffer"
+            )
 
 
 class BufferCheck(L.Callback):

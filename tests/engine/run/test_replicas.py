@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from src.engine.utils.errors import UserError
 from tests.support.comparison import read_rows
@@ -70,6 +70,33 @@ def test_found(kind: str, place: str, pool: Pool, folder: Path) -> None:
     assert str(caught.value).count("UserError: ") == 2  # on both ranks
     assert not list((folder / "checkpoints").glob("*"))
     assert len(read_rows(folder)) == 1  # of the first step
+
+
+class Coded(nn.Linear):
+    """Moves a frozen weight by its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 3)
+        self.code = nn.Parameter(torch.zeros(32), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            self.code.data.lerp_(input.detach().mean(0), 0.1)
+        return super().forward(input - self.code)
+
+
+class WithCode(Vectors):
+    def __init__(self, is_moved: bool = True) -> None:
+        super().__init__()
+        self.net[4] = Coded() if is_moved else nn.Linear(32, 3).requires_grad_(False)
+
+
+@pytest.mark.parametrize("way", ["bit_exact=true", "bit_exact=false"])
+def test_a_write_into_a_gathered_weight(way: str, pool: Pool, folder: Path) -> None:
+    words = [*OWN, f"+module._target_={__name__}.WithCode", "strategy=fsdp", way]
+    with pytest.raises(RankFailed, match=r"the forward pass writes into the frozen weight net\.4\.code"):
+        pool.run(2, fit, compose(folder / "moved", *words))
+    pool.run(2, fit, compose(folder / "frozen", *words, "+module.is_moved=false"))
 
 
 def test_a_buffer_that_moves_with_each_micro_batch(folder: Path) -> None:
