@@ -17,7 +17,6 @@ COMMON: Choices = {
     "trainer.deterministic": ["false", "true"],
     "trainer.detect_anomaly": ["false", "true"],
     "trainer.inference_mode": ["true", "false"],
-    "trainer.reload_dataloaders_every_n_epochs": [0, 1],
     "data.num_workers": [0, 1],
     "data.device_resident": ["auto", "false", "true"],
     "data.batch_size_per_device": ["null", "share"],  # the share of the same global batch
@@ -118,7 +117,6 @@ _ADDED = (
     "trainer.deterministic",
     "trainer.detect_anomaly",
     "trainer.inference_mode",
-    "trainer.reload_dataloaders_every_n_epochs",
 )
 
 
