@@ -23,9 +23,7 @@ from torch import Tensor
 
 from src.engine.utils.compilation import device_constant
 from src.engine.utils.errors import UserError
-
-# Variables from which libraries read the place of a process among the ranks.
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
+from src.engine.utils.ranks import OF_A_RANK
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def alone() -> Iterator[None]:
     functions: dict[str, Any] = {"is_initialized": lambda: False, "get_rank": lambda group=None: 0}
     functions["get_world_size"] = lambda group=None: 1
     with mock.patch.multiple(dist, **functions), mock.patch.dict(os.environ):
-        for name in _LAUNCHERS:
+        for name in OF_A_RANK:
             os.environ.pop(name, None)
         yield
 

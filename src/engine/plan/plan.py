@@ -153,6 +153,8 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
     profiles: list[Profile] = []
 
     def begin(trainer: L.Trainer, module: L.LightningModule) -> None:
+        if not trainer.datamodule.has_one_size:
+            raise UserError("a plan needs batches of one size: not several training loaders, nor a batch_sampler")
         profiles.append(Profile(trainer, module))
         raise _HasBegun
 

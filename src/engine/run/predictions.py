@@ -88,7 +88,7 @@ class SamplePredictions(L.Callback):
         ranks: list[Any] = [self._batches]
         if dist.is_initialized():
             ranks = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, self._batches)
+            dist.gather_object(self._batches, ranks if trainer.is_global_zero else None)
         if not trainer.is_global_zero:
             return
         loaders = [[batch for rank in ranks for batch in rank[number]] for number in sorted(self._batches)]

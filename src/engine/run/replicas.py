@@ -127,7 +127,7 @@ class GatheredWeightCheck(L.Callback):
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._handles: list[Any] = []
+        self._is_due, self._handles = True, list[Any]()
         self._before: dict[str, Tensor] = {}
         self._written: set[str] = set()
         for prefix, part in pl_module.named_modules():
@@ -150,12 +150,12 @@ class GatheredWeightCheck(L.Callback):
                 self._written.add(f"{prefix}.{name}")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if not self._handles:
+        if not (self._is_due and dist.is_initialized()):
             return
+        self._is_due = False
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-        ranks: list[Any] = [None] * trainer.world_size
+        ranks: list[Any] = [None] * dist.get_world_size()  # also those whose stage of a pipeline has no frozen weight
         dist.all_gather_object(ranks, self._written)
         for name in sorted(set().union(*ranks)):
             raise UserError(

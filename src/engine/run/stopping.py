@@ -94,9 +94,7 @@ class Watchdog(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         set_timeouts_after(self.timeout)
-        if hasattr(
-            sys, "ps1"
-        ):  # a notebook or a prompt, where a debugger may wait for the user, and a kernel must stay
+        if hasattr(sys, "ps1"):  # in a notebook or a prompt a debugger may wait for the user, and the kernel must stay
             return
         file = log_file(self.folder, trainer.global_rank)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -4,9 +4,9 @@ import os
 
 from src.engine.utils.errors import UserError
 
-# Of one rank. A shell may keep them from another job, and torch and Lightning would read them.
-_OF_A_RANK = ["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
-_OF_A_RANK += ["MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID"]
+# The variables of one rank. A shell may keep them from another job, and torch, Lightning and other libraries read them.
+OF_A_RANK = ["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+OF_A_RANK += ["MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID"]
 
 
 def is_started_by_torchrun() -> bool:
@@ -37,7 +37,7 @@ def started_rank() -> int:
 def forget_other_ranks() -> None:
     """Remove the variables of a rank from a process that no launcher has started."""
     if not (is_started_by_torchrun() or is_started_by_srun()):
-        for name in _OF_A_RANK:
+        for name in OF_A_RANK:
             os.environ.pop(name, None)
 
 

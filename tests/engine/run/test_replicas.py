@@ -99,6 +99,20 @@ def test_a_write_into_a_gathered_weight(way: str, pool: Pool, folder: Path) -> N
     pool.run(2, fit, compose(folder / "frozen", *words, "+module.is_moved=false"))
 
 
+class FreezesFirst(L.Callback):
+    """Freezes a layer of the first stage of a pipeline."""
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        next(pl_module.net.parameters()).requires_grad_(False)
+
+
+def test_frozen_weights_in_one_stage(small: list[str], pool: Pool, folder: Path) -> None:
+    """All ranks compare, also those whose stage has no frozen weight: else these would go on alone."""
+    words = [*small, "experiment=parity", "strategy=hybrid", "strategy.data_parallel=fsdp", "trainer.devices=4"]
+    words += ["strategy.microbatches=2", "trainer.max_steps=2", f"+callbacks.freeze._target_={__name__}.FreezesFirst"]
+    pool.run(4, fit, compose(folder, *words))
+
+
 def test_a_buffer_that_moves_with_each_micro_batch(folder: Path) -> None:
     words = [*OWN, *FOUND["center"], "+module.warmup=0", "trainer.devices=1", "trainer.accumulate_grad_batches=2"]
     with pytest.raises(UserError, match=r"the forward pass updates center once for each micro-batch, .* bit_exact=t"):
