@@ -9,9 +9,10 @@ CONSTRAINTS ?= --constraint constraints.txt # empty: the newest versions that py
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml engine/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) ".[dev,tensorboard,sweeps,report,dashboard]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) \
+		--editable ./engine ".[dev,tensorboard,sweeps,report,dashboard]"
 	touch $(STAMP)
 
 train: install
@@ -31,28 +32,28 @@ test-all: install lint
 
 # Other people's libraries. timm and litdata ask for torchvision, which would replace torch, and come without it.
 test-libraries: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[hf]" boto3 obstore tifffile transformers monai
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./engine ".[hf]" boto3 obstore tifffile transformers monai
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps litdata timm
 	$(BIN)/python -m pytest -m "" tests/engine/determinism/test_streaming_libraries.py tests/engine/run/test_libraries.py
 
 parity: install
-	$(BIN)/python -m scripts.dev.parity
+	$(BIN)/python -m engine.dev.parity
 
 # The CUDA code path on a machine without a GPU. ARGS=--write keeps the new numbers of operations.
 dry-gpu: install
-	$(BIN)/python -m scripts.dev.dry_gpu $(ARGS)
+	$(BIN)/python -m engine.dev.dry_gpu $(ARGS)
 
 bench: install
-	$(BIN)/python -m scripts.dev.bench $(ARGS)
+	$(BIN)/python -m engine.dev.bench $(ARGS)
 
 # On a machine with GPUs, some ten minutes: writes docs/benchmarks/gpu.md.
 gpu-check: install
-	$(BIN)/python -m scripts.dev.gpu_check $(ARGS)
+	$(BIN)/python -m engine.dev.gpu_check $(ARGS)
 
 # The pictures of the docs, in some minutes; needs Chromium or Chrome. ARGS="--only schedules" makes one.
 pictures: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) ".[pictures]"
-	$(BIN)/python -m scripts.dev.pictures $(ARGS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --editable ./engine ".[pictures]"
+	$(BIN)/python -m engine.dev.pictures $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

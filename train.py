@@ -14,28 +14,28 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from src.engine.config.command_line import TRACEBACK_WANTED, run_application
-from src.engine.config.folder import register_resolvers, remove_if_unused
-from src.engine.utils.errors import UserError
+from onecurve.config.command_line import TRACEBACK_WANTED, run_application
+from onecurve.config.folder import register_resolvers, remove_if_unused
+from onecurve.utils.errors import UserError
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict[str, float] | float:
     if cfg.doctor:
-        from src.engine.doctor.examination import examine
+        from onecurve.doctor.examination import examine
 
         examine(cfg)
         return {}
     if HydraConfig.get().mode == RunMode.MULTIRUN and not cfg.plan:
-        from src.engine.sweeps.job import run_job
+        from onecurve.sweeps.job import run_job
 
         return run_job(cfg)
-    from src.engine.launch.outcome import describe
-    from src.engine.launch.start import launch
+    from onecurve.launch.outcome import describe
+    from onecurve.launch.start import launch
 
     try:
         if cfg.plan:
-            from src.engine.plan.show import show_plan
+            from onecurve.plan.show import show_plan
 
             show_plan(cfg)
             return {}

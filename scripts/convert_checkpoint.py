@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from src.engine.state import sharded
-from src.engine.state.io import AtomicCheckpointIO, read_run_checkpoint
-from src.engine.state.run_files import checkpoint_file
-from src.engine.utils.errors import UserError
+from onecurve.state import sharded
+from onecurve.state.io import AtomicCheckpointIO, read_run_checkpoint
+from onecurve.state.run_files import checkpoint_file
+from onecurve.utils.errors import UserError
 
 
 def convert(source: Path, target: Path, shards: bool) -> None:

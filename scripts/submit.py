@@ -17,10 +17,10 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from src.engine.config.folder import register_resolvers, unique_name
-from src.engine.config.resolve import runs_in_single_process
-from src.engine.utils.errors import UserError
-from src.engine.utils.files import atomic_write
+from onecurve.config.folder import register_resolvers, unique_name
+from onecurve.config.resolve import runs_in_single_process
+from onecurve.utils.errors import UserError
+from onecurve.utils.files import atomic_write
 
 ROOT = Path(__file__).parents[1]
 _SCRIPT = """\

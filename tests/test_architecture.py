@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-import src.engine
+import onecurve
 from tests.support.commands import TINY
 from tests.support.commands import run as run_command
 
 ROOT = Path(__file__).parents[1]
-ENGINE = ROOT / "src" / "engine"
-SOURCES = sorted((ROOT / "src").rglob("*.py"))
+ENGINE = ROOT / "engine" / "onecurve"
+SOURCES = sorted([*ENGINE.rglob("*.py"), *(ROOT / "src").rglob("*.py")])
 YOURS = ("src.models", "src.data")  # what a user of the template edits
-FACE = "src.engine"  # what those files import of the engine
+FACE = "onecurve"  # what those files import of the engine
 # Parts that a user may delete, each with the files of conf/ that name it; CONTRIBUTING.md says so.
 OPTIONAL = """
-    scripts src.engine.doctor src.engine.notebook src.engine.report src.engine.optim.muon
-    src.engine.observe.evaluation src.engine.observe.gradients src.engine.run.early_stopping src.engine.run.ema
-    src.engine.plan.plan src.engine.plan.pipelines src.engine.plan.profile src.engine.plan.step
-    src.engine.plan.strategies src.engine.parallel.ddp_spawn src.engine.parallel.dp src.engine.parallel.fsdp
-    src.engine.parallel.pipeline
+    scripts onecurve.doctor onecurve.notebook onecurve.report onecurve.optim.muon
+    onecurve.observe.evaluation onecurve.observe.gradients onecurve.run.early_stopping onecurve.run.ema
+    onecurve.plan.plan onecurve.plan.pipelines onecurve.plan.profile onecurve.plan.step
+    onecurve.plan.strategies onecurve.parallel.ddp_spawn onecurve.parallel.dp onecurve.parallel.fsdp
+    onecurve.parallel.pipeline
     src.models.airbench src.models.dcgan src.models.gan src.models.gan_samples
     src.models.preact_resnet src.models.resnet src.models.resnet9 src.models.vgg src.models.vit src.models.whitening
     src.models.wide_resnet src.data.sources.array_file src.data.sources.cifar src.data.sources.class_folders
@@ -35,7 +35,7 @@ sys.modules.update(dict.fromkeys({}))  # Python finds none of them
 runpy.run_path("train.py", run_name="__main__")
 """
 
-LAYERS = [  # of src/engine, from the top down: each imports from those below it, and from itself
+LAYERS = [  # of engine/onecurve, from the top down: each imports from those below it, and from itself
     "notebook",  # training from Python
     "doctor",  # checks before a run
     "sweeps",  # jobs of a multirun
@@ -54,24 +54,26 @@ LAYERS = [  # of src/engine, from the top down: each imports from those below it
 
 
 def _module(file: Path) -> str:
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    root = ENGINE.parent if file.is_relative_to(ENGINE.parent) else ROOT
+    return ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
 def _imports(file: Path) -> set[str]:
-    """Return the modules of src that a file imports, inside functions too; `src.engine` for names of its face."""
+    """Return the modules of the project that a file imports, inside functions too; `onecurve` for names of its face."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             module = f"{node.module}"
-            is_package = (ROOT / module.replace(".", "/")).is_dir() and module != FACE
+            path = module.replace(".", "/")
+            is_package = module != FACE and any((root / path).is_dir() for root in (ROOT, ENGINE.parent))
             names |= {f"{module}.{alias.name}" for alias in node.names} if is_package else {module}
-    return {name for name in names if name.startswith("src.")}
+    return {name for name in names if f"{name}.".startswith(("src.", "onecurve."))}
 
 
 def _layer(module: str) -> int:
-    return LAYERS.index(module.split(".")[2])
+    return LAYERS.index(module.split(".")[1])
 
 
 def test_every_folder_of_the_engine_has_a_layer() -> None:
@@ -95,18 +97,18 @@ def test_your_files_import_the_face_of_the_engine(file: Path) -> None:
 
 def test_every_name_of_the_face_exists() -> None:
     """A type checker reads the list; Python looks a name up when it is first used."""
-    assert src.engine.__all__
-    assert [name for name in src.engine.__all__ if not hasattr(src.engine, name)] == []
+    assert onecurve.__all__
+    assert [name for name in onecurve.__all__ if not hasattr(onecurve, name)] == []
 
 
 def test_plugins_import_only_sweeps_and_below() -> None:
-    for file in (ROOT / "hydra_plugins").glob("*.py"):
+    for file in (ROOT / "engine" / "hydra_plugins").glob("*.py"):
         assert min(map(_layer, _imports(file))) >= LAYERS.index("sweeps")
 
 
 @pytest.mark.parametrize(
     ("parts", "options"),
-    [(OPTIONAL, ["report=true"]), (["src.engine.sweeps"], ["report=false", "~hydra.callbacks.sweep"])],
+    [(OPTIONAL, ["report=true"]), (["onecurve.sweeps"], ["report=false", "~hydra.callbacks.sweep"])],
     ids=["parts", "sweeps"],
 )
 def test_a_run_needs_only_the_parts_that_it_chooses(

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from onecurve import Batch, BatchLayout, UserError, compiled, should_compile
 from src.data.augment.augmentation import Augmentation
 from src.data.augment.pixels import normalize
 from src.data.image_files import find_images
 from src.data.images import ImageFolder, ImageSplit, TransformedSplit, as_is, join
 from src.data.sources.source import ImageSource
 from src.data.splits import divide, load_sets
-from src.engine import Batch, BatchLayout, UserError, compiled, should_compile
 
 
 class ImageDataModule(L.LightningDataModule):
     """Images of any source, with augmentation that depends only on seed, epoch, step and sample.
 
     A plain DataModule: the engine orders the samples, and gives each process its share
-    (`src/engine/determinism/ordered_data.py`).
+    (`onecurve/determinism/ordered_data.py`).
 
     Args:
         source: finds or creates the files of the dataset, and reads them.

@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from src.engine import UserError
+from onecurve import UserError
 
 _MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from onecurve import Batch, UserError
 from src.data.image_files import ImageFiles, find_images
 from src.data.sources.source import Images
-from src.engine import Batch, UserError
 
 Transform = Callable[[Tensor], Tensor]
 

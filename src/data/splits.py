@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from onecurve import UserError, permutation
 from src.data.images import ImageSet, ImageSplit
 from src.data.sources.source import ImageSource
-from src.engine import UserError, permutation
 
 _VAL_FRACTION = 0.1
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from src.engine import (
+from onecurve import (
     GRAPH_MODES,
     Batch,
     Module,
@@ -38,7 +38,7 @@ class ImageClassifier(Module):
             prefix `net.` in checkpoints.
         optimizer: builds the optimizer from parameter groups; its `lr` is for a batch of `reference_batch_size`.
         schedule: maps (step, steps of the run) to the factor on the learning rate. If a finished run is extended, the
-            schedule is that of the longer run. Or a scheduler of torch (`src/engine/optim/schedules.py`).
+            schedule is that of the longer run. Or a scheduler of torch (`onecurve/optim/schedules.py`).
         reference_batch_size: batch size for which the learning rate is given.
         lr_scaling: how the learning rate follows the batch size: `linear`, `sqrt` or `none`.
         label_smoothing: fraction of the target spread evenly over the classes (Szegedy et al., 2015).

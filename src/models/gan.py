@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from src.engine import (
+from onecurve import (
     Batch,
     Module,
     UserError,

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from src.engine import UserError, atomic_write
+from onecurve import UserError, atomic_write
 
 
 class SampleGrid(L.Callback):

@@ -4,7 +4,7 @@ import math
 
 from torch import nn
 
-from src.engine import check_choice
+from onecurve import check_choice
 
 
 def norm_layer(norm: str, channels: int) -> nn.Module:

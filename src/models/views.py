@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from src.engine import upcast_half
+from onecurve import upcast_half
 
 VIEWS = ("mirror", "shift")  # the choices of `average_over_views`
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from src.engine import DropPath, UserError
+from onecurve import DropPath, UserError
 
 
 def vit(

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onecurve import UserError
 from src.data.augment.pixels import normalize
-from src.engine import UserError
 
 
 class Whitening(nn.Conv2d):

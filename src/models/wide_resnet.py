@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from src.engine import UserError
+from onecurve import UserError
 from src.models.norm import norm_layer
 from src.models.preact_resnet import PreActBlock
 

@@ -21,12 +21,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extract_tensor_metas
 
-REHEARSAL = "src/engine/parallel/pipeline/rehearsal.py"
+REHEARSAL = "engine/onecurve/parallel/pipeline/rehearsal.py"
 SIGNATURES: list[tuple[Callable[..., Any], list[str], str]] = [
-    (_TrainingEpochLoop._broadcast_sigterm_tensor, ["self"], "src/engine/run/training_loop.py"),
-    (FSDPParamGroup.pre_forward, ["self", "module", "args", "kwargs"], "src/engine/parallel/sharded_state.py"),
-    (FSDPParamGroup.pre_backward, ["self", "default_prefetch", "unused"], "src/engine/parallel/sharded_state.py"),
-    (FSDPParamGroup.post_backward, ["self", "unused"], "src/engine/parallel/sharded_state.py"),
+    (_TrainingEpochLoop._broadcast_sigterm_tensor, ["self"], "engine/onecurve/run/training_loop.py"),
+    (FSDPParamGroup.pre_forward, ["self", "module", "args", "kwargs"], "engine/onecurve/parallel/sharded_state.py"),
+    (FSDPParamGroup.pre_backward, ["self", "default_prefetch", "unused"], "engine/onecurve/parallel/sharded_state.py"),
+    (FSDPParamGroup.post_backward, ["self", "unused"], "engine/onecurve/parallel/sharded_state.py"),
     (stage_backward_input, ["stage_outputs_or_loss", "output_grads", "input_values", "weights"], REHEARSAL),
     (stage_backward_weight, ["weights", "param_groups", "retain_graph"], REHEARSAL),
 ]
@@ -48,7 +48,7 @@ def test_private_functions_accept_our_arguments(function: Callable[..., Any], pa
 
 
 def test_loop_counters_that_a_resumption_rewrites_exist() -> None:
-    """src/engine/determinism/resumption.py writes these into a checkpoint."""
+    """engine/onecurve/determinism/resumption.py writes these into a checkpoint."""
     loops = L.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu").fit_loop.state_dict()
     for name in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
         assert set(loops[name]["total"]) == {"ready", "started", "processed", "completed"}
@@ -57,7 +57,7 @@ def test_loop_counters_that_a_resumption_rewrites_exist() -> None:
 
 
 def test_elastic_reports_failures_as_we_read_them() -> None:
-    """src/engine/launch/outcome.py reads a failed rank's message and traceback from there."""
+    """engine/onecurve/launch/outcome.py reads a failed rank's message and traceback from there."""
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=-9, error_file="/nonexistent")
     assert failure.error_file_data["message"]
     assert "SIGKILL" in failure.message
@@ -84,7 +84,7 @@ class Order(BoringModel):
 
 
 def test_lightning_clears_gradients_between_the_training_step_and_the_backward_pass() -> None:
-    """Therefore src/engine/parallel/pipeline/pipeline.py keeps the gradients of its schedule until `backward`."""
+    """Therefore engine/onecurve/parallel/pipeline/pipeline.py keeps the gradients of its schedule until `backward`."""
     module = Order()
     train(module=module)
     assert module.calls == ["training_step", "zero_grad", "backward"]
@@ -126,14 +126,14 @@ def test_autocast_caches_no_weights() -> None:
 
 
 def test_stage_with_given_shapes_infers_none() -> None:
-    """Inference would run batch normalization once more (src/engine/parallel/pipeline/pipeline.py)."""
+    """Inference would run batch normalization once more (engine/onecurve/parallel/pipeline/pipeline.py)."""
     shapes = torch.empty(2, 3, device="meta")
     meta = _StageMeta(inputs=extract_tensor_metas((shapes,)), outputs=extract_tensor_metas((shapes,)))
     assert not InferenceMode.needs_dynamic(meta, stage_has_backward=True)
 
 
 def test_lightning_installs_signal_handlers_unless_disabled() -> None:
-    """If not, src/engine/run/training_loop.py need not disable them. Lightning's handler runs a collective."""
+    """If not, engine/onecurve/run/training_loop.py need not disable them. Lightning's handler runs a collective."""
     handlers = []
 
     class Look(L.Callback):
@@ -146,13 +146,13 @@ def test_lightning_installs_signal_handlers_unless_disabled() -> None:
 
 
 def test_torch_writes_checksums() -> None:
-    """src/engine/state/io.py detects a corrupt checkpoint by them."""
+    """engine/onecurve/state/io.py detects a corrupt checkpoint by them."""
     assert torch.serialization.get_crc32_options()
 
 
 @pytest.mark.parametrize("listed", ["", "SIGTERM"])
 def test_elastic_handles_only_listed_signals(listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """src/engine/launch/workers.py lists none."""
+    """engine/onecurve/launch/workers.py lists none."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", listed)
     context: Any = SimpleNamespace(_start=lambda: None, _tail_logs=[])
@@ -165,7 +165,7 @@ def test_elastic_handles_only_listed_signals(listed: str, monkeypatch: pytest.Mo
 
 
 def test_lightning_still_counts_samples_as_integers() -> None:
-    """If not, src/engine/run/training_loop.py need not make them floats, of which a mean over ranks is exact."""
+    """If not, engine/onecurve/run/training_loop.py need not make them floats, of which a mean over ranks is exact."""
     results = _ResultCollection(training=False)
     results.log("validation_step", "loss", torch.ones(()), on_step=False, on_epoch=True, batch_size=3)
     assert results["validation_step.loss"].cumulated_batch_size.dtype == torch.int64
@@ -173,7 +173,7 @@ def test_lightning_still_counts_samples_as_integers() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_torch_still_records_a_stack_trace_to_seed_an_unused_device() -> None:
-    """If not, src/engine/determinism/resumption.py can call torch.manual_seed."""
+    """If not, engine/onecurve/determinism/resumption.py can call torch.manual_seed."""
     torch.cuda.manual_seed_all(0)
     _, trace = torch.cuda._lazy_seed_tracker.manual_seed_all_cb
     assert "test_canaries.py" in "".join(trace)

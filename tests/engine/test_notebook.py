@@ -10,11 +10,11 @@ import pytest
 import torch
 from omegaconf.errors import ReadonlyConfigError
 
-from src.engine import compose, load_run, train
-from src.engine.notebook import Result
-from src.engine.utils import signals
-from src.engine.utils.errors import UserError
-from src.engine.utils.signals import Stopped
+from onecurve import compose, load_run, train
+from onecurve.notebook import Result
+from onecurve.utils import signals
+from onecurve.utils.errors import UserError
+from onecurve.utils.signals import Stopped
 from src.models.classifier import ImageClassifier
 from tests.support import runs
 from tests.support.commands import TINY, TWO, run_here, steps
@@ -134,7 +134,7 @@ def test_late_interrupt_stops_no_later_run(tiny: list[str], folder: Path, monkey
     ("place", "raised", "options"),
     [
         ("src.models.classifier.ImageClassifier.training_step", KeyboardInterrupt(), []),
-        ("src.engine.launch.start.launch_workers", Stopped(signal.SIGINT), TWO),
+        ("onecurve.launch.start.launch_workers", Stopped(signal.SIGINT), TWO),
     ],
 )
 def test_interrupt_stays_an_interrupt(

@@ -1,6 +1,6 @@
 """There is no host-device synchronization between log points: on a GPU torch itself raises at each.
 
-`scripts/dev/dry_gpu` finds them on a machine without a GPU.
+`engine/dev/dry_gpu` finds them on a machine without a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 
-from src.engine.run.experiment import assemble
+from onecurve.run.experiment import assemble
 from tests.support.runs import compose
 
 # The defaults of a run: progress bar, metrics.csv and checkpoints; also a checkpoint by time within an epoch.

@@ -46,7 +46,7 @@ OTHERS = [
     line
     for page in (*PAGES.values(), (GUIDE / "which_strategy.md").read_text())
     for line in commands(page)
-    if not re.match(rf"{TEMPLATE}|python -m (docs.guide.\w+.train|scripts.dev.bench)\b", line)
+    if not re.match(rf"{TEMPLATE}|python -m (docs.guide.\w+.train|engine.dev.bench)\b", line)
 ]
 
 

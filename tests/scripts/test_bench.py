@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.dev import parity
-from scripts.dev.benchmarks.cases import BENCHMARKS
-from scripts.dev.benchmarks.programs import Case, Program, run_in_turn, table
-from scripts.dev.peers.callbacks import Communication, resident
+from engine.dev import parity
+from engine.dev.benchmarks.cases import BENCHMARKS
+from engine.dev.benchmarks.programs import Case, Program, run_in_turn, table
+from engine.dev.peers.callbacks import Communication, resident
 from tests.support.pool import Pool
 from tests.support.runs import NEED_GPUS, STRATEGIES, compose, fit
 
@@ -39,7 +39,7 @@ def run_peer(script: str, clock: Path, *options: object) -> None:
     sys.argv = [script, "--clock", str(clock), "--steps", str(STEPS), "--log-every", "2", "--batch", str(BATCH)]
     sys.argv += map(str, options)
     try:
-        importlib.import_module(f"scripts.dev.peers.{script}").main()
+        importlib.import_module(f"engine.dev.peers.{script}").main()
     finally:
         sys.argv = arguments
         torch.set_num_threads(threads)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from onecurve import compose, load_run, train
+from onecurve.run.trained import Predictor
 from scripts.export import _check_output, export
-from src.engine import compose, load_run, train
-from src.engine.run.trained import Predictor
 from tests.support.commands import TINY, error_line, run_here
 
 QUIET = ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "logger=none", "trainer.max_epochs=1"]

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.dev.gpu_check import numbers
-from scripts.dev.gpu_check.__main__ import run_case
-from scripts.dev.gpu_check.case import Case, CheckFailedError, Session
-from scripts.dev.gpu_check.cases import cases
-from scripts.dev.gpu_check.runs import expect_equal
-from src.engine.notebook import Result
+from engine.dev.gpu_check import numbers
+from engine.dev.gpu_check.__main__ import run_case
+from engine.dev.gpu_check.case import Case, CheckFailedError, Session
+from engine.dev.gpu_check.cases import cases
+from engine.dev.gpu_check.runs import expect_equal
+from onecurve.notebook import Result
 from tests.support.commands import ROOT, run_here, wait_until
 
 SLEEP = "import os, sys, time; open(sys.argv[1] + '/pid', 'w').write(str(os.getpid())); time.sleep(60)"
@@ -33,9 +33,7 @@ def result(folder: Path, loss: float, weight: float) -> Result:
 
 def test_writes_a_table(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
-    run_here(
-        "--accelerator", "cpu", "--only", "hashes", "--output", str(page), program="scripts.dev.gpu_check.__main__"
-    )
+    run_here("--accelerator", "cpu", "--only", "hashes", "--output", str(page), program="engine.dev.gpu_check.__main__")
     assert "| hashes | ok | " in page.read_text()
 
 
@@ -50,7 +48,7 @@ def test_a_check_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
     command = (
         f"run_limited([{sys.executable!r}, '-c', {SLEEP!r}, {str(tmp_path)!r}], Path({str(tmp_path / 'log')!r}), 60)"
     )
-    program = f"from pathlib import Path; from scripts.dev.shared.process import *; exit_on_sigterm(); {command}"
+    program = f"from pathlib import Path; from engine.dev.shared.process import *; exit_on_sigterm(); {command}"
     outer = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     assert wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", 30)
     outer.terminate()
@@ -82,7 +80,7 @@ def test_different_runs_are_noticed(loss: float, weight: float, tmp_path: Path) 
     ],
 )
 def test_errors_are_one_line(words: list[str], message: str) -> None:
-    _, err = run_here(*words, program="scripts.dev.gpu_check.__main__", code=1)
+    _, err = run_here(*words, program="engine.dev.gpu_check.__main__", code=1)
     assert message in err
     assert err.count("\n") == 1
 
@@ -90,5 +88,5 @@ def test_errors_are_one_line(words: list[str], message: str) -> None:
 @pytest.mark.slow
 def test_every_case_runs_on_a_cpu(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
-    out, _ = run_here("--accelerator", "cpu", "--output", str(page), program="scripts.dev.gpu_check.__main__")
+    out, _ = run_here("--accelerator", "cpu", "--output", str(page), program="engine.dev.gpu_check.__main__")
     assert out.count(" | not here | ") == 2  # dp, and the waits for a GPU

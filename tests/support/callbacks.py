@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from src.engine.run.stopping import Watchdog
+from onecurve.run.stopping import Watchdog
 
 
 class Slow(L.Callback):

@@ -4,7 +4,7 @@ from itertools import combinations
 from random import Random
 from typing import Any
 
-from src.engine.parallel.pipeline.schedules import SCHEDULES
+from onecurve.parallel.pipeline.schedules import SCHEDULES
 
 Setting = dict[str, Any]
 Choices = dict[str, list[Any]]

@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 from omegaconf import DictConfig
 
-from scripts.dev.dry_gpu.collectives import describe
-from src.engine.plan.pipelines import Stages
-from src.engine.plan.plan import begin_run, estimate
-from src.engine.utils.targets import build
+from engine.dev.dry_gpu.collectives import describe
+from onecurve.plan.pipelines import Stages
+from onecurve.plan.plan import begin_run, estimate
+from onecurve.utils.targets import build
 
 
 def planned_collectives(cfg: DictConfig, words: list[str], ranks: Iterable[int]) -> list[Counter[str]]:

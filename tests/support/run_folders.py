@@ -51,7 +51,7 @@ def write_run(
     """
     folder.mkdir(parents=True)
     _write_metrics(folder / "metrics.csv", points, gap, cells or {})
-    strategy: dict[str, Any] = {"_target_": "src.engine.parallel.pipeline.pipeline.Pipeline", "schedule": "gpipe"}
+    strategy: dict[str, Any] = {"_target_": "onecurve.parallel.pipeline.pipeline.Pipeline", "schedule": "gpipe"}
     strategy |= {"stages": None, "microbatches": 4}
     config = {"seed": 0, "strategy": strategy, "optimizer": {"lr": 0.1}, "experiment": "5f3a9c"}
     config |= {"trainer": {"precision": precision}}

@@ -11,10 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from src.engine.config.resolve import runs_in_single_process
-from src.engine.parallel.batch_norm import average_statistics
-from src.engine.run.experiment import assemble
-from src.engine.utils.targets import drop_replaced_options
+from onecurve.config.resolve import runs_in_single_process
+from onecurve.parallel.batch_norm import average_statistics
+from onecurve.run.experiment import assemble
+from onecurve.utils.targets import drop_replaced_options
 from tests.support.pool import Pool
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -25,7 +25,7 @@ QUIET = ["logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=
 
 def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
     """Return the resolved configuration of a run in `folder`, as the launcher passes it to the ranks."""
-    from src.engine.config.folder import register_resolvers
+    from onecurve.config.folder import register_resolvers
 
     register_resolvers()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):

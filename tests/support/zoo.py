@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from src.engine import Batch
+from onecurve import Batch
 from src.models.classifier import ImageClassifier
 from tests.support.layers import CLASSES, LAYERS, WIDTH, Centered, Residual, conv, conv_norm, head, stem
 

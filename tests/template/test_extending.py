@@ -18,9 +18,9 @@ import pytest
 from omegaconf import DictConfig
 
 import src.models
-from src.engine import notebook
-from src.engine.config.resolve import runs_in_single_process
-from src.engine.run.experiment import run
+from onecurve import notebook
+from onecurve.config.resolve import runs_in_single_process
+from onecurve.run.experiment import run
 from tests.support.commands import ROOT, run_here
 from tests.support.pool import Pool
 from tests.support.runs import QUIET, compose

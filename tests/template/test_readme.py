@@ -15,8 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-from src.engine.run.experiment import assemble, run
-from src.engine.utils.targets import build
+from onecurve.run.experiment import assemble, run
+from onecurve.utils.targets import build
 from tests.support.commands import ROOT, run_here
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit, fit_ranks
@@ -170,9 +170,9 @@ def test_links_exist() -> None:
             assert (page.parent / path).exists(), (page.name, path)
 
 
-SCRIPTS = [*(ROOT / "scripts").glob("[!_]*.py"), *(ROOT / "scripts" / "dev").glob("[!_]*.py")]
+SCRIPTS = [*(ROOT / "scripts").glob("[!_]*.py"), *(ROOT / "engine" / "dev").glob("[!_]*.py")]
 PROGRAMS = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in SCRIPTS]
-PROGRAMS += [f"scripts.dev.{file.parent.name}" for file in (ROOT / "scripts" / "dev").glob("*/__main__.py")]
+PROGRAMS += [f"engine.dev.{file.parent.name}" for file in (ROOT / "engine" / "dev").glob("*/__main__.py")]
 
 
 @pytest.mark.parametrize("program", sorted(PROGRAMS))

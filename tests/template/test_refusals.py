@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from src.engine.run.experiment import run
-from src.engine.utils.errors import UserError
+from onecurve.run.experiment import run
+from onecurve.utils.errors import UserError
 from tests.support.runs import STRATEGIES, compose
 
 DATA_PARALLEL = ("auto", "ddp", "ddp_spawn")

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onecurve import BatchLayout, UserError, partners
 from src.data.augment import mixing
 from src.data.augment.pixels import all_alternating_flips, all_sample_keys, crop_and_flip, cutout, normalize
-from src.engine import BatchLayout, UserError, partners
 
 
 class Augmentation:

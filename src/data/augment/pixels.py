@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from src.engine import device_constant, hash_ints, integers, uniform
+from onecurve import device_constant, hash_ints, integers, uniform
 
 
 def sample_keys(seed: int, epoch: int, index: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.engine import UserError
+from onecurve import UserError
 
 _REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onecurve import UserError, file_lock
 from src.data.sources.download import Archive, extract, fetch
-from src.engine import UserError, file_lock
 
 _RECONSTRUCT = np.empty(0).__reduce__()[0]  # a function whose module depends on NumPy's version
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from onecurve import UserError
 from src.data.image_files import ImageFiles, find_images
 from src.data.sources.source import Images, read_all
-from src.engine import UserError
 
 
 class ClassFolders:

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from src.engine import UserError
+from onecurve import UserError
 
 _TIMEOUT = 20  # seconds without a byte before the next URL is tried
 

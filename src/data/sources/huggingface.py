@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecurve import UserError
 from src.data.image_files import to_tensor
 from src.data.sources.source import Images, read_all
-from src.engine import UserError
 
 
 class HuggingFaceDataset:

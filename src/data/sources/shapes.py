@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from src.engine import atomic_write, file_lock
+from onecurve import atomic_write, file_lock
 
 _SIZE = 32
 _CHUNK = 2_000  # images generated at a time, which limits the memory

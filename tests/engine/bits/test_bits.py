@@ -15,13 +15,13 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from src.engine.determinism import layout
-from src.engine.determinism.layout import BatchLayout, DataParallelInfo
-from src.engine.parallel import gradients
-from src.engine.parallel.pipeline.schedules import SCHEDULES
-from src.engine.parallel.tree_sum import TreeSum
-from src.engine.parallel.virtual_ranks import PassSums
-from src.engine.utils.tensors import to_local
+from onecurve.determinism import layout
+from onecurve.determinism.layout import BatchLayout, DataParallelInfo
+from onecurve.parallel import gradients
+from onecurve.parallel.pipeline.schedules import SCHEDULES
+from onecurve.parallel.tree_sum import TreeSum
+from onecurve.parallel.virtual_ranks import PassSums
+from onecurve.utils.tensors import to_local
 from tests.support.bits import EXACT, check_equal_bits
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import EXPERIMENTS, SHORT, VIT

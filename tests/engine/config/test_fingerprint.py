@@ -11,12 +11,12 @@ import torch
 import yaml
 from omegaconf import DictConfig
 
-from src.engine.determinism import fingerprint as module
-from src.engine.determinism.fingerprint import Experiment, code_version, continue_experiment, describe_experiment
-from src.engine.determinism.ordered_data import OrderedData
-from src.engine.utils.errors import UserError
-from src.engine.utils.events import read_events
-from src.engine.utils.targets import build
+from onecurve.determinism import fingerprint as module
+from onecurve.determinism.fingerprint import Experiment, code_version, continue_experiment, describe_experiment
+from onecurve.determinism.ordered_data import OrderedData
+from onecurve.utils.errors import UserError
+from onecurve.utils.events import read_events
+from onecurve.utils.targets import build
 from tests.support.experiments import SHORT
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit, fit_ranks
@@ -43,7 +43,7 @@ EXPERIMENTS: dict[str, list[str]] = {
     "limit": ["trainer.limit_train_batches=1"],
     "average": ["callbacks=[default,ema]"],
     "training set": ["data.train_samples=64"],
-    "own callback": ["+callbacks.mine._target_=src.engine.observe.gradients.GradientNorms"],
+    "own callback": ["+callbacks.mine._target_=onecurve.observe.gradients.GradientNorms"],
 }
 
 
@@ -163,8 +163,8 @@ def test_code_of_the_engine_counts_where_it_computes_the_experiment(monkeypatch:
         return ""
 
     monkeypatch.setattr(module, "_code", code)
-    code_version(["src.models.classifier.ImageClassifier", "src.engine.determinism.ordered_data.OrderedData"])
-    assert {"src.engine.run.module", "src.engine.determinism.sampler", "src.models.classifier"} <= {*names}
+    code_version(["src.models.classifier.ImageClassifier", "onecurve.determinism.ordered_data.OrderedData"])
+    assert {"onecurve.run.module", "onecurve.determinism.sampler", "src.models.classifier"} <= {*names}
     assert all(name.startswith(("src.models.", "src.data.", *module._ENGINE)) for name in names)
 
 
@@ -183,7 +183,7 @@ def test_it_is_recorded(pool: Pool, small: list[str], folder: Path) -> None:
 def test_a_continued_run_may_change_hyper_parameters(
     small: list[str], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "src.engine.determinism.fingerprint")
+    caplog.set_level(logging.INFO, "onecurve.determinism.fingerprint")
     task = [*TASK, "model=mlp", "~model.width", "model.hidden=[16]"]
     fit(compose(folder, *small, *task, "trainer.max_steps=5"))
     before = Experiment(**torch.load(folder / "checkpoints" / "last.ckpt")["experiment"]).fingerprint
@@ -191,7 +191,7 @@ def test_a_continued_run_may_change_hyper_parameters(
     after = Experiment(**torch.load(folder / "checkpoints" / "last.ckpt")["experiment"]).fingerprint
     assert before != after
     change = "optimizer.lr=0.1 (now 0.05), trainer.max_steps=5 (now 8)"
-    logged = [message for name, _, message in caplog.record_tuples if name == "src.engine.determinism.fingerprint"]
+    logged = [message for name, _, message in caplog.record_tuples if name == "onecurve.determinism.fingerprint"]
     assert logged == [f"the run goes on as experiment {after}, before {before}: {change}"]
 
 

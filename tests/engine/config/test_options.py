@@ -9,11 +9,11 @@ import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
-from src.engine.config.folder import register_resolvers
-from src.engine.config.resolve import refuse_unknown_options
-from src.engine.run.experiment import run
-from src.engine.utils.errors import UserError
-from src.engine.utils.targets import check_options, check_value
+from onecurve.config.folder import register_resolvers
+from onecurve.config.resolve import refuse_unknown_options
+from onecurve.run.experiment import run
+from onecurve.utils.errors import UserError
+from onecurve.utils.targets import check_options, check_value
 from tests.support.commands import TINY, error_line, run_here
 from tests.support.runs import CONF, compose
 
@@ -71,7 +71,7 @@ def test_an_error_of_lightning_does_not_blame_an_option(
     def fail(*_: Any) -> None:
         raise MisconfigurationException("The loader\nis empty.")
 
-    monkeypatch.setattr("src.engine.run.experiment._fit_test_predict", fail)
+    monkeypatch.setattr("onecurve.run.experiment._fit_test_predict", fail)
     with pytest.raises(UserError, match=r"^Lightning refuses this run: The loader is empty\.$"):
         run(compose(folder, *small))
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from src.engine import Batch
-from src.engine.run.experiment import run
-from src.engine.utils.errors import UserError
+from onecurve import Batch
+from onecurve.run.experiment import run
+from onecurve.utils.errors import UserError
 from src.models.classifier import ImageClassifier
 from tests.support.commands import error_line, run_here
 from tests.support.experiments import SHORT_RUN

@@ -24,13 +24,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from src.engine.determinism.fingerprint import _bytes_of
-from src.engine.determinism.layout import BatchLayout
-from src.engine.determinism.loader import RankLoader, epoch_order
-from src.engine.determinism.ordered_data import OrderedData
-from src.engine.determinism.sampler import TrainingBatches
-from src.engine.run.experiment import run
-from src.engine.utils.errors import UserError
+from onecurve.determinism.fingerprint import _bytes_of
+from onecurve.determinism.layout import BatchLayout
+from onecurve.determinism.loader import RankLoader, epoch_order
+from onecurve.determinism.ordered_data import OrderedData
+from onecurve.determinism.sampler import TrainingBatches
+from onecurve.run.experiment import run
+from onecurve.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.interruption import die
 from tests.support.pool import Pool
@@ -182,9 +182,9 @@ def test_refuses_what_has_an_order_of_its_own(made: Any, message: str, folder: P
 def test_warns_of_a_generator_that_it_cannot_seed(
     dataset: Any, warns: bool, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("WARNING", "src")
+    caplog.set_level("WARNING", "onecurve")
     set_up(DataLoader(dataset, 16), folder)
-    found = [text for name, _, text in caplog.record_tuples if name.startswith("src.")]
+    found = [text for name, _, text in caplog.record_tuples if name.startswith("onecurve.")]
     assert ["OwnGenerator has a random generator or a state of its own" in text for text in found] == [True] * warns
 
 

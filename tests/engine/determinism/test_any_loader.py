@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from src.engine.determinism.loader import order_of
-from src.engine.run.experiment import run
-from src.engine.utils.errors import UserError
+from onecurve.determinism.loader import order_of
+from onecurve.run.experiment import run
+from onecurve.utils.errors import UserError
 from tests.support.bits import check_equal_bits
 from tests.support.comparison import TOLERANCE, check_resumed, distances, read_rows
 from tests.support.interruption import die

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from src.engine.determinism.dropout import DropPath, SampleDropout, set_keys, use_sample_dropout
-from src.engine.determinism.hashing import hash_ints
+from onecurve.determinism.dropout import DropPath, SampleDropout, set_keys, use_sample_dropout
+from onecurve.determinism.hashing import hash_ints
 
 SAMPLES, ELEMENTS, RATE = 400, 3000, 0.3
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from src.engine.determinism import norm
-from src.engine.determinism.norm import order_free_norm
+from onecurve.determinism import norm
+from onecurve.determinism.norm import order_free_norm
 from tests.support.pool import Pool
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from src.engine.determinism.hashing import hash_ints
-from src.engine.determinism.random_functions import intercept, release, sample_random
-from src.engine.utils.errors import UserError
+from onecurve.determinism.hashing import hash_ints
+from onecurve.determinism.random_functions import intercept, release, sample_random
+from onecurve.utils.errors import UserError
 
 SAMPLES = 12
 IMAGES = torch.randn(SAMPLES, 4, 6, 6, dtype=torch.float64)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from src.engine.determinism import recomputation
-from src.engine.determinism.recomputation import recompute_blocks
-from src.engine.observe.throughput import flops_per_sample
-from src.engine.run.experiment import assemble
+from onecurve.determinism import recomputation
+from onecurve.determinism.recomputation import recompute_blocks
+from onecurve.observe.throughput import flops_per_sample
+from onecurve.run.experiment import assemble
 from src.models.vit import vit
 from tests.support.experiments import SHORT_RUN, VIT
 from tests.support.pool import Pool

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from src.engine.determinism.hashing import permutation
-from src.engine.determinism.layout import BatchLayout, DataParallelInfo
-from src.engine.determinism.sampler import EvaluationBatches, TrainingBatches
-from src.engine.utils.errors import UserError
+from onecurve.determinism.hashing import permutation
+from onecurve.determinism.layout import BatchLayout, DataParallelInfo
+from onecurve.determinism.sampler import EvaluationBatches, TrainingBatches
+from onecurve.utils.errors import UserError
 
 COUNT, BATCH = 103, 24
 SHARES = (1, 2, 3, 2) * 256  # of 1,024 ranks

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from src.engine.determinism.seeding import SeededSamples, are_equal, refuse_draws
-from src.engine.utils.errors import UserError
+from onecurve.determinism.seeding import SeededSamples, are_equal, refuse_draws
+from onecurve.utils.errors import UserError
 
 
 def draws() -> list[float]:

@@ -14,9 +14,9 @@ import wandb
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.doctor import examination
-from src.engine.doctor.examination import CHECKS, run_check
-from src.engine.utils.errors import UserError
+from onecurve.doctor import examination
+from onecurve.doctor.examination import CHECKS, run_check
+from onecurve.utils.errors import UserError
 from tests.support.runs import compose
 
 TWO_HOSTS = ["trainer.num_nodes=2", "trainer.devices=2"]

@@ -10,11 +10,11 @@ import pytest
 from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
-from src.engine.doctor import examination
-from src.engine.doctor.examination import check_all_reduce, run_check
-from src.engine.launch import all_reduce
-from src.engine.launch.outcome import RankFailedError
-from src.engine.utils.errors import UserError
+from onecurve.doctor import examination
+from onecurve.doctor.examination import check_all_reduce, run_check
+from onecurve.launch import all_reduce
+from onecurve.launch.outcome import RankFailedError
+from onecurve.utils.errors import UserError
 from tests.support.commands import run, run_here
 
 QUICK = ["doctor=true", "trainer.accelerator=cpu", "logger=none"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from src.engine.utils.events import read_events
+from onecurve.utils.events import read_events
 from tests.support.commands import (
     PARITY,
     TWO,

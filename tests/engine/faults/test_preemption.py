@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.engine.config.folder import saved_config
-from src.engine.utils import signals
-from src.engine.utils.events import read_events
+from onecurve.config.folder import saved_config
+from onecurve.utils import signals
+from onecurve.utils.events import read_events
 from tests.support.commands import (
     PARITY,
     TORCHRUN,

@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from scripts.dev.dry_gpu.library import load_library
+from engine.dev.dry_gpu.library import load_library
 
 QUICK = [
     "default",
@@ -22,9 +22,9 @@ SABOTAGES = ["ItemInLoss", "MaskInAugmentation", "MaskedAssignment", "CopyToDevi
 
 def main() -> None:
     load_library()
-    from scripts.dev.dry_gpu.cases import CASES, Case
-    from scripts.dev.dry_gpu.report import problems, read_rows
-    from scripts.dev.dry_gpu.run import run_cases
+    from engine.dev.dry_gpu.cases import CASES, Case
+    from engine.dev.dry_gpu.report import problems, read_rows
+    from engine.dev.dry_gpu.run import run_cases
 
     cases = [case for case in CASES if case.title in (sys.argv[1:] or QUICK)]
     sabotages = " ".join(f"+callbacks.{name}._target_=tests.engine.gpu.sabotages.{name}" for name in SABOTAGES)

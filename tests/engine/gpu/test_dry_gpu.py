@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from scripts.dev.dry_gpu.__main__ import main
-from scripts.dev.dry_gpu.cases import CASES
-from scripts.dev.dry_gpu.library import reason_to_skip
-from scripts.dev.dry_gpu.measure import PHASES
-from scripts.dev.dry_gpu.report import read_rows
+from engine.dev.dry_gpu.__main__ import main
+from engine.dev.dry_gpu.cases import CASES
+from engine.dev.dry_gpu.library import reason_to_skip
+from engine.dev.dry_gpu.measure import PHASES
+from engine.dev.dry_gpu.report import read_rows
 from tests.engine.gpu import sabotages
 from tests.engine.gpu.dry_runs import QUICK
 from tests.support.commands import run
@@ -92,7 +92,7 @@ def test_refuses_an_unknown_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_all_runs_are_as_documented() -> None:
-    run(program=["-m", "scripts.dev.dry_gpu"])
+    run(program=["-m", "engine.dev.dry_gpu"])
 
 
 @pytest.mark.slow

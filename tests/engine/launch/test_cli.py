@@ -10,9 +10,9 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from src.engine.config.command_line import quote
-from src.engine.config.folder import CONFIG, remove_if_unused
-from src.engine.config.resolve import run_and_sweep_id, source_revision
+from onecurve.config.command_line import quote
+from onecurve.config.folder import CONFIG, remove_if_unused
+from onecurve.config.resolve import run_and_sweep_id, source_revision
 from tests.support.commands import ROOT, TINY, error_line, run_here
 from tests.support.runs import compose
 
@@ -119,7 +119,7 @@ def test_revision_is_read_without_writing_to_git(monkeypatch: pytest.MonkeyPatch
         command = ["git", "-c", "user.name=me", "-c", "user.email=me@localhost", *words]
         return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
 
-    monkeypatch.setattr("src.engine.config.resolve.PROJECT", tmp_path)
+    monkeypatch.setattr("onecurve.config.resolve.PROJECT", tmp_path)
     assert source_revision() == (None, False)
     git("init")
     (tmp_path / "source.py").write_text("")

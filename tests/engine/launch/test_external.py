@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.launch import external
-from src.engine.utils import ranks
-from src.engine.utils.errors import UserError
-from src.engine.utils.process import detect_cluster_environment
+from onecurve.launch import external
+from onecurve.utils import ranks
+from onecurve.utils.errors import UserError
+from onecurve.utils.process import detect_cluster_environment
 from tests.support.commands import slurm_task
 
 TASK = slurm_task(1, port=29500)

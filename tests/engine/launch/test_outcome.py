@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from src.engine.config.folder import PROJECT
-from src.engine.launch import outcome
-from src.engine.utils.errors import UserError
-from src.engine.utils.process import log_file
+from onecurve.config.folder import PROJECT
+from onecurve.launch import outcome
+from onecurve.utils.errors import UserError
+from onecurve.utils.process import log_file
 
 LOST = "RuntimeError: gloo: connection closed by peer"
 
@@ -95,10 +95,10 @@ def test_user_error_is_printed_by_rank_zero_which_removes_the_run_folder(
 
 
 LIGHTNING = '  File "/x/.venv/lib/python3.11/site-packages/lightning/call.py", line 3, in call\n    f(\n    ^^\n'
-ENGINE = f'  File "{PROJECT}/src/engine/run/module.py", line 4, in log_step\n    self.log()\n'
+ENGINE = f'  File "{PROJECT}/engine/onecurve/run/module.py", line 4, in log_step\n    self.log()\n'
 JSON = f'  File "{json.__file__}", line 5, in loads\n  [Previous line repeated 2 more times]\n'
 MODEL = f'  File "{PROJECT}/src/models/mlp.py", line 6, in forward\n    self.net(x)\n'
-FOLDED = "  ... frames of libraries and of src/engine ...\n"
+FOLDED = "  ... frames of libraries and of onecurve ...\n"
 HEADER, MESSAGE = "Traceback (most recent call last):\n", "ValueError: a\n  b\n"
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from src.engine.observe.csv import CSVLogger
-from src.engine.utils.events import logged_steps
+from onecurve.observe.csv import CSVLogger
+from onecurve.utils.events import logged_steps
 from tests.support.comparison import read_rows
 
 

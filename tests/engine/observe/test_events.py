@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from src.engine.launch.outcome import RankDiedError, RankFailedError, run_recorded
-from src.engine.utils.errors import UserError
-from src.engine.utils.events import append_end, append_event, read_events
-from src.engine.utils.signals import Stopped
+from onecurve.launch.outcome import RankDiedError, RankFailedError, run_recorded
+from onecurve.utils.errors import UserError
+from onecurve.utils.events import append_end, append_event, read_events
+from onecurve.utils.signals import Stopped
 
 
 def config(folder: Path) -> DictConfig:
@@ -50,7 +50,7 @@ def _start(folder: Path, seconds: float) -> None:
 
 
 def test_refuses_a_second_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("src.engine.launch.outcome._LOCK_TIMEOUT", 0.2)
+    monkeypatch.setattr("onecurve.launch.outcome._LOCK_TIMEOUT", 0.2)
     first = mp.get_context("spawn").Process(target=_start, args=(tmp_path, 100))
     first.start()
     while not (tmp_path / "began").exists():

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 
-from src.engine.observe.gradients import _gradient_scale
+from onecurve.observe.gradients import _gradient_scale
 from tests.support.comparison import TOLERANCE, read_rows
 from tests.support.experiments import SHORT
 from tests.support.pool import Pool

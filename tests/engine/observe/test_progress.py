@@ -13,9 +13,9 @@ import lightning as L
 import pytest
 import rich
 
-from src.engine.observe.progress import ProgressBar
-from src.engine.run.experiment import assemble
-from src.engine.utils.process import log_to_folder
+from onecurve.observe.progress import ProgressBar
+from onecurve.run.experiment import assemble
+from onecurve.utils.process import log_to_folder
 from tests.support.commands import restored
 from tests.support.runs import compose
 

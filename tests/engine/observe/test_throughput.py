@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from src.engine.observe.throughput import Throughput, flops_per_sample, peak_flops
-from src.engine.observe.timeline import Timeline
-from src.engine.parallel.dp import DP
-from src.engine.run.experiment import assemble
+from onecurve.observe.throughput import Throughput, flops_per_sample, peak_flops
+from onecurve.observe.timeline import Timeline
+from onecurve.parallel.dp import DP
+from onecurve.run.experiment import assemble
 from tests.engine.observe.test_timeline import DELAY, MLP, Clock, Slow
 from tests.engine.observe.test_timeline import clock as clock
 from tests.support.comparison import read_rows
@@ -52,10 +52,10 @@ def test_micro_batches_and_medians_at_the_end(
 ) -> None:
     halves = ["trainer.max_epochs=1", "trainer.accumulate_grad_batches=2", "callbacks.throughput.peak_tflops=0.001"]
     slow = [Slow(place, sleep=clock.sleep) for place in ("data", "optimizer")]
-    with caplog.at_level(logging.INFO, "src"):
+    with caplog.at_level(logging.INFO, "onecurve"):
         fit(compose(folder, *small, *MLP, *halves), *slow)
     assert [row["throughput/step_ms"] for row in rows(folder)] == [pytest.approx(2000 * DELAY)] * 3
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "src.engine.observe.throughput"]
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "onecurve.observe.throughput"]
     for name in ("samples_per_sec", "step_ms", "data_fraction", "peak_memory_mib", "mfu", "gflop_per_step"):
         assert name in message
 

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 
-from src.engine.observe.recording import (
+from onecurve.observe.recording import (
     COMMUNICATION,
     StepRecording,
     communication,
@@ -18,10 +18,10 @@ from src.engine.observe.recording import (
     pipeline_pass,
     set_recording,
 )
-from src.engine.observe.throughput import slowest_rank
-from src.engine.observe.timeline import Timeline
-from src.engine.run.experiment import assemble
-from src.engine.utils.files import read_json_lines
+from onecurve.observe.throughput import slowest_rank
+from onecurve.observe.timeline import Timeline
+from onecurve.run.experiment import assemble
+from onecurve.utils.files import read_json_lines
 from tests.support.comparison import read_rows
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit
@@ -94,7 +94,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("src.engine.observe.recording", "src.engine.observe.timeline"):
+    for module in ("onecurve.observe.recording", "onecurve.observe.timeline"):
         monkeypatch.setattr(f"{module}.time", clock)
     return clock
 
@@ -180,7 +180,7 @@ def test_training_continues_on_a_full_disk(small: list[str], folder: Path, caplo
                 (timeline,) = [callback for callback in trainer.callbacks if isinstance(callback, Timeline)]
                 timeline._file = Path("/dev/full")
 
-    with caplog.at_level(logging.WARNING, "src"):
+    with caplog.at_level(logging.WARNING, "onecurve"):
         record = fit(compose(folder, *small, *ONE_EPOCH), FullDisk())
     assert "callbacks.timeline stops, and training continues: " in caplog.text
     assert len(record.losses) == 2
@@ -254,13 +254,13 @@ def fit_slow(cfg: Any, place: str, rank: int) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("src.engine.observe.throughput")
+    logger = logging.getLogger("onecurve.observe.throughput")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     clock = RankClock()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("src.engine.observe.recording", "src.engine.observe.timeline"):
+            for name in ("onecurve.observe.recording", "onecurve.observe.timeline"):
                 patch.setattr(f"{name}.time", clock)
             trainer, module, data = assemble(cfg)
             clock.is_waiting = trainer.global_rank != rank

@@ -13,9 +13,9 @@ import pytest
 import torch
 from lightning.pytorch import loggers
 
-from src.engine.observe.wandb import WandbLogger, finish_run, online_or_offline
-from src.engine.run.experiment import run
-from src.engine.utils.errors import UserError
+from onecurve.observe.wandb import WandbLogger, finish_run, online_or_offline
+from onecurve.run.experiment import run
+from onecurve.utils.errors import UserError
 from tests.support.commands import TINY, TWO
 from tests.support.commands import run as run_command
 from tests.support.experiments import SHORT
@@ -27,7 +27,7 @@ from tests.support.wandb_server import KEY, stand_in
 # service, and once did so forever.
 SCRIPT = """
 import json, os, sys
-from src.engine.observe.wandb import WandbLogger, online_or_offline
+from onecurve.observe.wandb import WandbLogger, online_or_offline
 WandbLogger("project", "id", "folder", "name", log_model=False)
 assert "wandb" not in sys.modules, "its import takes a second, on each rank"
 import wandb

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from src.engine.optim.groups import build_optimizer
-from src.engine.optim.muon import muon, orthogonalize
+from onecurve.optim.groups import build_optimizer
+from onecurve.optim.muon import muon, orthogonalize
 from src.models.airbench import airbench
 from tests.support.runs import compose
 

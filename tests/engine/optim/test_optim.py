@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from src.engine.optim import groups
-from src.engine.optim.groups import build_optimizer, scaling_factor
-from src.engine.optim.schedules import (
+from onecurve.optim import groups
+from onecurve.optim.groups import build_optimizer, scaling_factor
+from onecurve.optim.schedules import (
     constant,
     cosine,
     lr_multiplier,
     multi_step,
     one_cycle,
 )
-from src.engine.run.module import Module
-from src.engine.state.optimizer_state import shard
+from onecurve.run.module import Module
+from onecurve.state.optimizer_state import shard
 from tests.support.runs import compose, fit
 
 

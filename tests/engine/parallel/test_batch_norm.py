@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from src.engine.determinism.layout import BatchLayout, DataParallelInfo
-from src.engine.parallel.batch_norm import (
+from onecurve.determinism.layout import BatchLayout, DataParallelInfo
+from onecurve.parallel.batch_norm import (
     apply_norm_groups,
     average_statistics,
     rank_groups,
     revert_norm_groups,
 )
-from src.engine.run.experiment import assemble
-from src.engine.utils.errors import UserError
+from onecurve.run.experiment import assemble
+from onecurve.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, relative
 from tests.support.experiments import SHORT_RUN
 from tests.support.layers import BatchNormAct2d

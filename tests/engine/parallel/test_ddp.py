@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from src.engine.parallel import ddp
-from src.engine.parallel.ddp import DDP
+from onecurve.parallel import ddp
+from onecurve.parallel.ddp import DDP
 from tests.support.comparison import check_replicas, check_resumed, distances
 from tests.support.experiments import SHORT_RUN
 from tests.support.interruption import SaveOnce, die
@@ -70,7 +70,7 @@ def test_is_built_on_the_stream_of_the_steps(monkeypatch: pytest.MonkeyPatch) ->
     """Gradients accumulate on the stream on which DDP is built."""
     strategy, built = DDP(bucket_cap_mb=5), mock.Mock()
     monkeypatch.setattr(DDP, "_adds_virtual_ranks", False)
-    monkeypatch.setattr("src.engine.parallel.ddp.DistributedDataParallel", built)
+    monkeypatch.setattr("onecurve.parallel.ddp.DistributedDataParallel", built)
     monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [1])
     monkeypatch.setattr("torch.cuda.Stream", mock.Mock(side_effect=AssertionError("a side stream")))
     net = nn.Linear(3, 2)

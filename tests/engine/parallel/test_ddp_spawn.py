@@ -12,10 +12,10 @@ import pytest
 import torch
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
-from src.engine.parallel.ddp_spawn import DDPSpawn
-from src.engine.run.experiment import assemble
-from src.engine.utils import signals
-from src.engine.utils.signals import Stopped
+from onecurve.parallel.ddp_spawn import DDPSpawn
+from onecurve.run.experiment import assemble
+from onecurve.utils import signals
+from onecurve.utils.signals import Stopped
 from tests.support.runs import compose
 
 
@@ -39,7 +39,7 @@ def test_loggers_of_a_failed_run_are_marked_failed(
     strategy, logger = DDPSpawn(), Logger()
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=0))
     monkeypatch.setattr(signals, "prepare_started_process", lambda parent: None)
-    monkeypatch.setattr("src.engine.parallel.ddp_spawn.log_to_folder", lambda run_dir, rank: None)
+    monkeypatch.setattr("onecurve.parallel.ddp_spawn.log_to_folder", lambda run_dir, rank: None)
     strategy._configure_launcher()
     monkeypatch.setattr(_MultiProcessingLauncher, "_wrapping_function", fail)
     with pytest.raises(type(error)):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.strategies import ParallelStrategy
 
-from src.engine.parallel.dp import DP
-from src.engine.utils.errors import UserError
+from onecurve.parallel.dp import DP
+from onecurve.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import SHORT_RUN
 from tests.support.runs import Record, compose, fit
@@ -26,7 +26,7 @@ def test_agrees_with_single_process_on_a_cpu(
     """On a CPU torch's DataParallel does not split the batch, so the run is that of one process."""
     monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
     reference = alone("virtual_ranks=1")
-    with caplog.at_level(logging.INFO, "src"):
+    with caplog.at_level(logging.INFO, "onecurve"):
         record = fit(compose(folder, *small, *PARITY), test=True)
     assert max(distances(record, reference)) < TOLERANCE
     assert record.metrics["test/acc"] == reference.metrics["test/acc"]

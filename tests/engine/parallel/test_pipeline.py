@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from src.engine.parallel.pipeline.blocks import Block, ordered_blocks
-from src.engine.parallel.pipeline.pipeline import Pipeline
-from src.engine.parallel.pipeline.schedules import SCHEDULES
-from src.engine.parallel.pipeline.simulation import Action, order_of_passes
-from src.engine.parallel.pipeline.split import cut
-from src.engine.run.experiment import assemble
-from src.engine.utils.errors import UserError
+from onecurve.parallel.pipeline.blocks import Block, ordered_blocks
+from onecurve.parallel.pipeline.pipeline import Pipeline
+from onecurve.parallel.pipeline.schedules import SCHEDULES
+from onecurve.parallel.pipeline.simulation import Action, order_of_passes
+from onecurve.parallel.pipeline.split import cut
+from onecurve.run.experiment import assemble
+from onecurve.utils.errors import UserError
 from tests.support.experiments import SHORT_RUN
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit
@@ -123,7 +123,7 @@ def test_no_stage_is_without_parameters() -> None:
 
 
 def test_prints_the_split(small: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "src"):
+    with caplog.at_level(logging.INFO, "onecurve"):
         fit(compose(folder, *small, *SHORT_RUN, "strategy=pipeline", "trainer.devices=1", "trainer.max_steps=1"))
     assert "1f1b, 4 micro-batches, bubble of at least 0.0%" in caplog.text
     assert "stem ... head" in caplog.text

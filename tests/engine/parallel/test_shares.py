@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from src.engine.run.experiment import assemble
+from onecurve.run.experiment import assemble
 from tests.support.experiments import SHORT_RUN
 from tests.support.pool import Pool
 from tests.support.runs import compose

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from src.engine.parallel import tree_sum
-from src.engine.parallel.tree_sum import TreeSum, nodes_of, sum_over_ranks
+from onecurve.parallel import tree_sum
+from onecurve.parallel.tree_sum import TreeSum, nodes_of, sum_over_ranks
 from tests.support.pool import Pool
 
 COUNT = 8  # virtual ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from src.engine.utils.option_kinds import HARDWARE, experiment_options
+from onecurve.utils.option_kinds import HARDWARE, experiment_options
 from tests.support.comparison import TOLERANCE, check_replicas, relative
 from tests.support.experiments import SHORT_RUN
 from tests.support.hardware import BATCH, VARIED, Setting, cover, overrides

@@ -16,9 +16,9 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from src.engine.config.resolve import runs_in_single_process
-from src.engine.parallel.batch_norm import average_statistics
-from src.engine.run.experiment import assemble
+from onecurve.config.resolve import runs_in_single_process
+from onecurve.parallel.batch_norm import average_statistics
+from onecurve.run.experiment import assemble
 from tests.support.choices import MODELS
 from tests.support.comparison import TOLERANCE
 from tests.support.pool import Pool

@@ -17,11 +17,11 @@ import torch
 from omegaconf import DictConfig
 from torch.nn.parallel import DistributedDataParallel
 
-from src.engine.determinism.layout import BatchLayout
-from src.engine.determinism.sampler import TrainingBatches
-from src.engine.parallel.batch_norm import GroupedBatchNorm
-from src.engine.parallel.ddp import DDP
-from src.engine.parallel.pipeline.schedules import SCHEDULES
+from onecurve.determinism.layout import BatchLayout
+from onecurve.determinism.sampler import TrainingBatches
+from onecurve.parallel.batch_norm import GroupedBatchNorm
+from onecurve.parallel.ddp import DDP
+from onecurve.parallel.pipeline.schedules import SCHEDULES
 from tests.support.comparison import TOLERANCE, check_replicas, distances
 from tests.support.experiments import EXPERIMENTS, SHORT, SHORT_RUN, SHORT_STEPS
 from tests.support.pool import Pool

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from src.engine import plan
+from onecurve import plan
 
 
 @pytest.mark.parametrize("text", ["", '{"a": 1', "[1]", None], ids=["empty", "cut", "list", "missing"])

@@ -13,12 +13,12 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scripts.dev.dry_gpu.collectives import describe_call
-from src.engine.plan.hardware import Hardware
-from src.engine.plan.plan import Candidate, begin_run, choose_again, estimate, make_plan
-from src.engine.run.experiment import assemble
-from src.engine.utils.steps import RankConsensus
-from src.engine.utils.targets import build
+from engine.dev.dry_gpu.collectives import describe_call
+from onecurve.plan.hardware import Hardware
+from onecurve.plan.plan import Candidate, begin_run, choose_again, estimate, make_plan
+from onecurve.run.experiment import assemble
+from onecurve.utils.steps import RankConsensus
+from onecurve.utils.targets import build
 from tests.support.commands import PARITY, TINY, run
 from tests.support.comparison import check_same_rows, read_rows
 from tests.support.plans import planned_collectives
@@ -186,7 +186,7 @@ def test_best_strategy_trains_one_curve_on_any_number_of_processes(small: list[s
 
 def test_an_elastic_run_chooses_again(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """For fewer devices another strategy is the best; if none fits, the smallest is tried; no plan ends it."""
-    monkeypatch.setattr("src.engine.plan.plan._plan_in_new_process", make_plan)
+    monkeypatch.setattr("onecurve.plan.plan._plan_in_new_process", make_plan)
     cfg = compose(folder, *TASK, "trainer.devices=4", "strategy=hybrid")
     cfg.trainer.devices, cfg.runtime.world_size = 3, 3
     choose_again(cfg)

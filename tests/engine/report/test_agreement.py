@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import yaml
 
+from onecurve.report.agreement import verdicts
+from onecurve.report.run_folder import Curve, RunFolder
 from scripts.compare import main as compare
 from scripts.report import write
-from src.engine.report.agreement import verdicts
-from src.engine.report.run_folder import Curve, RunFolder
 from tests.support.run_folders import write_run
 
 STEPS = np.array([0.0, 1.0, 2.0, 50.0])

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from onecurve.report.plan_page import write_plan_page
+from onecurve.state.jobs import Job
 from scripts.report import write
-from src.engine.report.plan_page import write_plan_page
-from src.engine.state.jobs import Job
 from tests.support.browser import CHROMIUM, Session, open_pages
 from tests.support.run_folders import PLAN, write_run
 

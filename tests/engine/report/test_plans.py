@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from src.engine.report import write_page_of
-from src.engine.report.plan_page import write_plan_page
+from onecurve.report import write_page_of
+from onecurve.report.plan_page import write_plan_page
 from tests.support.run_folders import PLAN, write_run
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from src.engine.report.comparison import labels
-from src.engine.report.metric_charts import BUCKETS, downsample, group_names, means, style_value_axis
-from src.engine.report.page import new_figure
-from src.engine.report.run_folder import Curve, RunFolder, read_metrics
-from src.engine.report.run_page import duration
-from src.engine.report.sweep_page import Sweep
-from src.engine.state.jobs import Job, seed_rows
-from src.engine.utils.events import append_event
+from onecurve.report.comparison import labels
+from onecurve.report.metric_charts import BUCKETS, downsample, group_names, means, style_value_axis
+from onecurve.report.page import new_figure
+from onecurve.report.run_folder import Curve, RunFolder, read_metrics
+from onecurve.report.run_page import duration
+from onecurve.report.sweep_page import Sweep
+from onecurve.state.jobs import Job, seed_rows
+from onecurve.utils.events import append_event
 from tests.support.run_folders import write_run
 
 START = {"event": "start", "time": 100.0}

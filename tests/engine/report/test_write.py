@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from onecurve.launch.outcome import run_recorded
+from onecurve.report import write_page_of
+from onecurve.state.jobs import Job
+from onecurve.utils.events import append_event
 from scripts.report import main, write
-from src.engine.launch.outcome import run_recorded
-from src.engine.report import write_page_of
-from src.engine.state.jobs import Job
-from src.engine.utils.events import append_event
 from tests.support.commands import ROOT
 from tests.support.run_folders import write_run
 
@@ -43,7 +43,7 @@ def test_not_written(tmp_path: Path, options: dict[str, bool]) -> None:
     assert not list(tmp_path.rglob("report.html"))
 
 
-@pytest.mark.parametrize("part", ["src.engine.report.write_page_of", "src.engine.launch.outcome.is_sweep"])
+@pytest.mark.parametrize("part", ["onecurve.report.write_page_of", "onecurve.launch.outcome.is_sweep"])
 def test_an_error_of_the_report_is_one_line(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,7 +59,7 @@ def test_an_error_of_the_report_is_one_line(
 
 def test_without_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in list(sys.modules):
-        if name.startswith(("plotly", "src.engine.report.")):
+        if name.startswith(("plotly", "onecurve.report.")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)  # as if it were not installed
     with run_recorded(config(write_run(tmp_path / "run"))):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from src.engine.run.experiment import run
-from src.engine.utils.errors import UserError
-from src.engine.utils.module_state import unchanged
+from onecurve.run.experiment import run
+from onecurve.utils.errors import UserError
+from onecurve.utils.module_state import unchanged
 from tests.support.habits import Vectors
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import compose, fit, fit_ranks

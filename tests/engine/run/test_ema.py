@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.engine.config.resolve import runs_in_single_process
-from src.engine.run.experiment import run
+from onecurve.config.resolve import runs_in_single_process
+from onecurve.run.experiment import run
 from tests.support.comparison import TOLERANCE, relative
 from tests.support.experiments import SHORT, SHORT_STEPS
 from tests.support.interruption import die

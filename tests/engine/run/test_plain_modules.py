@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from src.engine.determinism.ordered_data import OrderedData
-from src.engine.run.experiment import run
-from src.engine.utils.errors import UserError
+from onecurve.determinism.ordered_data import OrderedData
+from onecurve.run.experiment import run
+from onecurve.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances, read_rows
 from tests.support.experiments import SHORT
 from tests.support.interruption import die, run_on_ranks

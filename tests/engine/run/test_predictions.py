@@ -8,11 +8,11 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
+from onecurve.config.resolve import runs_in_single_process
+from onecurve.run.experiment import run
+from onecurve.utils.errors import UserError
+from onecurve.utils.targets import build
 from src.data.sources.shapes import CLASSES
-from src.engine.config.resolve import runs_in_single_process
-from src.engine.run.experiment import run
-from src.engine.utils.errors import UserError
-from src.engine.utils.targets import build
 from tests.support.commands import run_here
 from tests.support.pool import Pool
 from tests.support.runs import STRATEGIES, compose, fit

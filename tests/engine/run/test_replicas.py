@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from src.engine.utils.errors import UserError
+from onecurve.utils.errors import UserError
 from tests.support.comparison import read_rows
 from tests.support.habits import Vectors
 from tests.support.pool import Pool, RankFailed
@@ -143,7 +143,7 @@ def fit_and_warn(cfg: Any) -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    logger, handler = logging.getLogger("src.engine.run.replicas"), Keep()
+    logger, handler = logging.getLogger("onecurve.run.replicas"), Keep()
     logger.addHandler(handler)
     try:
         fit(cfg)

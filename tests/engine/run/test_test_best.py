@@ -10,13 +10,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from src.engine.config import folder as run_folders
-from src.engine.config.command_line import complete_overrides
-from src.engine.config.folder import CONFIG
-from src.engine.run import experiment
-from src.engine.run.experiment import run
-from src.engine.state.run_files import CHECKPOINTS
-from src.engine.utils.errors import UserError
+from onecurve.config import folder as run_folders
+from onecurve.config.command_line import complete_overrides
+from onecurve.config.folder import CONFIG
+from onecurve.run import experiment
+from onecurve.run.experiment import run
+from onecurve.state.run_files import CHECKPOINTS
+from onecurve.utils.errors import UserError
 from tests.support.commands import run_here
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.pool import Pool

@@ -1,4 +1,4 @@
-"""src/engine/run/training_loop.py leaves signals to the project's own handler."""
+"""engine/onecurve/run/training_loop.py leaves signals to the project's own handler."""
 
 from collections import Counter
 from pathlib import Path
@@ -51,7 +51,7 @@ def _collectives(cfg: Any) -> Counter[str]:
 
     stopped_clock = SimpleNamespace(monotonic=lambda: 0.0)  # the interval between polls doubles each time
     try:
-        with patch("src.engine.utils.steps.time", stopped_clock):
+        with patch("onecurve.utils.steps.time", stopped_clock):
             fit(cfg, Count())
     finally:
         restore()

@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 from torch import nn
 
-from src.engine.run.experiment import assemble
-from src.engine.run.trained import load_run
-from src.engine.state.io import AtomicCheckpointIO, load_initial_weights, read_weights
-from src.engine.utils.errors import UserError
+from onecurve.run.experiment import assemble
+from onecurve.run.trained import load_run
+from onecurve.state.io import AtomicCheckpointIO, load_initial_weights, read_weights
+from onecurve.utils.errors import UserError
 from tests.support.runs import compose, fit
 
 GAN = ["experiment=gan", "module.generator.width=4", "module.discriminator.width=4", "data.batch_size=32"]
@@ -40,7 +40,7 @@ def test_starts_from_weights_only(trained: Path, small: list[str], folder: Path)
 def test_another_number_of_classes_gets_a_new_head_and_a_message(
     trained: Path, small: list[str], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "src"):
+    with caplog.at_level(logging.INFO, "onecurve"):
         _, module, _ = assemble(compose(folder, *small, *MLP, f"init_from={trained}", "data.num_classes=20"))
     saved, own = torch.load(trained)["state_dict"], module.state_dict()
     assert torch.equal(own["net.layer1.0.weight"], saved["net.layer1.0.weight"])

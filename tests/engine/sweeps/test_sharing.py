@@ -15,12 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from hydra_plugins.optuna_sweeper import search_space
-from src.engine.config.folder import job_folder
-from src.engine.launch import workers
-from src.engine.state.jobs import Job
-from src.engine.sweeps.devices import _reserve_gpus
-from src.engine.sweeps.table import report
-from src.engine.utils.files import named_lock
+from onecurve.config.folder import job_folder
+from onecurve.launch import workers
+from onecurve.state.jobs import Job
+from onecurve.sweeps.devices import _reserve_gpus
+from onecurve.sweeps.table import report
+from onecurve.utils.files import named_lock
 
 SPAWN = mp.get_context("spawn")
 
@@ -116,7 +116,7 @@ def test_ranks_divide_the_cores(
 ) -> None:
     numbers: list[int] = []
     monkeypatch.setattr(workers, "log_to_folder", lambda *_: None)
-    monkeypatch.setattr("src.engine.run.experiment.run", lambda *_: {})
+    monkeypatch.setattr("onecurve.run.experiment.run", lambda *_: {})
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
     for name in variables:

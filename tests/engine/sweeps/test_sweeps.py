@@ -16,7 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
-from src.engine.utils import signals
+from onecurve.utils import signals
 from tests.support.commands import (
     ROOT,
     TINY,
@@ -138,7 +138,7 @@ def test_interrupt_after_the_last_step_of_a_job_stops_the_sweep(
     at_exit: list[Any] = []
     monkeypatch.setattr("atexit.register", lambda *call: at_exit.append(call))
     monkeypatch.setattr(signals, "_received", [])
-    monkeypatch.setattr("src.engine.sweeps.job.launch", launch)
+    monkeypatch.setattr("onecurve.sweeps.job.launch", launch)
     handlers = {number: signal.getsignal(number) for number in signals.SIGNALS}
     try:
         _, err = run_here("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", code=128 + signal.SIGINT)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from onecurve.optim import muon
+from onecurve.utils.compilation import compiled
 from src.data.augment.augmentation import Augmentation
 from src.data.augment.pixels import crop_and_flip, sample_keys
-from src.engine.optim import muon
-from src.engine.utils.compilation import compiled
 from src.models.airbench import airbench
 from tests.engine.optim.test_muon import build, take_steps
 

@@ -12,15 +12,15 @@ import rich
 from lightning.pytorch.callbacks import model_summary
 from rich.file_proxy import FileProxy
 
-from src.engine.config import command_line
-from src.engine.sweeps.devices import _reserve_cores
-from src.engine.utils.process import TerminalHandler, cores_per_rank
-from src.engine.utils.signals import die_with_parent
+from onecurve.config import command_line
+from onecurve.sweeps.devices import _reserve_cores
+from onecurve.utils.process import TerminalHandler, cores_per_rank
+from onecurve.utils.signals import die_with_parent
 
 COMMAND = f"wandb sync /{'a-long-folder/' * 8}host:100:key:/"  # ":100:" is also the name of an emoji
 PROGRAM = """
 import resource, sys, torch
-from src.engine.utils.process import map_large_blocks, tune_malloc
+from onecurve.utils.process import map_large_blocks, tune_malloc
 
 kept = tune_malloc() if sys.argv[1] != "leave" else None
 if sys.argv[1] == "map again":
@@ -63,7 +63,7 @@ def test_shows_the_table_of_a_model_summary(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_torch_does_not_warn_of_redirects() -> None:
     """It does on macOS only, in each process that imports train.py."""
-    assert command_line.__name__ == "src.engine.config.command_line"  # it sets the level
+    assert command_line.__name__ == "onecurve.config.command_line"  # it sets the level
     assert not logging.getLogger("torch.distributed.elastic.multiprocessing.redirects").isEnabledFor(logging.WARNING)
 
 

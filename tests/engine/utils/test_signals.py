@@ -4,7 +4,7 @@ import signal
 import threading
 from typing import Any
 
-from src.engine.utils import signals
+from onecurve.utils import signals
 
 
 def test_a_run_in_another_thread_installs_no_handler() -> None:

@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from src.engine.utils import steps
-from src.engine.utils.steps import RankConsensus, is_log_point, trained_steps
+from onecurve.utils import steps
+from onecurve.utils.steps import RankConsensus, is_log_point, trained_steps
 
 
 def rank(*others: list[int]) -> Any:

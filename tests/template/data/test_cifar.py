@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from onecurve.utils.errors import UserError
 from src.data.sources.cifar import CIFAR10
 from src.data.sources.download import Archive
-from src.engine.utils.errors import UserError
 
 PER_FILE = 100  # images, of the fixture `cifar`
 

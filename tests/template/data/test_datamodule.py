@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 
+from onecurve.run.experiment import assemble
+from onecurve.utils.targets import build
 from src.data.augment.pixels import normalize
-from src.engine.run.experiment import assemble
-from src.engine.utils.targets import build
 from tests.support.choices import IMAGES
 from tests.support.commands import ROOT
 from tests.support.comparison import check_same_rows, read_rows

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from onecurve.determinism.layout import BatchLayout
 from src.data.augment.augmentation import Augmentation
 from src.data.augment.mixing import cutmix, mixup
-from src.engine.determinism.layout import BatchLayout
 
 IMAGES = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 32, 32).contiguous()  # all pixels of image k are k
 TARGETS = torch.eye(8)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
+from onecurve.run.experiment import run
+from onecurve.utils.errors import UserError
+from onecurve.utils.targets import build
 from src.data.sources.array_file import ArrayFile
 from src.data.sources.class_folders import ClassFolders
 from src.data.sources.huggingface import HuggingFaceDataset
-from src.engine.run.experiment import run
-from src.engine.utils.errors import UserError
-from src.engine.utils.targets import build
 from tests.support.comparison import check_resumed
 from tests.support.huggingface import CLASSES
 from tests.support.interruption import die

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from onecurve.determinism.hashing import permutation
+from onecurve.determinism.layout import BatchLayout, DataParallelInfo
+from onecurve.determinism.loader import RankLoader
+from onecurve.determinism.sampler import TrainingBatches
+from onecurve.utils.errors import UserError
 from src.data.images import ImageSet, ImageSplit, TransformedSplit, join
-from src.engine.determinism.hashing import permutation
-from src.engine.determinism.layout import BatchLayout, DataParallelInfo
-from src.engine.determinism.loader import RankLoader
-from src.engine.determinism.sampler import TrainingBatches
-from src.engine.utils.errors import UserError
 
 
 class Noise:

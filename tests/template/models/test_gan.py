@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from src.engine.determinism.hashing import hash_ints, normal
-from src.engine.run.experiment import assemble, run
+from onecurve.determinism.hashing import hash_ints, normal
+from onecurve.run.experiment import assemble, run
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.experiments import SHORT, SHORT_STEPS
 from tests.support.interruption import die

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onecurve.run.experiment import assemble
 from src.data.augment.pixels import normalize
-from src.engine.run.experiment import assemble
 from src.models.views import average_over_views
 from tests.support.runs import Record, compose
 

@@ -1,0 +1,76 @@
+"""The list of the cases: quick and telling ones first. `cases NAME RESULT ACCELERATOR DEVICES FOLDER` runs one of them.
+
+It is the process of this case, and writes the outcome as JSON.
+"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+from engine.dev.gpu_check.case import Case, CheckFailedError, NotHere, Session
+from engine.dev.gpu_check.faults import FAULT_LIMIT, LAUNCHERS, MESSAGES, fault_check, torchrun
+from engine.dev.gpu_check.numbers import hashes
+from engine.dev.gpu_check.speed import resnet18_flops, short_run, speedrun, waits
+from engine.dev.gpu_check.strategies import (
+    STRATEGIES,
+    compiled,
+    cpu_parity,
+    data_parallel,
+    strategy_check,
+)
+from engine.dev.shared.process import exit_on_sigterm
+
+_MOST_STAGES = 4  # blocks of the default model
+
+
+def cases(session: Session) -> list[Case]:
+    """Return the cases for this many devices."""
+    found = [
+        Case("short-run", short_run(1)),
+        Case("hashes", hashes),
+        Case("parity", cpu_parity),
+        Case("waits", waits, 180),
+        *(Case(f"{name}-x1", strategy_check(name, 1)) for name in STRATEGIES),
+        Case("compile", compiled, 180),
+        Case("resnet18-mfu", resnet18_flops),
+        Case("speedrun", speedrun(compile=False)),
+        Case("speedrun-compiled", speedrun(compile=True), 240),
+    ]
+    return found + several_devices(session.devices)
+
+
+def several_devices(devices: int) -> list[Case]:
+    """Return the cases for two and more devices; none for one."""
+    if devices < 2:
+        return []
+    counts = dict.fromkeys(STRATEGIES[1:], devices) | {"pipeline": min(devices, _MOST_STAGES)}  # without `auto`
+    return [
+        Case(f"short-run-x{devices}", short_run(devices)),
+        *(Case(f"{name}-x{count}", strategy_check(name, count), 180) for name, count in counts.items()),
+        Case("ddp-listed", strategy_check("ddp", list(range(1, devices, 2)))),
+        Case("dp", data_parallel),
+        Case("torchrun", torchrun),
+        *(Case(f"{kind}-{by}", fault_check(kind, by), FAULT_LIMIT) for kind in MESSAGES for by in LAUNCHERS),
+    ]
+
+
+def main() -> None:
+    exit_on_sigterm()
+    name, result, accelerator, devices, folder = sys.argv[1:]
+    session = Session(accelerator, int(devices), Path(folder))
+    (case,) = [case for case in cases(session) if case.name == name]
+    try:
+        outcome = ("ok", case.check(session))
+    except NotHere as reason:
+        outcome = ("not here", str(reason))
+    except CheckFailedError as error:
+        outcome = ("FAILED", str(error))
+    except Exception as error:
+        traceback.print_exc()
+        outcome = ("FAILED", f"{type(error).__name__}: {error}")
+    Path(result).write_text(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main()

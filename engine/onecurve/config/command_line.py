@@ -1,0 +1,197 @@
+"""Run the Hydra application: complete its command line, and report an error as one line with a solution.
+
+The short forms on the command line are `ckpt_path=best`, and `ckpt_path=RUN_DIR` and `sweep=FOLDER`, which restore
+saved overrides.
+"""
+
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from dotenv import load_dotenv
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from onecurve.config.folder import CONF, CONFIG, PROJECT, folder_of, project_path, saved_config
+from onecurve.state.run_files import CHECKPOINTS
+from onecurve.utils.errors import UserError, nearest_options, suggest
+from onecurve.utils.option_kinds import flatten_config
+from onecurve.utils.ranks import forget_other_ranks, started_rank
+
+_FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own variable: with 1, every error keeps its traceback
+# torch warns on macOS, in each process, that it does not redirect output, which nothing here asks for.
+logging.getLogger("torch.distributed.elastic.multiprocessing.redirects").setLevel(logging.ERROR)
+_PATHS = ("ckpt_path", "init_from", "run_dir", "predict", "sweep", "data.root")
+_SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in the sweep's folder
+TRACEBACK_WANTED = os.environ.get(_FULL_ERROR) == "1"
+
+
+def run_application(main: Callable[[], None]) -> int:
+    """Run a Hydra application and return the process's exit code."""
+    load_dotenv(PROJECT / ".env")
+    forget_other_ranks()
+    before = os.environ.get(_FULL_ERROR, "")
+    os.environ[_FULL_ERROR] = "1"  # makes Hydra raise every exception, so that this function can handle it
+    try:
+        sys.argv = [sys.argv[0], *complete_overrides(sys.argv[1:])]
+        with errors_explained(sys.argv[1:]):
+            main()
+    except UserError as error:
+        if TRACEBACK_WANTED:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        os.environ[_FULL_ERROR] = before
+    return 0
+
+
+def complete_overrides(words: Sequence[str]) -> list[str]:
+    """Return the overrides that Hydra gets for those that the user has typed; flags stay as they are.
+
+    The saved overrides of the run in `ckpt_path=`, or of the sweep in `sweep=`, come in its place. An option on the
+    command line replaces its saved override; a choice of a group (`model=...`) replaces all of that group.
+    """
+    for word in words:
+        group, _, choice = word.partition("=")
+        if choice == "null" and (CONF / group).is_dir():  # Hydra would end with a traceback
+            names = sorted(file.stem for file in (CONF / group).glob("[!_]*.yaml"))
+            raise UserError(f"{word}: give one of {', '.join(names)}, or ~{group} to leave it out")
+        if group in _PATHS and "=" in word and not choice.strip("'\""):
+            raise UserError(f"{word} is empty: give a path, or leave the option out")
+    words = [_with_quoted_path(word) for word in words]
+    words = [_with_found_run(word) if word.startswith(("ckpt_path=", "init_from=")) else word for word in words]
+    for index, word in enumerate(words):
+        if word.startswith("ckpt_path=") and (folder := folder_of(_path(word))):
+            saved = saved_config(folder).runtime.overrides
+            return [*words[:index], *_without_replaced(saved, words), *words[index:]]
+        if word.startswith("sweep="):
+            folder = _path(word).expanduser().absolute()
+            flags = [] if {"-m", "--multirun"} & {*words} else ["-m"]
+            restored = [*_without_replaced(_overrides_of_sweep(folder), words), f"hydra.sweep.dir={quote(folder)}"]
+            return [*flags, *words[:index], *restored, *words[index + 1 :]]
+    return words
+
+
+def _with_quoted_path(word: str) -> str:
+    """Return the override of a path with quotation marks, if Hydra would need them: `ckpt_path=runs/lr=0.5`."""
+    name, _, path = word.partition("=")
+    needs_quotes = name.lstrip("+") in _PATHS and "=" in path and not path.startswith(("'", '"'))
+    return f"{name}={quote(path)}" if needs_quotes else word
+
+
+def _with_found_run(word: str) -> str:
+    """Return `ckpt_path=` or `init_from=` with the path of the checkpoint in the place of `last` or `best`.
+
+    `RUN_DIR/best` is the best checkpoint of a run, and `best` that of the newest run in the project's runs/. `last` is
+    the newest complete checkpoint, as for `RUN_DIR`.
+    """
+    path = _path(word)
+    if path.name not in ("last", "best"):
+        return word
+    run = _newest_run(word) if str(path) == path.name else path.parent.expanduser()
+    if not (run / CONFIG).is_file():
+        return word
+    checkpoint = run / CHECKPOINTS / "best.ckpt" if path.name == "best" else run
+    return f"{word.partition('=')[0]}={quote(checkpoint)}"
+
+
+def _newest_run(word: str) -> Path:
+    """Return the folder of the run, or of the job of a sweep, that was started last and has a checkpoint."""
+    runs = Path(project_path("runs"))
+    configs = [*runs.glob(f"*/{CONFIG}"), *runs.glob(f"*/*/{CONFIG}")]
+    started = [file for file in configs if any((file.parent / CHECKPOINTS).glob("*.ckpt"))]
+    if not started:
+        raise UserError(f"{word}: there is no run with a checkpoint in {runs}: give the folder of a run")
+    newest = max(started, key=lambda file: file.stat().st_mtime_ns).parent
+    if started_rank() == 0:
+        print(f"{word}: the newest run is {newest}", file=sys.stderr)
+    return newest
+
+
+def _overrides_of_sweep(folder: Path) -> list[str]:
+    """Return the overrides of a sweep as typed, not resolved."""
+    if not (folder / _SWEEP).is_file():
+        raise UserError(f"sweep={folder}: there is no sweep in that folder ({folder / _SWEEP}): give that of a sweep")
+    overrides = yaml.safe_load((folder / _SWEEP).read_text())["hydra"]["overrides"]
+    of_hydra = [word for word in overrides["hydra"] if _name(word) not in ("hydra.sweep.dir", "hydra.mode")]
+    return [*of_hydra, *overrides["task"]]
+
+
+def _path(word: str) -> Path:
+    """Return the path in an override, without the quotation marks that Hydra allows."""
+    return Path(word.partition("=")[2].strip("'\""))
+
+
+def _without_replaced(saved: Iterable[str], words: Iterable[str]) -> list[str]:
+    """Return the saved overrides, except those of an option or a group that `words` give again."""
+    given = {_name(word) for word in words}
+    kept = []
+    for word in saved:
+        parts = _name(word).split(".")
+        option_and_groups = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+        if not given & option_and_groups:
+            kept.append(word)
+    return kept
+
+
+def _name(override: str) -> str:
+    """Return the dotted name of the option or group that an override sets."""
+    return override.lstrip("+~").partition("=")[0].replace("/", ".")
+
+
+def quote(value: Any) -> str:
+    """Return the value as a quoted string in Hydra's override grammar."""
+    escaped = str(value).replace("'", r"\'")
+    return f"'{escaped}'"
+
+
+@contextmanager
+def errors_explained(words: Sequence[str]) -> Iterator[None]:
+    """Turn what Hydra raises because of these overrides, or of a file in conf/, into a UserError of one line."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.MarkedYAMLError) as error:
+        raise UserError(_explain(error, words)) from error
+
+
+def _explain(error: Exception, words: Sequence[str]) -> str:
+    """Return an error of Hydra as one line, with similar names for an unknown one on the command line."""
+    cause: BaseException | None = error
+    while cause := cause and (cause.__cause__ or cause.__context__):
+        if isinstance(cause, UserError):  # of a resolver
+            return str(cause)
+    if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        choices = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]  # Hydra has none for a list
+        hint = suggest(name, [choice for choice in choices if not choice.startswith("_")])
+        elsewhere = sorted(f"{file.parent.name}={name}" for file in CONF.glob(f"*/{name}.yaml"))
+        return f"{group}={name}: {hint}" + f"; there is {' and '.join(elsewhere)}" * bool(elsewhere)
+    # Hydra gives the name of an unknown option in its message only (`_apply_overrides_to_config` in
+    # https://github.com/facebookresearch/hydra/blob/v1.3.2/hydra/_internal/config_loader_impl.py).
+    if unknown := re.match(r"Could not (?:override|delete from config\.) '([\w.]+)'", str(error)):
+        hint = nearest_options(unknown[1], _names_of_options(words))
+        return f"{unknown[1]} is no option here; {hint} (+{unknown[1]}=... adds it to the configuration)"
+    line = " ".join(str(error).split())
+    return f"{error.override}: {line}" if isinstance(error, OverrideParseException) else line
+
+
+def _names_of_options(words: Sequence[str]) -> set[str]:
+    """Return the groups, and the options of the configuration that the groups on the command line choose."""
+    groups = {folder.name for folder in CONF.iterdir() if folder.is_dir()}
+    chosen = [word for word in words if (CONF / f"{word.replace('=', '/')}.yaml").is_file()]
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        composed: Any = OmegaConf.to_container(hydra.compose("train", chosen))
+    return groups | {name for name in flatten_config(composed) if not re.match(r"runtime\b|.*\b_", name)}

@@ -1,0 +1,152 @@
+"""The folders of runs and of a sweep's jobs, which a continued run keeps, and the newest checkpoint in them."""
+
+import itertools
+import os
+import secrets
+import shutil
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from onecurve.state.jobs import Job, read_jobs
+from onecurve.state.run_files import CHECKPOINTS, LAST, PREVIOUS
+from onecurve.utils.errors import UserError
+from onecurve.utils.ranks import started_rank
+
+CONFIG = "config.yaml"
+
+
+def _find_project() -> Path:
+    """Return the project's folder: the first of Python's path with conf/train.yaml, else one around this folder."""
+    around = [Path.cwd(), *Path.cwd().parents]
+    folders = [*(Path(entry).absolute() for entry in sys.path), *around]
+    return next((folder for folder in folders if (folder / "conf" / "train.yaml").is_file()), Path.cwd())
+
+
+PROJECT = _find_project()
+CONF = PROJECT / "conf"
+
+
+def project_path(path: str) -> str:
+    """Return the absolute path of a default folder, which is in the project's folder, wherever train.py is started."""
+    return str(PROJECT / path)
+
+
+def run_folder(runs: str, name: str, *, _root_: DictConfig) -> str:
+    """Make the run folder and return its path, for `hydra.run.dir`.
+
+    The configuration `_root_` decides: the folder of the run to continue, `run_dir`, or `name` in `runs`. With
+    `resume`, a SLURM job gets a folder named by its job id, and finds it again when it is requeued. Ranks above zero
+    get '.', because they receive rank zero's folder later.
+    """
+    if started_rank() > 0:
+        return "."
+    if _root_.fit and _root_.ckpt_path and (continued := folder_of(Path(_root_.ckpt_path))):
+        return str(continued)
+    if _root_.run_dir:
+        folder = Path(_root_.run_dir).expanduser()
+    elif _root_.resume and "SLURM_JOB_ID" in os.environ:
+        folder = Path(runs, f"slurm-{os.environ['SLURM_JOB_ID']}")
+    else:
+        folder = Path(runs, name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder} ({error.strerror}): set run_dir to another") from None
+    return str(folder)
+
+
+def unique_name() -> str:
+    """Return a name for a new folder: the time and a random number."""
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+
+
+def remove_if_unused(folder: Path) -> None:
+    """Remove the folder of a run that was refused: it may contain logs, which add nothing to the error.
+
+    Ranks above zero remove nothing: they have no folder of their own, but the working directory.
+    """
+    if started_rank() == 0 and folder.is_dir() and {path.name for path in folder.iterdir()} <= {"logs"}:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def folder_of(ckpt_path: Path) -> Path | None:
+    """Return the run folder that `ckpt_path` names, or that contains the checkpoint `ckpt_path`, if there is one."""
+    ckpt_path = ckpt_path.expanduser().absolute()
+    candidates = (ckpt_path, ckpt_path.parent.parent)
+    return next((folder for folder in candidates if (folder / CONFIG).is_file()), None)
+
+
+def saved_config(folder: Path) -> Any:
+    """Return the configuration that a run saved in its folder."""
+    saved = OmegaConf.load(folder / CONFIG)
+    if "runtime" not in saved:
+        raise UserError(f"{folder / CONFIG} is not that of a run of this version")
+    return saved
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint in a run folder, if any; warn of each corrupt one."""
+    for file in sorted((folder / CHECKPOINTS).glob("*.ckpt"), key=_recency_key):
+        from onecurve.state.io import check_is_complete  # late, since it imports Lightning
+
+        try:
+            check_is_complete(file)
+            return file
+        except UserError as error:
+            print(f"warning: {error}; looking for the one before it", file=sys.stderr)
+    return None
+
+
+def _recency_key(file: Path) -> tuple[bool, bool, int]:
+    """Return the sort key that puts the newest checkpoint first.
+
+    The names come before the modification time, because copying a folder may reset the time.
+    """
+    return file.name != LAST, file.name != PREVIOUS, -file.stat().st_mtime_ns
+
+
+def with_newest_checkpoint(cfg: DictConfig) -> DictConfig:
+    """Return the configuration with `ckpt_path` set to the newest checkpoint, for a restart after a failure."""
+    if cfg.fit and (newest := newest_checkpoint(Path(cfg.run_dir))):
+        cfg = cfg.copy()
+        cfg.ckpt_path = str(newest)
+    return cfg
+
+
+def remove_partial_checkpoints(folder: Path) -> None:
+    """Delete the temporary files of a save that was killed. No process may be saving a checkpoint meanwhile."""
+    for file in (folder / CHECKPOINTS).glob(".*.part"):
+        file.unlink(missing_ok=True)
+
+
+def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
+    """Return the name of a job's folder in the sweep's folder: the one of an earlier start, or a new one.
+
+    The overrides identify a job, so that a sweep can be continued with more jobs than before.
+    """
+    if started_rank() > 0:
+        return "."  # this rank receives rank zero's folder
+    overrides: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)  # as typed
+    for name, job in read_jobs(Path(sweep)):
+        if sorted(job.overrides) == sorted(overrides):
+            return name
+    for folder in (Path(sweep, str(free)) for free in itertools.count(int(number))):
+        try:
+            folder.mkdir(parents=True)  # if several jobs start at once, only one can make the folder
+        except FileExistsError:
+            continue
+        Job(overrides).write(folder)
+        return folder.name
+    raise AssertionError("some number is free")
+
+
+def register_resolvers() -> None:
+    """Register the functions that conf/ calls. `use_cache` lets an interpolation keep its first value."""
+    OmegaConf.register_new_resolver("unique_name", unique_name, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("project_path", project_path, replace=True)
+    OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
+    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)

@@ -1,0 +1,263 @@
+"""Resolve the composed configuration in one process: every rank then gets the same values, without interpolations."""
+
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from onecurve.config.folder import (
+    CONF,
+    CONFIG,
+    PROJECT,
+    folder_of,
+    newest_checkpoint,
+    remove_partial_checkpoints,
+    saved_config,
+)
+from onecurve.state.run_files import checkpoint_file
+from onecurve.utils.errors import UserError, nearest_options
+from onecurve.utils.option_kinds import flatten_config
+from onecurve.utils.targets import check_value, drop_replaced_options
+
+_GIT_TIMEOUT = 5.0  # seconds
+_RECIPES = ("experiment", "preset", "debug")  # the groups whose files set options of other groups
+# A continued run does not inherit these options.
+_NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
+
+
+def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] | None = None) -> DictConfig:
+    """Set what each start decides (checkpoint, devices, run folder, run id), and resolve all interpolations.
+
+    Args:
+        cfg: the composed configuration.
+        plan_strategy: replaces `strategy=best` once the other options are checked.
+
+    Raises:
+        UserError: if an option is unknown, a checkpoint is missing, the run folder is not writable, or there are fewer
+            devices than configured.
+    """
+    hydra_cfg = HydraConfig.get()
+    folder = Path(hydra_cfg.runtime.output_dir)
+    for name in ("fit", "doctor", "report"):
+        check_value(name, cfg[name], bool)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"cannot write to the run folder {folder} ({error.strerror}): set run_dir to another") from None
+    for group in ("data", "module", "strategy", "trainer"):
+        if not OmegaConf.select(cfg, f"{group}._target_"):
+            raise UserError(f"{group} has no `_target_`: let its file in conf/{group} name a class or function")
+    drop_replaced_options(cfg, hydra_cfg.overrides.task)
+    refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
+    _resolve_checkpoints(cfg, folder)
+    if cfg.predict is True and "predict_dir" in cfg.data:
+        raise UserError("predict=true takes the predict_dataloader of your own `data`: set predict=FOLDER for images")
+    if cfg.predict and cfg.predict is not True:
+        folder_of_images = Path(cfg.predict).expanduser().absolute()
+        if not folder_of_images.is_dir():  # now, because training may take hours
+            raise UserError(f"predict={cfg.predict}: there is no such folder, or no image in it")
+        cfg.predict = str(folder_of_images)
+    cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
+    if plan_strategy:
+        plan_strategy(cfg)
+    _check_launch(cfg)
+    cfg.run_dir = str(folder)
+    cfg.tags = [str(tag) for tag in ([cfg.tags] if isinstance(cfg.tags, str | int) else cfg.tags or [])]
+    _set_runtime(cfg, hydra_cfg)
+    try:
+        OmegaConf.resolve(cfg)
+    except OmegaConfBaseException as error:  # such as model.num_classes, if a data set of one's own has no classes
+        problem = " ".join(str(error).split())
+        raise UserError(f"{problem}: set the options that refer to it, such as model.num_classes=10") from error
+    return cfg
+
+
+def _check_launch(cfg: DictConfig) -> None:
+    """Check the options of restarts, and set those that depend on others; the devices are resolved."""
+    launch, size = cfg.launch, device_count(cfg.trainer) * cfg.trainer.num_nodes
+    for name, kind in {"max_restarts": int, "elastic": bool, "min_devices": int}.items():
+        check_value(f"launch.{name}", launch[name], kind)
+    if launch.max_restarts is None:
+        launch.max_restarts = 3 if launch.elastic else 0
+    if size < launch.min_devices:
+        raise UserError(f"launch.min_devices={launch.min_devices}, but this run has {size}: lower it")
+    for name in ("data.batch_size_per_device", "strategy.shares"):
+        if launch.elastic and OmegaConf.select(cfg, name):
+            raise UserError(f"launch.elastic=true changes the number of processes, for which {name} is made: unset one")
+    if launch.elastic and cfg.strategy.get("stages", size) is None:
+        cfg.strategy.stages = size  # a pipeline loses replicas
+
+
+def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
+    """Check the names at the root and in `launch`; other options belong to a class, which refuses unknown ones.
+
+    A name that a value interpolates, such as `${base_lr}`, is a variable of the user.
+
+    Args:
+        cfg: the composed configuration, before interpolations are resolved.
+        choices: the chosen file of each group.
+    """
+    groups = {file.name for file in CONF.iterdir() if file.is_dir()} | {*choices}
+    root = yaml.safe_load((CONF / "train.yaml").read_text())
+    known = {*root, *groups.difference(_RECIPES)}
+    tree: Any = OmegaConf.to_container(cfg)
+    del tree["runtime"]
+    unknown_of_launch = [f"launch.{name}" for name in tree["launch"].keys() - root["launch"].keys()]
+    for name in sorted([*tree.keys() - known, *unknown_of_launch]):
+        if name in _RECIPES:
+            raise UserError(f"begin each file of conf/{name} with the line `# @package _global_`")
+        if not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", str(tree)):
+            others = (known | flatten_config(tree).keys()) - {name}
+            raise UserError(f"{name} is no option here; {nearest_options(name, others)}")
+
+
+def _resolve_checkpoints(cfg: DictConfig, folder: Path) -> None:
+    """Set `ckpt_path`, or else `init_from`, to a file; with resume=auto, to the newest checkpoint of the run folder."""
+    if cfg.resume not in (None, "auto"):
+        raise UserError(f"resume={cfg.resume}: give auto, or null")
+    if cfg.resume and not cfg.ckpt_path:
+        is_job = "SLURM_JOB_ID" in os.environ or HydraConfig.get().mode == RunMode.MULTIRUN  # they find their folder
+        if not (cfg.run_dir or is_job):
+            raise UserError("resume=auto needs run_dir=FOLDER, so that the next start finds its checkpoints")
+        remove_partial_checkpoints(folder)
+        newest = newest_checkpoint(folder)
+        cfg.ckpt_path = str(newest) if newest else None
+    elif not cfg.ckpt_path and cfg.run_dir and cfg.fit and (folder / CONFIG).exists():
+        raise UserError(f"run_dir={cfg.run_dir} holds a run: add resume=auto to continue it, or give another folder")
+    if cfg.ckpt_path:
+        cfg.ckpt_path = str(_find_checkpoint("ckpt_path", cfg.ckpt_path))
+    elif cfg.init_from:  # a continued run has its weights in `ckpt_path`
+        cfg.init_from = str(_find_checkpoint("init_from", cfg.init_from))
+    elif not cfg.fit and not cfg.doctor:
+        print("warning: fit=false without ckpt_path or init_from: the weights are random", file=sys.stderr)
+
+
+def _find_checkpoint(option: str, value: str) -> Path:
+    """Return the checkpoint that `ckpt_path` or `init_from` names; in a run folder, the newest complete one."""
+    path = Path(value).expanduser().absolute()
+    if newest := newest_checkpoint(path):
+        return newest
+    checkpoint = checkpoint_file(path)
+    if not checkpoint.is_file():
+        missing = f"checkpoint in that folder ({checkpoint})" if path.is_dir() else "such file or run folder"
+        raise UserError(f"{option}={value}: there is no {missing}")
+    from onecurve.state.io import read_run_checkpoint, read_weights  # late, because it imports Lightning
+
+    if option == "init_from":
+        read_weights(checkpoint, option, map_location="meta")
+    else:
+        read_run_checkpoint(checkpoint, option, map_location="meta", mmap=True)
+    return checkpoint
+
+
+def resolve_devices(accelerator: str, devices: Any) -> tuple[str, int | list[int]]:
+    """Return the accelerator without `auto`, and the number of devices per node or the listed GPU indices."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator == "auto":
+        accelerator = found.type if found else "cpu"
+    if accelerator != "cpu" and found is None:
+        raise UserError(f"trainer.accelerator={accelerator}, but this machine has none: set auto or cpu")
+    num_gpus = 0 if accelerator == "cpu" else torch.accelerator.device_count()
+    if devices in ("auto", -1):
+        # torchrun has already started LOCAL_WORLD_SIZE processes.
+        return accelerator, int(os.environ.get("LOCAL_WORLD_SIZE", num_gpus or 1))
+    indices = list(devices) if isinstance(devices, ListConfig) else []
+    count = devices if isinstance(devices, int) else len(indices)
+    if count < 1:
+        raise UserError(f"trainer.devices={devices} is no number of devices: give a number, a list of GPUs, or auto")
+    if len(set(indices)) < len(indices):
+        raise UserError(f"trainer.devices={devices} lists a device twice: list each one once")
+    if accelerator == "cpu":
+        return accelerator, count
+    if max(count, max(indices, default=0) + 1) > num_gpus:
+        raise UserError(
+            f"trainer.devices={devices}, but this machine has {num_gpus} GPU{'s' * (num_gpus > 1)}: "
+            f"set trainer.devices={num_gpus}, or trainer.accelerator=cpu to run processes on the CPU"
+        )
+    return accelerator, indices or count
+
+
+def device_count(trainer: DictConfig) -> int:
+    """Return the number of devices per node of a resolved trainer configuration."""
+    return trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)
+
+
+def runs_in_single_process(cfg: DictConfig) -> bool:
+    """Return whether the strategy runs in one process per node, which uses all its devices."""
+    return bool(cfg.strategy.get("single_process", False))
+
+
+def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
+    """Set the values of `runtime`, and draw the seed if there is none."""
+    runtime, folder = cfg.runtime, Path(cfg.run_dir)
+    runtime.run_id, runtime.sweep_id = run_and_sweep_id(folder, is_sweep=hydra_cfg.mode == RunMode.MULTIRUN)
+    left_out = _NOT_INHERITED if cfg.seed is not None else [*_NOT_INHERITED, "seed"]
+    overrides = [word for word in hydra_cfg.overrides.task if word.partition("=")[0] not in left_out]
+    if cfg.seed is None:
+        cfg.seed = _saved_or_drawn_seed(cfg.ckpt_path, folder)
+        overrides.append(f"seed={cfg.seed}")
+    runtime.overrides = overrides
+    # An evaluation joins the group of its run.
+    evaluated = folder_of(Path(cfg.ckpt_path)) if cfg.ckpt_path and not cfg.fit else None
+    grouped = saved_config(evaluated).runtime if evaluated else runtime
+    runtime.group = str(grouped.sweep_id or grouped.run_id)
+    runtime.job_type = "train" if cfg.fit else "predict" if cfg.predict else "eval"
+    runtime.command = ["python", "train.py", *hydra_cfg.overrides.task]
+    runtime.revision, runtime.modified = source_revision()
+    choices, world_size = hydra_cfg.runtime.choices, device_count(cfg.trainer) * cfg.trainer.num_nodes
+    model = choices.get("model" if "net" in cfg.module else "module")  # a GAN has networks of its own
+    runtime.model = model or str(cfg.module._target_).rpartition(".")[2]
+    is_auto = choices.strategy == "auto"
+    runtime.strategy = ("ddp" if world_size > 1 else "single") if is_auto else choices.strategy
+    runtime.world_size = world_size
+    runtime.tags = list(dict.fromkeys([*cfg.tags, runtime.strategy, f"x{world_size}", runtime.model]))
+
+
+def run_and_sweep_id(folder: Path, is_sweep: bool) -> tuple[str, str | None]:
+    """Return the W&B run id and the sweep id.
+
+    A continued run keeps its saved ids, and a W&B agent sets them in the environment. Otherwise the run id is the name
+    of the run folder, in a sweep preceded by the name of the sweep folder, and a random number. Two folders may have
+    the same name. The sweep id is the name of the sweep folder.
+    """
+    if (folder / CONFIG).is_file():
+        saved = saved_config(folder).runtime
+        return saved.run_id, saved.sweep_id
+    if "WANDB_SWEEP_ID" in os.environ:  # wandb's agent started this process, and gave the run its id
+        return os.environ["WANDB_RUN_ID"], os.environ["WANDB_SWEEP_ID"]
+    sweep_id = folder.parent.name if is_sweep else None
+    name = f"{sweep_id}-{folder.name}" if is_sweep else folder.name
+    return f"{name}-{secrets.token_hex(3)}", sweep_id
+
+
+def _saved_or_drawn_seed(ckpt_path: str | None, folder: Path) -> int:
+    """Return the seed of the run that is continued or evaluated, or a random one."""
+    run = folder_of(Path(ckpt_path)) if ckpt_path else folder
+    return saved_config(run).seed if run and (run / CONFIG).is_file() else secrets.randbits(31)
+
+
+def source_revision() -> tuple[str | None, bool]:
+    """Return the commit of the source, None if there is none, and whether files differ from it; False outside of git.
+
+    Git would refresh its index, whose lock could fail a command of the user.
+    """
+    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch"]
+    try:
+        status = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None, False
+    head, *lines = status.stdout.splitlines()  # "# branch.oid COMMIT", then "# branch..." and changed files
+    commit = head.rpartition(" ")[2]
+    return None if commit == "(initial)" else commit, any(not line.startswith("#") for line in lines)

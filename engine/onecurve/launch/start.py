@@ -1,0 +1,92 @@
+"""Start the processes of a run with torch's elastic launcher, or join those that torchrun or SLURM started.
+
+The configuration is composed once, in the process that the user started. Every rank gets that very object. With several
+ranks, this process only launches them, and never touches a device. No command line is rebuilt, and a job of a sweep
+leaves nothing behind for the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from onecurve.config.resolve import device_count, resolve_config
+from onecurve.launch.external import connect_ranks, share_config
+from onecurve.launch.outcome import exit_rank, run_recorded
+from onecurve.launch.workers import launch_workers, run_rank
+from onecurve.plan import plan_strategy
+from onecurve.utils.errors import UserError
+from onecurve.utils.process import detect_cluster_environment
+from onecurve.utils.ranks import check_tasks_are_started, is_started_by_torchrun
+from onecurve.utils.signals import die_with_parent
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.environments import ClusterEnvironment
+
+
+def launch(
+    cfg: DictConfig,
+    around_workers: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext,
+    keep_trainer: Callable[[Any], None] | None = None,
+) -> dict[str, float]:
+    """Run the job on all its ranks; return rank zero's final metrics.
+
+    Args:
+        cfg: the composed configuration.
+        around_workers: context manager around the processes that this launcher starts; it gets the resolved
+            configuration.
+        keep_trainer: gets the trainer after the run if this process is a rank.
+    """
+    check_tasks_are_started()
+    if env := detect_cluster_environment():
+        return _join_started_ranks(env, cfg, keep_trainer)
+    if cfg.launch.elastic is True:  # a job that was queued again may have one task
+        cfg.trainer.num_nodes = int(os.environ.get("SLURM_NNODES", cfg.trainer.num_nodes))
+    cfg = resolve_config(cfg, plan_strategy)
+    devices = device_count(cfg.trainer)
+    if (nodes := cfg.trainer.num_nodes) > 1:
+        command = shlex.join(["train.py", *HydraConfig.get().overrides.task])
+        raise UserError(
+            f"trainer.num_nodes={nodes}: this command starts processes on its own host only. Give each host this "
+            f"command, with the name of the first one for HOST: torchrun --nnodes={nodes} --nproc-per-node={devices} "
+            f"--rdzv-backend=c10d --rdzv-endpoint=HOST:29500 {command}"
+        )
+    is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    if devices == 1 and not is_sweep and not cfg.launch.max_restarts:
+        with run_recorded(cfg):
+            return run_rank(cfg, rank=0, keep_trainer=keep_trainer)
+    with around_workers(cfg), run_recorded(cfg):
+        return launch_workers(cfg)
+
+
+def _join_started_ranks(
+    env: ClusterEnvironment, cfg: DictConfig, keep_trainer: Callable[[Any], None] | None
+) -> dict[str, float]:
+    """Run this process as one of the ranks that torchrun or SLURM started; only rank zero prints a user error."""
+    rank = env.global_rank()
+    if is_started_by_torchrun():  # it leaves its ranks behind if it is killed: they save, and end
+        die_with_parent(os.getppid(), signal.SIGTERM)
+    try:
+        store = connect_ranks(env)  # it lives as long as the run, because the process group may use its server
+        cfg = share_config(store, rank, env.world_size(), cfg)
+    except UserError:
+        if rank > 0:
+            raise SystemExit(1) from None
+        raise
+    with os.fdopen(os.dup(2), "w") as terminal:  # above rank zero, stderr becomes the rank's log
+        try:
+            with run_recorded(cfg) if rank == 0 else nullcontext():
+                return run_rank(cfg, rank, keep_trainer)
+        except Exception as error:
+            if dist.is_initialized():
+                exit_rank(error, cfg.run_dir, rank, terminal)
+            raise

@@ -1,0 +1,213 @@
+"""Run a rank in this process, or all ranks in new processes of this host, with torch's elastic launcher."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from onecurve.config.folder import with_newest_checkpoint
+from onecurve.config.resolve import device_count, runs_in_single_process
+from onecurve.launch.elastic import (
+    DevicePolicy,
+    time_of_last_save,
+    unusable_devices,
+    watch_for_devices,
+    with_devices,
+    with_smaller_micro_batches,
+)
+from onecurve.launch.outcome import (
+    RankFailedError,
+    exit_rank,
+    first_failure,
+    fold_frames,
+    record_restart,
+)
+from onecurve.state.run_files import stop_message
+from onecurve.utils import signals
+from onecurve.utils.events import append_event, read_events
+from onecurve.utils.process import (
+    REPORT_FILE,
+    close_process_group,
+    connect_debugger,
+    cores_per_rank,
+    log_to_folder,
+)
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
+
+
+def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | None = None) -> dict[str, float]:
+    """Run the experiment in this process; return the final metrics, and give `keep_trainer` the trainer.
+
+    With doctor=true, measure an all-reduce instead.
+
+    After an error the process group stays open: closing it would fail the other ranks before this one has reported its
+    error, and NCCL might wait for them.
+    """
+    if cfg.doctor:
+        from onecurve.launch.all_reduce import measure_all_reduce
+
+        return measure_all_reduce(cfg)
+    from onecurve.run.experiment import run  # late: it imports Lightning, which a mere launcher never uses
+
+    log_to_folder(cfg.run_dir, rank)
+    if device_count(cfg.trainer) > 1 and not runs_in_single_process(cfg):
+        torch.set_num_threads(max(1, cores_per_rank(device_count(cfg.trainer))))
+    try:
+        metrics = run(cfg, keep_trainer)
+    except signals.Stopped:  # all ranks stop at the same step, so closing fails none of them
+        close_process_group()
+        raise
+    close_process_group()
+    return metrics
+
+
+def launch_workers(cfg: DictConfig) -> dict[str, float]:
+    """Run all ranks, restart them after failures as `launch` says; return rank zero's metrics.
+
+    Raises:
+        UserError: if the first failed rank raised one, as a restart would not help, or too few devices are left.
+        RankFailedError: if the first failed rank raised another error, died, or hung.
+        Stopped: if a signal ended the job.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    devices = cfg.trainer.devices
+    policy = DevicePolicy([*range(devices)] if isinstance(devices, int) else [*devices], cfg)
+    if cfg.launch.elastic and (reason := policy.after_probe(unusable_devices(cfg, policy.devices))):
+        if events := read_events(cfg.run_dir):  # of a launcher that has died
+            append_event(cfg.run_dir, "restart", events[-1]["step"], reason)
+        cfg = _with_devices_of(policy, cfg, reason)
+    with signals.forward_to_workers():
+        while True:
+            processes = 1 if runs_in_single_process(cfg) else len(policy.used)
+            try:
+                with watch_for_devices(cfg, policy):
+                    return _run_group(cfg, processes)
+            except SignalException:  # a second signal
+                raise _stopped(cfg) from None
+            except (RankFailedError, signals.Stopped) as end:
+                cfg = _next_start(cfg, policy, end)
+            if signals.requested():
+                raise _stopped(cfg)
+
+
+def _next_start(cfg: DictConfig, policy: DevicePolicy, end: RankFailedError | signals.Stopped) -> DictConfig:
+    """Return the configuration of the next start, from the newest checkpoint; raise the error if there is none."""
+    is_resize = isinstance(end, signals.Stopped) and end.number == signals.RESIZE
+    if not is_resize and (isinstance(end, signals.Stopped) or cfg.launch.max_restarts <= 0):
+        raise end
+    unusable = unusable_devices(cfg, policy.devices) if cfg.launch.elastic else set()
+    if isinstance(end, RankFailedError):
+        dead_rank = end.dead_rank if cfg.launch.elastic else None
+        reason = policy.after_failure(dead_rank, time_of_last_save(cfg.run_dir), unusable)
+        if policy.restarts_left < 0:
+            raise end
+        print(fold_frames(str(end)), file=sys.stderr)
+    else:
+        reason = policy.after_probe(unusable)
+    record_restart(cfg.run_dir, end, reason)
+    if reason:
+        cfg = _with_devices_of(policy, cfg, reason)
+    elif cfg.launch.elastic and "OutOfMemoryError" in str(end).partition("\n")[0]:
+        starts = [event for event in read_events(cfg.run_dir) if "normalizes" in event]
+        cfg = with_smaller_micro_batches(cfg, not starts or starts[-1]["normalizes"])
+        print(f"restarting with trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}", file=sys.stderr)
+    else:
+        print(f"restarting; {policy.restarts_left} restarts left after this one", file=sys.stderr)
+    return with_newest_checkpoint(cfg)
+
+
+def _with_devices_of(policy: DevicePolicy, cfg: DictConfig, reason: str) -> DictConfig:
+    print(f"{reason}; going on with {len(policy.used)} of {len(policy.devices)} devices", file=sys.stderr)
+    cfg = with_devices(cfg, policy.used)
+    if cfg.runtime.chooses_strategy:
+        from onecurve.plan.plan import choose_again  # late, because it imports Lightning
+
+        choose_again(cfg)
+    return cfg
+
+
+def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
+    """Run all ranks once; return the metrics of rank zero."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    _silence_launchers()
+    try:
+        results = elastic_launch(_elastic_config(cfg, processes), _run_worker)(cfg, os.getpid())
+    except ChildFailedError as failed:
+        if signals.requested() > signals.RESIZE:  # a signal came before the ranks could save, or a second one came
+            raise _stopped(cfg) from None
+        raise first_failure(failed, cfg.run_dir) from None
+    finally:
+        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+    metrics_or_signal = results[0]
+    if isinstance(metrics_or_signal, int):
+        raise signals.Stopped(metrics_or_signal)
+    return metrics_or_signal
+
+
+def _elastic_config(cfg: DictConfig, processes: int) -> Any:
+    """Return the settings of torch's elastic launcher.
+
+    Its own restarts are off, because they would repeat user errors and hide their messages.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    # Seconds between SIGTERM and SIGKILL for the ranks that remain; torch before 2.12 always waits 30.
+    options: dict[str, Any] = {"shutdown_timeout": 5} if hasattr(LaunchConfig, "shutdown_timeout") else {}
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=cfg.runtime.run_id,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        signals_to_handle="",  # none: onecurve/utils/signals.py handles them
+        logs_specs=DefaultLogsSpecs(),
+        **options,
+    )
+
+
+def _stopped(cfg: DictConfig) -> signals.Stopped:
+    """Print how to continue the run, and return the exception that ends it."""
+    print(stop_message(signals.requested(), cfg.run_dir), file=sys.stderr)
+    return signals.Stopped(signals.requested())
+
+
+def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
+    """Run one rank in this new process; return its metrics, or the number of the signal that ended the run."""
+    signals.prepare_started_process(launcher)
+    _silence_launchers()
+    rank = int(os.environ["RANK"])
+    connect_debugger(rank)
+    if runs_in_single_process(cfg):
+        _remove_launcher_variables()
+    try:
+        return run_rank(cfg, rank)
+    except signals.Stopped as stopped:
+        return stopped.number
+    except Exception as error:
+        exit_rank(error, cfg.run_dir, rank)
+
+
+def _remove_launcher_variables() -> None:
+    """Keep the strategy's own launcher from taking this single process for one rank of many."""
+    for name in list(os.environ):
+        if name.startswith(_LAUNCHER_VARIABLES) and name != REPORT_FILE:
+            del os.environ[name]
+
+
+def _silence_launchers() -> None:
+    """Keep torch's tables of failures off the terminal, where they would hide the project's one line."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

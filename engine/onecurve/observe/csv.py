@@ -1,0 +1,108 @@
+"""The CSV logger of every run: `metrics.csv` has one row per logged step, and a resumed run continues it."""
+
+import csv
+import logging
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch.loggers.logger import DummyExperiment, Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from onecurve.utils.files import atomic_write
+
+_log = logging.getLogger(__name__)
+
+
+class CSVLogger(Logger):
+    """Logger that writes `config.yaml` and `metrics.csv` to the run folder.
+
+    Lightning's CSVLogger deletes the file when it opens a folder again. This one continues the file and merges the
+    metrics of one step into one row. Where it cannot append, it replaces the file atomically.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.file = folder, folder / "metrics.csv"
+        self._rows: list[dict[str, Any]] | None = None
+        self._columns = ["step", "epoch"]
+        self._lacks_rows = False  # whether the last write failed
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def experiment(self) -> DummyExperiment:
+        """An object that takes and ignores all calls, such as those of a module for TensorBoard with logger=none."""
+        return DummyExperiment()
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.folder)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Write the resolved configuration, from which the run can be resumed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self.folder / "config.yaml") as temporary:
+            temporary.write_text(yaml.safe_dump(params, sort_keys=False))
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        rows = self._read()
+        step = step if step is not None else rows[-1]["step"] if rows else 0  # a module may call it without
+        row = {"step": step} | metrics
+        is_new = not rows or rows[-1]["step"] != step
+        can_append = is_new and set(row) <= set(self._columns) and self.file.exists() and not self._lacks_rows
+        self._columns += [name for name in row if name not in self._columns]
+        if is_new:
+            rows.append(row)
+        else:
+            rows[-1].update(row)
+        try:
+            if can_append:
+                with self.file.open("a", newline="") as stream:
+                    self._writer(stream).writerow(row)
+            else:
+                self._rewrite()
+            self._lacks_rows = False
+        except OSError as error:  # such as a full disk
+            if not self._lacks_rows:
+                _log.warning("%s lacks rows until it can be written; training continues: %s", self.file.name, error)
+            self._lacks_rows = True
+
+    @rank_zero_only
+    def cut(self, step: int) -> None:
+        """Remove the rows from `step` on, because a resumed run trains these steps again."""
+        if self._read():
+            self._rows = [row for row in self._read() if row["step"] < step]
+            self._rewrite()
+
+    def _read(self) -> list[dict[str, Any]]:
+        """Return the rows; the first call reads those of an earlier process, without a truncated last line."""
+        if self._rows is None:
+            text = self.file.read_text() if self.file.exists() else ""
+            complete = text[: text.rfind("\n") + 1]  # a killed process may have written half a line
+            reader = csv.DictReader(complete.splitlines())
+            self._columns = list(reader.fieldnames or self._columns)
+            logged = [{name: value for name, value in row.items() if value} for row in reader if row["step"]]
+            self._rows = [row | {"step": int(row["step"])} for row in logged]
+            if complete != text:
+                self._rewrite()
+        return self._rows
+
+    def _rewrite(self) -> None:
+        with atomic_write(self.file) as temporary, temporary.open("w", newline="") as stream:
+            writer = self._writer(stream)
+            writer.writeheader()
+            writer.writerows(self._rows or [])
+
+    def _writer(self, stream: Any) -> Any:
+        return csv.DictWriter(stream, self._columns, lineterminator=os.linesep)

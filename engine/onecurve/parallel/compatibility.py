@@ -1,0 +1,89 @@
+"""Check what a Lightning strategy supports, with a clear message before Lightning fails."""
+
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from omegaconf import DictConfig
+
+from onecurve.parallel.sharded_state import ShardedStateStrategy
+from onecurve.utils.errors import UserError
+
+
+def check_can_train(strategy: Any, module: L.LightningModule) -> None:
+    """Check that the strategy can train the module: with manual optimization each rank needs a full replica."""
+    name, module_name = type(strategy).__name__.removesuffix("Strategy").lower(), type(module).__name__
+    if not module.automatic_optimization and not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
+        raise UserError(
+            f"strategy={name} supports only one optimizer, but {module_name} optimizes manually, with several: set "
+            "strategy=ddp, or auto"
+        )
+    for attribute, meaning in getattr(strategy, "module_needs", {}).items():
+        if not getattr(module, attribute, None):
+            raise UserError(
+                f"strategy={name} needs {module_name}.{attribute}, {meaning}: add it, or use strategy=ddp or fsdp"
+            )
+    # FSDP makes new parameters, also of the stages of a pipeline, and pickling for spawned processes drops hooks.
+    if "fsdp" in (name, getattr(strategy, "data_parallel", "")) or name == "ddpspawn":
+        for weight_name, weight in module.named_parameters():
+            if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+                raise UserError(f"this strategy would lose the hook of the parameter {weight_name}: use strategy=ddp")
+    if "fsdp" in (name, getattr(strategy, "data_parallel", "")):
+        refused = [f"the scalar {name}" for name, weight in module.named_parameters() if weight.ndim == 0]
+        refused += [
+            f"{name} with sparse=True" for name, part in module.named_modules() if getattr(part, "sparse", 0) is True
+        ]
+        if refused:
+            raise UserError(
+                f"FSDP cannot shard {refused[0]}: give it a dense weight of one dimension, or use strategy=ddp"
+            )
+
+
+def check_callbacks(trainer: L.Trainer) -> None:
+    """Check that no callback of Lightning averages a copy of the weights, of which a sharded rank has a part."""
+    averaging = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
+    if averaging and isinstance(trainer.strategy, ShardedStateStrategy):
+        raise UserError(
+            f"{type(averaging[0]).__name__} averages a copy of the network, of which a rank here has a part: "
+            "take callbacks=ema, or strategy=ddp"
+        )
+
+
+def check_parts(trainer: L.Trainer, module: L.LightningModule, cfg: DictConfig) -> None:
+    """Check that steps can be divided into parts: micro-batches, or virtual ranks one by one."""
+    accumulate = cfg.trainer.accumulate_grad_batches
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise UserError(f"trainer.accumulate_grad_batches={accumulate}: give a number of micro-batches, at least one")
+    if not module.automatic_optimization and (accumulate > 1 or cfg.bit_exact):
+        option = "bit_exact=true" if cfg.bit_exact else f"trainer.accumulate_grad_batches={accumulate}"
+        raise UserError(
+            f"{option} divides each step into parts, but {type(module).__name__} optimizes manually, and so divides "
+            "its steps itself: unset it, or let the module optimize automatically"
+        )
+    if cfg.bit_exact or accumulate > 1 or trainer.num_devices * trainer.num_nodes > 1:
+        for name, part in module.named_modules():
+            if getattr(part, "max_norm", None) is not None:  # of nn.Embedding
+                raise UserError(
+                    f"{name} has max_norm, so its forward pass writes into the weights of the samples that a process, "
+                    "micro-batch or virtual rank has: normalize its outputs, or train on one device"
+                )
+    if cfg.bit_exact and accumulate > 1:
+        raise UserError(
+            f"bit_exact=true computes a step in virtual_ranks={cfg.virtual_ranks} passes already: set "
+            f"trainer.accumulate_grad_batches=1 (now {accumulate})"
+        )
+    if cfg.bit_exact:
+        check_virtual_ranks(trainer.strategy, cfg.virtual_ranks, trainer.num_devices * trainer.num_nodes)
+
+
+def check_virtual_ranks(strategy: Any, count: int, world_size: int) -> None:
+    """Check that so many processes of a strategy can compute the virtual ranks of a run one by one."""
+    if isinstance(strategy, SingleDeviceStrategy):
+        return
+    if not hasattr(strategy, "check_virtual_ranks"):
+        raise UserError(
+            f"bit_exact=true: {type(strategy).__name__} adds gradients in an order of its own: take strategy=auto, "
+            "ddp, fsdp or pipeline"
+        )
+    strategy.check_virtual_ranks(count, world_size)

@@ -1,0 +1,228 @@
+"""DistributedDataParallel with options for gradient communication and for sharding of the optimizer state.
+
+Lightning's DDPStrategy takes communication hooks as objects, on GPUs only, and does not save their state.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from onecurve.observe.recording import communication
+from onecurve.parallel.gather import all_gather
+from onecurve.utils.errors import UserError, check_choice
+
+
+def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Run the PowerSGD hook, and wait for it on a CPU.
+
+    gloo continues a hook on its own threads. On some ranks its later reductions could then overtake those of other
+    buckets. The hook seeds all generators and restores that of the CPU only.
+    """
+    buffer = bucket.buffer()
+    with torch.random.fork_rng(devices=[buffer.device] if buffer.is_cuda else []):
+        future = powerSGD_hook(state, bucket)
+    if not buffer.is_cuda:
+        future.wait()
+    return future
+
+
+HOOKS: dict[str, Any] = {
+    "fp16": fp16_compress_hook,
+    "bf16": bf16_compress_hook,
+    "powersgd": _powersgd_in_order,
+    "post_local_sgd": post_localSGD_hook,
+}
+
+
+class DDP(DDPStrategy):
+    """Gives every rank a full replica of the network and its part of the data.
+
+    Args:
+        comm_hook: communication of gradients; null leaves them unchanged. `fp16` and `bf16` reduce gradients in that
+            type. `powersgd` reduces two low-rank factors of each gradient, with error feedback (Vogels et al., 2019),
+            which starts anew when a run continues.
+            `post_local_sgd` reduces no gradients: it averages the weights every `model_averaging_period` steps, and
+            before validation and saving (Lin et al., "Don't use large mini-batches, use local SGD", 2020). A checkpoint
+            then holds the averages of the optimizer states.
+        comm_start_step: steps with plain averaging of gradients before `powersgd` or `post_local_sgd` begins.
+        matrix_approximation_rank: rank of the PowerSGD factors.
+        model_averaging_period: steps between two averages of the weights under `post_local_sgd`.
+        shard_optimizer: each rank keeps the optimizer state of its part of the weights, updates these weights, and
+            broadcasts them to the other ranks (ZeRO stage 1: Rajbhandari et al., 2020).
+        gradient_as_bucket_view: gradients are views of the communication buckets, which saves one copy of them.
+        shares: relative numbers of samples of the ranks, for devices of unequal speed; null means equal ones.
+        **kwargs: further arguments of DistributedDataParallel, such as `bucket_cap_mb`.
+    """
+
+    def __init__(
+        self,
+        comm_hook: str | None = None,
+        comm_start_step: int = 100,
+        matrix_approximation_rank: int = 4,
+        model_averaging_period: int = 4,
+        shard_optimizer: bool = False,
+        gradient_as_bucket_view: bool = True,
+        shares: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
+        super().__init__(model_averaging_period=model_averaging_period, **kwargs)
+        self.comm_hook, self.comm_start_step, self.shard_optimizer = comm_hook, comm_start_step, shard_optimizer
+        self.matrix_approximation_rank, self.shares = matrix_approximation_rank, shares
+        if comm_hook is not None:
+            check_choice("strategy.comm_hook", comm_hook, HOOKS)
+        if comm_start_step < 2:
+            raise UserError(f"strategy.comm_start_step={comm_start_step}: DDP fixes its buckets first; give 2 or more")
+        if min(matrix_approximation_rank, model_averaging_period) < 1:
+            raise UserError("strategy.matrix_approximation_rank and model_averaging_period: give at least 1")
+        if comm_hook == "post_local_sgd" and shard_optimizer:
+            raise UserError("strategy.shard_optimizer=true needs equal weights, but post_local_sgd lets them differ")
+
+    reduce = communication()(DDPStrategy.reduce)
+    all_gather = communication()(all_gather)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return super().distributed_sampler_kwargs | {"shares": self.shares}
+
+    def check_virtual_ranks(self, count: int, world_size: int) -> None:
+        """Raise a UserError for a hook, which does not add gradients as they are."""
+        if self.comm_hook:
+            raise UserError(f"bit_exact=true adds gradients as they are: unset strategy.comm_hook={self.comm_hook}")
+
+    @property
+    def _adds_virtual_ranks(self) -> bool:
+        return cast(Any, self.lightning_module).trainer.datamodule.bit_exact
+
+    def setup(self, trainer: L.Trainer) -> None:
+        if self.comm_hook == "bf16" and self.root_device.type == "cpu":
+            raise UserError("strategy.comm_hook=bf16: gloo, which CPUs use, does not reduce that type; take fp16")
+        if self.comm_hook == "post_local_sgd":
+            if any(getattr(callback, "averages_weights", False) for callback in trainer.callbacks):
+                raise UserError("callbacks.ema averages each rank's own weights under post_local_sgd: leave out one")
+            if not self.lightning_module.automatic_optimization:
+                raise UserError("strategy.comm_hook=post_local_sgd averages the weights of one optimizer; take fp16")
+            # torch's model averaging returns contiguous weights.
+            self.lightning_module.to(memory_format=torch.contiguous_format)
+        if self.comm_hook in ("powersgd", "post_local_sgd") and self.precision_plugin.precision == "16-mixed":
+            raise UserError(
+                f"strategy.comm_hook={self.comm_hook} cannot handle the overflows of trainer.precision=16-mixed: "
+                "take bf16-mixed"
+            )
+        if self.shard_optimizer and any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):
+            raise UserError(
+                "strategy.shard_optimizer=true divides the groups of the optimizer, which a BaseFinetuning callback "
+                "replaces when a run resumes: set it to false, or take strategy=fsdp"
+            )
+        super().setup(trainer)
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        if self._adds_virtual_ranks:
+            return cast(DistributedDataParallel, model)  # `VirtualRanks` adds the gradients
+        self._averaged = [(name, weight, weight.requires_grad) for name, weight in model.named_parameters()]
+        # Lightning builds DDP on a side stream, for capture in a CUDA graph (strategies/ddp.py:194 in 2.6.6).
+        # Gradients would then accumulate on that stream, and each backward pass would wait for the other one:
+        # https://github.com/Lightning-AI/pytorch-lightning/issues/21567
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begin anew after weights were frozen or unfrozen: DDP averages those that it has found trainable."""
+        if not self._adds_virtual_ranks and any(weight.requires_grad != was for _, weight, was in self._averaged):
+            self.model = self._setup_model(cast(nn.Module, self.lightning_module))
+            self._register_ddp_hooks()
+            self.on_train_start()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._adds_virtual_ranks:
+            return
+        model = cast(DistributedDataParallel, self.model)
+        may_skip = model.find_unused_parameters or not self.lightning_module.automatic_optimization
+        if not may_skip and model.require_backward_grad_sync:
+            self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        """Check that DDP has averaged the gradients: it cannot without all that it waits for, nor those of others."""
+        for name, weight, is_averaged in self._averaged:
+            if is_averaged and weight.grad is None:
+                raise UserError(
+                    f"DDP waits for the gradient of {name}, which the loss does not use: remove or freeze the "
+                    "parameter, or set +strategy.find_unused_parameters=true"
+                )
+            if weight.grad is not None and not is_averaged:
+                raise UserError(
+                    f"DDP does not average the gradient of {name}, which was frozen when it began: let the parameter "
+                    "be trainable from the start"
+                )
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.shard_optimizer:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # the import is slow
+
+            warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # false alarm: ZeRO wraps the optimizer
+            optimizers = self.optimizers
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            if any(group.get("fused") or group.get("capturable") for group in groups):
+                raise UserError("strategy.shard_optimizer=true keeps step counts on the CPU: take no fused optimizer")
+            self.optimizers = [
+                ZeroRedundancyOptimizer([dict(group) for group in optimizer.param_groups], type(optimizer))
+                for optimizer in optimizers
+            ]
+            for config in self.lr_scheduler_configs:
+                config.scheduler.optimizer = self.optimizers[optimizers.index(config.scheduler.optimizer)]
+
+    def _register_ddp_hooks(self) -> None:
+        if self.comm_hook == "powersgd":
+            self._ddp_comm_state = PowerSGDState(None, self.matrix_approximation_rank, self.comm_start_step)
+        elif self.comm_hook == "post_local_sgd":
+            self._ddp_comm_state = PostLocalSGDState(
+                None, None, self.comm_start_step, post_local_gradient_allreduce=False
+            )
+        if self.comm_hook:
+            cast(DistributedDataParallel, self.model).register_comm_hook(self._ddp_comm_state, HOOKS[self.comm_hook])
+
+    def on_train_start(self) -> None:
+        """Give the averaging of weights the step that it would have in an uninterrupted run."""
+        if self._model_averager is not None:
+            cast(Any, self._ddp_comm_state).iter = self._model_averager.step = self.lightning_module.trainer.global_step
+
+    def on_validation_start(self) -> None:
+        self._average(self.lightning_module.parameters())
+
+    def on_train_end(self) -> None:
+        self._average(self.lightning_module.parameters())
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._average(self.lightning_module.parameters())
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._model_averager is not None:
+            self._average(value for moments in optimizer.state.values() for value in moments.values())
+        return super().optimizer_state(optimizer)
+
+    def _average(self, values: Iterable[Any]) -> None:
+        """Under post-local SGD, average the tensors over all ranks, in place. Every rank must call it."""
+        if self._model_averager is not None:
+            floats = [value for value in values if isinstance(value, Tensor) and value.ndim]  # no step counts
+            average_parameters(cast(Any, iter(floats)), self._model_averager.process_group)
+
+
+def auto(devices: int | list[int], num_nodes: int) -> DDP | str:
+    """Return the argument of `Trainer(strategy=...)` for a number of devices per node, or their indices."""
+    count = devices if isinstance(devices, int) else len(devices)
+    return DDP() if count * num_nodes > 1 else "auto"

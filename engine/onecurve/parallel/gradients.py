@@ -1,0 +1,36 @@
+"""Averaging and clipping of gradients over the ranks of a process group."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from onecurve.determinism.norm import order_free_norm
+from onecurve.observe.recording import communication
+from onecurve.utils.tensors import to_full_tensor
+
+
+@communication()
+def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
+    """Replace the gradients with their means over the ranks of `group`, which hold replicas, in one all-reduce."""
+    if dist.get_world_size(group) == 1:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(dist.get_world_size(group))
+    dist.all_reduce(flat, group=group)
+    for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def clip_by_norm_over(
+    group: dist.ProcessGroup | None, optimizer: Optimizer, clip_val: float, is_bit_exact: bool = False
+) -> None:
+    """Clip the gradients to a norm over all ranks of `group`, which hold different elements of them."""
+    parameters = [parameter for param_group in optimizer.param_groups for parameter in param_group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if is_bit_exact:
+        norm = order_free_norm(gradients, parameters[0].device, group).to(parameters[0].dtype)
+    else:
+        squared_norm = to_full_tensor(nn.utils.get_total_norm(gradients)) ** 2
+        dist.all_reduce(squared_norm, group=group)
+        norm = squared_norm.sqrt()
+    nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)

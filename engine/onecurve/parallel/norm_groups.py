@@ -1,0 +1,85 @@
+"""Normalize over groups of the global batch while a run trains."""
+
+from typing import Any
+
+import lightning as L
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from onecurve.determinism.layout import BatchLayout
+from onecurve.parallel.batch_norm import (
+    apply_norm_groups,
+    average_statistics,
+    grouped_norms,
+    rank_groups,
+    revert_norm_groups,
+)
+from onecurve.utils.errors import UserError
+
+
+class NormGroups(L.Callback):
+    """Lets the batch normalization layers of any network normalize each virtual rank's samples of the global batch."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Change the layers before a strategy wraps, shards or splits the network.
+
+        It is called again when the module has made its last layers, which may be compiled already.
+        """
+        norms = [part for part in pl_module.modules() if isinstance(part, _BatchNorm)]
+        if stage != "fit" or len(norms) == len(list(grouped_norms(pl_module))):
+            return
+        data: Any = trainer.datamodule
+        layout = data.layout
+        check_groups(layout)
+        if not data.has_one_size:
+            raise UserError(
+                "batch normalization takes groups of a global batch, but a batch_sampler or several loaders give "
+                "batches of different sizes: set bit_exact=true, with which each virtual rank normalizes its own"
+            )
+        kwargs = trainer.distributed_sampler_kwargs or {}
+        ranks = kwargs.get("group", dist.group.WORLD) if layout.parallel.dp_size > 1 else None
+        apply_norm_groups(pl_module, rank_groups(layout, ranks))
+        _average_before_saving(trainer.strategy, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin a new step."""
+        data: Any = trainer.datamodule
+        if data.layout.micro_batches > 1:
+            for norm in grouped_norms(pl_module):
+                norm.begin_step()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        average_statistics(pl_module)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        average_statistics(pl_module)
+        revert_norm_groups(pl_module)
+
+
+def check_groups(layout: BatchLayout) -> None:
+    """Raise a UserError if the micro-batches of the layout cannot hold whole normalization groups."""
+    if layout.virtual_ranks > layout.batch_size:
+        raise UserError(
+            f"virtual_ranks={layout.virtual_ranks} exceeds data.batch_size={layout.batch_size}: set fewer virtual ranks"
+        )
+    if not layout.has_whole_groups:
+        raise UserError(
+            f"virtual_ranks={layout.virtual_ranks} does not divide over the {layout.micro_batches} micro-batches "
+            "of a step (trainer.accumulate_grad_batches, strategy.microbatches), so batch normalization would be "
+            f"another experiment: use fewer, set virtual_ranks={layout.micro_batches}, which is another "
+            "experiment too, or take a model without batch normalization, such as vit"
+        )
+
+
+def _average_before_saving(strategy: Strategy, module: L.LightningModule) -> None:
+    """Average before the strategy collects a checkpoint's weights, for which Lightning has no hook."""
+    collect = strategy.lightning_module_state_dict
+
+    def average_and_collect() -> dict[str, Any]:
+        average_statistics(module)
+        return collect()
+
+    strategy.lightning_module_state_dict = average_and_collect  # type: ignore[method-assign]

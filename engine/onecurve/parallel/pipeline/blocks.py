@@ -1,0 +1,178 @@
+"""The forward pass of a network as a graph of its blocks, between which a pipeline can cut it.
+
+torch.distributed.pipelining has a tracer as well. It exports the operations inside the blocks, in training mode only,
+and so replaces the modules: dropout, synchronized batch normalization and evaluation would be lost.
+"""
+
+import inspect
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from onecurve.determinism.recomputation import block_names
+from onecurve.determinism.seeding import generator_states
+from onecurve.utils.errors import UserError
+from onecurve.utils.module_state import set_mode
+
+_ADVICE = "make the network an nn.Sequential of its blocks, or use strategy=ddp or fsdp"
+
+
+@dataclass
+class Block:
+    """One block of a network, with the operations after it, and its cost for a micro-batch.
+
+    Attributes:
+        name: name of the block in the network.
+        nodes: its call and the operations up to the next block, in the graph of the network.
+        tensors: its parameters, and the running statistics of its normalization, by their name in the network.
+        flops: FLOPs of the forward pass.
+        outputs: nodes whose values later blocks use; for the last block, the node of the logits.
+        can_end_stage: whether these values are activations, with a row for each sample.
+    """
+
+    name: str
+    nodes: list[fx.Node]
+    tensors: dict[str, Tensor]
+    flops: int
+    outputs: list[fx.Node]
+    can_end_stage: bool
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
+
+    @property
+    def is_trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters.values())
+
+
+def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
+    """Return the blocks of the network in the order of its forward pass, with their cost for a micro-batch.
+
+    An `nn.Sequential` of composite modules counts as several blocks, and so does the only child with parameters.
+
+    Args:
+        net: network with its blocks as children.
+        images: (n, channels, height, width) micro-batch.
+    """
+    image, *nodes, _ = _trace(net, list(block_names(net)), images).nodes
+    done: dict[fx.Node, None] = {image: None}
+    blocks: list[Block] = []
+    for group in _group_by_call(nodes):
+        done |= dict.fromkeys(node for node in group if node.op != "get_attr")
+        outputs = [node for node in done if node.users.keys() - done.keys()]
+        called = [str(node.target) for node in group if node.op == "call_module"]
+        name, flops = called[0] if called else "forward", sum(node.meta["flops"] for node in group)
+        can_end = all(node.meta["is_activation"] for node in outputs)
+        blocks.append(Block(name, group, _tensors(net, group, called), flops, outputs, can_end))
+    return blocks
+
+
+def _group_by_call(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Return groups of consecutive nodes; each but the first begins with the call of a block."""
+    groups: list[list[fx.Node]] = [[]]
+    for node in nodes:
+        if node.op == "call_module" and any(earlier.op == "call_module" for earlier in groups[-1]):
+            groups.append([])
+        groups[-1].append(node)
+    return groups
+
+
+def _tensors(net: nn.Module, group: Sequence[fx.Node], called: Sequence[str]) -> dict[str, Tensor]:
+    """Return the parameters of a group of nodes, and running statistics: of the called modules, and of the network."""
+    read = [str(used.target) for node in group for used in node.all_input_nodes if used.op == "get_attr"]
+    every: dict[str, Tensor] = dict(net.named_parameters(remove_duplicate=False))
+    every |= {name: buffer for name, buffer in net.named_buffers(remove_duplicate=False) if "running_" in name}
+    inside = tuple(f"{module}." for module in called)
+    return {name: tensor for name, tensor in every.items() if name in read or name.startswith(inside)}
+
+
+class _BlockTracer(fx.Tracer):
+    """Tracer that records a call of a block as one node."""
+
+    proxy_buffer_attributes = True  # otherwise a value computed from a buffer would be a constant
+
+    def __init__(self, blocks: Sequence[str]) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name in self.blocks
+
+
+def _trace(net: nn.Module, blocks: Sequence[str], images: Tensor) -> fx.Graph:
+    """Return the measured graph of the forward pass: calls of the blocks, and operations between them."""
+    if len(inspect.signature(net.forward).parameters) != 1:
+        raise UserError(f"a pipeline passes one tensor to the forward pass of `model`: {_ADVICE}")
+    with set_mode(net, training=True):
+        in_training = str(_record(net, blocks))
+    with set_mode(net, training=False):
+        graph = _record(net, blocks)
+        result = _measure(net, graph, images)
+    if str(graph) != in_training:
+        raise UserError(
+            "the forward pass of `model` is another in training than in evaluation, outside of its blocks: use layers "
+            f"such as nn.Dropout instead of functions, or {_ADVICE}"
+        )
+    if not isinstance(result, Tensor):
+        raise UserError(f"the forward pass of `model` must return one tensor for a pipeline: {_ADVICE}")
+    return graph
+
+
+def _record(net: nn.Module, blocks: Sequence[str]) -> fx.Graph:
+    attributes, random_state = set(vars(net)), generator_states()
+    try:
+        graph = _BlockTracer(blocks).trace(net)
+    except Exception as error:  # the forward pass may do anything with the tracer's objects
+        cause = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"the forward pass of `model` cannot be traced ({cause}): {_ADVICE}") from error
+    if generator_states() != random_state or set(vars(net)) != attributes:  # the tracer keeps constants in the network
+        raise UserError(
+            "the forward pass of `model` draws random numbers or creates tensors outside of its blocks: register "
+            f"tensors as buffers, or {_ADVICE}"
+        )
+    return graph
+
+
+def _measure(net: nn.Module, graph: fx.Graph, images: Tensor) -> Any:
+    """Run a graph; each node gets its FLOPs, and a meta tensor like its value.
+
+    `fx.Interpreter.run` would make a progress bar, whose semaphore a process that is killed leaves behind.
+    """
+    interpreter = fx.Interpreter(net, graph=graph)
+    interpreter.args_iter = iter([images])
+    for node in graph.nodes:
+        with FlopCounterMode(display=False) as counter:
+            value = interpreter.env[node] = interpreter.run_node(node)
+        node.meta["flops"] = counter.get_total_flops()
+        # Other values have no samples, whatever their shape.
+        depends = node.op == "placeholder" or any(used.meta["depends"] for used in node.all_input_nodes)
+        node.meta["depends"], node.meta["is_activation"] = depends, False
+        if isinstance(value, Tensor):
+            node.meta["value"] = torch.empty_like(value, device="meta").detach()
+            node.meta["is_activation"] = depends and value.is_floating_point() and value.shape[:1] == images.shape[:1]
+    return value
+
+
+def constants(net: nn.Module, blocks: Collection[str]) -> dict[str, Any]:
+    """Return the numbers and strings, by name, that the graph of a network has as constants."""
+    inside = tuple(f"{name}." for name in blocks)
+    return {
+        f"{name}.{key}": value
+        for name, module in net.named_modules()
+        if not f"{name}.".startswith(inside)  # the network, or a module that holds blocks
+        for key, value in _attributes(module).items()
+        if isinstance(value, int | float | str) and key != "training"
+    }
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module, and those that it has from its classes, such as the default of a number."""
+    attributes: dict[str, Any] = {}
+    for cls in reversed(type(module).__mro__):
+        attributes |= vars(cls)
+    return attributes | vars(module)

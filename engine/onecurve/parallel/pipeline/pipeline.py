@@ -1,0 +1,400 @@
+"""Pipeline parallelism: each rank holds some blocks of the network, and micro-batches pass through all ranks.
+
+The strategy runs `torch.distributed.pipelining` inside Lightning, without changes to network or LightningModule. A
+schedule interleaves forward and backward passes, so all of it runs when `training_step` calls the network, with what it
+gives the network. The strategy keeps its gradients until Lightning calls `backward`. The outputs go to every rank,
+where `training_step` goes on, computes the loss and logs.
+
+Huang et al., "GPipe" (2018); Narayanan et al., "Efficient large-scale language model training on GPU clusters" (2021);
+Qi et al., "Zero bubble pipeline parallelism" (2023).
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, ClassVar, cast
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from onecurve.determinism.batch import Batch
+from onecurve.determinism.dropout import dropouts
+from onecurve.determinism.random_functions import sample_random
+from onecurve.observe.recording import communication, computation
+from onecurve.parallel.gradients import average_over, clip_by_norm_over
+from onecurve.parallel.pipeline.blocks import Block, constants, ordered_blocks
+from onecurve.parallel.pipeline.rehearsal import check_module, check_stages, input_of_network
+from onecurve.parallel.pipeline.schedules import SCHEDULES, build_schedule
+from onecurve.parallel.pipeline.split import cut, format_table
+from onecurve.parallel.pipeline.stage import (
+    Stage,
+    build_stage,
+    called_modules,
+    join_samples,
+    remove_other_stages,
+    shard_stage,
+    split_samples,
+    stage_inputs,
+    stage_shapes,
+)
+from onecurve.parallel.pipeline.virtual_ranks import StageRanks
+from onecurve.parallel.sharded_state import ShardedStateStrategy
+from onecurve.utils.errors import UserError, check_choice
+from onecurve.utils.module_state import without_log
+
+_log = logging.getLogger(__name__)
+
+
+class Pipeline(ShardedStateStrategy):
+    """Assigns the blocks of the network to stages on the ranks; more ranks than `stages` form replicas of the pipeline.
+
+    Args:
+        stages: ranks of one pipeline; null means all ranks.
+        schedule: gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble or zbv_zero_bubble. Each of the last three
+            gives every rank two stages.
+        microbatches: number of micro-batches per batch of a rank. With one, only one rank works at a time.
+        split: `auto`, or the names of the blocks before which to cut.
+        data_parallel: `ddp` gives each replica full stages, and `fsdp` shards each stage over the replicas (FSDP2).
+        **kwargs: arguments of ShardedStateStrategy.
+    """
+
+    virtual_ranks: ClassVar = StageRanks
+    module_needs: ClassVar = {
+        "net": "the network to split",
+        "loss": "which maps outputs and a batch to the mean loss",
+    }
+
+    def __init__(
+        self,
+        stages: int | None = None,
+        schedule: str = "1f1b",
+        microbatches: int = 4,
+        split: str | Sequence[str] = "auto",
+        data_parallel: str = "ddp",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        check_choice("strategy.schedule", schedule, SCHEDULES)
+        check_choice("strategy.data_parallel", data_parallel, ("ddp", "fsdp"))
+        if not isinstance(microbatches, int) or microbatches < 1:
+            raise UserError(f"strategy.microbatches={microbatches}: give a number of at least one")
+        self.stages, self.schedule, self.spec = stages, schedule, SCHEDULES[schedule]
+        self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
+        self._torch_schedule: Any = None  # set when the network is split
+        self.own_stages: dict[int, Stage] = {}  # the stages of this rank by their number
+        self._parameters: list[nn.Parameter] = []  # the parameters of these stages
+        self._batch: Any = None  # the current training batch, whose tensors are (microbatches, n, ...)
+        self._input_shape = torch.Size()  # of a sample, as the network gets it
+        self._sent: list[list[Tensor]] = []  # meta tensors like the outputs of each stage
+        self._micro_batch: Callable[[int], Any] = self._micro_batch_of  # of the schedule that runs, for `loss`
+        self._divisor = 1  # of their losses
+        self.outputs: list[Tensor] | None = (
+            None  # those of the network in the pass of a virtual rank, until it is called
+        )
+        self._losses: list[Tensor] | None = None  # of the micro-batches, on the last stage's rank; None before they run
+        self._has_compared = False  # the sum of these losses with that of `training_step`
+        self._random_calls = 0  # calls of random functions in a forward pass of the network in training
+        self._draws = False  # whether it has such calls, or dropout layers
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
+
+    @property
+    def _accumulate(self) -> int:
+        return cast(Any, self.lightning_module).trainer.datamodule.accumulate
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.data_parallel == "fsdp" and self._replicas.size() > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {
+            "num_replicas": self._replicas.size(),
+            "rank": self._replicas.get_local_rank(),
+            "num_microbatches": 1 if self.is_bit_exact else self.microbatches,  # which then are virtual ranks
+            "shares": self.shares,
+            "group": self._replicas.get_group(),
+            "model_group": dist.group.WORLD if self._is_sharded else self._group,
+        }
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise a UserError unless each replica has a rank per stage; an elastic launcher asks as well."""
+        ranks = self.stages or world_size
+        if ranks < 1 or world_size % ranks:
+            raise UserError(f"strategy.stages={ranks} does not divide the {world_size} processes: take a divisor")
+
+    def check_virtual_ranks(self, count: int, world_size: int) -> None:
+        """Raise a UserError for stages that the replicas share, whose gradients they add in another order."""
+        if self.data_parallel == "fsdp":
+            raise UserError("bit_exact=true: strategy.data_parallel=fsdp adds gradients in another order: take ddp")
+
+    def check_precision(self, precision: str) -> None:
+        """Raise a UserError for a precision that scales the loss."""
+        if precision == "16-mixed":
+            raise UserError("trainer.precision=16-mixed scales the loss, which a schedule does not: take bf16-mixed")
+
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        self.check_world_size(self.world_size)
+        ranks = self.stages or self.world_size
+        self.check_precision(self.precision_plugin.precision)
+        shape, names = (self.world_size // ranks, ranks), ("data_parallel", "pipeline")
+        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        self._replicas = self._device_mesh["data_parallel"]  # a look-up takes two milliseconds
+        self._group = self._device_mesh["pipeline"].get_group()
+        self._pipeline_rank = self._device_mesh["pipeline"].get_local_rank()
+
+    def parallelize(self, module: L.LightningModule) -> None:
+        """Keep the blocks of this rank's stages, and replace the forward pass of the network with the pipeline."""
+        self.check_options(module)
+        check_module(module)
+        net = cast(nn.Module, module.net)
+        self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
+        self._set_memory_format(net)
+        if self.is_bit_exact:
+            data = cast(Any, module.trainer).datamodule
+            self.microbatches = len(data.parallel.virtual_ranks(data.virtual_ranks))
+        self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
+        blocks, stages = self._cut(module)
+        self._random_calls = sum(stage.calls for stage in stages)
+        self._draws = self._random_calls > 0 or bool(dropouts(net))
+        ranks = enumerate(self._stage_to_rank)
+        self.own_stages = {number: stages[number] for number, rank in ranks if rank == self._pipeline_rank}
+        remove_other_stages(net, blocks, self.own_stages)
+        self._called = called_modules(block for part in blocks for block in part)
+        self._constants = constants(net, self._called)
+        if self._is_sharded:
+            for stage in self.own_stages.values():
+                shard_stage(net, stage, self._replicas)
+        self._build_schedule(stage_shapes(blocks))
+        self._parameters = list(module.parameters())
+        net.forward = self._forward
+        if self.is_global_zero:
+            self._log_stages(blocks)
+
+    def check_options(self, module: Any) -> None:
+        """Raise a UserError for options of the module that a pipeline does not have."""
+        if getattr(module, "should_compile", False):
+            raise UserError("module.compile=true compiles the full network, of which a pipeline's rank holds a part")
+        if self.spec.splits_backward and getattr(module, "recompute", "none") != "none":
+            raise UserError(
+                f"strategy.schedule={self.schedule} splits the backward pass, which module.recompute=blocks would then "
+                "compute twice: take strategy.schedule=interleaved_1f1b"
+            )
+
+    def _set_memory_format(self, net: nn.Module) -> None:
+        # torch's GroupNorm would crash with channels last: docs/upstream/group_norm.md. FSDP supports no other format.
+        crashes = self.spec.splits_backward and self.root_device.type == "cpu"
+        if self._is_sharded or (crashes and any(isinstance(part, nn.GroupNorm) for part in net.modules())):
+            net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+
+    def _cut(self, module: L.LightningModule) -> tuple[list[list[Block]], list[Stage]]:
+        """Return the blocks of each stage, and all stages, after a comparison of these with the network."""
+        net = cast(nn.Module, module.net)
+        inputs, batch = self._example(module)
+        with self.precision_plugin.forward_context():
+            in_order = ordered_blocks(net, inputs)
+        blocks = cut(in_order, len(self._stage_to_rank), self.split)
+        stages = [Stage(net, part, stage_inputs(blocks, number)) for number, part in enumerate(blocks)]
+        with self.precision_plugin.forward_context(), without_log(module):
+            check_stages(net, stages, inputs, lambda outputs: cast(Any, module).loss(outputs, batch), self.schedule)
+        for number, stage in enumerate(stages):
+            stage.calls_before = sum(before.calls for before in stages[:number])
+        return blocks, stages
+
+    def _build_schedule(self, shapes: list[list[Tensor]]) -> None:
+        self._input_shape, self._sent = shapes[0][0].shape[1:], shapes[1:]
+        stages = [
+            build_stage(stage, number, shapes, self._group, self.root_device)
+            for number, stage in self.own_stages.items()
+        ]
+        self._torch_schedule = build_schedule(self.schedule, stages, self.microbatches, self._loss)
+
+    def _example(self, module: L.LightningModule) -> tuple[Tensor, Any]:
+        """Return a micro-batch of the inputs of the network, and of the data."""
+        data = cast(Any, module.trainer).datamodule
+        parts = 1 if self.is_bit_exact else self.microbatches
+        count = data.layout.samples_per_batch if data.has_training_data else 2 * parts
+        batch = self.precision_plugin.convert_input(data.example_batch(count))
+        batch = data.transfer_batch_to_device(data.on_before_batch_transfer(batch, 0), self.root_device, 0)
+        batch = data.on_after_batch_transfer(batch, 0)
+        inputs = split_samples(input_of_network(module, batch), parts)[0].contiguous()
+        return inputs, tree_map_only(Tensor, lambda values: split_samples(values, parts)[0], batch)
+
+    def _log_stages(self, stages: list[list[Block]]) -> None:
+        bubble = self.spec.bubble(self.device_mesh["pipeline"].size(), self.microbatches)
+        title = f"  pipeline: {self.schedule}, {self.microbatches} micro-batches, bubble of at least {bubble:.1%}"
+        _log.info("\n".join([title, *format_table(stages, self._stage_to_rank)]))
+
+    def _loss(self, outputs: tuple[Tensor], number: Tensor) -> Tensor:
+        """Return the loss of micro-batch `number`, a CPU tensor because the schedule splits a tensor of targets."""
+        with computation():
+            loss = cast(Any, self.lightning_module).loss(outputs[0], self._micro_batch(int(number)))
+        return loss if self._divisor == 1 else loss / self._divisor
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.outputs is not None:  # of a virtual rank, whose passes the schedule has computed
+            return super().training_step(batch, *args, **kwargs)
+        self._batch = tree_map_only(Tensor, lambda values: split_samples(values, self.microbatches), batch)
+        self._losses = None
+        try:
+            result = super().training_step(batch, *args, **kwargs)
+        finally:
+            self._batch = None
+        returned = result["loss"] if isinstance(result, dict) else result
+        if self._losses is not None and isinstance(returned, Tensor):
+            self.compare_loss(returned.detach())
+        self._losses = None
+        return result
+
+    def compare_loss(self, own: Tensor) -> None:
+        """Check the first loss that `training_step` returns: it is the trained one, and the same on every rank."""
+        if self._has_compared:
+            return
+        self._has_compared = True
+        precision = max(torch.finfo(loss.dtype).eps for loss in (own, *(self._losses or [])))
+        trained = torch.stack(self._losses).detach().sum() if self._losses else own
+        own = torch.stack([own.double(), trained.double(), torch.full_like(own, precision, dtype=torch.float64)])
+        ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(ranks, own, group=self._group)
+        (returned, _, precisions), trained = torch.stack(ranks).T, ranks[self._stage_to_rank[-1]][1]
+        tolerance = float(precisions.max()) ** 0.75  # of a few sums; ranks differ if it reads a rank's weights
+        if not torch.allclose(returned, trained, rtol=tolerance, atol=tolerance / 10, equal_nan=True):
+            name = type(self.lightning_module).__name__
+            raise UserError(
+                f"strategy=pipeline trains the mean of {name}.loss(outputs, batch), {float(trained):.6g} here, but "
+                f"training_step returns {returned.tolist()} on the ranks: let it return that loss, without terms of "
+                "the weights, or use strategy=ddp or fsdp"
+            )
+
+    def _check_constants(self) -> None:
+        """Check that no number has changed which the graph of the network has as a constant."""
+        now = constants(cast(Any, self.lightning_module).net, self._called)
+        for name, value in now.items() - self._constants.items():
+            raise UserError(
+                f"strategy=pipeline: `net.{name.removeprefix('.')}` has changed to {value}, which the stages do not "
+                "see: register it as a buffer and change that in place, or use strategy=ddp or fsdp"
+            )
+
+    def _train_batch(self, inputs: Tensor) -> Tensor:
+        """Train the current batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
+        if self._losses is not None:
+            raise self._called_twice()
+        keys, seed = sample_random.keys if self._draws else None, sample_random.call_seed
+        # A Batch has weights, whose sum over the micro-batches is 1.
+        divisor = 1 if isinstance(self._batch, Batch) else self.microbatches
+        in_order = split_samples(inputs, self.microbatches).flatten(0, 1)
+        of_micro_batches = None if keys is None else split_samples(keys, self.microbatches).contiguous()
+        outputs = self.run_schedule(in_order, self._micro_batch_of, divisor, of_micro_batches)
+        if keys is not None:
+            sample_random.begin_micro_batch(keys, seed + self._random_calls)
+        return join_samples(outputs, self.microbatches)
+
+    def _micro_batch_of(self, number: int) -> Any:
+        """Return a micro-batch of the current batch."""
+        return tree_map_only(Tensor, itemgetter(number), self._batch)
+
+    def run_schedule(
+        self, inputs: Tensor, micro_batch: Callable[[int], Any], divisor: int, keys: Tensor | None
+    ) -> Tensor:
+        """Run the forward and the backward passes of all micro-batches; return their outputs on every rank.
+
+        `_gradients` gets the gradients; those of the parameters stay as they were, until Lightning resets them.
+
+        Args:
+            inputs: those of the network, one micro-batch after the other, as are the outputs.
+            micro_batch: maps the number of a micro-batch to what `loss` takes.
+            divisor: divides the losses.
+            keys: (micro-batches, n) keys of the samples' random numbers; None if the network draws none.
+        """
+        self._check_constants()
+        self._losses, self._micro_batch, self._divisor = [], micro_batch, divisor
+        before = [weight.grad for weight in self._parameters]
+        for weight in self._parameters:
+            weight.grad = None
+        for stage in self.own_stages.values():
+            stage.keys, stage.seed = keys, sample_random.call_seed
+        with torch.enable_grad():
+            targets = torch.arange(self.microbatches)
+            outputs = self._torch_schedule.step(inputs, target=targets, losses=self._losses)
+        self._gradients = [(weight, weight.grad) for weight in self._parameters if weight.grad is not None]
+        for weight, gradient in zip(self._parameters, before, strict=True):
+            weight.grad = gradient
+        own = () if outputs is None else (outputs[0].detach().contiguous(),)
+        return self._broadcast(-1, own, len(inputs))[0]
+
+    def _called_twice(self) -> UserError:
+        return UserError(
+            f"strategy=pipeline: {type(self.lightning_module).__name__}.training_step calls its `net` twice: call "
+            "it once, or use strategy=ddp or fsdp"
+        )
+
+    def _run_stages(self, inputs: Tensor) -> Tensor:
+        """Evaluate one stage after the other, each on its rank; return the outputs of the network on every rank."""
+        values: tuple[Tensor, ...] = (inputs,)
+        for number in range(len(self._stage_to_rank)):
+            stage = self.own_stages.get(number)
+            values = self._broadcast(number, stage(*values) if stage else (), len(inputs))
+            if stage and stage.calls:  # the stages before it have not drawn theirs on this rank
+                raise sample_random.refusal("the evaluation of a pipeline's stage")
+            if isinstance(stage, FSDPModule):
+                stage.reshard()
+        return values[0]
+
+    def _broadcast(self, number: int, own: tuple[Tensor, ...], samples: int) -> tuple[Tensor, ...]:
+        """Return the outputs of a stage for some samples on every rank; `own` has them on the rank of the stage."""
+        empty = (torch.empty(samples, *x.shape[1:], dtype=x.dtype, device=self.root_device) for x in self._sent[number])
+        values = own or tuple(empty)
+        for value in values:
+            dist.broadcast(value, group=self._group, group_src=self._stage_to_rank[number])
+        return values
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Add the gradients of the schedule to the parameters, averaged over the replicas."""
+        module = cast(Any, self.lightning_module)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if not (
+            self._is_sharded or self.is_bit_exact
+        ):  # FSDP2 has done it; DDP would miss the gradients that bypass its hooks
+            average_over(self._replicas.get_group(), [gradient for _, gradient in self._gradients])
+        for weight, gradient in self._gradients:
+            if self._accumulate > 1:
+                gradient.div_(self._accumulate)
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+        self._gradients = []
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    def _forward(self, inputs: Tensor) -> Tensor:
+        """Return the outputs of the network: those of the schedule in training, otherwise those of `_run_stages`."""
+        if inputs.shape[1:] != self._input_shape:
+            raise UserError(
+                f"strategy=pipeline: the network was cut for samples of shape {list(self._input_shape)}, and gets "
+                f"{list(inputs.shape[1:])}: pad all samples to one shape, or use strategy=ddp or fsdp"
+            )
+        if self.outputs is not None:
+            if not self.outputs:
+                raise self._called_twice()
+            if self._random_calls:
+                torch.default_generator.manual_seed(torch.initial_seed() + self._random_calls)
+            return self.outputs.pop()
+        if self._batch is None:
+            return self._run_stages(inputs)
+        with communication():  # between the passes a rank waits
+            return self._train_batch(inputs)
+
+    @property
+    def owns_state(self) -> bool:
+        return self._replicas.get_local_rank() == 0
+
+    def gather_state(self, own: Any) -> list[Any]:
+        if not self.owns_state:
+            return []
+        parts: list[Any] | None = [None] * dist.get_world_size(self._group) if self._pipeline_rank == 0 else None
+        dist.gather_object(own, parts, group=self._group, group_dst=0)
+        return parts or []

@@ -1,0 +1,154 @@
+"""A training step of the full network and of its stages, on every rank before training: they must be equal.
+
+A tracer does not see `torch.no_grad()` or the backward pass of an `autograd.Function`, a schedule computes the backward
+pass in its own way, and a loss may read weights, most of which are on other ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+
+from onecurve.determinism.dropout import dropouts, set_keys
+from onecurve.determinism.random_functions import sample_random
+from onecurve.parallel.batch_norm import grouped_norms
+from onecurve.parallel.pipeline.schedules import SCHEDULES
+from onecurve.parallel.pipeline.stage import Stage
+from onecurve.utils.errors import UserError
+from onecurve.utils.module_state import set_mode, unchanged, without_log
+
+
+def check_module(module: L.LightningModule) -> None:
+    """Check that the module trains the parameters of `net` only, with the strategy's backward pass."""
+    for hook in ("backward", "configure_gradient_clipping"):
+        if is_overridden(hook, module):
+            raise UserError(
+                f"strategy=pipeline computes gradients without {type(module).__name__}.{hook}, and each rank holds "
+                "those of its stages: use trainer.gradient_clip_val, or strategy=ddp or fsdp"
+            )
+    for name, weight in module.named_parameters():
+        if weight.requires_grad and not name.startswith("net."):
+            raise UserError(
+                f"strategy=pipeline trains the parameters of `net`, and {name} is not one of them: move it into "
+                "the network, or use strategy=ddp"
+            )
+
+
+class _Called(BaseException):
+    """Ends a step where it calls its network; no `except Exception` of a user stops it."""
+
+
+def input_of_network(module: Any, batch: Any, batch_idx: int = 0) -> Tensor:
+    """Return what `training_step` gives the network for a batch, (n, ...)."""
+    forward_raises = mock.patch.object(module.net, "forward", side_effect=_Called)
+    outside = set(module.modules()).difference(module.net.modules())
+    with unchanged(outside), without_log(module), forward_raises as forward, suppress(_Called):
+        module.training_step(batch, batch_idx)
+    found = [value for call in forward.call_args_list for value in (*call.args, *call.kwargs.values())]
+    if len(found) != 1 or not isinstance(found[0], Tensor):
+        raise UserError(
+            f"strategy=pipeline: {type(module).__name__}.training_step must call its `net` with one tensor; use "
+            "strategy=ddp or fsdp for other networks"
+        )
+    return found[0]
+
+
+def check_stages(
+    net: nn.Module, stages: Sequence[Stage], inputs: Tensor, loss: Callable[[Tensor], Tensor], schedule: str
+) -> None:
+    """Check that the stages can be run, with the outputs, gradients and buffers of the network.
+
+    Args:
+        net: the full network, whose gradients are deleted.
+        stages: all its stages.
+        inputs: a micro-batch of inputs.
+        loss: maps its outputs to the loss.
+        schedule: key of `SCHEDULES`.
+    """
+    splits_backward = SCHEDULES[schedule].splits_backward
+    expected = _observe(net, len(inputs), lambda: _train_network(net, inputs.clone(), loss))
+    try:
+        found = _observe(net, len(inputs), lambda: _train_stages(stages, inputs.clone(), loss, splits_backward))
+    except Exception as error:  # a schedule may not support anything that a network contains
+        cause = str(error.__cause__ or error).strip().splitlines()[0]
+        raise UserError(
+            f"strategy.schedule={schedule} cannot train the blocks of `model` ({cause}): take "
+            "strategy.schedule=interleaved_1f1b or 1f1b, or strategy=ddp"
+        ) from error
+    precision = torch.finfo(expected["outputs"].dtype).eps ** 0.5
+    buffers = dict(net.named_buffers())  # a mask may have infinite values
+    smallest = precision * max(_norm(value) for name, value in expected.items() if name not in buffers)
+    for name, one in expected.items():
+        other = found[name]
+        tolerance = precision * (_norm(one) + smallest)
+        if not (torch.equal(one, other) or _norm(one.double() - other.double()) <= tolerance):
+            raise UserError(
+                f"the stages of `model` do not train like the network: {name} is another, as with torch.no_grad() or "
+                "an autograd.Function outside of the blocks, or a loss that reads weights. Move it into a block, or "
+                "use strategy=ddp or fsdp"
+            )
+
+
+def _norm(value: Tensor) -> float:
+    return float(value.double().norm())
+
+
+def _train_network(net: nn.Module, inputs: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    outputs = net(inputs)
+    loss(outputs).backward()
+    return outputs
+
+
+def _train_stages(
+    stages: Sequence[Stage], inputs: Tensor, loss: Callable[[Tensor], Tensor], splits_backward: bool
+) -> Tensor:
+    """Run the forward and the backward passes of all stages as a schedule does; return the outputs."""
+    values: tuple[Tensor, ...] = (inputs,)
+    passes = []
+    for number, stage in enumerate(stages):
+        received = tuple(value.detach().requires_grad_(number > 0) for value in values)
+        values = stage(*received)
+        passes.append((stage, values, received))
+    outputs = values[0].detach().requires_grad_()
+    gradients: Any = torch.autograd.grad(loss(outputs), outputs)
+    for stage, values, received in reversed(passes):
+        if stage is stages[0] or not splits_backward:
+            gradients = stage_backward(values, gradients, received)
+        else:
+            gradients, groups = stage_backward_input(list(values), list(gradients), list(received), stage.parameters())
+            stage_backward_weight(stage.parameters(), groups)
+    return outputs.detach()
+
+
+def _observe(net: nn.Module, samples: int, train: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """Return the outputs, gradients and buffers after a training step, of which the network keeps nothing.
+
+    The random numbers are the same each time.
+    """
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    keys = torch.arange(samples, device=next(net.parameters()).device)
+    if layers := dropouts(net):
+        set_keys(layers, keys)
+    with torch.random.fork_rng(devices=[]), set_mode(net, training=True):
+        torch.manual_seed(0)
+        sample_random.begin(lambda: keys, keys.device, is_divided=True)
+        found = {"outputs": train().detach()}
+        sample_random.check()
+    sample_random.end()
+    for name, weight in net.named_parameters():
+        found[f"the gradient of {name}"] = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    for name, buffer in net.named_buffers():
+        found[name] = buffer.clone()
+        if name in buffers:
+            buffer.copy_(buffers[name])
+    net.zero_grad()
+    for norm in grouped_norms(net):
+        norm.check_passes(1)
+        norm.begin_step()
+    return found

@@ -1,0 +1,228 @@
+"""A pipeline stage as a module: consecutive blocks, with the memory formats and random numbers of their micro-batches.
+
+Sample i of a batch belongs to micro-batch i % microbatches (`onecurve/determinism/sampler.py`).
+"""
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._prims_common import suggest_memory_format
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+
+from onecurve.determinism.dropout import dropouts, set_keys
+from onecurve.determinism.random_functions import sample_random
+from onecurve.observe.recording import pipeline_pass
+from onecurve.parallel.pipeline.blocks import Block
+from onecurve.parallel.sharded_state import prepare_to_shard
+from onecurve.parallel.virtual_ranks import PassSums
+
+
+def split_samples(values: Tensor, microbatches: int) -> Tensor:
+    """Return the (samples, ...) values of a batch as a (microbatches, n, ...) view."""
+    return values.unflatten(0, (-1, microbatches)).transpose(0, 1)
+
+
+def join_samples(values: Tensor, microbatches: int) -> Tensor:
+    """Return the (samples, ...) values of one micro-batch after the other in the order of the batch."""
+    return values.unflatten(0, (microbatches, -1)).transpose(0, 1).flatten(0, 1)
+
+
+class Stage(nn.Module):
+    """Consecutive blocks, whose outputs are contiguous, since no others can be sent.
+
+    Args:
+        net: the full network.
+        blocks: the blocks in order.
+        inputs: nodes whose values are the inputs of the stage.
+
+    Attributes:
+        calls: calls of random functions in the last forward pass.
+        calls_before: such calls in the stages before it.
+        keys: (micro-batches, n) keys of the samples of the batch; None if no random number is drawn.
+        seed: seed of torch's generator before the batch.
+        pass_sums: gets the gradients and buffers of each micro-batch, if it is a virtual rank.
+        first_virtual_rank: that of the first micro-batch.
+    """
+
+    def __init__(self, net: nn.Module, blocks: Sequence[Block], inputs: Sequence[fx.Node]) -> None:
+        super().__init__()
+        nodes, outputs = [node for block in blocks for node in block.nodes], blocks[-1].outputs
+        self.body = fx.GraphModule(net, extract_graph(nodes, inputs, outputs))
+        self.calls, self.calls_before = 0, 0
+        self._dropouts = dropouts(self)
+        self.keys: Tensor | None = None
+        self.seed = 0
+        self.pass_sums: PassSums | None = None
+        self.first_virtual_rank = 0
+        self._formats = [_memory_format(node) for node in inputs]
+
+    def begin_forward(self, number: int) -> None:
+        """Begin the forward pass of a micro-batch."""
+        self.begin_micro_batch(number)
+        if self.pass_sums:
+            self.pass_sums.begin_forward()
+
+    def end_forward(self, number: int) -> None:
+        """End the forward pass of a micro-batch."""
+        if self.pass_sums:
+            self.pass_sums.end_forward(self.first_virtual_rank + number)
+
+    def end_backward(self, number: int) -> None:
+        """End the backward pass of a micro-batch, when it has the gradients of the weights."""
+        if self.pass_sums:
+            self.pass_sums.end_backward(self.first_virtual_rank + number)
+
+    def begin_micro_batch(self, number: int) -> None:
+        """Draw random numbers for the samples of a micro-batch; in its backward pass, a block may be computed again."""
+        if self.keys is None:
+            return
+        sample_random.begin_micro_batch(self.keys[number], self.seed + self.calls_before)
+        if self._dropouts:
+            set_keys(self._dropouts, self.keys[number])
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        before = sample_random.calls
+        results = self.body(*(_Transit.apply(x, form) for x, form in zip(inputs, self._formats, strict=True)))
+        self.calls = sample_random.calls - before
+        return tuple(_Transit.apply(result, torch.contiguous_format) for result in results)
+
+
+def extract_graph(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
+    """Return the graph of some consecutive nodes.
+
+    Args:
+        nodes: the nodes, in order.
+        inputs: earlier nodes, whose values are the arguments.
+        outputs: nodes whose values are returned. An input among them is copied, because a schedule detaches what a
+            stage returns in place.
+    """
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in inputs}
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copy)  # and, before it, a parameter of the network itself
+        return copies[node]
+
+    for node in nodes:
+        if node.op != "get_attr":
+            copy(node)
+    graph.output(tuple(graph.call_method("clone", (copies[x],)) if x in inputs else copies[x] for x in outputs))
+    return graph
+
+
+def _memory_format(node: fx.Node) -> torch.memory_format:
+    """Return the format in which a value left the last stage's layers; channels last is lost when it is sent."""
+    value: Tensor = node.meta["value"]
+    if value.dim() == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+class _Transit(torch.autograd.Function):
+    """Change the memory format of what a stage receives or sends; the gradient gets the format from before.
+
+    Layers are slow if a gradient has another format than their activations.
+    The result is no view for autograd. A block may change a received value in place, and schedules detach the output of
+    a stage in place, which fails for a view (`stage_backward_input` in torch/distributed/pipelining/_backward.py).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, memory_format: torch.memory_format) -> Tensor:
+        ctx.memory_format = suggest_memory_format(value)
+        return value.contiguous(memory_format=memory_format).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.contiguous(memory_format=ctx.memory_format), None
+
+
+def remove_other_stages(net: nn.Module, stages: Sequence[Sequence[Block]], own: Container[int]) -> None:
+    """Remove the blocks and the parameters of the stages of other ranks from the network, in place.
+
+    Args:
+        net: the full network.
+        stages: the blocks of each stage.
+        own: the numbers of the stages of this rank.
+    """
+    kept = [block for number, blocks in enumerate(stages) if number in own for block in blocks]
+    others = [block for number, blocks in enumerate(stages) if number not in own for block in blocks]
+    # A module or a parameter may have several names.
+    own_modules = {net.get_submodule(name) for name in called_modules(kept)}
+    removed = {net.get_submodule(name) for name in called_modules(others)} - own_modules
+    own_parameters = {id(parameter) for block in kept for parameter in block.parameters.values()}
+    of_others = {id(parameter) for block in others for parameter in block.parameters.values()} - own_parameters
+    for parent in [*net.modules()]:
+        for name in [name for name, module in parent._modules.items() if module in removed]:
+            setattr(parent, name, nn.Identity())
+        for name, parameter in [*parent.named_parameters(recurse=False, remove_duplicate=False)]:
+            if id(parameter) in of_others:
+                delattr(parent, name)
+
+
+def called_modules(blocks: Iterable[Block]) -> set[str]:
+    """Return the names of the modules that the graph of some blocks calls."""
+    return {str(node.target) for block in blocks for node in block.nodes if node.op == "call_module"}
+
+
+def shard_stage(net: nn.Module, stage: Stage, mesh: DeviceMesh) -> None:
+    """Shard a stage over the ranks of a mesh, and let the network have its parameters in place of its own."""
+    prepare_to_shard(stage)
+    fully_shard(stage, mesh=mesh, reshard_after_forward=False)  # gathers once per batch, not per micro-batch
+    for name, parameter in stage.body.named_parameters():
+        module, _, last = name.rpartition(".")
+        setattr(net.get_submodule(module), last, parameter)
+
+
+def stage_inputs(stages: Sequence[Sequence[Block]], number: int) -> list[fx.Node]:
+    """Return the nodes whose values are the inputs of a stage: the images, or the outputs of the stage before."""
+    if number:
+        return stages[number - 1][-1].outputs
+    return [next(iter(stages[0][0].nodes[0].graph.nodes))]
+
+
+def stage_shapes(stages: Sequence[Sequence[Block]]) -> list[list[Tensor]]:
+    """Return meta tensors like the inputs of each stage, and the output of the last, as they are sent."""
+    sent = [stage_inputs(stages, 0), *(blocks[-1].outputs for blocks in stages)]
+    return [[node.meta["value"].contiguous() for node in nodes] for nodes in sent]
+
+
+def build_stage(
+    stage: Stage, number: int, shapes: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None, device: torch.device
+) -> PipelineStage:
+    """Build torch's stage with the known `stage_shapes`; inference would update the batch statistics once more."""
+    received = tuple(like.detach().requires_grad_(number > 0) for like in shapes[number])  # images need no gradient
+    sent = tuple(like.detach().requires_grad_() for like in shapes[number + 1])
+    return RecordedStage(stage, number, len(shapes) - 1, device, input_args=received, output_args=sent, group=group)
+
+
+class RecordedStage(PipelineStage):
+    """torch's stage, whose passes draw the random numbers of their micro-batch, and are recorded by the timeline."""
+
+    submod: Any
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.submod.begin_forward(fwd_chunk_id)
+        with pipeline_pass(self.stage_index, fwd_chunk_id, "F"):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.submod.end_forward(fwd_chunk_id)
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        self.submod.begin_micro_batch(bwd_chunk_id)
+        with pipeline_pass(self.stage_index, bwd_chunk_id, "B" if full_backward else "I"):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward=full_backward, last_backward=last_backward)
+        if full_backward:
+            self.submod.end_backward(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with pipeline_pass(self.stage_index, bwd_chunk_id, "W"):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        self.submod.end_backward(bwd_chunk_id)

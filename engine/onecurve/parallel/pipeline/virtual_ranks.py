@@ -1,0 +1,60 @@
+"""The virtual ranks of a pipeline, which are its micro-batches."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from onecurve.determinism.batch import StepPart
+from onecurve.determinism.random_functions import sample_random
+from onecurve.observe.recording import communication
+from onecurve.parallel.pipeline.rehearsal import input_of_network
+from onecurve.parallel.virtual_ranks import VirtualRanks
+
+
+class StageRanks(VirtualRanks):
+    """Computes the passes of all virtual ranks by a schedule; then `training_step` gets the outputs of each of them.
+
+    `training_step` runs twice: up to its call of the network, for the inputs of the schedule, and as a whole.
+    """
+
+    def networks(self) -> Sequence[Sequence[nn.Module]]:
+        """Return the modules of each own stage, and those outside of the network."""
+        module = self.trainer.lightning_module
+        of_network = set(module.net.modules())
+        outside = [part for part in module.modules() if part not in of_network]
+        return [*(list(stage.modules()) for stage in self.trainer.strategy.own_stages.values()), outside]
+
+    def begin(self, parts: Sequence[StepPart], step: int, begin_part: Callable[[int, StepPart], None]) -> None:
+        strategy, inputs, keys = self.trainer.strategy, list[Tensor](), list[Tensor]()
+        with strategy.precision_plugin.train_step_context():
+            for number, part in zip(self.own, parts, strict=True):
+                begin_part(number, part)
+                inputs.append(input_of_network(self.trainer.lightning_module, part.batch, step))
+                keys.append(sample_random.keys)
+            for stage, sums in zip(strategy.own_stages.values(), self.sums[:-1], strict=True):
+                stage.pass_sums, stage.first_virtual_rank = sums, self.own[0]
+            # A stage does not know what those before it draw from torch's generators, so nothing may draw from them.
+            torch.default_generator.manual_seed(sample_random.call_seed)
+            sample_random.begin(lambda: keys[0], keys[0].device, is_divided=True)
+            with communication():  # between the passes a rank waits
+                outputs = strategy.run_schedule(
+                    torch.cat(inputs), lambda number: parts[number].batch, self.count, torch.stack(keys)
+                )
+            sample_random.check()
+        self._outputs = dict(zip(self.own, outputs.chunk(len(self.own)), strict=True))
+
+    @contextmanager
+    def one_pass(self, number: int) -> Iterator[None]:
+        strategy, outside = self.trainer.strategy, self.sums[-1]
+        strategy.outputs = [self._outputs[number]]
+        outside.begin_forward()
+        yield
+        outside.end_forward(number)
+        outside.end_backward(number)
+        strategy.outputs = None
+
+    def finish(self, rows: Tensor) -> Tensor:
+        self.trainer.strategy.compare_loss(rows[:, 0].sum() / self.count)
+        return super().finish(rows)

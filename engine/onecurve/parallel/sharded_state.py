@@ -1,0 +1,164 @@
+"""Portable checkpoints: full tensors by parameter name, independent of what each rank holds in memory."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.strategy import Strategy
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+
+from onecurve.observe.recording import communication
+from onecurve.parallel.gather import all_gather
+from onecurve.state import sharded
+from onecurve.state.io import read_checkpoint, write_error
+from onecurve.state.optimizer_state import merge, shard_like
+from onecurve.utils.errors import UserError
+from onecurve.utils.tensors import to_full_tensor, with_versions
+
+# In these methods FSDP2 gathers the weights of a block, or reduces its gradients.
+for _name in ("pre_forward", "pre_backward", "post_backward"):
+    setattr(FSDPParamGroup, _name, communication()(getattr(FSDPParamGroup, _name)))
+
+
+def prepare_to_shard(part: nn.Module) -> None:
+    """Make the weights that FSDP2 is to gather at once contiguous, or raise a UserError if they differ in type."""
+    weights = {name: weight for name, weight in part.named_parameters() if not isinstance(weight, DTensor)}
+    for weight in weights.values():
+        weight.data = weight.data.contiguous()  # FSDP2 supports neither channels last nor a transposed matrix
+    types = {weight.dtype: name for name, weight in weights.items()}
+    if len(types) > 1:
+        named = " and ".join(f"{name} ({dtype})" for dtype, name in types.items())
+        raise UserError(
+            f"FSDP gathers {named} at once, which must have one type: convert one, move it into a block of its own, or "
+            "use strategy=ddp"
+        )
+
+
+class ShardedStateStrategy(ModelParallelStrategy):
+    """A strategy that writes and reads the checkpoint of a single process, although each rank holds a part.
+
+    It restores the weights before the network is sharded or split, and the optimizer state, by parameter name,
+    afterwards. Any strategy can therefore read a checkpoint of any other. Until a checkpoint is written, each rank has
+    its own state in it.
+
+    Args:
+        sharded_checkpoints: each rank writes its part into a folder beside the checkpoint file
+            (`onecurve/state/sharded.py`). Otherwise rank zero gathers and writes all tensors.
+        shares: relative numbers of samples of the data-parallel ranks, for devices of unequal speed; null means equal
+            ones.
+        **kwargs: arguments of ModelParallelStrategy.
+    """
+
+    def __init__(self, sharded_checkpoints: bool = False, shares: Sequence[int] | None = None, **kwargs: Any) -> None:
+        super().__init__(save_distributed_checkpoint=False, **kwargs)
+        self.sharded_checkpoints, self.shares = sharded_checkpoints, shares
+        self._full_names: list[str] = []  # all tensors of the full network, in order; empty until it is parallelized
+        self._versions: dict[str, Any] = {}  # an empty state dict with the versions of the modules of the full network
+
+    # Those of ModelParallelStrategy require `configure_model`, and number the parameters as the rank holds them.
+    setup = Strategy.setup
+    lightning_module_state_dict = Strategy.lightning_module_state_dict
+    optimizer_state = Strategy.optimizer_state
+    load_optimizer_state_dict = Strategy.load_optimizer_state_dict
+    reduce = communication()(ModelParallelStrategy.reduce)
+    all_gather = communication()(all_gather)
+
+    @abstractmethod
+    def parallelize(self, module: L.LightningModule) -> None:
+        """Shard or split the network of the module, in place; parameter names do not change."""
+
+    @property
+    def is_bit_exact(self) -> bool:
+        """Whether the run computes its virtual ranks one by one."""
+        return cast(Any, self.lightning_module).trainer.datamodule.bit_exact
+
+    @property
+    def owns_state(self) -> bool:
+        """Whether this rank contributes its state to a checkpoint; other ranks hold the same state."""
+        return self.is_global_zero
+
+    def gather_state(self, own: Any) -> list[Any]:
+        """Return the states of all ranks that own state, on rank zero; elsewhere an empty list.
+
+        Every rank that owns state must call it.
+        """
+        return [own] if self.owns_state else []
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        if not self._full_names:  # test after fit finds the network parallelized already
+            full = model.state_dict()
+            self._full_names, self._versions = list(full), with_versions({}, full)
+            assert self.lightning_module is not None
+            self.parallelize(self.lightning_module)
+        return model
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.sharded_checkpoints:
+            folder = self.broadcast(sharded.new_folder(Path(filepath)))
+            try:
+                sharded.save_shards(checkpoint, folder)
+            except OSError as error:  # every rank gets the error of the rank that failed
+                raise write_error(Path(filepath), error) from error
+            checkpoint = sharded.map_tensors(checkpoint, _without_memory) | {sharded.SHARDS: folder.name}
+        else:
+            checkpoint = sharded.map_tensors(checkpoint, self._to_full_tensor)
+        super().save_checkpoint(self._merge_ranks(checkpoint), filepath, storage_options)
+
+    def _to_full_tensor(self, tensor: Tensor) -> Tensor | None:
+        """Gather a tensor into CPU memory (a collective); return none on ranks that own no state."""
+        full = to_full_tensor(tensor)
+        return full.cpu() if self.owns_state else None
+
+    def _merge_ranks(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint of the full network, on rank zero; every rank must call it."""
+        merged = dict(checkpoint)
+        positions = {name: position for position, name in enumerate(self._full_names)}
+        for section in sharded.WEIGHTS:
+            if section in checkpoint:
+                parts = self.gather_state(checkpoint[section])
+                tensors = [item for part in parts for item in part.items()]
+                # A tensor that a callback has added comes last.
+                ordered = dict(sorted(tensors, key=lambda item: positions.get(item[0], len(positions))))
+                merged[section] = with_versions(ordered, self._versions)
+        if "requires_grad" in checkpoint:
+            parts = self.gather_state(checkpoint["requires_grad"])
+            merged["requires_grad"] = dict(item for part in parts for item in part.items())
+        if "optimizer_states" in checkpoint:
+            states = [self.gather_state(state) for state in checkpoint["optimizer_states"]]
+            merged["optimizer_states"] = [merge(parts, self._full_names) for parts in states]
+        return merged
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = read_checkpoint(checkpoint_path)
+        if self._full_names:  # the network is parallelized already, as for predict after test
+            checkpoint["state_dict"] = self._shard_weights(checkpoint["state_dict"])
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.load_state_dict(self._shard_weights(checkpoint["state_dict"]), strict=strict)
+
+    def _shard_weights(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the part of the full tensors that this rank holds."""
+        assert self.lightning_module is not None
+        own = self.lightning_module.state_dict()
+        parts = {name: shard_like(saved[name], tensor) for name, tensor in own.items() if name in saved}
+        return with_versions(parts, saved)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -1,0 +1,104 @@
+"""Sums over virtual ranks in the order of one balanced binary tree: equal bits, whichever ranks hold them.
+
+Addition in floating point is not associative, so the order decides the last bits. The leaves of the tree are the
+virtual ranks. A rank adds the nodes whose virtual ranks it holds; the ranks exchange what is left and add the rest.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onecurve.observe.recording import communication
+
+_BUCKET = 25 << 20  # bytes that are sent at once, of which some copies are in memory
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name is deprecated
+
+
+class TreeSum:
+    """The sums of lists of tensors, of which each virtual rank has one.
+
+    Two siblings are added at once, so that few lists are in memory, and in any order: a + b has the bits of b + a.
+
+    Attributes:
+        nodes: the list of each node without a sibling, by the first virtual rank below the node and their number.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[tuple[int, int], list[Tensor]] = {}
+
+    @torch.no_grad()
+    def add(self, tensors: list[Tensor], first: int, count: int = 1) -> None:
+        """Add the node of `count` virtual ranks from `first` on; the tensors belong to this object from now on."""
+        while (sibling := self.nodes.pop((first ^ count, count), None)) is not None:
+            if tensors:
+                torch._foreach_add_(tensors, sibling)
+            first, count = min(first, first ^ count), 2 * count
+        self.nodes[first, count] = tensors
+
+
+@communication()
+@torch.no_grad()
+def sum_over_ranks(own: TreeSum, virtual_ranks: Sequence[Iterable[int]], group: Any) -> list[Tensor]:
+    """Return the sums over all virtual ranks, on every rank; it moves as many bytes as an all-reduce.
+
+    Each rank gets a slice of the nodes of all ranks, adds it, and sends the sum to the others.
+
+    Args:
+        own: the nodes of this rank, whose tensors get the sums.
+        virtual_ranks: those of each rank of the group.
+        group: process group of the ranks.
+    """
+    nodes = [tensors for _, tensors in sorted(own.nodes.items())]
+    if len(virtual_ranks) == 1:
+        return nodes[0]
+    for columns in buckets(nodes[0]):
+        rows = [torch.cat([tensors[number].flatten() for number in columns]) for tensors in nodes]
+        total = _sum_rows(rows, [nodes_of(ranks) for ranks in virtual_ranks], group)
+        tensors = [nodes[0][number] for number in columns]
+        for tensor, values in zip(tensors, total.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+    return nodes[0]
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the numbers of tensors of one type that are sent at once."""
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        bucket, nbytes = list[int](), 0
+        for number in (number for number, tensor in enumerate(tensors) if tensor.dtype is dtype):
+            if nbytes + tensors[number].nbytes > _BUCKET and bucket:
+                yield bucket
+                bucket, nbytes = [], 0
+            bucket.append(number)
+            nbytes += tensors[number].nbytes
+        yield bucket
+
+
+def _sum_rows(rows: list[Tensor], nodes: list[list[tuple[int, int]]], group: Any) -> Tensor:
+    """Return the sum of the (n,) rows of all ranks, one for each of the nodes of a rank."""
+    ranks, slots, length = len(nodes), max(map(len, nodes)), len(rows[0])
+    size = -(-length // ranks)  # of a slice
+    sent = rows[0].new_zeros(slots, ranks * size)
+    for slot, row in zip(sent, rows, strict=False):
+        slot[:length] = row
+    sent = sent.view(slots, ranks, size).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=group)
+    tree = TreeSum()
+    for slices, keys in zip(received, nodes, strict=True):
+        for part, key in zip(slices, keys, strict=False):
+            tree.add([part], *key)
+    ((own,),) = tree.nodes.values()
+    total = own.new_empty(ranks * size)
+    _all_gather(total.view(torch.uint8), own.contiguous().view(torch.uint8), group=group)
+    return total[:length]
+
+
+def nodes_of(virtual_ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the nodes that are left when a rank has added its virtual ranks, in order."""
+    tree = TreeSum()
+    for number in virtual_ranks:
+        tree.add([], number)
+    return sorted(tree.nodes)

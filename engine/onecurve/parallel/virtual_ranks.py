@@ -1,0 +1,212 @@
+"""The passes of a run's virtual ranks, one by one: the same bits on any hardware.
+
+Each virtual rank has a forward and a backward pass of its own, on its samples of the global batch, and begins with the
+buffers that the step began with. Gradients and buffers are then added over all virtual ranks in the order of one tree
+(`tree_sum.py`). So the run is that of DistributedDataParallel on so many processes. Or et al., "VirtualFlow" (2022);
+Li et al., "EasyScale" (2022).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from onecurve.determinism.batch import StepPart
+from onecurve.observe.recording import communication
+from onecurve.parallel.tree_sum import TreeSum, sum_over_ranks
+from onecurve.utils.compilation import device_constant
+from onecurve.utils.errors import UserError
+from onecurve.utils.tensors import to_local, upcast_half
+
+
+class VirtualRanks:
+    """Computes the virtual ranks of this process in a step. The process holds the full network.
+
+    A strategy whose processes hold less has a subclass as its attribute `virtual_ranks`.
+
+    Args:
+        trainer: the trainer, before a step.
+
+    Attributes:
+        of_processes: the virtual ranks of each data-parallel process.
+        own: those of this process.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.count = trainer, trainer.datamodule.virtual_ranks
+        parallel = trainer.datamodule.parallel
+        self.of_processes = [parallel.virtual_ranks(self.count, rank) for rank in range(parallel.dp_size)]
+        self.own = self.of_processes[parallel.dp_rank]
+        self.group = (trainer.distributed_sampler_kwargs or {}).get("group")
+        self.sums = [PassSums(parts, self.count) for parts in self.networks()]
+
+    def networks(self) -> Sequence[Sequence[nn.Module]]:
+        """Return the modules of each network whose gradients and buffers this process computes."""
+        return [list(self.trainer.lightning_module.modules())]
+
+    def begin(self, parts: Sequence[StepPart], step: int, begin_part: Callable[[int, StepPart], None]) -> None:
+        """Prepare the passes of step `step`. `begin_part` lets functions draw for a virtual rank and its part."""
+
+    def keep_gradients(self) -> None:
+        """Keep the gradients that the module did not reset before the first backward pass; the step adds them."""
+        for sums in self.sums:
+            sums.keep_gradients()
+
+    @contextmanager
+    def one_pass(self, number: int) -> Iterator[None]:
+        """Return a context for the forward and the backward pass of a virtual rank."""
+        (sums,) = self.sums
+        sums.begin_forward()
+        yield
+        sums.end_forward(number)
+        self.end_backward(number)
+
+    def end_backward(self, number: int) -> None:
+        """Add the gradients of a virtual rank."""
+        self.sums[0].end_backward(number)
+
+    @communication()
+    @torch.no_grad()
+    def finish(self, rows: Tensor) -> Tensor:
+        """Set the gradients and buffers of the step; return the rows of all virtual ranks, (virtual ranks, n).
+
+        Every process must call it.
+
+        Args:
+            rows: numbers of each own virtual rank, of which the first is its loss, (own virtual ranks, n).
+        """
+        table = rows.new_zeros(self.count, rows.shape[1])
+        table[self.own.start : self.own.stop : self.own.step] = rows
+        integers = [table.view(torch.int64).flatten(), *(sums.integers() for sums in self.sums)]
+        if len(self.of_processes) > 1:
+            # A number is zero in all processes but one, so that the sum of its bits is exact.
+            total = torch.cat(integers)
+            dist.all_reduce(total, group=self.group)
+            integers = list(total.split([len(part) for part in integers]))
+        for sums, part in zip(self.sums, integers[1:], strict=True):
+            sums.finish(part, self.of_processes, self.group)
+        return integers[0].view(rows.dtype).view_as(table)
+
+
+class PassSums:
+    """The gradients and the buffers of a network, or of a stage of it, added over the passes of a step.
+
+    During a pass the network has copies of its buffers. A write into the buffers themselves would invalidate what
+    autograd has saved of them, as it does of the running statistics of batch normalization.
+
+    Args:
+        modules: all modules of the network.
+        count: number of virtual ranks of the run.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], count: int) -> None:
+        self.count, self._modules = count, modules
+        weights = dict.fromkeys(weight for part in modules for weight in part.parameters(recurse=False))
+        self.weights = [weight for weight in weights if weight.requires_grad]
+        self._kept: list[Tensor | None] = [None] * len(self.weights)
+        self._places = [(part, name, x) for part in modules for name, x in part._buffers.items() if x is not None]
+        self._shapes = self._buffer_shapes()
+        buffers = {id(buffer): buffer for *_, buffer in self._places}.values()  # a buffer may have two names
+        self._floats = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
+        self._others = [buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())]
+        self._gradients, self._means = TreeSum(), TreeSum()
+        self._has_gradient = [False] * len(self.weights)
+        self._first = [torch.zeros_like(buffer) for buffer in self._others]  # those of virtual rank 0, if it is here
+
+    def begin_forward(self) -> None:
+        """Give the network copies of its buffers."""
+        copies = {id(buffer): buffer.clone() for buffer in (*self._floats, *self._others)}
+        for part, name, buffer in self._places:
+            part._buffers[name] = copies[id(buffer)]
+
+    def _buffer_shapes(self) -> list[tuple[str, torch.Size]]:
+        return [(name, x.shape) for part in self._modules for name, x in part._buffers.items() if x is not None]
+
+    def end_forward(self, number: int) -> None:
+        """Add the buffers of a virtual rank."""
+        if (shapes := self._buffer_shapes()) != self._shapes:
+            (name, _), *_ = set(shapes).symmetric_difference(self._shapes)
+            raise UserError(
+                f"bit_exact=true: the forward pass adds, removes or resizes the buffer {name}, of which virtual ranks "
+                "need a mean: give it its shape in the constructor"
+            )
+        now: dict[int, Any] = {id(buffer): part._buffers[name] for part, name, buffer in self._places}
+        # A sum of V masks of the smallest float would overflow, and 1/V is exact, because V is a power of two.
+        self._means.add([upcast_half(now[id(buffer)]) / self.count for buffer in self._floats], number)
+        if number == 0:
+            self._first = [now[id(buffer)] for buffer in self._others]
+
+    def keep_gradients(self) -> None:
+        """Keep the gradients that the weights have."""
+        self._kept = [weight.grad for weight in self.weights]
+        for weight in self.weights:
+            weight.grad = None
+
+    def end_backward(self, first: int, count: int = 1) -> None:
+        """Add the gradients of virtual rank `first`, or the sum of the gradients of `count` of them."""
+        gradients = []
+        for number, weight in enumerate(self.weights):
+            if weight.grad is None:
+                gradients.append(torch.zeros_like(to_local(weight)))
+            else:
+                gradients.append(to_local(weight.grad))
+                self._has_gradient[number] = True
+            weight.grad = None
+        self._gradients.add(gradients, first, count)
+
+    def integers(self) -> Tensor:
+        """Return (n,) int64: whether each weight has a gradient, and the buffers of virtual rank 0 without a mean."""
+        flags = _constant(tuple(self._has_gradient), self._device)
+        return torch.cat([flags, *(buffer.flatten().long() for buffer in self._first)])
+
+    def finish(self, integers: Tensor, of_processes: Sequence[range], group: Any) -> None:
+        """Set the gradients of the weights, and the buffers. Every process of the group must call it.
+
+        Args:
+            integers: the sum of `integers()` over the processes.
+            of_processes: the virtual ranks of each process.
+            group: the processes.
+        """
+        has_gradient, *first = integers.split([len(self.weights), *(buffer.numel() for buffer in self._others)])
+        gradients, means = self._add(of_processes, group)
+        # The host waits for the device only if no pass of this process has computed some gradient.
+        has = self._has_gradient if all(self._has_gradient) else has_gradient.tolist()
+        for weight, gradient, kept, has_one in zip(self.weights, gradients, self._kept, has, strict=True):
+            new = _shaped_like(gradient, weight) if has_one else None
+            weight.grad = new + kept if new is not None and kept is not None else kept if new is None else new
+        for part, name, buffer in self._places:
+            part._buffers[name] = buffer
+        for buffer, value in zip((*self._floats, *self._others), (*means, *first), strict=True):
+            buffer.copy_(value.view(buffer.shape))
+
+    def _add(self, of_processes: Sequence[range], group: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the sums of the gradients, and the means of the buffers, over all virtual ranks."""
+        gradients, means = self._gradients.nodes, self._means.nodes
+        if gradients.keys() != means.keys():  # the strategy has added the gradients over the processes
+            return gradients[0, self.count], sum_over_ranks(self._means, of_processes, group)
+        both = TreeSum()
+        both.nodes = {key: [*gradients[key], *means[key]] for key in gradients}
+        sums = sum_over_ranks(both, of_processes, group)
+        return sums[: len(self.weights)], sums[len(self.weights) :]
+
+    @property
+    def _device(self) -> torch.device:
+        tensors = [*self.weights, *self._floats, *self._others]
+        return tensors[0].device if tensors else torch.device("cpu")
+
+
+@device_constant
+def _constant(values: tuple[bool, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _shaped_like(local: Tensor, weight: Tensor) -> Tensor:
+    """Return a gradient as that of a weight: a shard if the weight is one."""
+    if not isinstance(weight, DTensor):
+        return local
+    mesh, placements = weight.device_mesh, weight.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())

@@ -1,0 +1,45 @@
+"""What else has the same bits on any hardware, while virtual ranks are computed one by one: threads, clipping."""
+
+import os
+import warnings
+from functools import partial
+from typing import Any, cast
+
+import lightning as L
+import torch
+
+from onecurve.parallel.gradients import clip_by_norm_over
+from onecurve.run.parts import evaluate_virtual_ranks
+from onecurve.utils.tensors import to_local
+
+
+def numerics(module: L.LightningModule) -> dict[str, Any]:
+    """Return what changes the last bits of a run's numbers on one kind of device, but no experiment."""
+    has_channels_last = any(not to_local(weight).is_contiguous() for weight in module.parameters())
+    found = {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "filters": "channels last" if has_channels_last else "contiguous",
+        "compiled": bool(getattr(module, "should_compile", False)),
+    }
+    return found | ({"threads": torch.get_num_threads()} if module.device.type == "cpu" else {})
+
+
+def num_threads() -> int:
+    """Return the number of threads of each process, which changes the order of sums on a CPU.
+
+    It is one, unless OMP_NUM_THREADS says otherwise.
+    """
+    return int(os.environ.get("OMP_NUM_THREADS", 1))
+
+
+class BitExactness(L.Callback):
+    """Evaluates virtual ranks one by one, and clips by a norm that any division of tensors has."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # Lightning's advice to set sync_dist=True; values are those of all virtual ranks already.
+        warnings.filterwarnings("ignore", "It is recommended to use `self.log")
+        evaluate_virtual_ranks(trainer.strategy)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        plugin, ranks = cast(Any, trainer.precision_plugin), trainer.distributed_sampler_kwargs or {}
+        plugin.clip_grad_by_norm = partial(clip_by_norm_over, ranks.get("model_group"), is_bit_exact=True)

@@ -1,0 +1,161 @@
+"""Start the loggers, log the configuration and the start, print the banner, and cut metrics.csv when a run resumes."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, OmegaConf
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from onecurve.determinism.fingerprint import Experiment, continue_experiment, describe_experiment
+from onecurve.observe.csv import CSVLogger
+from onecurve.observe.guard import start_loggers
+from onecurve.run.bit_exact import numerics
+from onecurve.utils.errors import UserError
+from onecurve.utils.events import append_event, append_resize, read_events
+
+_log = logging.getLogger(__name__)
+
+
+class RunDescription(L.Callback):
+    """Logs the resolved configuration, keeps it in every checkpoint as YAML, and prints the banner.
+
+    Every checkpoint also keeps the metrics, and a resumed run has them until it measures its own. The rows of the steps
+    that it repeats are cut.
+
+    Args:
+        config: the resolved configuration.
+        loggers: the configured loggers. Callbacks find W&B as `trainer.logger`, the first one. They start after every
+            check that may refuse to resume the run; the Trainer itself would start them before.
+    """
+
+    def __init__(self, config: DictConfig, loggers: Iterable[Logger] = ()) -> None:
+        self.config = config
+        self._loggers = loggers
+        self._resumed_at = 0  # optimizer step
+        self._restored_metrics: dict[str, float] = {}
+        self._numerics: dict[str, Any] = {}  # of the checkpoint that the run continues
+        self._num_parameters = 0
+        self._experiment: Experiment | None = None  # None without training data
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not self._num_parameters:  # a later setup may find the network sharded or split
+            self._num_parameters = sum(weight.numel() for weight in pl_module.parameters())
+        data: Any = trainer.datamodule
+        if not self._experiment and data.has_training_data:
+            self._experiment = describe_experiment(self.config, data)
+            if self.config.launch.elastic and "ranks x micro-batches" in self._experiment.options:
+                raise UserError(
+                    "launch.elastic=true changes the number of ranks, on which the curve of this run depends: set "
+                    "trainer.sync_batchnorm=true, and no strategy=dp or strategy.comm_hook=post_local_sgd"
+                )
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["config"] = OmegaConf.to_yaml(self.config)
+        checkpoint["experiment"] = asdict(self._experiment) if self._experiment else None
+        checkpoint["numerics"] = numerics(pl_module)
+        checkpoint["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.training and self._experiment:
+            self._experiment = continue_experiment(checkpoint, self._experiment, self.config)
+            self._resumed_at, self._restored_metrics = checkpoint["position"]["steps"], checkpoint.get("metrics", {})
+            self._numerics = checkpoint.get("numerics", {})
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for name, value in self._restored_metrics.items():
+            trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
+        self._start(trainer, pl_module, is_first_stage=True)
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger):
+                logger.cut(self._resumed_at)
+        if self.config.bit_exact:
+            self._compare_numerics(numerics(pl_module))
+        if trainer.is_global_zero:
+            banner = self._banner(trainer, pl_module)
+            width = max(map(len, banner))
+            _log.info("\n".join(f"  {name:<{width}}  {value}" for name, value in banner.items()))
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._start(trainer, pl_module, is_first_stage=not self.config.fit)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._start(trainer, pl_module, is_first_stage=not (self.config.fit or self.config.test))
+
+    def _compare_numerics(self, now: dict[str, Any]) -> None:
+        """Warn of what changes the last bits of a run that goes on."""
+        changes = [f"{key}={now[key]} (before {old})" for key, old in self._numerics.items() if now.get(key) != old]
+        if changes:
+            _log.warning("the run goes on with other bits than without the interruption: %s", ", ".join(changes))
+
+    def _start(self, trainer: L.Trainer, module: L.LightningModule, is_first_stage: bool) -> None:
+        """Start the loggers in this process, log the configuration, and record the start in `events.jsonl`."""
+        data: Any = trainer.datamodule
+        if is_first_stage and trainer.is_global_zero:
+            append_resize(self.config.run_dir, self._resumed_at, trainer.world_size)
+        trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
+        self._loggers = ()
+        settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
+        settings |= {"data_source": data.description, "global_batch_size": data.global_batch_size}
+        resizes = [event for event in read_events(self.config.run_dir) if event["event"] == "resized"]
+        settings["runtime"] |= {"resized": resizes} if resizes else {}
+        settings |= {"experiment": self._fingerprint, "numerics": numerics(module)}
+        for logger in trainer.loggers:
+            logger.log_hyperparams(settings)
+        if not (is_first_stage and trainer.is_global_zero):
+            return
+        config, runtime = self.config, settings["runtime"]
+        overrides = [word.partition("=") for word in runtime["overrides"]]
+        append_event(
+            config.run_dir,
+            "resume" if config.fit and config.ckpt_path else "start",
+            self._resumed_at if config.fit else None,
+            **{name: runtime[name] for name in ("command", "revision", "modified")},
+            changes={name.lstrip("+~"): value or None for name, _, value in overrides},
+            strategy=runtime["strategy"] or self._strategy_name,
+            world_size=trainer.world_size,
+            hosts=trainer.num_nodes,
+            experiment=self._fingerprint,
+            numerics=settings["numerics"],
+            normalizes=any(isinstance(part, _BatchNorm) for part in module.modules()),
+            device=torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else module.device.type,
+        )
+
+    def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
+        data: Any = trainer.datamodule
+        group = trainer.optimizers[0].param_groups[0]
+        scaling = " after scaling" if getattr(module, "lr_scaling", "none") != "none" else ""
+        steps = "steps to the end of a stream" if data.last_step is None else f"{data.last_step} steps"
+        banner = {
+            "experiment": self._fingerprint,
+            "strategy": f"{self._strategy_name}, {trainer.world_size} process(es) on {module.device.type}",
+            "precision": trainer.precision,
+            "data": data.description,
+            "batch": self._batch_size(data),
+            "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {steps}",
+            "parameters": f"{self._num_parameters:,}",
+            "run folder": self.config.run_dir,
+        }
+        if self.config.ckpt_path:
+            banner["goes on from"] = f"{self.config.ckpt_path}, step {self._resumed_at}"
+        return banner
+
+    def _batch_size(self, data: Any) -> str:
+        batch, count, dp_size = data.global_batch_size, data.virtual_ranks, data.parallel.dp_size
+        if data.bit_exact:
+            return f"{batch} = {count} virtual ranks x {batch // count}, one by one on {dp_size} data-parallel rank(s)"
+        micro_batches = data.layout.micro_batches
+        mean_size = batch / micro_batches / dp_size  # uneven shares are larger and smaller
+        return f"{batch} = {dp_size} x {micro_batches} micro-batches x {round(mean_size, 2):g} per device"
+
+    @property
+    def _fingerprint(self) -> str | None:
+        return self._experiment.fingerprint if self._experiment else None
+
+    @property
+    def _strategy_name(self) -> str:
+        return str(self.config.strategy._target_).rpartition(".")[2]

@@ -1,0 +1,70 @@
+"""A check for what a pass of a virtual rank changes, and no strategy adds over virtual ranks."""
+
+import logging
+from typing import Any
+
+import lightning as L
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from onecurve.determinism.seeding import are_equal
+from onecurve.utils.errors import UserError
+from onecurve.utils.tensors import to_local
+
+_log = logging.getLogger(__name__)
+_LIGHTNINGS = vars(L.LightningModule()).keys()  # attributes of any module
+
+
+class HiddenState:
+    """What the forward pass of a virtual rank could change that no other process would see, before the pass.
+
+    It is neither trained nor a buffer: frozen weights, and numbers and tensors that are attributes. Lists and what a
+    library keeps outside of the module are not found.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.before = module, _hidden_state(module)
+
+    def check(self) -> None:
+        """Warn of attributes that have changed.
+
+        Raises:
+            UserError: if a frozen weight has changed, since replicas would have different ones.
+        """
+        now, weights = _hidden_state(self.module), dict(self.module.named_parameters())
+        changed = sorted(name for name, value in now.items() if not _is_same(value, self.before.get(name)))
+        for name in changed:
+            if name in weights:
+                raise UserError(
+                    f"the frozen weight {name} changes in training_step, and each process or micro-batch would change "
+                    "it: register it as a buffer, of which all virtual ranks get the mean with bit_exact=true"
+                )
+        if changed:
+            _log.warning(
+                "training_step changes %s: each process changes its own, so if the loss reads it, the run depends on "
+                "their number; register it as a buffer, of which all virtual ranks get the mean",
+                ", ".join(changed),
+            )
+
+
+def _hidden_state(module: nn.Module) -> dict[str, Any]:
+    """Return the values by name; those of tensors are copies."""
+    weights = module.named_parameters()
+    state: dict[str, Any] = {name: to_local(weight) for name, weight in weights if not weight.requires_grad}
+    state |= attributes(module)
+    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers and tensors that are attributes of the user's modules, by name."""
+    found = {}
+    for name, part in module.named_modules():
+        is_known = isinstance(part, Metric) or type(part).__module__.startswith("onecurve.")
+        for key, value in {} if is_known else vars(part).items():
+            if isinstance(value, int | float | Tensor) and key not in _LIGHTNINGS:
+                found[f"{name}.{key}".lstrip(".")] = value
+    return found
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    return are_equal(value, before) if isinstance(value, Tensor) else value == before

@@ -1,0 +1,196 @@
+"""Compute an optimizer step in parts, each with a forward and a backward pass of its own.
+
+A batch of Lightning is an optimizer step, on any hardware: hooks, `batch_idx`, counts and logs come once per step.
+The loader yields the parts of a step (`onecurve/determinism/ordered_data.py`), and the closure that Lightning gives
+to the optimizer computes them one after the other. The parts are micro-batches, whose gradients add up in place; or
+the virtual ranks of this process (`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank that has more or
+fewer samples than others is weighted by them, so that the mean over the ranks is that of the samples.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+from unittest import mock
+
+import torch.nn.functional as F
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from onecurve.determinism.batch import StepPart, join
+from onecurve.determinism.random_functions import RandomNumbers, sample_random
+from onecurve.observe.recording import computation
+from onecurve.parallel.batch_norm import grouped_norms
+from onecurve.parallel.virtual_ranks import VirtualRanks
+from onecurve.run.hidden_state import HiddenState
+from onecurve.run.metrics import VirtualMetrics
+from onecurve.run.pass_log import PassLog, have_equal_names
+from onecurve.utils.errors import UserError
+from onecurve.utils.steps import is_log_point
+
+_T = TypeVar("_T")
+LOGGED_COLUMNS = 64  # processes exchange tables with a multiple of so many columns, also if they log different values
+
+
+class StepInParts(_AutomaticOptimization):
+    """Runs `training_step` and the backward pass for each part; Lightning goes on with clipping and the optimizer."""
+
+    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
+        data, results = self.trainer.datamodule, self.trainer.fit_loop.epoch_loop._results
+        takes_weights = getattr(self.trainer.lightning_module, "takes_batch", False)
+        results.weight = 1.0 if takes_weights else data.parts[0].weight
+        results.samples = sum(len(part.samples) for part in data.parts)
+        if len(data.parts) == 1 and not data.bit_exact and results.weight == 1:
+            return super()._make_closure(kwargs, optimizer, batch_idx)
+        backward, zero_grad = self._make_backward_fn(optimizer), self._make_zero_grad_fn(batch_idx, optimizer)
+        kind = _VirtualRankPasses if data.bit_exact else _MicroBatchPasses
+        return Closure(lambda: self._compute(kind(self.trainer, batch_idx), kwargs, zero_grad, backward))
+
+    def _compute(
+        self,
+        passes: "_MicroBatchPasses | _VirtualRankPasses",
+        kwargs: Any,
+        zero_grad: Callable[[], None] | None,
+        backward: Callable[[Tensor], None] | None,
+    ) -> ClosureResult:
+        """Compute the parts; return the mean loss, and what `training_step` returned besides."""
+        trainer, data, outputs = self.trainer, self.trainer.datamodule, list[Any]()
+        results, log = trainer.fit_loop.epoch_loop._results, PassLog(trainer.strategy.root_device)
+        plugin = trainer.precision_plugin
+        # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
+        with mock.patch.object(plugin, "post_backward", lambda loss, module: loss.detach()):
+            for number, part in enumerate(data.parts):
+                with passes.one_pass(number, part), computation():
+                    with results.divert(log):
+                        output = self._training_step(kwargs | {"batch": part.batch})
+                    if number == 0:
+                        passes.reset_gradients(zero_grad)
+                    if backward and output.closure_loss is not None:
+                        with results.divert(log):
+                            backward(output.closure_loss * results.weight / passes.count)
+                log.end_pass(output.loss)
+                outputs.append(output.extra)
+        data.end_parts()
+        table = passes.finish(log.rows())
+        log.log(results, table, is_complete=data.bit_exact)
+        loss = log.mean_loss(table)
+        if loss is not None:
+            plugin.post_backward(loss, trainer.lightning_module)
+        return ClosureResult(loss, extra=outputs[0] if data.bit_exact else join(outputs))
+
+
+class _MicroBatchPasses:
+    """Adds the gradients of micro-batches in place; the strategy averages them over the ranks in the last pass."""
+
+    def __init__(self, trainer: Any, step: int) -> None:
+        self.trainer, self.count = trainer, trainer.datamodule.accumulate
+        self.hidden = _hidden_state(trainer, step)
+        for norm in grouped_norms(trainer.lightning_module):
+            norm.begin_step()  # an optimizer such as LBFGS computes a step several times
+
+    @contextmanager
+    def one_pass(self, number: int, part: StepPart) -> Iterator[None]:
+        """Compute a micro-batch: each begins with the same generators, and draws the numbers of its samples."""
+        is_last = number == self.count - 1
+        with ExitStack() as stack:
+            if not is_last:
+                stack.enter_context(isolate_rng(include_cuda=False))
+            stack.enter_context(_block_parallel_sync_behavior(self.trainer.strategy, block=not is_last))
+            self.trainer.datamodule.begin_part(part)
+            _callback(self.trainer, RandomNumbers).begin_part(self.trainer)
+            yield
+            sample_random.check()
+
+    def reset_gradients(self, zero_grad: Callable[[], None] | None) -> None:
+        """Reset the gradients after the first forward pass, as Lightning does."""
+        if self.hidden:
+            self.hidden.check()
+        if zero_grad:
+            zero_grad()
+
+    def finish(self, rows: Tensor) -> Tensor:
+        """Return the rows of the table of logged values."""
+        return rows
+
+
+class _VirtualRankPasses:
+    """Computes the virtual ranks of this process; the strategy adds their gradients over all processes."""
+
+    def __init__(self, trainer: Any, step: int) -> None:
+        self.trainer, self.step, self.count = trainer, step, trainer.datamodule.virtual_ranks
+        self.random, self.metrics = _callback(trainer, RandomNumbers), _callback(trainer, VirtualMetrics)
+        self.virtual = getattr(trainer.strategy, "virtual_ranks", VirtualRanks)(trainer)
+        self.hidden = _hidden_state(trainer, step)
+        self.virtual.begin(trainer.datamodule.parts, step, self._begin_part)
+
+    @contextmanager
+    def one_pass(self, number: int, part: StepPart) -> Iterator[None]:
+        """Compute a virtual rank, which draws its own random numbers."""
+        virtual_rank = self.virtual.own[number]
+        self._begin_part(virtual_rank, part)
+        with _without_collectives(self.trainer.strategy), self.virtual.one_pass(virtual_rank):
+            yield
+
+    def reset_gradients(self, zero_grad: Callable[[], None] | None) -> None:
+        """Reset the gradients after the first forward pass; a gradient that the module keeps is part of the step."""
+        if self.hidden:
+            self.hidden.check()
+        if zero_grad:
+            zero_grad()
+        self.virtual.keep_gradients()
+
+    def finish(self, rows: Tensor) -> Tensor:
+        """Return the rows of all virtual ranks, when the gradients are complete."""
+        self.random.begin_virtual_rank(self.trainer, self.step, self.count)  # for the hooks
+        self.metrics.leave()
+        table = self.virtual.finish(F.pad(rows, (0, -rows.shape[1] % LOGGED_COLUMNS)))
+        # At other steps a GPU's host need not wait.
+        should_check = table.is_cpu or is_log_point(self.trainer, self.trainer.global_step + 1)
+        if should_check and not have_equal_names(table):
+            raise UserError(
+                "bit_exact=true: training_step logs other names, or returns None, for some virtual ranks only: let it "
+                "log the same names and return a loss for each of them"
+            )
+        return table
+
+    def _begin_part(self, virtual_rank: int, part: StepPart) -> None:
+        self.trainer.datamodule.begin_part(part)
+        self.metrics.enter(virtual_rank)
+        self.random.begin_virtual_rank(self.trainer, self.step, virtual_rank)
+
+
+def _hidden_state(trainer: Any, step: int) -> HiddenState | None:
+    """Return the hidden state before the first step of a run, the only one that is checked."""
+    return HiddenState(trainer.lightning_module) if step == 0 and trainer.current_epoch == 0 else None
+
+
+def _callback(trainer: Any, kind: type[_T]) -> _T:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))
+
+
+def evaluate_virtual_ranks(strategy: Any) -> None:
+    """Let `validation_step` and `test_step` count the batches of a virtual rank, and not communicate."""
+    for name in ("validation_step", "test_step"):
+        setattr(strategy, name, partial(_evaluate, strategy, getattr(type(strategy), name)))
+
+
+def _evaluate(strategy: Any, step: Callable[..., Any], batch: Any, batch_idx: int | None = None, *loader: int) -> Any:
+    indices = loader
+    if batch_idx is not None:
+        indices = (batch_idx // len(strategy.lightning_module.trainer.datamodule.own_virtual_ranks), *loader)
+    with _without_collectives(strategy):
+        return step(strategy, batch, *indices)
+
+
+def _without_collectives(strategy: Any) -> Any:
+    """Return a context in which the collectives of a strategy raise: others have not come so far."""
+    return mock.patch.multiple(strategy, reduce=_refuse, all_gather=_refuse)
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise UserError(
+        "bit_exact=true computes the virtual ranks one by one, and a step of the module communicates between ranks "
+        "(all_gather, reduce): log with sync_dist=True instead, or set bit_exact=false"
+    )

@@ -1,0 +1,110 @@
+"""Write predictions: the classes of a folder's images as a table, or what any module predicts for any loader."""
+
+import csv
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from onecurve.determinism.batch import join
+from onecurve.determinism.seeding import makes_batches
+from onecurve.utils.errors import UserError
+from onecurve.utils.files import atomic_write
+
+_log = logging.getLogger(__name__)
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Writes `predictions.csv` into the run folder: each image's file, most probable class, and its probability.
+
+    The module's `predict_step` returns the (n, classes) class probabilities of its batch.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("epoch")
+        self.file = folder / "predictions.csv"
+        self._sample_index: list[Tensor] = []
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not makes_batches(getattr(trainer.predict_dataloaders, "dataset", None)):
+            raise UserError(
+                "predict=FOLDER takes a loader of image files: set predict=true to predict those of your own"
+            )
+
+    def on_predict_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._sample_index.append(trainer.datamodule.sample_index)
+
+    def write_on_epoch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        """Gather the predictions of all ranks, drop the padding, and write the table on rank zero."""
+        index, probabilities = torch.cat(self._sample_index), torch.cat(list(predictions))
+        index, probabilities = pl_module.all_gather(index).flatten(), pl_module.all_gather(probabilities).flatten(0, -2)
+        if not trainer.is_global_zero:
+            return
+        data: Any = trainer.datamodule
+        loaders: Any = trainer.predict_dataloaders
+        highest, classes = (values.tolist() for values in probabilities.max(1))
+        rows = zip(index.tolist(), classes, highest, strict=True)
+        predicted = {number: (label, probability) for number, label, probability in rows if number >= 0}
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self.file) as temporary, temporary.open("w", newline="") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(["file", "class", "probability"])
+            for number, (label, probability) in sorted(predicted.items()):
+                file = loaders.dataset.files[number].relative_to(data.predict_dir)
+                writer.writerow([file, data.classes[label], f"{probability:.4f}"])
+        _log.info("the classes of %d images are in %s", len(predicted), self.file)
+
+
+class SamplePredictions(L.Callback):
+    """Writes `predictions.pt` into the run folder: what `predict_step` returns for the samples of `predict_dataloader`.
+
+    It is a list with a dictionary for each loader: `sample_index` has the (n,) positions in its dataset, in ascending
+    order, and `predictions` the outputs of all batches in one, whose tensors have a row for each of these samples.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "predictions.pt"
+        self._batches: dict[int, list[tuple[Tensor, Any]]] = {}  # of each loader
+
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        predicted = move_data_to_device((trainer.datamodule.sample_index, outputs), torch.device("cpu"))
+        self._batches.setdefault(dataloader_idx, []).append(predicted)
+
+    def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Gather the predictions of all ranks, and write them on rank zero."""
+        ranks: list[Any] = [self._batches]
+        if dist.is_initialized():
+            ranks = [None] * dist.get_world_size()
+            dist.gather_object(self._batches, ranks if trainer.is_global_zero else None)
+        if not trainer.is_global_zero:
+            return
+        loaders = [[batch for rank in ranks for batch in rank[number]] for number in sorted(self._batches)]
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self.file) as temporary:
+            torch.save([_in_order(batches) for batches in loaders], temporary)
+        _log.info("the predictions are in %s", self.file)
+
+
+def _in_order(batches: list[tuple[Tensor, Any]]) -> dict[str, Any]:
+    index = torch.cat([positions for positions, _ in batches])
+    # The ranks of a pipeline have predicted the same samples.
+    unique, rows = (torch.from_numpy(values) for values in np.unique(index.numpy(), return_index=True))
+    outputs = join([outputs for _, outputs in batches])
+
+    def sort(value: Any) -> Any:
+        return value[rows] if isinstance(value, Tensor) and value.ndim and len(value) == len(index) else value
+
+    return {"sample_index": unique, "predictions": tree_map(sort, outputs)}

@@ -1,0 +1,206 @@
+"""Checks that the ranks hold equal replicas, and that no rank or micro-batch updates a buffer or weight for itself."""
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from onecurve.determinism.seeding import are_equal
+from onecurve.run.hidden_state import attributes
+from onecurve.utils.errors import UserError
+from onecurve.utils.steps import is_log_point
+from onecurve.utils.tensors import to_local
+
+_log = logging.getLogger(__name__)
+_WAY_OUT = "Register it as a buffer and set bit_exact=true, or reduce what changes it over the ranks (self.all_gather)"
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
+
+
+class ReplicaCheck(L.Callback):
+    """Refuses ranks with different learning rates, buffers or frozen weights, and warns of different attributes.
+
+    Ranks exchange hashes of them at the first step, at log points, before a checkpoint is written, and before a
+    validation, whose forward pass lets DDP replace the buffers by those of rank zero.
+    """
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if is_log_point(trainer, trainer.global_step):
+            self._compare(trainer, pl_module)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._compare(trainer, pl_module)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._compare(trainer, pl_module)
+
+    def _compare(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Compare the ranks, which must all call it.
+
+        Raises:
+            UserError: on all ranks, if more than an attribute differs, which the loss may not read.
+        """
+        if trainer.world_size == 1:
+            return
+        kinds = [_rates(trainer), _bits(_state(module)), {} if self._has_warned else _bits(attributes(module))]
+        rates, state, others = _differing(trainer, kinds)
+        cause = "differs between the ranks: each has changed it by samples or metrics of its own."
+        for name in rates:
+            raise UserError(f"{name} {cause} Log with sync_dist=True what a scheduler or callback reads")
+        for name in state:
+            raise UserError(f"{name} {cause} {_WAY_OUT}")
+        if others:
+            self._has_warned = True
+            _log.warning(
+                "the ranks have different %s: if the loss reads it, the run depends on their number. %s",
+                ", ".join(others),
+                _WAY_OUT,
+            )
+
+
+def _differing(trainer: L.Trainer, kinds: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the names of the values of each kind that differ between ranks. Every rank must call it."""
+    own = [[_hash(sorted(values)), _hash(sorted(values.items()))] for values in kinds]
+    hashes = trainer.strategy.all_gather(torch.tensor(own, device=trainer.strategy.root_device)).cpu()
+    return [_names(values, hashes[:, number].tolist()) for number, values in enumerate(kinds)]
+
+
+def _names(own: dict[str, Any], hashes: list[list[int]]) -> list[str]:
+    """Return the names of the values that differ, if the (ranks, 2) hashes of names and of values say that some do."""
+    # Ranks of a pipeline hold different stages: only those that have the same names are compared.
+    if len({tuple(rank) for rank in hashes}) == len({names for names, _ in hashes}):
+        return []
+    values: list[Any] = [None] * len(hashes)
+    dist.all_gather_object(values, own)
+    names = sorted(set().union(*values))
+    return [name for name in names if len({rank[name] for rank in values if name in rank}) > 1]
+
+
+def _rates(trainer: L.Trainer) -> dict[str, float]:
+    """Return the numbers of all parameter groups by name."""
+    return {
+        f"{key} of `{group['name']}` of optimizer {number}": float(value)
+        for number, optimizer in enumerate(trainer.optimizers)
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if isinstance(value, int | float | Tensor)
+    }
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    """Return what no strategy averages: buffers, but those of batch normalization, and frozen weights."""
+    norms = tuple(f"{name}." for name, layer in module.named_modules() if isinstance(layer, _BatchNorm))
+    weights = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
+    return weights | {name: buffer for name, buffer in module.named_buffers() if not name.startswith(norms)}
+
+
+def _bits(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values, with a sum of the bits of a tensor in its place; without shards and sparse tensors."""
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.layout is torch.strided:
+            flat = value.detach().flatten()
+            value = int(flat.view(_INTEGERS.get(flat.element_size(), torch.int64)).sum())
+        if not isinstance(value, Tensor):
+            found[name] = value
+    return found
+
+
+def _hash(value: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), signed=True)
+
+
+class GatheredWeightCheck(L.Callback):
+    """Refuses a layer whose forward pass writes into a frozen weight that FSDP has gathered, which it frees afterwards.
+
+    It compares these weights before and after each forward pass of the first step of a run.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._is_due, self._handles = True, list[Any]()
+        self._before: dict[str, Tensor] = {}
+        self._written: set[str] = set()
+        for prefix, part in pl_module.named_modules():
+            names = [
+                name
+                for name, weight in part.named_parameters(recurse=False)
+                if isinstance(weight, DTensor) and not weight.requires_grad
+            ]
+            if names:
+                self._handles.append(part.register_forward_pre_hook(partial(self._keep, prefix, names)))
+                # Before the hook in which FSDP frees the weights.
+                self._handles.append(part.register_forward_hook(partial(self._compare, prefix, names), prepend=True))
+
+    def _keep(self, prefix: str, names: list[str], part: nn.Module, *_: Any) -> None:
+        self._before |= {f"{prefix}.{name}": to_local(getattr(part, name)).clone() for name in names}
+
+    def _compare(self, prefix: str, names: list[str], part: nn.Module, *_: Any) -> None:
+        for name in names:
+            if not are_equal(to_local(getattr(part, name)), self._before[f"{prefix}.{name}"]):
+                self._written.add(f"{prefix}.{name}")
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if not (self._is_due and dist.is_initialized()):
+            return
+        self._is_due = False
+        for handle in self._handles:
+            handle.remove()
+        ranks: list[Any] = [None] * dist.get_world_size()  # also those whose stage of a pipeline has no frozen weight
+        dist.all_gather_object(ranks, self._written)
+        for name in sorted(set().union(*ranks)):
+            raise UserError(
+                f"the forward pass writes into the frozen weight {name}, which strategy=fsdp gathers for it and then "
+                "frees, so that the new value is lost: register it as a buffer"
+            )
+
+
+class BufferCheck(L.Callback):
+    """Refuses a network that updates a buffer for each micro-batch, by a comparison in the first step of a run.
+
+    `onecurve/parallel/batch_norm.py` takes care of batch normalization.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, Tensor] | None = None
+        self._is_due = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._is_due = trainer.datamodule.layout.micro_batches > 1
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._is_due and self._before is None:
+            self._before = {name: buffer.clone() for name, buffer in _divided_buffers(trainer, pl_module).items()}
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        if not self._is_due:
+            return
+        self._is_due, before = False, self._before or {}
+        now = _divided_buffers(trainer, pl_module)  # with those that the network has made in its first pass
+        changed = [name for name in before if not are_equal(now[name], before[name])]
+        ranks: list[Any] = [changed]
+        if dist.is_initialized():  # all must stop, also the ranks of a pipeline that do not have the buffer
+            ranks = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, changed)
+        for name in sorted(set().union(*ranks)):
+            raise UserError(
+                f"the forward pass updates {name} once for each micro-batch, so the run would depend on their number: "
+                "set bit_exact=true, or trainer.accumulate_grad_batches=1 and another strategy than a pipeline"
+            )
+
+
+def _divided_buffers(trainer: L.Trainer, module: Any) -> dict[str, Tensor]:
+    """Return the buffers of what each micro-batch calls, which in a pipeline is the network."""
+    part = module.net if trainer.datamodule.parallel.num_microbatches > 1 else module
+    return {name: tensor for name, tensor in _state(part).items() if not isinstance(tensor, nn.Parameter)}

@@ -1,0 +1,126 @@
+"""End a run: all ranks together after a signal, or a rank alone that makes no progress."""
+
+import faulthandler
+import logging
+import sys
+import time
+from pathlib import Path
+from signal import Signals
+from typing import Any, TextIO
+
+import lightning as L
+
+from onecurve.state.run_files import CHECKPOINTS, LAST, stop_message
+from onecurve.utils import signals
+from onecurve.utils.errors import UserError
+from onecurve.utils.events import append_event
+from onecurve.utils.process import log_file, report_error, set_timeouts_after
+from onecurve.utils.steps import RankConsensus, trained_steps
+
+_log = logging.getLogger(__name__)
+_MAX_HANDLING = 20.0  # seconds for what callbacks do after an error
+_INTERVAL = 1.0  # seconds between two starts of the watchdog's timer, each of which takes some 50 microseconds
+
+
+class PreemptionHandler(L.Callback):
+    """Ends the run between two steps after any rank, or the launcher, has received SIGINT, SIGTERM or SIGUSR1.
+
+    Lightning's own handlers are not installed, because they run collectives wherever the signal interrupts the process.
+    A signal during validation takes effect after it.
+
+    Raises:
+        Stopped: on all ranks at the same step, after `last.ckpt` is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._handlers: dict[int, Any] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._consensus = RankConsensus()
+        self._handlers = signals.install_handlers(signals.on_signal)
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        signals.restore_handlers(self._handlers)
+
+    on_exception = teardown
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
+        """Stop before a step, because the previous step and its validation are then logged and saved."""
+        self._stop_if_requested(trainer, should_save=True)
+
+    def on_test_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        data: Any = trainer.datamodule
+        # Ranks may have different numbers of virtual ranks, each of which has a batch of its own.
+        if not data.bit_exact or batch_idx % len(data.own_virtual_ranks) == 0:
+            self._stop_if_requested(trainer)
+
+    on_predict_batch_start = on_test_batch_start
+
+    def _stop_if_requested(self, trainer: L.Trainer, should_save: bool = False) -> None:
+        signal_number = self._consensus.poll(trainer, signals.requested)
+        is_resize = signal_number == signals.RESIZE
+        if not signal_number or (is_resize and not should_save):  # more ranks would begin a test again
+            return
+        if should_save:
+            trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST)
+        if trainer.is_global_zero:
+            if not is_resize:  # of which the launcher prints a line
+                _log.info(stop_message(signal_number, self.folder, f" at step {trained_steps(trainer)}"))
+            reason = "resized" if is_resize else Signals(signal_number).name
+            append_event(self.folder, "stopped", trained_steps(trainer), reason)
+        raise signals.Stopped(signal_number)
+
+
+class Watchdog(L.Callback):
+    """Ends this rank if it makes no progress within `timeout` seconds, and writes the stacks of its threads to its log.
+
+    The timer runs in C, so it also runs while Python waits in a collective that never returns. The timeout of a process
+    group does not name the rank that hangs, only one that waited for it.
+
+    Args:
+        folder: the run folder.
+        timeout: seconds; more than it takes to prepare the data, compile, train a step, or save a checkpoint.
+    """
+
+    def __init__(self, folder: Path, timeout: float) -> None:
+        if not isinstance(timeout, int | float) or timeout <= 0:
+            raise UserError(f"launch.timeout={timeout}: give a number of seconds above zero")
+        self.folder, self.timeout = folder, timeout
+        self._rank_log: TextIO | None = None  # open while the timer runs
+        self._last_start = 0.0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        set_timeouts_after(self.timeout)
+        if hasattr(sys, "ps1"):  # in a notebook or a prompt a debugger may wait for the user, and the kernel must stay
+            return
+        file = log_file(self.folder, trainer.global_rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._rank_log = file.open("a")
+        self._last_start = 0.0
+        self._restart_timer()
+
+    def _restart_timer(self, *_: Any, **__: Any) -> None:
+        """Restart the timer, at most once a second."""
+        now = time.monotonic()
+        if self._rank_log and now - self._last_start > _INTERVAL:
+            self._last_start = now
+            faulthandler.dump_traceback_later(self.timeout, exit=True, file=self._rank_log)
+
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = _restart_timer
+    on_predict_batch_start = on_save_checkpoint = _restart_timer
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        if self._rank_log:
+            faulthandler.cancel_dump_traceback_later()
+            self._rank_log.close()
+            self._rank_log = None
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Report the error of a rank before callbacks handle it, which get some seconds, as they may communicate."""
+        if self._rank_log and isinstance(exception, Exception) and report_error(exception):
+            faulthandler.dump_traceback_later(_MAX_HANDLING, exit=True, file=self._rank_log)
+            self._rank_log = None  # faulthandler keeps it open
+        self.teardown()

@@ -1,0 +1,298 @@
+"""Changes of Lightning's training loop: steps in parts, signals, log points, metrics that a checkpoint keeps.
+
+The callbacks check monitored metrics and divergence.
+
+`patch_trainer` names Lightning's lines, relative to
+https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytorch/. When Lightning changes,
+`tests/engine/run/test_training_loop.py` or `tests/engine/test_canaries.py` fails.
+"""
+
+import logging
+import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
+
+from onecurve.determinism.dropout import use_sample_dropout
+from onecurve.determinism.sampler import validation_interval
+from onecurve.parallel.norm_groups import NormGroups
+from onecurve.run.metrics import VirtualMetrics
+from onecurve.run.parts import StepInParts
+from onecurve.run.pass_log import PassLog
+from onecurve.utils.errors import UserError
+from onecurve.utils.steps import is_log_point, trained_steps
+from onecurve.utils.tensors import to_local
+
+_log = logging.getLogger(__name__)
+
+
+def patch_trainer(trainer: L.Trainer, virtual: VirtualMetrics | None) -> None:
+    """Patch the parts of a trainer that results depend on; `virtual` is that of a run with `bit_exact`."""
+    signals: Any = trainer._signal_connector
+    loop: Any = trainer.fit_loop.epoch_loop
+    # Lightning's handler of signals broadcasts wherever the signal interrupts the process, so ranks could wait for each
+    # other forever; and every step broadcasts whether a rank received SIGTERM. `onecurve/run/stopping.py` handles
+    # signals. To replace the handler in `on_train_start` would be too late: it is active in the barrier and the sanity
+    # check before. (trainer/connectors/signal_connector.py, lines 45 and 108; loops/training_epoch_loop.py, lines 259
+    # and 300)
+    signals.register_signal_handlers = _do_nothing
+    loop._broadcast_sigterm_tensor = _do_nothing
+    loop.automatic_optimization.__class__ = StepInParts
+    dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
+    loop._results = _Results(True, dtype, virtual)
+    for evaluation in (loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        evaluation._results = _Results(False, dtype, virtual)
+    trainer._checkpoint_connector.__class__ = _PreparingConnector
+    trainer._logger_connector.__class__ = _LogPointConnector
+    trainer._logger_connector.virtual = virtual
+
+
+def _do_nothing(*_: Any) -> None:
+    """Replace a method of Lightning."""
+
+
+class _Results(_ResultCollection):
+    """Counts the samples of a logged mean as floats, and names the reduction of a maximum or minimum.
+
+    Lightning averages the counts over the ranks as integers, which rounds down, and declares a sum for torchmetrics,
+    which `MetricStates` uses. (trainer/connectors/logger_connector/result.py, line 202;
+    fabric/utilities/distributed.py, `_sync_ddp`)
+
+    Args:
+        training: whether these are the values of training.
+        dtype: that of the counts.
+        virtual: reduces the means of evaluation over virtual ranks. Then processes have the same values, and need not
+            synchronize them.
+    """
+
+    def __init__(self, training: bool, dtype: torch.dtype, virtual: VirtualMetrics | None) -> None:
+        super().__init__(training)
+        self.dtype, self.virtual = dtype, virtual
+        self._pass_log: PassLog | None = None
+        self.weight, self.samples = 1.0, 0  # of this rank's step: samples, also relative to their mean over the ranks
+
+    @contextmanager
+    def divert(self, log: PassLog) -> Iterator[None]:
+        """Let a `PassLog` get what is logged."""
+        self._pass_log = log
+        try:
+            yield
+        finally:
+            self._pass_log = None
+
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        if self._pass_log is not None:
+            self._pass_log.add(fx, name, value, options)
+            return
+        if self.virtual:
+            _check_virtual(self.virtual, name, value, options, self.training)
+        if self.weight != 1 and isinstance(value, Tensor) and options["sync_dist"]:
+            value, options = self._weighted(value, options)
+        super().log(fx, name, value, **options | {"sync_dist": options["sync_dist"] and not self.virtual})
+
+    def _weighted(self, value: Tensor, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Weight a value of unequal ranks, whose mean Lightning takes: in a step their mean, in an epoch by samples."""
+        if getattr(options["reduce_fx"], "__name__", options["reduce_fx"]) != "mean":
+            return value, options
+        return value * self.weight, options | {"batch_size": (options["batch_size"] or self.samples) / self.weight}
+
+    @staticmethod
+    def _get_cache(result: _ResultMetric, on_step: bool) -> Tensor | None:
+        """Return a value; one of the progress bar stays on the CPU, or each reading would wait for the device."""
+        if on_step and result.meta.prog_bar and isinstance(result._forward_cache, Tensor):
+            result._forward_cache = result._forward_cache.cpu()
+        return _ResultCollection._get_cache(result, on_step)
+
+    def __setitem__(self, name: str, result: _ResultMetric) -> None:
+        super().__setitem__(name, result)
+        if result.is_tensor and result.meta.reduce_fx in (torch.max, torch.min):
+            result._reductions["value"] = result.meta.reduce_fx
+        if self.virtual and result.is_tensor and not self.training:
+            self.virtual.add_mean(name, result)
+        if "cumulated_batch_size" in result._defaults:
+            result._defaults["cumulated_batch_size"] = torch.zeros((), dtype=self.dtype)
+            result.cumulated_batch_size = result.cumulated_batch_size.to(self.dtype)
+
+
+def _check_virtual(virtual: VirtualMetrics, name: str, value: Any, options: dict[str, Any], is_training: bool) -> None:
+    """Raise a UserError for a value that would depend on how many virtual ranks a process has."""
+    if options["on_step"] and not is_training:
+        raise UserError(
+            f"bit_exact=true: {name} is logged for each batch of an evaluation, of which processes have different "
+            "numbers: log it with on_step=False"
+        )
+    if virtual.is_in_pass or not (options["sync_dist"] and isinstance(value, Tensor) and dist.is_initialized()):
+        return
+    values = [0.0] * dist.get_world_size()
+    dist.all_gather_object(values, float(value))
+    if any(other != value and not math.isnan(other) for other in values):
+        raise UserError(
+            f"bit_exact=true: {name} is logged outside of a step of the module, and processes have different values, "
+            "from the batches that each has seen: log it in the step, or as a metric of torchmetrics"
+        )
+
+
+class _PreparingConnector(_CheckpointConnector):
+    """Prepares the layers that a module makes in `setup` or `configure_model`, as `_build_module` does all others.
+
+    A checkpoint's weights are restored next, and then the strategy wraps the module. No hook of Lightning comes
+    between. (trainer/trainer.py, line 1041)
+    """
+
+    def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
+        trainer: Any = self.trainer
+        module = trainer.lightning_module
+        trainer.precision_plugin.convert_module(module)
+        use_sample_dropout(module)
+        for callback in trainer.callbacks:
+            if isinstance(callback, NormGroups):
+                callback.setup(trainer, module, trainer.state.fn)
+        super()._restore_modules_and_callbacks(*args, **kwargs)
+
+
+class _LogPointConnector(_LoggerConnector):
+    """Passes the metrics of the first and the last step to the loggers, not only those of each interval.
+
+    It also ends the passes of virtual ranks before the metrics of an evaluation are computed, which no hook precedes.
+    (trainer/connectors/logger_connector/logger_connector.py, line 51; loops/evaluation_loop.py, line 385)
+    """
+
+    virtual: VirtualMetrics | None
+
+    @property
+    def should_update_logs(self) -> bool:
+        steps = self.trainer.fit_loop.epoch_loop._batches_that_stepped
+        return super().should_update_logs or (self.trainer.training and is_log_point(self.trainer, steps + 1))
+
+    def epoch_end_reached(self) -> None:
+        super().epoch_end_reached()
+        if self.virtual:
+            self.virtual.leave()
+
+
+class OptimizerSteps(L.Callback):
+    """Converts the interval of validation, and makes up for steps of ReduceLROnPlateau.
+
+    Lightning steps ReduceLROnPlateau after an epoch's checkpoint is saved, and not at all
+    after the first epoch of a restart (`_FitLoop.on_advance_end` and `_TrainingEpochLoop._update_learning_rates` in
+    loops/).
+    """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        data: Any = trainer.datamodule
+        if stage == "fit" and data.evaluates("val"):
+            may_cross_epochs = trainer.check_val_every_n_epoch is None
+            trainer.val_check_interval = validation_interval(
+                trainer.val_check_interval, data.steps_per_epoch, may_cross_epochs
+            )
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.last_step = trainer.datamodule.last_step  # `is_log_point` reads it
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Check the length of OneCycleLR, and that the metric of ReduceLROnPlateau is new whenever it takes a step.
+
+        Raises:
+            UserError: if either is wrong.
+        """
+        data: Any = trainer.datamodule
+        for config in trainer.lr_scheduler_configs if data.steps_per_epoch else ():
+            epochs = -(-data.total_steps // data.steps_per_epoch)
+            steps = (data.total_steps if config.interval == "step" else epochs) // config.frequency
+            if isinstance(config.scheduler, OneCycleLR) and config.scheduler.total_steps < steps:
+                raise UserError(
+                    f"trainer.max_epochs and max_steps make {steps} steps of OneCycleLR, which ends after "
+                    f"{config.scheduler.total_steps}: set them as in the run in ckpt_path, if it is continued, or "
+                    "begin another schedule with its weights by init_from"
+                )
+        every = trainer.check_val_every_n_epoch or 1
+        for config in _plateau_configs(trainer):
+            if config.monitor.startswith("val") and config.frequency % every:
+                raise UserError(
+                    f"scheduler.frequency={config.frequency}, but validation is every {every} epochs "
+                    f"(trainer.check_val_every_n_epoch): set scheduler.frequency={every}"
+                )
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        metrics = trainer.callback_metrics
+        for config in _plateau_configs(trainer):
+            is_due = config.scheduler.last_epoch < trainer.current_epoch // config.frequency
+            if is_due and config.monitor in metrics:
+                pl_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
+
+
+def _plateau_configs(trainer: L.Trainer) -> list[Any]:
+    configs = trainer.lr_scheduler_configs
+    return [config for config in configs if config.reduce_on_plateau and config.interval == "epoch"]
+
+
+class MonitorCheck(L.Callback):
+    """Lets a sanity check show whether the monitored metrics exist, which Lightning asks after an epoch.
+
+    Args:
+        monitors: the metric of each callback that monitors one, by the option of the callback.
+        after_validation: the options of those that act after a validation only, whatever they monitor.
+    """
+
+    def __init__(self, monitors: dict[str, str], after_validation: Collection[str]) -> None:
+        self.monitors = {name: monitor for name, monitor in monitors.items() if monitor.startswith("val")}
+        self._after_validation = sorted({*self.monitors, *after_validation})
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._after_validation and not trainer.datamodule.evaluates("val"):
+            _log.warning("the run has no validation, so %s cannot act", " and ".join(self._after_validation))
+        if not {"val/loss", "val/acc"}.issuperset(self.monitors.values()):
+            trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
+
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        logged = trainer.callback_metrics
+        for name, monitor in self.monitors.items():
+            if logged and monitor not in logged:  # a module may log nothing in the sanity check
+                raise UserError(
+                    f"{name} monitors {monitor}, which validation does not log (it logs {', '.join(logged)}): "
+                    f"set its `monitor` to one of these, or {name}=null"
+                )
+
+
+class FiniteCheck(L.Callback):
+    """Stops a run that has diverged.
+
+    The training loss is checked at every log point, where it is the same on every rank, so that all ranks stop
+    together. All weights are checked before a checkpoint is saved. If ranks hold different weights, one rank may stop
+    alone; the launcher then ends the others.
+    """
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if is_log_point(trainer, trained_steps(trainer)):
+            loss = float(trainer.callback_metrics.get("train/loss", 0.0))
+            if not math.isfinite(loss):
+                raise _divergence(trainer, f"train/loss is {loss}")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let all ranks compute the metrics of the epoch, which communicate, before rank zero's progress bar does."""
+        _ = trainer.callback_metrics
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        _ = trainer.callback_metrics
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        for name, tensor in checkpoint["state_dict"].items():
+            local = to_local(tensor)
+            if local.is_floating_point() and not torch.isfinite(local).all():
+                raise _divergence(trainer, f"{name} is not finite")
+
+
+def _divergence(trainer: L.Trainer, problem: str) -> UserError:
+    return UserError(
+        f"{problem} at step {trained_steps(trainer)}: training diverged; lower optimizer.lr or lengthen "
+        f"scheduler.warmup; the checkpoints in {trainer.default_root_dir}/checkpoints, if any, are from before"
+    )
