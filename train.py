@@ -1,55 +1,39 @@
-"""Train an image classifier; `python train.py --help` lists the options.
+"""Train a network: `python train.py strategy=ddp trainer.devices=4`; `python train.py --help` lists the options.
 
-Heavy imports are late: the workers of a run import this file too, and `--help` should not take seconds.
+`onecurve.main` composes the configuration from conf/ and the command line, makes the run's folder, starts the ranks,
+and records how they end. Every rank calls `run` with the same configuration (`launch.function` names it).
 """
 
 import sys
-from pathlib import Path
 
 try:
-    import hydra
+    import onecurve
 except ModuleNotFoundError:
-    sys.exit(f"error: {sys.executable} has no Hydra: run `make install`, then `source .venv/bin/activate`")
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
+    sys.exit(f"error: {sys.executable} has no onecurve: run `make install`, then `source .venv/bin/activate`")
 from omegaconf import DictConfig
 
-from onecurve.config.command_line import TRACEBACK_WANTED, run_application
-from onecurve.config.folder import register_resolvers, remove_if_unused
-from onecurve.utils.errors import UserError
 
+def run(cfg: DictConfig) -> "onecurve.Trainer":
+    """Build trainer, module and data, then fit, test and predict, on one rank of the run."""
+    trainer = onecurve.build_trainer(cfg)  # a lightning.Trainer; it seeds the generators of the initial weights
+    module = onecurve.build_module(cfg, trainer)  # the LightningModule of conf/module
+    data = onecurve.build(cfg.data)  # the LightningDataModule of conf/data
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="train")
-def main(cfg: DictConfig) -> dict[str, float] | float:
-    if cfg.doctor:
-        from onecurve.doctor.examination import examine
+    # Steps before training go here: every rank must take them.
+    if cfg.fit:
+        trainer.fit(module, datamodule=data, ckpt_path=cfg.ckpt_path)
 
-        examine(cfg)
-        return {}
-    if HydraConfig.get().mode == RunMode.MULTIRUN and not cfg.plan:
-        from onecurve.sweeps.job import run_job
+    weights = None if cfg.fit else cfg.ckpt_path  # None for those that training has left
+    if cfg.fit and cfg.test == "best":
+        weights = "best"
+    if cfg.test:
+        trainer.test(module, datamodule=data, ckpt_path=weights, verbose=False)
+    if cfg.predict:
+        trainer.predict(module, datamodule=data, ckpt_path=weights, return_predictions=False)
 
-        return run_job(cfg)
-    from onecurve.launch.outcome import describe
-    from onecurve.launch.start import launch
-
-    try:
-        if cfg.plan:
-            from onecurve.plan.show import show_plan
-
-            show_plan(cfg)
-            return {}
-        return launch(cfg)
-    except Exception as error:
-        folder = HydraConfig.get().runtime.output_dir
-        if isinstance(error, UserError):
-            remove_if_unused(Path(folder))
-        if TRACEBACK_WANTED:
-            raise
-        # Hydra would print all overrides above any other exception.
-        raise SystemExit(describe(error, folder)) from None
+    # Steps after it go here, such as an export: `if trainer.is_global_zero:` takes them on rank zero alone.
+    return trainer
 
 
 if __name__ == "__main__":
-    register_resolvers()
-    sys.exit(run_application(main))
+    sys.exit(onecurve.main())

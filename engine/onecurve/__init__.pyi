@@ -1,3 +1,17 @@
+# A Trainer of Lightning for any project, and the strategies that do not only have a name
+from .run.trainer import Trainer as Trainer
+from .determinism.ordered_data import OrderedData as OrderedData
+from .parallel.ddp import DDP as DDP
+from .parallel.fsdp import FSDP as FSDP
+from .parallel.pipeline.pipeline import Pipeline as Pipeline
+from .optim.muon import Muon as Muon
+from .run.ema import EMA as EMA
+
+# train.py
+from .application import main as main
+from .run.experiment import build_module as build_module
+from .run.experiment import build_trainer as build_trainer
+
 # Training from Python
 from .notebook import Result as Result
 from .notebook import compose as compose

@@ -4,7 +4,7 @@ import ctypes
 import gc
 import sys
 
-import onecurve.run.experiment
+import onecurve.run.trainer
 
 
 def disable_malloc_tuning() -> None:
@@ -12,7 +12,7 @@ def disable_malloc_tuning() -> None:
 
     Objects that exist by now are excluded from garbage collection, which otherwise takes a quarter of a second.
     """
-    onecurve.run.experiment.tune_malloc = lambda: False
+    onecurve.run.trainer.tune_malloc = lambda: False
     gc.freeze()
 
 

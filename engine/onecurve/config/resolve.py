@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from onecurve.config.folder import (
@@ -27,6 +26,7 @@ from onecurve.config.folder import (
     saved_config,
 )
 from onecurve.state.run_files import checkpoint_file
+from onecurve.utils.devices import resolve_devices
 from onecurve.utils.errors import UserError, nearest_options
 from onecurve.utils.option_kinds import flatten_config
 from onecurve.utils.targets import check_value, drop_replaced_options
@@ -160,33 +160,6 @@ def _find_checkpoint(option: str, value: str) -> Path:
     else:
         read_run_checkpoint(checkpoint, option, map_location="meta", mmap=True)
     return checkpoint
-
-
-def resolve_devices(accelerator: str, devices: Any) -> tuple[str, int | list[int]]:
-    """Return the accelerator without `auto`, and the number of devices per node or the listed GPU indices."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator == "auto":
-        accelerator = found.type if found else "cpu"
-    if accelerator != "cpu" and found is None:
-        raise UserError(f"trainer.accelerator={accelerator}, but this machine has none: set auto or cpu")
-    num_gpus = 0 if accelerator == "cpu" else torch.accelerator.device_count()
-    if devices in ("auto", -1):
-        # torchrun has already started LOCAL_WORLD_SIZE processes.
-        return accelerator, int(os.environ.get("LOCAL_WORLD_SIZE", num_gpus or 1))
-    indices = list(devices) if isinstance(devices, ListConfig) else []
-    count = devices if isinstance(devices, int) else len(indices)
-    if count < 1:
-        raise UserError(f"trainer.devices={devices} is no number of devices: give a number, a list of GPUs, or auto")
-    if len(set(indices)) < len(indices):
-        raise UserError(f"trainer.devices={devices} lists a device twice: list each one once")
-    if accelerator == "cpu":
-        return accelerator, count
-    if max(count, max(indices, default=0) + 1) > num_gpus:
-        raise UserError(
-            f"trainer.devices={devices}, but this machine has {num_gpus} GPU{'s' * (num_gpus > 1)}: "
-            f"set trainer.devices={num_gpus}, or trainer.accelerator=cpu to run processes on the CPU"
-        )
-    return accelerator, indices or count
 
 
 def device_count(trainer: DictConfig) -> int:

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import inspect
 import json
 import logging
 import sys
@@ -140,13 +141,19 @@ def code_version(targets: Iterable[str]) -> str:
     """Return a hash of the source files of classes and functions, without comments and docstrings.
 
     A file counts with the files of its folder, of the folders in it, and of the parts of the engine that compute the
-    experiment, from which it imports anything. Installed libraries do not count.
+    experiment, from which it imports anything. Installed libraries do not count. Of a script only the classes
+    count, because it also has options of the hardware.
     """
-    names: set[str] = set()
+    names, codes = set[str](), dict[str, str]()
     for target in targets:
-        name = locate("_target_", target).__module__
-        names |= _with_imports(name, name.rpartition(".")[0], set())
-    return hashlib.sha256("".join(f"{name}\n{_code(name)}\n" for name in sorted(names)).encode()).hexdigest()
+        found = locate("_target_", target)
+        if found.__module__ == "__main__":
+            with suppress(OSError, TypeError):  # a prompt keeps no source
+                codes[target] = _without_comments(inspect.getsource(found))
+        else:
+            names |= _with_imports(found.__module__, found.__module__.rpartition(".")[0], set())
+    codes |= {name: _code(name) for name in names}
+    return hashlib.sha256("".join(f"{name}\n{codes[name]}\n" for name in sorted(codes)).encode()).hexdigest()
 
 
 def _with_imports(name: str, package: str, found: set[str]) -> set[str]:
@@ -187,7 +194,11 @@ def _imported(name: str, file: str) -> set[str]:
 
 @cache
 def _code(name: str) -> str:
-    tree = ast.parse(Path(_file(name)).read_text())
+    return _without_comments(Path(_file(name)).read_text())
+
+
+def _without_comments(source: str) -> str:
+    tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]

@@ -34,3 +34,27 @@ class ModuleData(L.LightningDataModule):
     def _module(self) -> L.LightningModule:
         assert self.trainer
         return self.trainer.lightning_module
+
+
+class GivenLoaders(L.LightningDataModule):
+    """Hands out loaders that a script has given to the trainer.
+
+    Args:
+        loaders: a loader, a list or dictionary of several, or None, by `train`, `val`, `test` and `predict`.
+    """
+
+    def __init__(self, loaders: dict[str, Any]) -> None:
+        super().__init__()
+        self.loaders = loaders
+
+    def train_dataloader(self) -> Any:
+        return self.loaders.get("train")
+
+    def val_dataloader(self) -> Any:
+        return self.loaders.get("val")
+
+    def test_dataloader(self) -> Any:
+        return self.loaders.get("test")
+
+    def predict_dataloader(self) -> Any:
+        return self.loaders.get("predict")

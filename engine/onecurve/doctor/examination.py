@@ -26,9 +26,10 @@ from rich.table import Table
 from rich.text import Text
 
 from onecurve.config.folder import remove_if_unused
-from onecurve.config.resolve import resolve_devices, runs_in_single_process
+from onecurve.config.resolve import runs_in_single_process
 from onecurve.launch.outcome import RankFailedError
 from onecurve.launch.start import launch
+from onecurve.utils.devices import resolve_devices
 from onecurve.utils.errors import UserError
 from onecurve.utils.process import detect_cluster_environment
 from onecurve.utils.ranks import check_tasks_are_started, is_started_by_torchrun

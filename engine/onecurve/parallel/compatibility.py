@@ -1,14 +1,33 @@
-"""Check what a Lightning strategy supports, with a clear message before Lightning fails."""
+"""The strategy of a name; checks of what a strategy supports, with a clear message before Lightning fails."""
 
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from omegaconf import DictConfig
 
+from onecurve.parallel.ddp import auto
 from onecurve.parallel.sharded_state import ShardedStateStrategy
-from onecurve.utils.errors import UserError
+from onecurve.utils.errors import UserError, check_choice
+from onecurve.utils.targets import locate
+
+_STRATEGIES = {
+    "ddp": "onecurve.parallel.ddp.DDP",
+    "ddp_spawn": "onecurve.parallel.ddp_spawn.DDPSpawn",
+    "dp": "onecurve.parallel.dp.DP",
+    "fsdp": "onecurve.parallel.fsdp.FSDP",
+    "pipeline": "onecurve.parallel.pipeline.pipeline.Pipeline",
+}
+
+
+def resolve_strategy(strategy: Any, devices: int | list[int], num_nodes: int) -> Any:
+    """Return the strategy of that name for a number of devices per node, or their indices; or the given strategy."""
+    if strategy == "auto":
+        return auto(devices, num_nodes)
+    if not isinstance(strategy, str):
+        return strategy
+    check_choice("strategy", strategy, ["auto", *_STRATEGIES])
+    return locate("strategy", _STRATEGIES[strategy])()
 
 
 def check_can_train(strategy: Any, module: L.LightningModule) -> None:
@@ -50,31 +69,31 @@ def check_callbacks(trainer: L.Trainer) -> None:
         )
 
 
-def check_parts(trainer: L.Trainer, module: L.LightningModule, cfg: DictConfig) -> None:
-    """Check that steps can be divided into parts: micro-batches, or virtual ranks one by one."""
-    accumulate = cfg.trainer.accumulate_grad_batches
+def check_parts(trainer: Any, module: L.LightningModule) -> None:
+    """Check that the steps of a `onecurve.Trainer` can be divided into micro-batches, or virtual ranks one by one."""
+    accumulate = trainer.accumulate
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise UserError(f"trainer.accumulate_grad_batches={accumulate}: give a number of micro-batches, at least one")
-    if not module.automatic_optimization and (accumulate > 1 or cfg.bit_exact):
-        option = "bit_exact=true" if cfg.bit_exact else f"trainer.accumulate_grad_batches={accumulate}"
+    if not module.automatic_optimization and (accumulate > 1 or trainer.bit_exact):
+        option = "bit_exact=true" if trainer.bit_exact else f"trainer.accumulate_grad_batches={accumulate}"
         raise UserError(
             f"{option} divides each step into parts, but {type(module).__name__} optimizes manually, and so divides "
             "its steps itself: unset it, or let the module optimize automatically"
         )
-    if cfg.bit_exact or accumulate > 1 or trainer.num_devices * trainer.num_nodes > 1:
+    if trainer.bit_exact or accumulate > 1 or trainer.num_devices * trainer.num_nodes > 1:
         for name, part in module.named_modules():
             if getattr(part, "max_norm", None) is not None:  # of nn.Embedding
                 raise UserError(
                     f"{name} has max_norm, so its forward pass writes into the weights of the samples that a process, "
                     "micro-batch or virtual rank has: normalize its outputs, or train on one device"
                 )
-    if cfg.bit_exact and accumulate > 1:
+    if trainer.bit_exact and accumulate > 1:
         raise UserError(
-            f"bit_exact=true computes a step in virtual_ranks={cfg.virtual_ranks} passes already: set "
+            f"bit_exact=true computes a step in virtual_ranks={trainer.virtual_ranks} passes already: set "
             f"trainer.accumulate_grad_batches=1 (now {accumulate})"
         )
-    if cfg.bit_exact:
-        check_virtual_ranks(trainer.strategy, cfg.virtual_ranks, trainer.num_devices * trainer.num_nodes)
+    if trainer.bit_exact:
+        check_virtual_ranks(trainer.strategy, trainer.virtual_ranks, trainer.num_devices * trainer.num_nodes)
 
 
 def check_virtual_ranks(strategy: Any, count: int, world_size: int) -> None:

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from onecurve.config.folder import CONF, register_resolvers
-from onecurve.config.resolve import device_count, refuse_unknown_options, resolve_devices
+from onecurve.config.resolve import device_count, refuse_unknown_options
 from onecurve.parallel.compatibility import check_can_train
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.plan import BEST, PLANS, plan_key, update_cache
@@ -31,6 +31,7 @@ from onecurve.plan.profile import Profile
 from onecurve.plan.step import Estimate, Job
 from onecurve.plan.strategies import OneDevice, Replicas, Shards
 from onecurve.run.experiment import assemble
+from onecurve.utils.devices import resolve_devices
 from onecurve.utils.errors import UserError
 from onecurve.utils.signals import prepare_started_process
 from onecurve.utils.targets import NOT_PASSED, build, check_options, check_value, drop_replaced_options

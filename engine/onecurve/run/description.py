@@ -28,13 +28,13 @@ class RunDescription(L.Callback):
     that it repeats are cut.
 
     Args:
-        config: the resolved configuration.
+        config: the resolved configuration; None if the trainer sets it later.
         loggers: the configured loggers. Callbacks find W&B as `trainer.logger`, the first one. They start after every
             check that may refuse to resume the run; the Trainer itself would start them before.
     """
 
-    def __init__(self, config: DictConfig, loggers: Iterable[Logger] = ()) -> None:
-        self.config = config
+    def __init__(self, config: DictConfig | None, loggers: Iterable[Logger] = ()) -> None:
+        self.config: Any = config
         self._loggers = loggers
         self._resumed_at = 0  # optimizer step
         self._restored_metrics: dict[str, float] = {}

@@ -14,7 +14,7 @@ from onecurve.utils.targets import default_options
 
 HARDWARE = """
     ckpt_path resume fit test predict doctor plan hardware.* report tags optimized_metric run_dir runtime.* logger.*
-    launch.timeout launch.max_restarts launch.elastic launch.min_devices launch.probe
+    launch.function launch.timeout launch.max_restarts launch.elastic launch.min_devices launch.probe
     optimizer.compile optimizer.fused optimizer.foreach optimizer.capturable data.augment.compile
     module.compile module.channels_last module.recompute module.tta
     data.root data.source.urls data.source.file data.source.in_memory data.predict_dir
@@ -25,7 +25,7 @@ HARDWARE = """
     trainer.enable_autolog_hparams trainer.deterministic trainer.benchmark trainer.inference_mode
     trainer.detect_anomaly trainer.barebones trainer.profiler.*
     trainer.use_distributed_sampler trainer.strategy trainer.logger trainer.callbacks trainer.plugins
-    trainer.default_root_dir trainer.model_registry
+    trainer.default_root_dir trainer.model_registry trainer.timeout trainer.config
     strategy._target_ strategy.devices strategy.num_nodes strategy.single_process strategy.shares
     strategy.shard_optimizer strategy.bucket_cap_mb strategy.gradient_as_bucket_view
     strategy.replicas strategy.reshard_after_forward strategy.sharded_checkpoints strategy.stages strategy.schedule

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from onecurve.utils.errors import UserError, suggest
 
-_OWN = ("onecurve.", "src.")  # packages of a project
+_OWN = ("onecurve.", "src.", "lightning.pytorch.trainer.")  # whose options a class of a project has
 _KINDS = {bool: "true or false", int: "an integer", float: "a number"}
 NOT_PASSED = "single_process"  # only the launcher reads this option of a strategy
 

@@ -68,10 +68,10 @@ def test_an_option_that_the_data_lack_is_one_line(tmp_path: Path) -> None:
 def test_an_error_of_lightning_does_not_blame_an_option(
     small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise MisconfigurationException("The loader\nis empty.")
 
-    monkeypatch.setattr("onecurve.run.experiment._fit_test_predict", fail)
+    monkeypatch.setattr("onecurve.run.trainer.Trainer.fit", fail)
     with pytest.raises(UserError, match=r"^Lightning refuses this run: The loader is empty\.$"):
         run(compose(folder, *small))
 

@@ -117,11 +117,11 @@ def test_late_copies_are_no_second_request(
 def test_wandb_repeats_no_run_that_the_user_has_stopped(
     number: signal.Signals, is_preempted: bool, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(*_: Any) -> None:
+    def stop(*_: Any, **__: Any) -> None:
         raise signals.Stopped(number)
 
     marked: list[bool] = []
-    monkeypatch.setattr(experiment, "_fit_test_predict", stop)
+    monkeypatch.setattr(experiment.Trainer, "fit", stop)
     monkeypatch.setattr(experiment, "mark_preempted", lambda: marked.append(True))
     with pytest.raises(signals.Stopped):
         experiment.run(compose(folder, *small, *PARITY))

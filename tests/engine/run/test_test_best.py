@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from onecurve.config import folder as run_folders
 from onecurve.config.command_line import complete_overrides
 from onecurve.config.folder import CONFIG
-from onecurve.run import experiment
+from onecurve.run import trainer as trainer_file
 from onecurve.run.experiment import run
 from onecurve.state.run_files import CHECKPOINTS
 from onecurve.utils.errors import UserError
@@ -90,7 +89,6 @@ def test_ranks_test_the_checkpoint_of_rank_zero(
     callback = SimpleNamespace(monitor="val/acc", best_model_path="acc0.5.ckpt")
     strategy = SimpleNamespace(broadcast=lambda _: "acc0.4.ckpt", reduce_boolean_decision=lambda equal: equal)
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[callback], strategy=strategy)
-    monkeypatch.setattr(experiment.dist, "is_initialized", lambda: True)
-    cfg = OmegaConf.create({"fit": True, "test": "best"})
-    assert experiment._checkpoint_to_test(cfg, trainer) == "acc0.4.ckpt"
+    monkeypatch.setattr(trainer_file.dist, "is_initialized", lambda: True)
+    assert trainer_file.Trainer._best_checkpoint(trainer) == "acc0.4.ckpt"
     assert "val/acc differs between the ranks, and rank zero's is taken: log it with sync_dist=True" in caplog.text

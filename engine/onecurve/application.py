@@ -1,0 +1,51 @@
+"""The program behind train.py: one command trains, plans, examines this machine, or runs the jobs of a sweep."""
+
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from onecurve.config.command_line import TRACEBACK_WANTED, run_application
+from onecurve.config.folder import CONF, register_resolvers, remove_if_unused
+from onecurve.utils.errors import UserError
+
+
+def main() -> int:
+    """Do what the command line asks for; return the exit code of the process.
+
+    Heavy imports are late: the workers of a run import this file too, and `--help` should not take seconds.
+    """
+    register_resolvers()
+    return run_application(hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(_run_job))
+
+
+def _run_job(cfg: DictConfig) -> dict[str, float] | float:
+    if cfg.doctor:
+        from onecurve.doctor.examination import examine
+
+        examine(cfg)
+        return {}
+    if HydraConfig.get().mode == RunMode.MULTIRUN and not cfg.plan:
+        from onecurve.sweeps.job import run_job
+
+        return run_job(cfg)
+    from onecurve.launch.outcome import describe
+    from onecurve.launch.start import launch
+
+    try:
+        if cfg.plan:
+            from onecurve.plan.show import show_plan
+
+            show_plan(cfg)
+            return {}
+        return launch(cfg)
+    except Exception as error:
+        folder = HydraConfig.get().runtime.output_dir
+        if isinstance(error, UserError):
+            remove_if_unused(Path(folder))
+        if TRACEBACK_WANTED:
+            raise
+        # Hydra would print all overrides above any other exception.
+        raise SystemExit(describe(error, folder)) from None

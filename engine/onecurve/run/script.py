@@ -1,0 +1,80 @@
+"""The description of a run that a script starts: what its objects say of themselves, in the form of a configuration."""
+
+import sys
+from typing import Any
+
+import lightning as L
+from omegaconf import DictConfig, OmegaConf
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def describe_script(
+    trainer: Any,
+    module: L.LightningModule,
+    data: L.LightningDataModule,
+    given: dict[str, Any],
+    stage: str,
+    path: str | None,
+) -> DictConfig:
+    """Return the configuration that names the experiment of a script's run.
+
+    Its options are the arguments of the trainer, and the hyper-parameters that module and DataModule have kept by
+    `save_hyperparameters`. Other arguments of these are not compared when a run continues.
+
+    Args:
+        trainer: a `onecurve.Trainer`.
+        module: the user's module.
+        data: the user's DataModule, or what stands for the loaders.
+        given: the trainer's arguments by name.
+        stage: the stage that begins.
+        path: the checkpoint from which it begins.
+    """
+    limits = {f"limit_{name}_batches": limit for name, limit in trainer.limits.items()}
+    arguments = {
+        "devices": trainer.num_devices,
+        "accumulate_grad_batches": trainer.accumulate,
+        "sync_batchnorm": trainer.sync_batchnorm,
+    }
+    return OmegaConf.create(
+        {
+            "seed": trainer.seed,
+            "virtual_ranks": trainer.virtual_ranks,
+            "bit_exact": trainer.bit_exact,
+            "trainer": {"_target_": "onecurve.Trainer", **_plain({**given, **limits, **arguments})},
+            "module": _describe(module),
+            "data": _describe(data),
+            "strategy": {"_target_": _name(type(trainer.strategy))},
+            "launch": {"timeout": given["timeout"], "elastic": False},
+            "fit": stage == "fit" or trainer.fit_loop.epoch_progress.current.ready > 0,
+            "test": stage == "test",
+            "ckpt_path": path,
+            "run_dir": str(trainer.default_root_dir),
+            "runtime": {
+                "overrides": [],
+                "command": list(sys.argv),
+                "revision": None,
+                "modified": False,
+                "strategy": None,
+            },
+        }
+    )
+
+
+def _describe(part: Any) -> dict[str, Any]:
+    """Return the class of a module or DataModule with its saved hyper-parameters; none of a class in a function."""
+    name = _name(type(part))
+    return _plain(dict(part.hparams)) | ({} if "<locals>" in name else {"_target_": name})
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers, texts and flags, and lists of them."""
+
+    def is_plain(value: Any) -> bool:
+        return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
+
+    return {name: value for name, value in values.items() if is_plain(value)}

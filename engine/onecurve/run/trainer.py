@@ -1,0 +1,381 @@
+"""`onecurve.Trainer`: Lightning's Trainer, whose runs have the same learning curve on any hardware."""
+
+import inspect
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+)
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig
+
+from onecurve.determinism.dropout import use_sample_dropout
+from onecurve.determinism.module_data import GivenLoaders, ModuleData
+from onecurve.determinism.ordered_data import OrderedData
+from onecurve.determinism.random_functions import RandomNumbers
+from onecurve.determinism.resumption import ExactResumption
+from onecurve.observe.csv import CSVLogger
+from onecurve.parallel.compatibility import check_callbacks, check_can_train, check_parts, resolve_strategy
+from onecurve.parallel.norm_groups import NormGroups
+from onecurve.run.bit_exact import BitExactness, num_threads
+from onecurve.run.checkpoint import LastCheckpoint
+from onecurve.run.description import RunDescription
+from onecurve.run.division import DivisionCheck
+from onecurve.run.metrics import MetricStates, VirtualMetrics
+from onecurve.run.module_trainer import ExperimentWorld
+from onecurve.run.replicas import BufferCheck, GatheredWeightCheck, ReplicaCheck
+from onecurve.run.script import describe_script
+from onecurve.run.stopping import PreemptionHandler, Watchdog
+from onecurve.run.training_loop import FiniteCheck, MonitorCheck, OptimizerSteps, patch_trainer
+from onecurve.state.io import AtomicCheckpointIO
+from onecurve.state.run_files import CHECKPOINTS, LAST
+from onecurve.utils.devices import resolve_devices
+from onecurve.utils.errors import UserError
+from onecurve.utils.process import tune_malloc
+
+_log = logging.getLogger(__name__)
+_FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs
+# What `Trainer` itself gives to Lightning, or what has no meaning here.
+_OWN_ARGUMENTS = ["use_distributed_sampler", "enable_autolog_hparams", "overfit_batches", "fast_dev_run"]
+
+
+class Trainer(L.Trainer):
+    """A `lightning.Trainer` whose runs have the same learning curve on any hardware, also stopped and continued.
+
+    It takes the arguments of `lightning.Trainer` and those below. It fits plain LightningModules with DataModules or
+    loaders, in the order of samples that `seed` and the epoch determine. Build the module after the trainer, because
+    the trainer seeds the generators from which its weights are drawn.
+
+    `metrics.csv`, `config.yaml`, `events.jsonl`, the logs of the ranks and `checkpoints/last.ckpt` go to
+    `default_root_dir`.
+
+    Args:
+        strategy: `auto`, `ddp`, `ddp_spawn`, `fsdp`, `pipeline`, or a strategy of onecurve or Lightning.
+        accelerator, devices: as of `lightning.Trainer`.
+        seed: determines initial weights, the order of the samples, and random numbers.
+        virtual_ranks: the run is that of so many ranks, whatever the hardware that executes them.
+        bit_exact: compute the virtual ranks one by one, which is equal to the last bit on any hardware, and works for
+            code that depends on the samples of a batch together.
+        sync_batchnorm: batch normalization takes its statistics over the samples of each virtual rank, on any hardware;
+            otherwise over what a process has in memory.
+        accumulate_grad_batches: micro-batches of a step. A step has the samples of one batch of the loader.
+        timeout: seconds; a rank that takes no step for so long counts as hung, and is ended.
+        callbacks: a list of callbacks, or a dictionary by the names that errors give them.
+        logger: loggers besides metrics.csv.
+        default_root_dir: the folder of the run; None for `onecurve_logs`.
+        config: the resolved configuration of the run, if there is one.
+        **kwargs: further arguments of `lightning.Trainer`.
+
+    Attributes:
+        final_metrics: the last value of each metric that was logged, as tensors by name.
+
+    Raises:
+        UserError: if an argument is invalid, or has no meaning here.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: Any = "auto",
+        accelerator: str = "auto",
+        devices: Any = "auto",
+        seed: int = 0,
+        virtual_ranks: int = 4,
+        bit_exact: bool = False,
+        sync_batchnorm: bool = True,
+        accumulate_grad_batches: int = 1,
+        timeout: float = 1800,
+        callbacks: L.Callback | Iterable[L.Callback] | Mapping[str, L.Callback] | None = None,
+        logger: Logger | Iterable[Logger] | bool | None = None,
+        default_root_dir: str | Path | None = None,
+        config: DictConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _check_arguments(seed, virtual_ranks, bit_exact, kwargs)
+        self.seed, self.virtual_ranks, self.bit_exact = seed, virtual_ranks, bit_exact
+        self.accumulate, self.sync_batchnorm = accumulate_grad_batches, sync_batchnorm
+        # OrderedData applies these limits, because Lightning would count micro-batches.
+        self.limits = {name: kwargs.pop(f"limit_{name}_batches", None) for name in ("train", "val", "test")}
+        self.final_metrics: dict[str, Any] = {}
+        self._data: OrderedData | None = None  # of the last stage
+        self._is_script = config is None
+        self._given = {"timeout": timeout, **kwargs}
+        folder = Path(default_root_dir or _FOLDER)
+        if bit_exact:
+            torch.set_num_threads(num_threads())
+        L.seed_everything(seed, verbose=False)
+        accelerator, devices = resolve_devices(accelerator, devices)
+        needs_determinism = bit_exact and accelerator != "cpu"
+        is_double = kwargs.get("precision") == "64-true"  # Lightning accepts this name with some strategies only
+        plugins = [
+            AtomicCheckpointIO(),
+            *([DoublePrecision()] if is_double else []),
+            *_as_list(kwargs.pop("plugins", None)),
+        ]
+        own = _named(callbacks)
+        if kwargs.pop("enable_checkpointing", None) is not False and not _has(own, Checkpoint):
+            own["checkpoint"] = LastCheckpoint(str(folder / CHECKPOINTS))
+        # The last of them saves the state of all others.
+        own = dict(sorted(own.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
+        _check_callbacks_are_possible(own)
+        self._virtual = VirtualMetrics() if bit_exact else None
+        loggers = _as_list(None if isinstance(logger, bool) else logger)
+        self._description = RunDescription(config, loggers)
+        super().__init__(
+            strategy=resolve_strategy(strategy, devices, kwargs.get("num_nodes", 1)),
+            accelerator=accelerator,
+            devices=devices,
+            callbacks=self._all_callbacks(own, folder, timeout),
+            logger=CSVLogger(folder),  # RunDescription puts the others before it, when it starts them
+            plugins=plugins,
+            default_root_dir=folder,
+            enable_checkpointing=_has(own, Checkpoint),
+            limit_train_batches=1.0,
+            limit_val_batches=1.0,
+            limit_test_batches=1.0,
+            accumulate_grad_batches=1,  # a batch of Lightning is an optimizer step: onecurve/run/parts.py
+            # OrderedData divides the data itself; Lightning's wrapper would shuffle it again.
+            use_distributed_sampler=False,
+            sync_batchnorm=False,  # NormGroups normalizes over groups of the global batch, also on one process
+            # RunDescription logs the configuration, which a module's own hyper-parameters would replace in config.yaml.
+            enable_autolog_hparams=False,
+            **kwargs
+            | {
+                "precision": None if is_double else kwargs.get("precision"),
+                "deterministic": kwargs.get("deterministic") or needs_determinism or None,
+            },
+        )
+        patch_trainer(self, self._virtual)
+        if isinstance(self.accelerator, CPUAccelerator):
+            tune_malloc()
+
+    def _all_callbacks(self, own: dict[str, L.Callback], folder: Path, timeout: float) -> list[L.Callback]:
+        """Return the callbacks of every run around `own`, in the order in which Lightning calls their hooks."""
+        monitors = {name: str(one.monitor) for name, one in own.items() if getattr(one, "monitor", None)}
+        virtual = self._virtual
+        normalize = [NormGroups()] if self.sync_batchnorm and not self.bit_exact else []
+        return [
+            # These end the run: a hung rank alone, or all ranks at the same step after a signal.
+            Watchdog(folder, timeout),
+            PreemptionHandler(folder),
+            ExperimentWorld(),
+            self._description,
+            ExactResumption(),
+            *([BitExactness(), virtual] if virtual else [BufferCheck(), DivisionCheck()]),
+            ReplicaCheck(),
+            GatheredWeightCheck(),
+            MetricStates(virtual),  # after ExactResumption, which saves the position
+            RandomNumbers(self.seed),
+            OptimizerSteps(),
+            MonitorCheck(monitors, {name for name in monitors if _acts_after_validation(own[name])}),
+            FiniteCheck(),
+            *own.values(),
+            *normalize,  # last: `throughput` counts the FLOPs of a few samples, without groups
+        ]
+
+    def fit(
+        self,
+        model: L.LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: L.LightningDataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = True,
+    ) -> None:
+        """Fit the module, from the beginning or from a checkpoint.
+
+        `ckpt_path="last"` is the last checkpoint in the run's folder, or none if there is none yet.
+        """
+        loaders = {"train": train_dataloaders, "val": val_dataloaders}
+        path = self._find_checkpoint(ckpt_path)
+        if path:  # which has the learning rate; the search would train a continued run from its first step
+            callbacks = cast(Any, self).callbacks
+            self.callbacks = [one for one in callbacks if type(one) is not LearningRateFinder]
+        elif self._is_script and rank_zero_only.rank == 0 and CSVLogger(self._folder).file.exists():
+            raise UserError(
+                f"{self._folder} holds a run: continue it by fit(ckpt_path='last'), or give Trainer another "
+                "default_root_dir"
+            )
+        data = self._prepare("fit", model, loaders, datamodule, path)
+        super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
+        self.final_metrics |= self.callback_metrics
+
+    def validate(self, model: Any = None, dataloaders: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validate", "val", model, dataloaders, *args, **kwargs)
+
+    def test(self, model: Any = None, dataloaders: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test", "test", model, dataloaders, *args, **kwargs)
+
+    def predict(self, model: Any = None, dataloaders: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict", "predict", model, dataloaders, *args, **kwargs)
+
+    def _evaluate(
+        self,
+        stage: str,
+        name: str,
+        model: L.LightningModule | None,
+        dataloaders: Any,
+        ckpt_path: str | Path | None = None,
+        datamodule: L.LightningDataModule | None = None,
+        weights_only: bool | None = True,
+        **options: Any,
+    ) -> Any:
+        """Run a stage of Lightning; `ckpt_path` may be `best`, the best checkpoint of this trainer's own run."""
+        module = model or self.lightning_module
+        if module is None:
+            raise UserError(f"{stage}() has no module: give it one, or fit one before")
+        path = self._best_checkpoint() if ckpt_path == "best" else self._find_checkpoint(ckpt_path)
+        data = self._prepare(stage, module, {name: dataloaders}, datamodule, path)
+        method = getattr(super(), stage)
+        result = method(module, datamodule=data, ckpt_path=path, weights_only=weights_only, **options)
+        self.final_metrics |= self.callback_metrics
+        return result
+
+    def order(self, plain: L.LightningDataModule) -> OrderedData:
+        """Return the data of a run, in its order: the same object as long as the DataModule is the same."""
+        if isinstance(plain, OrderedData):
+            return plain
+        if self._data is None or self._data.plain is not plain:
+            self._data = OrderedData(plain, self.seed, self.limits, self.accumulate, self.virtual_ranks, self.bit_exact)
+        return self._data
+
+    def prepare_module(self, module: L.LightningModule) -> None:
+        """Convert the module to the precision of the run, and check that the strategy suits it.
+
+        Lightning restores a checkpoint before it converts the module, which would round the weights of 64-true.
+        """
+        if any(part.__module__.startswith("pytorch_lightning") for part in type(module).__mro__):
+            raise UserError(f"{type(module).__name__} is of pytorch_lightning, another package: import lightning as pl")
+        self.precision_plugin.convert_module(module)
+        use_sample_dropout(module)
+        check_parts(self, module)
+        check_can_train(self.strategy, module)
+        check_callbacks(self)
+
+    def _prepare(
+        self,
+        stage: str,
+        module: L.LightningModule,
+        loaders: dict[str, Any],
+        datamodule: L.LightningDataModule | None,
+        ckpt_path: str | None,
+    ) -> OrderedData:
+        """Prepare the module, describe a run without a configuration, and return the data in its order."""
+        given = next((one for one in loaders.values() if isinstance(one, L.LightningDataModule)), datamodule)
+        if given is None and any(loader is not None for loader in loaders.values()):
+            given = GivenLoaders(loaders)
+        if given is None:  # the loaders are those of the module, or of the stage before
+            given = self._data if self._data is not None and stage != "fit" else ModuleData()
+        data = self.order(given)
+        self.prepare_module(module)
+        if self._is_script:
+            self._description.config = describe_script(self, module, data.plain, self._given, stage, ckpt_path)
+        return data
+
+    def _find_checkpoint(self, ckpt_path: str | Path | None) -> str | None:
+        if ckpt_path != "last":
+            return str(ckpt_path) if ckpt_path else None
+        newest = self._folder / CHECKPOINTS / LAST
+        return str(newest) if newest.is_file() else None
+
+    def _best_checkpoint(self) -> str:
+        """Return the best checkpoint of this run: that of rank zero, on every rank."""
+        monitoring: list[Any] = [one for one in self.checkpoint_callbacks if getattr(one, "monitor", None)]
+        if not monitoring or not monitoring[0].best_model_path:
+            raise UserError("test=best: training has kept no best checkpoint (callbacks.best): set test=true")
+        own = monitoring[0].best_model_path
+        path = self.strategy.broadcast(own)
+        if dist.is_initialized() and not self.strategy.reduce_boolean_decision(path == own):
+            _log.warning(
+                "test=best: %s differs between the ranks, and rank zero's is taken: log it with sync_dist=True",
+                monitoring[0].monitor,
+            )
+        _log.info("test=best: %s", path)
+        return path
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.default_root_dir)
+
+
+def _check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[str, Any]) -> None:
+    if not isinstance(seed, int) or seed < 0:
+        raise UserError(f"seed={seed} is not a seed: give an integer of at least zero")
+    if not isinstance(virtual_ranks, int) or virtual_ranks < 1:
+        raise UserError(f"virtual_ranks={virtual_ranks}: give an integer of at least one")
+    if not isinstance(bit_exact, bool):
+        raise UserError(f"bit_exact={bit_exact}: give true or false")
+    for name in _OWN_ARGUMENTS:
+        if name in kwargs:
+            raise UserError(f"Trainer({name}={kwargs[name]}) has no meaning here: leave it out")
+    every = kwargs.get("log_every_n_steps")
+    if every is not None and every < 1:
+        raise UserError(f"trainer.log_every_n_steps={every} logs nothing and detects no NaN: set at least 1")
+    if not isinstance(kwargs.get("val_check_interval") or 1, int | float):
+        # Lightning reads each rank's own clock, so some ranks would validate while others train.
+        raise UserError(
+            f"trainer.val_check_interval={kwargs['val_check_interval']}: give a number of steps, or a fraction of an "
+            "epoch; ranks cannot validate by the clock"
+        )
+
+
+def _check_callbacks_are_possible(callbacks: dict[str, L.Callback]) -> None:
+    if _has(callbacks, GradientAccumulationScheduler):
+        raise UserError(
+            "GradientAccumulationScheduler changes the number of micro-batches while a run trains, each of which is a "
+            "part of a step here: set trainer.accumulate_grad_batches, which changes no curve"
+        )
+    if _has(callbacks, BatchSizeFinder):
+        raise UserError(
+            "BatchSizeFinder would choose the experiment by the memory of a device: leave it out, set data.batch_size, "
+            "and trainer.accumulate_grad_batches if it does not fit"
+        )
+
+
+def _acts_after_validation(callback: Any) -> bool:
+    """Return whether EarlyStopping or ModelCheckpoint is set to act there only, whatever metric it monitors."""
+    return any(getattr(callback, f"_{act}_on_train_epoch_end", None) is False for act in ("check", "save"))
+
+
+def _named(callbacks: Any) -> dict[str, L.Callback]:
+    """Return the callbacks by name; those of a list have the names of their classes."""
+    if isinstance(callbacks, Mapping):
+        return dict(callbacks)
+    named: dict[str, L.Callback] = {}
+    for one in _as_list(callbacks):
+        name = type(one).__name__
+        named[f"{name}-{len(named)}" if name in named else name] = one
+    return named
+
+
+def _has(callbacks: dict[str, L.Callback], kind: type) -> bool:
+    return any(isinstance(callback, kind) for callback in callbacks.values())
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, Iterable) else [value]
+
+
+def _signature() -> inspect.Signature:
+    """Return the arguments of this class together with those that it hands on to Lightning."""
+    own = dict(inspect.signature(Trainer.__init__).parameters)
+    inherited = dict(inspect.signature(L.Trainer.__init__).parameters)
+    names = {**inherited, **own}
+    kept = [names[name] for name in names if name not in ("self", "kwargs")]
+    return inspect.Signature([one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in kept])
+
+
+# A configuration is checked by it, and editors show it.
+cast(Any, Trainer).__signature__ = _signature()

@@ -1,0 +1,182 @@
+"""`onecurve.Trainer` in scripts: any Lightning project gets one learning curve, without the template."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
+from torch.utils.data import DataLoader
+
+import onecurve
+from onecurve.utils.errors import UserError
+from tests.support.commands import ROOT
+from tests.support.comparison import check_last_checkpoints
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "max_epochs": 1,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}
+
+
+def trainer(folder: Path, **options: Any) -> onecurve.Trainer:
+    return onecurve.Trainer(default_root_dir=folder, **QUIET | options)
+
+
+def loader(samples: int = 64) -> DataLoader[Any]:
+    return DataLoader(RandomDataset(32, samples), batch_size=8, shuffle=True)
+
+
+class Boring(BoringModel):
+    """Logs its loss, as a module of a project does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(self(batch))
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(self(batch)))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(self(batch)))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the script of engine/README.md in a folder outside of the project."""
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "engine" / "README.md").read_text(), re.DOTALL)
+    file = tmp_path_factory.mktemp("script") / "demo.py"
+    file.write_text(script)
+    return file
+
+
+def run_demo(file: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PYTHONPATH"] = str(ROOT / "engine")  # where `pip install ./engine` would put it
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *launcher, str(file), *map(str, arguments)]
+    done = subprocess.run(command, cwd=file.parent, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def one(demo: Path) -> Path:
+    run_demo(demo, "auto", 1, "one")
+    return demo.parent / "one"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_the_script_of_the_readme_has_the_same_bits(strategy: str, demo: Path, one: Path) -> None:
+    run_demo(demo, strategy, 2, strategy)
+    check_last_checkpoints(one, demo.parent / strategy, tolerance=0)
+
+
+def test_ranks_of_torchrun_have_the_same_bits(demo: Path, one: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    run_demo(demo, "ddp", 2, "torchrun", launcher=torchrun)
+    check_last_checkpoints(one, demo.parent / "torchrun", tolerance=0)
+
+
+def test_a_script_goes_on_elsewhere(demo: Path, one: Path) -> None:
+    """Train one epoch on two processes, then the other ones on one."""
+    script = demo.read_text()
+    short = demo.with_name("short.py")
+    short.write_text(script.replace("max_epochs=3", "max_epochs=1"))
+    run_demo(short, "ddp", 2, "continued")
+    run_demo(demo, "auto", 1, "continued")
+    check_last_checkpoints(one, demo.parent / "continued", tolerance=0)
+
+
+def test_loaders_and_stages(folder: Path) -> None:
+    one = trainer(folder, bit_exact=True)
+    one.fit(Boring(), loader(), loader(32))
+    one.validate(dataloaders=loader(32), verbose=False)
+    one.test(dataloaders=loader(32), verbose=False)
+    predictions = one.predict(dataloaders=loader(16))
+    assert {"train_loss", "val_loss", "test_loss"} <= one.final_metrics.keys()
+    assert sum(len(batch) for batch in predictions) == 16
+
+
+def test_data_modules_and_the_loaders_of_a_module(folder: Path) -> None:
+    class OwnLoaders(Boring):
+        def train_dataloader(self) -> Any:
+            return DataLoader(RandomDataset(32, 64), batch_size=8)
+
+    data = BoringDataModule()
+    one = trainer(folder)
+    one.fit(Boring(), data, weights_only=True)  # a DataModule in the place of a loader, as Lightning takes it
+    assert one.datamodule is one.order(data)
+    other = trainer(folder.with_name("own"))
+    other.fit(OwnLoaders())
+    assert other.global_step == 8
+
+
+def test_a_run_is_not_overwritten(folder: Path) -> None:
+    trainer(folder).fit(Boring(), loader())
+    rows = (folder / "metrics.csv").read_text()
+    with pytest.raises(UserError, match=r"holds a run: continue it by fit\(ckpt_path=.last.\), or give"):
+        trainer(folder).fit(Boring(), loader())
+    assert (folder / "metrics.csv").read_text() == rows
+    longer = trainer(folder, max_epochs=2)
+    longer.fit(Boring(), loader(), ckpt_path="last")
+    assert longer.global_step == 16
+    assert (folder / "metrics.csv").read_text().startswith(rows)
+
+
+def test_another_experiment_is_refused(folder: Path) -> None:
+    trainer(folder).fit(Boring(), loader())
+    with pytest.raises(UserError, match=r"the run in ckpt_path had seed=None \(now 1\)|had seed=0 \(now 1\)"):
+        trainer(folder, seed=1, max_epochs=2).fit(Boring(), loader(), ckpt_path="last")
+
+
+def test_the_best_checkpoint_is_tested(folder: Path) -> None:
+    best = ModelCheckpoint(folder / "checkpoints", monitor="val_loss", filename="best")
+    one = trainer(folder, callbacks=[best], max_epochs=2)
+    one.fit(Boring(), loader(), loader(32))
+    one.test(dataloaders=loader(32), ckpt_path="best", verbose=False)
+    assert "test_loss" in one.final_metrics
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": -1}, "seed=-1 is not a seed"),
+        ({"virtual_ranks": 0}, "virtual_ranks=0: give an integer"),
+        ({"bit_exact": "yes"}, "bit_exact=yes: give true or false"),
+        ({"strategy": "ddpp"}, "strategy=ddpp: did you mean ddp"),
+        ({"use_distributed_sampler": True}, r"Trainer\(use_distributed_sampler=True\) has no meaning here"),
+        ({"callbacks": BatchSizeFinder()}, "BatchSizeFinder would choose the experiment"),
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0: give a number of micro-batches"),
+    ],
+)
+def test_refusals(options: dict[str, Any], message: str, folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        trainer(folder, **options).fit(Boring(), loader())
+
+
+def test_arguments_are_those_of_lightning_and_its_own() -> None:
+    import inspect
+
+    own, lightnings = (inspect.signature(kind).parameters for kind in (onecurve.Trainer, L.Trainer))
+    assert {"virtual_ranks", "bit_exact", "seed", "timeout"} <= own.keys() - lightnings.keys()
+    assert not lightnings.keys() - own.keys()
+
+
+def test_the_trainer_seeds_the_weights(folder: Path) -> None:
+    def first_weight(seed: int) -> torch.Tensor:
+        trainer(folder, seed=seed)
+        return BoringModel().layer.weight
+
+    assert torch.equal(first_weight(3), first_weight(3))
+    assert not torch.equal(first_weight(3), first_weight(4))
