@@ -45,6 +45,8 @@ class ImageDataModule(L.LightningDataModule):
         splits: the splits `train`, `val` and `test`; empty before `setup`.
     """
 
+    hardware_options = ("root", "predict_dir", "num_workers", "device_resident")  # they change no curve
+
     def __init__(
         self,
         source: ImageSource,

@@ -52,6 +52,8 @@ class ImageClassifier(Module):
             the backward pass, which saves memory; `none` keeps all activations.
     """
 
+    hardware_options = ("compile", "channels_last", "recompute", "tta")  # they change no curve
+
     def __init__(
         self,
         net: nn.Module,

@@ -1,8 +1,8 @@
 """The two kinds of options: the experiment is what a run computes, and the hardware is how it computes that.
 
-Two runs with the same options of the experiment have one curve, whatever their hardware. Every option that is not
-declared as hardware here counts as experiment, also one of a user's own class. An option that is hardware only together
-with others is not declared. `NODE.*` also stands for the node itself.
+Two runs with the same options of the experiment have one curve, whatever their hardware. Every option counts as
+experiment unless it is declared as hardware: here, or by the class that takes it, in a tuple `hardware_options`. An
+option that is hardware only together with others is not declared. `NODE.*` also stands for the node itself.
 """
 
 from fnmatch import fnmatchcase
@@ -10,15 +10,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from onecurve.utils.targets import default_options
+from onecurve.utils.targets import default_options, locate
 
 HARDWARE = """
     ckpt_path resume fit test predict doctor plan hardware.* report tags optimized_metric run_dir runtime.* logger.*
     launch.function launch.timeout launch.max_restarts launch.elastic launch.min_devices launch.probe
-    optimizer.compile optimizer.fused optimizer.foreach optimizer.capturable data.augment.compile
-    module.compile module.channels_last module.recompute module.tta
-    data.root data.source.urls data.source.file data.source.in_memory data.predict_dir
-    data.batch_size_per_device data.num_workers data.device_resident
+    optimizer.compile optimizer.fused optimizer.foreach optimizer.capturable data.batch_size_per_device
     trainer._target_ trainer.accelerator trainer.devices trainer.num_nodes trainer.accumulate_grad_batches
     trainer.max_time trainer.log_every_n_steps trainer.num_sanity_val_steps trainer.limit_predict_batches
     trainer.enable_progress_bar trainer.enable_model_summary trainer.enable_checkpointing
@@ -35,8 +32,10 @@ HARDWARE = """
     callbacks.gradients.* callbacks.evaluation.* callbacks.samples.* callbacks.pruning.trial
 """.split()
 
-# Hardware options that DataModules of users often have.
-OWN_HARDWARE = ["data.data_dir", "data.pin_memory", "data.persistent_workers", "data.prefetch_factor"]
+# Hardware options that DataModules often have, also those that declare none.
+OWN_HARDWARE = """
+    data.root data.data_dir data.num_workers data.pin_memory data.persistent_workers data.prefetch_factor
+""".split()
 
 # Values of hardware options that make another experiment, as NAME=VALUE.
 EXPERIMENT_VALUES = ["strategy._target_=onecurve.parallel.dp.DP"]
@@ -61,9 +60,14 @@ def matches(name: str, patterns: list[str]) -> bool:
     return any(fnmatchcase(name, pattern) or name == pattern.removesuffix(".*") for pattern in patterns)
 
 
-def is_experiment(name: str, value: Any) -> bool:
+def is_experiment(config: DictConfig, name: str, value: Any) -> bool:
     """Return whether an option with that value belongs to the experiment."""
-    return not matches(name, HARDWARE + OWN_HARDWARE) or f"{name}={value}" in EXPERIMENT_VALUES
+    if f"{name}={value}" in EXPERIMENT_VALUES:
+        return True
+    node, _, key = name.rpartition(".")
+    target = OmegaConf.select(config, f"{node}._target_") if node else None
+    declared = getattr(locate(f"{node}._target_", target), "hardware_options", ()) if target else ()
+    return key not in declared and not matches(name, HARDWARE + OWN_HARDWARE)
 
 
 def experiment_options(config: DictConfig) -> dict[str, Any]:
@@ -75,7 +79,7 @@ def experiment_options(config: DictConfig) -> dict[str, Any]:
     return {
         name: value
         for name, value in flat.items()
-        if is_experiment(name, value) and not _is_copy(name, flat) and value != default_value(config, name)
+        if is_experiment(config, name, value) and not _is_copy(name, flat) and value != default_value(config, name)
     }
 
 

@@ -28,6 +28,7 @@ class Augmentation:
         samples: number of samples of the dataset, whose keys are computed once per epoch.
     """
 
+    hardware_options = ("compile",)  # they change no curve
     samples: int
 
     def __init__(

@@ -25,6 +25,7 @@ class ArrayFile:
         classes: names of the classes in the order of the labels; None means their numbers.
     """
 
+    hardware_options = ("file",)  # they change no curve
     description = "arrays in a file"
 
     def __init__(self, file: str, image_shape: Sequence[int], classes: Sequence[str] | None = None) -> None:

@@ -19,6 +19,7 @@ class ClassFolders:
         in_memory: whether to read all images at the start, or those of a batch when it is fetched.
     """
 
+    hardware_options = ("in_memory",)  # they change no curve
     description = "images in folders"
 
     def __init__(self, image_shape: Sequence[int], in_memory: bool = True) -> None:

@@ -26,6 +26,8 @@ class HuggingFaceDataset:
         in_memory: whether to read all images at the start, or those of a batch when it is fetched.
     """
 
+    hardware_options = ("in_memory",)  # they change no curve
+
     def __init__(
         self,
         name: str,

@@ -9,6 +9,12 @@ from pathlib import Path
 import pytest
 
 from onecurve.utils.option_kinds import HARDWARE, experiment_options
+from src.data.augment.augmentation import Augmentation
+from src.data.datamodule import ImageDataModule
+from src.data.sources.array_file import ArrayFile
+from src.data.sources.cifar import CIFAR10
+from src.data.sources.class_folders import ClassFolders
+from src.models.classifier import ImageClassifier
 from tests.support.comparison import TOLERANCE, check_replicas, relative
 from tests.support.experiments import SHORT_RUN
 from tests.support.hardware import BATCH, VARIED, Setting, cover, overrides
@@ -19,7 +25,8 @@ NOT_VARIED = {  # by why they cannot matter here, or where else they are tested
     "the program": "runtime.* run_dir ckpt_path resume trainer.default_root_dir trainer.plugins trainer.strategy "
     "trainer.callbacks trainer.logger trainer.use_distributed_sampler strategy.devices strategy.num_nodes "
     "strategy.single_process strategy.accelerator strategy.parallel_devices strategy.cluster_environment "
-    "strategy.checkpoint_io strategy.precision_plugin trainer._target_ trainer.barebones trainer.model_registry",
+    "strategy.checkpoint_io strategy.precision_plugin trainer._target_ trainer.barebones trainer.model_registry trainer.timeout trainer.config "
+    "launch.function",
     "what happens after training": "fit test predict data.predict_dir trainer.limit_predict_batches module.tta",
     "records": "report tags optimized_metric logger.* doctor plan hardware.* trainer.profiler.* "
     "trainer.enable_progress_bar trainer.enable_model_summary trainer.enable_autolog_hparams "
@@ -37,7 +44,12 @@ QUICK, PAIRS = cover(1), cover(2)
 def test_every_hardware_option_is_varied_or_excused() -> None:
     excused = {name for names in NOT_VARIED.values() for name in names.split()}
     named = {name.removesuffix(".*").removesuffix(".every_n_train_steps") for name in VARIED}
-    assert {name for name in HARDWARE if name.removesuffix(".*") not in named} == excused
+    classes = {"data": ImageDataModule, "data.augment": Augmentation, "module": ImageClassifier}
+    declared = {f"{node}.{option}" for node, kind in classes.items() for option in kind.hardware_options}
+    declared |= {
+        f"data.source.{option}" for kind in (CIFAR10, ArrayFile, ClassFolders) for option in kind.hardware_options
+    }
+    assert {name for name in {*HARDWARE, *declared} if name.removesuffix(".*") not in named} == excused
 
 
 @pytest.mark.parametrize(
