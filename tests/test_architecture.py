@@ -36,6 +36,7 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 LAYERS = [  # of engine/onecurve, from the top down: each imports from those below it, and from itself
+    "protocols",  # what classes of users may offer
     "application",  # what train.py does with a command line
     "notebook",  # training from Python
     "doctor",  # checks before a run
