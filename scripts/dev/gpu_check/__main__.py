@@ -26,7 +26,7 @@ from torch.utils.collect_env import get_pretty_env_info
 
 from scripts.dev.gpu_check.case import Case, Session
 from scripts.dev.gpu_check.cases import cases
-from scripts.dev.shared.process import ROOT, TIMED_OUT, exit_on_sigterm, last_line, python, run_limited
+from scripts.dev.shared.process import ROOT, TIMED_OUT, Command, exit_on_sigterm, last_line, python, run_together
 
 PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
 _PAGE = """\
@@ -101,8 +101,9 @@ def run_case(case: Case, session: Session) -> Outcome:
     result, log = folder / "result.json", folder / "log"
     place = [session.accelerator, session.devices, folder]
     child = python("-m", "scripts.dev.gpu_check.cases", case.name, result, *place)
+    own_cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}  # a compiler that is killed leaves broken files
     start = time.monotonic()
-    code = run_limited(child, log, case.limit)
+    (code,) = run_together([Command(child, log, own_cache)], case.limit)
     seconds = time.monotonic() - start
     if code is TIMED_OUT:
         return Outcome(case.name, "FAILED", seconds, f"not finished within {case.limit} s: {last_line(log)}")
