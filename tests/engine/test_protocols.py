@@ -8,14 +8,14 @@ import pytest
 from onecurve import protocols
 from tests.support.commands import ROOT
 
-PROTOCOLS = [
-    kind for _, kind in inspect.getmembers(protocols, inspect.isclass) if kind.__module__ == protocols.__name__
-]
+CLASSES = inspect.getmembers(protocols, inspect.isclass)
+PROTOCOLS = [kind for _, kind in CLASSES if kind.__module__ == protocols.__name__]
+FILES = [file for file in (ROOT / "engine" / "onecurve").rglob("*.py") if file.name != "protocols.py"]
 # What getattr and hasattr ask of objects that are no user's: of torch, Lightning, Python and this library.
 OTHERS = """
-    CSafeLoader __dict__ __file__ __module__ __mro__ __name__ _metadata _step_supports_amp_scaling add_note all_gather_single best_model_path
-    experiment func generator last_step mallopt max_norm num_replicas origin ps1 run sampler save_weights_only scaler shape
-    shutdown_timeout sparse
+    CSafeLoader __dict__ __file__ __module__ __mro__ __name__ _metadata _step_supports_amp_scaling add_note
+    all_gather_single best_model_path experiment func generator last_step mallopt max_norm num_replicas origin ps1 run
+    sampler save_weights_only scaler shape shutdown_timeout sparse
 """.split()
 
 

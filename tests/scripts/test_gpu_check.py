@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 
 from engine.dev.gpu_check import numbers
 from engine.dev.gpu_check.__main__ import run_case
+from engine.dev.gpu_check.bits import expect_equal_bits
 from engine.dev.gpu_check.case import Case, CheckFailedError, Session
 from engine.dev.gpu_check.cases import cases
 from engine.dev.gpu_check.runs import expect_equal
+from engine.dev.shared.process import TIMED_OUT, Command, run_together
 from onecurve.notebook import Result
 from tests.support.commands import ROOT, run_here, wait_until
 
@@ -57,11 +60,20 @@ def test_a_check_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
     assert wait_until(lambda: not inner.exists(), 5)
 
 
+def test_the_other_command_is_ended_when_one_fails(tmp_path: Path) -> None:
+    programs = [[sys.executable, "-c", SLEEP, str(tmp_path)], [sys.executable, "-c", "raise SystemExit(3)"]]
+    commands = [Command(program, tmp_path / f"{number}.log") for number, program in enumerate(programs)]
+    start = time.monotonic()
+    assert run_together(commands, 60) == [TIMED_OUT, 3]
+    assert time.monotonic() - start < 30
+
+
 def test_cases_have_different_names() -> None:
     for devices in (1, 2, 4, 8):
         names = [case.name for case in cases(Session("gpu", devices, Path()))]
         assert len(names) == len(set(names))
-    assert {"hsdp-x8", "pipeline-x4", "dp", "stop-torchrun"} <= set(names)
+    assert {"ddp-x2-shared", "bits-fsdp-x2-shared"} <= {case.name for case in cases(Session("gpu", 1, Path()))}
+    assert {"hsdp-x8", "bits-ddp-x2", "pipeline-x4", "dp", "stop-torchrun"} <= set(names)
 
 
 @pytest.mark.parametrize(("loss", "weight"), [(1 + 1e-6, 1.0), (1.0, 1 + 1e-6), (1.0, float("nan"))])
@@ -83,6 +95,27 @@ def test_errors_are_one_line(words: list[str], message: str) -> None:
     _, err = run_here(*words, program="engine.dev.gpu_check.__main__", code=1)
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("tensor", "text"), [(1.0 + 1e-7, "1.0"), (1.0, "1.00")])
+def test_different_bits_are_noticed(tensor: float, text: str, tmp_path: Path) -> None:
+    runs = [result(tmp_path / name, 1.0, 1.0) for name in "ab"]
+    for one in runs:
+        content = {"state_dict": {"w": torch.tensor([1.0])}, "optimizer_states": []}
+        torch.save(content, one.folder / "checkpoints" / "last.ckpt")
+    assert expect_equal_bits(runs[0], runs[1], "run") == 3
+    (runs[0].folder / "metrics.csv").write_text(f"step,train/loss\n1,{text}\n")
+    content["state_dict"] = {"w": torch.tensor([tensor])}
+    torch.save(content, runs[0].folder / "checkpoints" / "last.ckpt")
+    with pytest.raises(CheckFailedError, match=r"train/loss is 1.00, 1.0 expected|1 of 1 tensors differ, such as w"):
+        expect_equal_bits(runs[0], runs[1], "run")
+
+
+@pytest.mark.slow
+def test_two_ranks_of_one_device(tmp_path: Path) -> None:
+    shared = ["--devices", "1", "--only", "^ddp-x2-shared|^bits-pipeline-x2-shared", "--jobs", "2"]
+    out, _ = run_here("--accelerator", "cpu", *shared, program="engine.dev.gpu_check.__main__")
+    assert out.count(" | ok | ") == 2
 
 
 @pytest.mark.slow

@@ -34,11 +34,15 @@ class Session:
 
 @dataclass(frozen=True)
 class Case:
-    """A named check, which runs in a process of its own for at most `limit` seconds."""
+    """A named check, which runs in a process of its own for at most `limit` seconds.
+
+    A check of speed is `timed`: no other one runs at the same time.
+    """
 
     name: str
     check: Callable[[Session], str]
     limit: float = 120
+    timed: bool = False
 
 
 def expect(condition: bool, message: str) -> None:

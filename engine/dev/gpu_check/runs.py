@@ -2,6 +2,7 @@
 
 import math
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -57,15 +58,15 @@ def _difference(one: Result, other: Result) -> float:
     pairs = zip(column(one, "train/loss"), column(other, "train/loss"), strict=True)
     losses = [abs(a - b) / abs(b) for a, b in pairs]
     expect(bool(losses), "metrics.csv has no train/loss")
-    states = [_weights(result) for result in (one, other)]
+    states = [checkpoint(result)["state_dict"] for result in (one, other)]
     expect(states[0].keys() == states[1].keys(), "the checkpoints have different tensors")
     weights = [_relative(tensor, states[1][name]) for name, tensor in states[0].items()]
     return float(torch.tensor(losses + weights).max())  # NaN if one is
 
 
-def _weights(result: Result) -> dict[str, torch.Tensor]:
-    file = result.folder / "checkpoints" / "last.ckpt"
-    return torch.load(file, map_location="cpu", weights_only=True)["state_dict"]
+def checkpoint(result: Result) -> dict[str, Any]:
+    """Return the content of the last checkpoint, on the CPU."""
+    return torch.load(result.folder / "checkpoints" / "last.ckpt", map_location="cpu", weights_only=True)
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -57,6 +57,27 @@ def speedrun(compile: bool) -> Callable[[Session], str]:
     return check
 
 
+def speed_of_bits(session: Session) -> str:
+    """Return the step of the default model, and the ratios of computing virtual ranks one by one, and of one group."""
+    gpu = ["data.source.train_size=20000", "trainer.max_epochs=2", "trainer.log_every_n_steps=20"]
+    size = gpu if session.on_gpu else ["model.width=4", *TINY, "trainer.max_steps=6"]
+    ways: dict[str, list[str]] = {
+        "together": [],
+        "one by one": ["bit_exact=true"],
+        "virtual_ranks=1": ["virtual_ranks=1"],
+    }
+    figures = []
+    for precision in ("32-true", "bf16-mixed"):
+        options = [*size, "test=false", f"trainer.precision={precision}"]
+        together, *others = (
+            middle(run(session, f"{precision} {name}", *options, *own), "throughput/step_ms")
+            for name, own in ways.items()
+        )
+        ratios = ", ".join(f"{name} {step / together:.2f}" for name, step in zip([*ways][1:], others, strict=True))
+        figures.append(f"{precision}: {together:.2f} ms together; times that: {ratios}")
+    return "; ".join(figures)
+
+
 def _seconds(result: Result) -> float:
     """Return the seconds of training and of the test, which is with test-time augmentation."""
     assert result.trainer

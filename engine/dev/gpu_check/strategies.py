@@ -27,7 +27,7 @@ def strategy_check(strategy: str, devices: int | list[int]) -> Callable[[Session
 
     def check(session: Session) -> str:
         options = [f"strategy={strategy}", *_options(strategy, devices)]
-        groups = f"virtual_ranks={MICRO_BATCHES if strategy in ('pipeline', 'hybrid') else 1}"
+        groups = groups_of(strategy)
         expected = run(replace(session, accelerator="cpu"), "cpu", *SHORT_PARITY, groups)
         found = expect_equal(run(session, "float64", *SHORT_PARITY, groups, *options, devices=devices), expected)
         half = ["model.width=8", *TINY, "trainer.precision=bf16-mixed", "trainer.max_epochs=2", "test=false", groups]
@@ -35,6 +35,11 @@ def strategy_check(strategy: str, devices: int | list[int]) -> Callable[[Session
         return f"difference {found} in float64; {speed:.0f} ms per tiny step in bfloat16"
 
     return check
+
+
+def groups_of(strategy: str) -> str:
+    """Return the option of one normalization group, or of one for each micro-batch of a pipeline."""
+    return f"virtual_ranks={MICRO_BATCHES if strategy in ('pipeline', 'hybrid') else 1}"
 
 
 def _options(strategy: str, devices: int | list[int]) -> list[str]:
