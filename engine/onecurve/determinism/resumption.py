@@ -78,7 +78,8 @@ class ExactResumption(L.Callback):
         if epochs.started > epochs.processed:  # within an epoch; another callback may save before this one has counted
             epoch_steps = loop.epoch_loop.batch_progress.current.processed
             steps += epoch_steps - self._epoch_steps
-        elif epochs.ready == epochs.processed and epoch_steps:  # training has stopped within an epoch
+        elif epochs.ready <= epochs.processed and epoch_steps:  # training has stopped within an epoch
+            # `ready` stays behind in a resumed run: Lightning leaves its increment out in each epoch.
             epoch -= 1
         batches = loop.epoch_loop.batch_progress  # whose `is_last_batch` holds from before the batch to the next epoch
         has_ended = batches.is_last_batch and batches.current.processed == batches.current.ready

@@ -54,8 +54,11 @@ class NormGroups(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         average_statistics(pl_module)
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Average the statistics, also those of an average of the weights, before they leave the GPU, as NCCL asks."""
         average_statistics(pl_module)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         revert_norm_groups(pl_module)
 
 

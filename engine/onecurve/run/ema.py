@@ -60,12 +60,14 @@ class EMA(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._swap_weights(pl_module)
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave the average in the module, for test and prediction."""
+        self._swap_weights(pl_module)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._restored_average:  # training did not start, because the run was finished already
             trainer.strategy.load_model_state_dict({"state_dict": self._restored_average})
             self._restored_average = {}
-        self._swap_weights(pl_module)
         self._average, self._training_weights = {}, {}
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

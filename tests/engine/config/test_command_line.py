@@ -87,7 +87,7 @@ def test_an_error_in_the_users_code_has_a_short_traceback(
     log = tmp_path / "run" / "logs" / "rank0.log"
     header, folded, *last = err.splitlines()[-6:]
     assert header == "Traceback (most recent call last):"
-    assert folded == "  ... frames of libraries and of engine/onecurve ..."
+    assert folded == "  ... frames of libraries and of onecurve ..."
     assert last == [
         f'  File "{tmp_path}/mine.py", line 4, in training_step',
         "    raise ValueError('here')",
@@ -95,7 +95,8 @@ def test_an_error_in_the_users_code_has_a_short_traceback(
         f"full traceback: {log}",
     ]
     assert "training_epoch_loop.py" in log.read_text()
-    monkeypatch.setattr("onecurve.config.command_line.TRACEBACK_WANTED", True)
+    for place in ("application", "config.command_line"):
+        monkeypatch.setattr(f"onecurve.{place}.TRACEBACK_WANTED", True)
     with pytest.raises(ValueError, match="here"):
         run_here(*arguments, f"run_dir={tmp_path}/full")
 

@@ -151,3 +151,19 @@ def test_worse_epoch_after_a_restart_keeps_the_best_checkpoint(small: list[str],
     assert kept["best_model_path"] == str(folder / "checkpoints" / "best.ckpt")
     assert kept["best_model_score"] is not None
     assert kept["best_model_score"] == state["best_model_score"]
+
+
+def test_a_continued_run_that_ends_within_an_epoch_has_the_position_of_the_uninterrupted_one(
+    small: list[str], folder: Path
+) -> None:
+    """Lightning counts the epochs of a continued run differently."""
+    within = [*small, *SHORT_RUN, *TASK, *SMALL_MLP, f"trainer.max_steps={SHORT_EPOCH + 2}"]
+    save = [f"+callbacks.kept={{_target_: onecurve.run.checkpoint.LastCheckpoint, dirpath: {folder}/saved}}"]
+    positions = []
+    for path in (None, f"{folder}/died.ckpt"):
+        if path:
+            die(compose(folder, *within), "on_train_batch_end", SAVED)
+        fit(compose(folder / f"{path is None}", *within, *save, f"ckpt_path={path or 'null'}"))
+        positions.append(torch.load(folder / "saved" / "last.ckpt")["position"])
+    assert positions[0] == positions[1]
+    assert (positions[0]["epoch"], positions[0]["epoch_steps"]) == (1, 2)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -265,3 +266,34 @@ def test_evaluation_and_checkpoints_have_the_mean_over_all_groups(
         ours, theirs = (torch.load(run / "checkpoints" / f"{name}.ckpt") for run in (single, folder))
         for key, value in ours["state_dict"].items():
             assert relative(theirs["state_dict"][key], value) < TOLERANCE
+
+
+class ForbidAfterTeardown(L.Callback):
+    """Lets collectives fail once the strategy has moved the module to the CPU, as NCCL does with tensors there."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        teardown = trainer.strategy.teardown
+
+        def teardown_and_forbid() -> None:
+            teardown()
+            dist.all_reduce = fail
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError("No backend type associated with device type cpu")
+
+        trainer.strategy.teardown = teardown_and_forbid  # type: ignore[method-assign]
+
+
+def fit_with_nothing_after_teardown(cfg: Any) -> None:
+    all_reduce = dist.all_reduce
+    try:
+        fit(cfg, ForbidAfterTeardown())
+    finally:
+        dist.all_reduce = all_reduce
+
+
+def test_statistics_are_averaged_before_the_module_leaves_the_device(
+    pool: Pool, small: list[str], folder: Path
+) -> None:
+    cfg = compose(folder, *small, *SHORT_RUN, "strategy=ddp", "trainer.devices=2")
+    pool.run(2, fit_with_nothing_after_teardown, cfg)
