@@ -167,7 +167,9 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
         trainer.callbacks.append(LambdaCallback(on_train_start=begin))
         with suppress(_HasBegun):
             trainer.fit(module, datamodule=data, weights_only=True)
-    if not profiles:
+    if profiles:
+        module.to(profiles[0].example.device)  # the end of a run moves it from a GPU to the CPU
+    else:
         raise UserError("trainer.max_epochs or max_steps lets this run train nothing, so there is nothing to plan")
     job = Job(
         hardware,
