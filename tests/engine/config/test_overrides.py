@@ -167,6 +167,12 @@ def test_the_best_checkpoint_of_a_run(option: str, tmp_path: Path) -> None:
     assert complete_overrides([f"{option}={folder}/latest"]) == [f"{option}={folder}/latest"]
 
 
+def test_the_best_checkpoint_of_a_run_in_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert complete_overrides(["init_from=run/best"]) == ["init_from='run/checkpoints/best.ckpt'"]
+
+
 def test_only_checkpoints_are_looked_for(tmp_path: Path) -> None:
     assert complete_overrides(["run_dir=best", "x=last"]) == ["run_dir=best", "x=last"]
 
@@ -236,6 +242,17 @@ def test_exit_codes(
     assert application == [project / ".env", "forget", (["train.py", "run_dir='a=b'"], "1")]
 
 
+def test_an_error_is_explained_with_the_typed_choices(
+    application: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> None:
+        raise ConfigCompositionException("Could not override 'model.patchs'")
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "model=vit"])
+    assert run_application(main) == 1
+    assert "did you mean model.patches?" in capsys.readouterr().err
+
+
 def test_errors_that_are_shown_in_full(application: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FULL_ERROR, raising=False)
 
@@ -250,6 +267,10 @@ def test_errors_that_are_shown_in_full(application: list[Any], monkeypatch: pyte
     application[0] = UserError("with its traceback")
     with pytest.raises(UserError, match="with its traceback"):
         run_application(main)
+
+
+def test_a_traceback_is_wanted_if_hydra_is_asked_for_it() -> None:
+    assert (os.environ.get(FULL_ERROR) == "1") is command_line.TRACEBACK_WANTED
 
 
 def explained(error: Exception, *words: str) -> str:

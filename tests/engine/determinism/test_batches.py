@@ -109,6 +109,12 @@ def test_given_batches_of_several_parts() -> None:
     assert len(batches) == 4
 
 
+def test_one_given_batch_in_an_epoch() -> None:
+    batches = GivenBatches(lambda epoch: GIVEN[:1], evens, sharing=2, steps=1)
+    assert [batch.tolist() for batch in batches] == [[5, 7]]
+    assert len(batches) == 1
+
+
 @pytest.mark.parametrize(
     ("start", "steps", "expected"), [(1, 3, [[9], [1, 3]]), (0, 2, [[5, 7], [9]]), (1, 2, [[9]]), (2, 2, [])]
 )

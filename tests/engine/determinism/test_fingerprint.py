@@ -4,6 +4,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -62,7 +63,12 @@ def labeled(*labels: int, name: str = "labels") -> Any:
 def targets(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the classes whose code counts; their hash is `code`."""
     found: list[str] = []
-    monkeypatch.setattr(module, "code_version", lambda names: found.extend(names) or "code")
+
+    def code_version(names: list[str]) -> str:
+        found.extend(names)
+        return "code"
+
+    monkeypatch.setattr(module, "code_version", code_version)
     return found
 
 
@@ -71,6 +77,11 @@ def test_the_fingerprint_is_a_hash_of_options_and_code() -> None:
     assert Experiment({"seed": 1, "lr": 0.1}, "abc").fingerprint == expected
     assert Experiment({"lr": 0.1, "seed": 1}, "abc").fingerprint == expected
     assert Experiment({"path": Path("a")}, "").fingerprint == sha256('{"code": "", "options": {"path": "a"}}')[:6]
+
+
+def test_an_experiment_does_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Experiment({}, "").code = "other"  # type: ignore[misc]
 
 
 def test_options_of_an_experiment(targets: list[str]) -> None:
@@ -189,6 +200,7 @@ def test_an_unchanged_run_is_the_same_experiment(caplog: pytest.LogCaptureFixtur
         ({"b": 1, "a": None}, {"b": 2, "a": True}, "a=null (now true), b=1 (now 2)"),
         ({"training data": "9 samples"}, {}, "training data=9 samples (now 2 samples)"),
         ({"training data": "9 samples", "seed": 1}, {}, "seed=1 (now 3)"),
+        ({"training data": "9 samples", "virtual_ranks": 2}, {"virtual_ranks": 4}, "virtual_ranks=2 (now 4)"),
         ({"trainer.sync_batchnorm": ...}, {"trainer.sync_batchnorm": True}, "trainer.sync_batchnorm=null (now true)"),
     ],
 )
@@ -228,7 +240,7 @@ def test_initial_weights_and_origin_are_those_of_the_run() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def source_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a folder from which Python imports; its modules are forgotten afterwards."""
     before = {*sys.modules}
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -244,13 +256,14 @@ def write(folder: Path, **files: str) -> None:
     for name, text in files.items():
         file = folder / f"{name.replace('__', '/')}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
-        (file.parent / "__init__.py").touch() if file.parent != folder else None
+        if file.parent != folder:
+            (file.parent / "__init__.py").touch()
         file.write_text(text)
 
 
-def test_code_is_the_source_without_comments_and_docstrings(folder: Path) -> None:
+def test_code_is_the_source_without_comments_and_docstrings(source_folder: Path) -> None:
     write(
-        folder,
+        source_folder,
         fp_solo='"""Docs."""\nimport json  # why\n\n\ndef net( ):\n    "Docs."\n    return  1\n\n\n'
         'class Empty:\n    """Docs."""\n\n    async def f(self):\n        """Docs."""\n\n\nx = "no docs"\n',
     )
@@ -262,15 +275,15 @@ def test_code_is_the_source_without_comments_and_docstrings(folder: Path) -> Non
     assert code_version(["torch.optim.SGD"]) == code_version([]) == sha256("")
 
 
-def test_modules_are_hashed_in_the_order_of_their_names(folder: Path) -> None:
-    write(folder, fp_b="def f():\n    pass\n", fp_a="def f():\n    pass\n")
+def test_modules_are_hashed_in_the_order_of_their_names(source_folder: Path) -> None:
+    write(source_folder, fp_b="def f():\n    pass\n", fp_a="def f():\n    pass\n")
     code = "def f():\n    pass\n"
     assert code_version(["fp_b.f", "fp_a.f"]) == sha256(f"fp_a\n{code}fp_b\n{code}")
 
 
-def test_a_file_counts_with_those_of_its_folder_that_it_imports(folder: Path) -> None:
+def test_a_file_counts_with_those_of_its_folder_that_it_imports(source_folder: Path) -> None:
     write(
-        folder,
+        source_folder,
         fp_p__net="import json\nimport fp_q\nfrom . import sizes\nfrom .sub.layers import f\n"
         "import src.engine.utils.steps\nimport src.engine.determinism.module_data\n\n\n"
         "def net():\n    import fp_p.later\n",
@@ -288,9 +301,19 @@ def test_a_file_counts_with_those_of_its_folder_that_it_imports(folder: Path) ->
     assert "src.engine.utils.steps" not in found
 
 
-def test_a_file_without_a_folder_counts_with_loaded_files_beside_it(folder: Path) -> None:
-    write(folder, fp_net="import fp_helper\nimport fp_other\nfrom src.engine.utils.errors import UserError\n")
-    write(folder, fp_helper="", fp_other="")
+def test_code_of_a_class_in_a_folder(source_folder: Path) -> None:
+    write(
+        source_folder,
+        fp_s__net="from .sizes import WIDTH\n\n\ndef net():\n    return WIDTH\n",
+        fp_s__sizes="WIDTH = 3\n",
+    )
+    net = "from .sizes import WIDTH\n\ndef net():\n    return WIDTH"
+    assert code_version(["fp_s.net.net"]) == sha256(f"fp_s.net\n{net}\nfp_s.sizes\nWIDTH = 3\n")
+
+
+def test_a_file_without_a_folder_counts_with_loaded_files_beside_it(source_folder: Path) -> None:
+    write(source_folder, fp_net="import fp_helper\nimport fp_other\nfrom src.engine.utils.errors import UserError\n")
+    write(source_folder, fp_helper="", fp_other="")
     __import__("fp_net")
     del sys.modules["fp_other"]
     assert {name for name in module._with_imports("fp_net", "", set()) if "determinism" not in name} == {
@@ -299,31 +322,31 @@ def test_a_file_without_a_folder_counts_with_loaded_files_beside_it(folder: Path
     }
 
 
-def test_the_origin_of_a_name_counts(folder: Path) -> None:
+def test_the_origin_of_a_name_counts(source_folder: Path) -> None:
     """A module that another one hands on."""
-    write(folder, fp_r__net="from .hub import f\n", fp_r__hub="from fp_r.origin import *\n")
-    write(folder, fp_r__origin="def f():\n    pass\n")
+    write(source_folder, fp_r__net="from .hub import f\n", fp_r__hub="from fp_r.origin import *\n")
+    write(source_folder, fp_r__origin="def f():\n    pass\n")
     __import__("fp_r.net")
     assert module._with_imports("fp_r.net", "fp_r", set()) == {"fp_r.net", "fp_r.hub", "fp_r.origin"}
 
 
-def test_modules_that_were_found_are_not_followed_again(folder: Path) -> None:
-    write(folder, fp_loop="import fp_loop\n")
+def test_modules_that_were_found_are_not_followed_again(source_folder: Path) -> None:
+    write(source_folder, fp_loop="import fp_loop\n")
     assert module._with_imports("fp_loop", "", {"fp_loop"}) == {"fp_loop"}
     assert module._with_imports("json", "", set()) == set()
     assert module._with_imports("no.such.module", "", set()) == set()
 
 
-def test_names_that_a_file_imports(folder: Path) -> None:
+def test_names_that_a_file_imports(source_folder: Path) -> None:
     text = "import a.b, c\nfrom d import e as f\nfrom . import g\nfrom .h import i\nfrom .. import j\n"
     text += "\n\ndef k():\n    import l\n"
-    write(folder, fp_file=text)
-    file = str(folder / "fp_file.py")
+    write(source_folder, fp_file=text)
+    file = str(source_folder / "fp_file.py")
     expected = {"a.b", "c", "d", "d.e", "p.q", "p.q.g", "p.q.h", "p.q.h.i", "p", "p.j", "l"}
     assert module._imported("p.q.fp_file", file) == expected
-    write(folder, package__sub="")
-    (folder / "package" / "__init__.py").write_text("from . import sub\n")
-    assert module._imported("package", str(folder / "package" / "__init__.py")) == {"package", "package.sub"}
+    write(source_folder, package__sub="")
+    (source_folder / "package" / "__init__.py").write_text("from . import sub\n")
+    assert module._imported("package", str(source_folder / "package" / "__init__.py")) == {"package", "package.sub"}
 
 
 @pytest.mark.parametrize(("name", "expected"), [("sys", ""), ("no.such.module", ""), ("", ""), ("fp_none", "")])
@@ -332,7 +355,7 @@ def test_some_names_have_no_file(name: str, expected: str, monkeypatch: pytest.M
     assert module._file(name) == expected
 
 
-def test_files_of_modules(folder: Path) -> None:
-    write(folder, fp_later="")
-    assert module._file("fp_later") == str(folder / "fp_later.py"), "it is not imported"
+def test_files_of_modules(source_folder: Path) -> None:
+    write(source_folder, fp_later="")
+    assert module._file("fp_later") == str(source_folder / "fp_later.py"), "it is not imported"
     assert module._file(__name__) == __file__

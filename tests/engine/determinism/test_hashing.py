@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from src.engine.determinism.hashing import hash_ints, integers, normal, permutation, uniform
+from src.engine.determinism.hashing import _draw_constants, hash_ints, integers, normal, permutation, uniform
 
 # The first outputs of SplitMix64 for two seeds (https://prng.di.unimi.it/splitmix64.c).
 FROM_0 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
@@ -54,6 +54,12 @@ def test_integers_are_below_their_bounds() -> None:
     ]
     assert integers(SEEDS, draws, highs).tolist() == expected
     assert expected[0] == [8, 3]
+
+
+def test_constants_of_draws_are_cached() -> None:
+    device = torch.device("cpu")
+    first, second = (_draw_constants((0, 1), (2, 3), device) for _ in range(2))
+    assert first[0] is second[0], "a transfer would need a synchronization"
 
 
 def test_normal_numbers() -> None:

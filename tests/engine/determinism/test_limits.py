@@ -38,6 +38,10 @@ def test_limit_as_a_count_or_a_fraction(limit: Any, available: int, unit: int, e
     assert apply_limit(OPTION, limit, available, unit) == expected
 
 
+def test_a_limit_counts_steps_by_default() -> None:
+    assert apply_limit(OPTION, 2, 7) == 2
+
+
 @pytest.mark.parametrize("limit", [-1, -0.1, 1.01, 2.0, math.nan, math.inf, True, False, "5"])
 def test_a_limit_is_a_count_or_a_fraction(limit: Any) -> None:
     with pytest.raises(UserError) as caught:

@@ -24,7 +24,7 @@ from src.engine.determinism.seeding import (
 )
 from src.engine.utils.errors import UserError
 
-KEY = 2**40 + 7  # NumPy takes a seed of 32 bits, which is 7 here
+KEY = 2**40 + 2**32 + 2**31 + 7  # NumPy takes the lowest 32 bits as its seed
 
 
 def draws() -> list[float]:
@@ -119,7 +119,7 @@ def test_a_key_seeds_all_generators(key: int) -> None:
     assert draws() == expected_draws(key)
 
 
-@pytest.mark.parametrize(("device_type", "expected"), [("cpu", []), ("cuda", [5, 5]), ("mps", ["mps", 5])])
+@pytest.mark.parametrize(("device_type", "expected"), [("cpu", []), ("cuda", [5, 5]), ("mps", ["mps", 5]), ("xpu", [])])
 def test_a_key_seeds_the_generators_of_the_devices(
     device_type: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +146,7 @@ def test_each_sample_is_fetched_with_its_key() -> None:
 @pytest.mark.parametrize("is_worker", [True, False])
 def test_only_a_process_without_workers_keeps_its_generators(is_worker: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeding, "get_worker_info", lambda: object() if is_worker else None)
+    monkeypatch.delattr(torch.cuda, "set_rng_state_all")  # samples leave the generators of GPUs alone
     seed_generators(1)
     SeededSamples(Squares(), list).__getitems__(torch.tensor([[0], [2]]))
     assert draws() == expected_draws(2 if is_worker else 1)

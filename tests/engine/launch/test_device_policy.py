@@ -1,26 +1,14 @@
-"""The decisions of an elastic run, without processes: each expected choice was worked out by hand."""
+"""The devices and micro-batches that an elastic run chooses: each expected choice was worked out by hand."""
 
 import os
-import sys
-from contextlib import suppress
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from src.engine.launch import elastic
-from src.engine.launch.elastic import (
-    DevicePolicy,
-    time_of_last_save,
-    unusable_devices,
-    watch_for_devices,
-    with_devices,
-    with_smaller_micro_batches,
-)
+from src.engine.launch.elastic import DevicePolicy, with_devices, with_smaller_micro_batches
 from src.engine.utils.errors import UserError
-from src.engine.utils.signals import FLAG_FILE
 
 ANY = range(100)  # the numbers of ranks that a strategy accepts
 
@@ -42,6 +30,17 @@ class Plain:
 
     def __init__(self, devices: int = 0) -> None:
         self.devices = devices
+
+
+class Staged:
+    """A strategy for a multiple of its stages."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages = stages
+
+    def check_world_size(self, size: int) -> None:
+        if size % self.stages:
+            raise UserError(f"{size} ranks of {self.stages} stages")
 
 
 def config(**changes: Any) -> DictConfig:
@@ -72,6 +71,7 @@ def policy_for(count: int = 4, sizes: Any = ANY, **changes: Any) -> DevicePolicy
 def test_a_policy_begins_with_all_devices() -> None:
     policy = DevicePolicy([5, 7], config())
     assert (policy.used, policy.restarts_left, policy.pause) == ([5, 7], 2, elastic._PAUSE)
+    assert float(os.environ.get("ELASTIC_PAUSE", 60)) == elastic._PAUSE, "a minute by default"
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,12 @@ def test_too_few_devices_are_an_error(lost: set[int], sizes: Any, min_devices: i
     assert str(caught.value) == (
         f"why: {left} of 4 devices are left, too few for launch.min_devices={min_devices} and for the strategy"
     )
+
+
+def test_a_pipeline_without_its_last_device_runs_on_the_first_ones() -> None:
+    policy = policy_for(4, {2, 4})
+    assert policy.after_failure(3, 5, {3}) == "device 3 is unusable"
+    assert (policy.used, policy.restarts_left) == ([0, 1], 2)
 
 
 def test_a_second_death_of_a_rank_loses_its_device() -> None:
@@ -177,6 +183,7 @@ def test_a_probe_tells_the_changes() -> None:
     [
         ("Plain", {}, [1, 2, 3, 4]),
         ("Even", {}, [2, 4]),
+        ("Staged", {"strategy__stages": 3, "strategy__single_process": True}, [3]),
         ("Even", {"runtime__chooses_strategy": True}, [1, 2, 3, 4]),
         ("Even", {"bit_exact": True}, [2]),
         ("Even", {"bit_exact": True, "virtual_ranks": 8}, [4]),
@@ -230,160 +237,3 @@ def test_smaller_micro_batches(changes: dict[str, Any], normalizes: bool, expect
     before = cfg.copy()
     assert with_smaller_micro_batches(cfg, normalizes).trainer.accumulate_grad_batches == expected
     assert cfg == before
-
-
-class Probe:
-    """A process that ends after 0.04 seconds, if it ends, with the number of its device as exit code."""
-
-    def __init__(self, command: str, env: dict[str, str], **options: Any) -> None:
-        self.command, self.options, self.device = command, options, int(env["DEVICE"])
-        self.has_path, self.was_killed = "PATH" in env, False
-        self.looks, self.returncode = 0, None
-
-    def poll(self) -> int | None:
-        self.looks += 1
-        if elastic.time.monotonic() > 0.04 and self.device < 90:
-            self.returncode = self.device
-        return self.returncode
-
-    def kill(self) -> None:
-        self.was_killed = True
-
-
-@pytest.fixture
-def probes(monkeypatch: pytest.MonkeyPatch) -> list[Probe]:
-    """Return the probes that are started; time passes only while one is awaited."""
-    started: list[Probe] = []
-
-    def start(*arguments: Any, **options: Any) -> Probe:
-        started.append(Probe(*arguments, **options))
-        return started[-1]
-
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
-    monkeypatch.setattr(elastic, "time", clock)
-    monkeypatch.setattr(elastic.subprocess, "Popen", start)
-    return started
-
-
-def test_devices_whose_probe_fails(probes: list[Probe]) -> None:
-    """A device above 90 never answers."""
-    assert unusable_devices(config(launch__probe="test 1"), [0, 1, 95, 0, 2]) == {1, 95, 2}
-    assert [probe.was_killed for probe in probes] == [False, False, True, False, False]
-    assert {(probe.command, probe.has_path) for probe in probes} == {("test 1", True)}
-    assert elastic.time.monotonic() == pytest.approx(90, abs=0.1)
-    assert probes[2].looks == pytest.approx(90 / 0.05, abs=3)
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "probe", "command", "is_silent"),
-    [
-        ("cpu", None, "true", True),
-        ("cuda", None, 'exec {} -c "import torch; torch.ones(1, device=$DEVICE).item()"', True),
-        ("cpu", "test 1", "test 1", False),
-        ("cuda", "test 1", "test 1", False),
-    ],
-)
-def test_command_of_a_probe(
-    accelerator: str,
-    probe: str | None,
-    command: str,
-    is_silent: bool,
-    probes: list[Probe],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/a path/python")
-    unusable_devices(config(trainer__accelerator=accelerator, launch__probe=probe), [0])
-    assert probes[0].command == command.format("'/a path/python'")
-    errors = elastic.subprocess.DEVNULL if is_silent else None
-    assert probes[0].options == {"shell": True, "stdout": elastic.subprocess.DEVNULL, "stderr": errors}
-
-
-def test_probes_end_with_the_run(probes: list[Probe]) -> None:
-    assert unusable_devices(config(), [0, 95], lambda: True) == {0, 95}
-    assert elastic.time.monotonic() == 0
-    assert [probe.was_killed for probe in probes] == [True, True]
-
-
-def test_time_of_the_last_save(tmp_path: Path) -> None:
-    assert time_of_last_save(str(tmp_path)) == 0
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "last.ckpt").touch()
-    os.utime(tmp_path / "checkpoints" / "last.ckpt", ns=(0, 12345))
-    assert time_of_last_save(str(tmp_path)) == 12345
-
-
-class Ended:
-    """An event that is set after some waits, as if the ranks had ended; the watching thread runs at once."""
-
-    def __init__(self, waits: int) -> None:
-        self.waits, self.pauses = waits, []  # type: ignore[var-annotated]
-
-    def wait(self, seconds: float) -> bool:
-        self.pauses.append(seconds)
-        return self.is_set() or len(self.pauses) > self.waits
-
-    def is_set(self) -> bool:
-        return len(self.pauses) > self.waits
-
-    def set(self) -> None:
-        self.waits = -1
-
-
-@pytest.mark.parametrize(
-    ("used", "saves", "unusable", "waits", "asks"),
-    [
-        ([0, 1], [0, 5], set(), 1, True),
-        ([0, 1], [0, 5], {3}, 1, True),
-        ([0, 1], [0, 5, 5], {2, 3}, 2, False),
-        ([0, 1], [5, 5, 5], set(), 2, False),
-        ([0, 1], [5, 4, 4], set(), 2, False),
-        ([0, 1], [5, 5, 6], set(), 2, True),
-        ([0, 1, 2, 3], [0], set(), 1, False),
-        ([0, 1], [0], set(), 0, False),
-    ],
-)
-def test_asks_the_ranks_to_end_once_devices_are_back(
-    used: list[int],
-    saves: list[int],
-    unusable: set[int],
-    waits: int,
-    asks: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(FLAG_FILE, str(tmp_path / "stop"))
-    times, ended, asked = iter(saves), Ended(waits), []
-    monkeypatch.setattr(elastic, "time_of_last_save", lambda run_dir: next(times))
-    monkeypatch.setattr(elastic, "unusable_devices", lambda cfg, idle, is_over: asked.append(idle) or unusable)
-    started: list[Any] = []
-
-    def thread(target: Any, daemon: bool) -> Any:
-        return SimpleNamespace(start=target, join=lambda: started.append(daemon))
-
-    monkeypatch.setattr(elastic, "threading", SimpleNamespace(Event=lambda: ended, Thread=thread))
-    policy = policy_for()
-    policy.used, policy.pause = used, 7.0
-    with suppress(KeyError), watch_for_devices(config(), policy):
-        assert (tmp_path / "stop.resize").exists() == asks
-        raise KeyError
-    assert not (tmp_path / "stop.resize").exists()
-    assert started == [True]
-    assert set(ended.pauses) <= {7.0}
-    assert asked == [[2, 3]] * len(asked)
-    assert ended.waits == -1
-
-
-def test_devices_that_come_back_when_the_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FLAG_FILE, str(tmp_path / "stop"))
-    times, ended = iter([0, 5]), Ended(1)
-    monkeypatch.setattr(elastic, "time_of_last_save", lambda run_dir: next(times))
-    monkeypatch.setattr(elastic, "unusable_devices", lambda cfg, idle, is_over: ended.set() or set())
-    thread = SimpleNamespace(
-        Event=lambda: ended, Thread=lambda target, daemon: SimpleNamespace(start=target, join=list)
-    )
-    monkeypatch.setattr(elastic, "threading", thread)
-    policy = policy_for()
-    policy.used = [0, 1]
-    with watch_for_devices(config(), policy):
-        assert not (tmp_path / "stop.resize").exists()

@@ -147,8 +147,8 @@ def test_rows_are_appended_if_they_have_no_new_column(tmp_path: Path, monkeypatc
     logger, file = CSVLogger(tmp_path), tmp_path / "metrics.csv"
     logger.log_metrics({"epoch": 0, "loss": 0.5}, step=1)
     file.write_text(f"{file.read_text()}other\n")
-    logger.log_metrics({"loss": 0.25}, step=2)
-    assert read(tmp_path) == "step,epoch,loss\n1,0,0.5\nother\n2,,0.25\n"
+    logger.log_metrics({"epoch": 1, "loss": 0.25}, step=2)
+    assert read(tmp_path) == "step,epoch,loss\n1,0,0.5\nother\n2,1,0.25\n"
     logger.log_metrics({"epoch": 0}, step=2)
     assert read(tmp_path) == "step,epoch,loss\n1,0,0.5\n2,0,0.25\n", "a row that is known is written again"
     file.write_text("other\n")
@@ -185,13 +185,16 @@ def test_a_complete_file_is_not_written_again(text: str, tmp_path: Path, monkeyp
     assert read(tmp_path) == f"{text}2,,0.25\n"
 
 
-def test_a_file_that_was_not_written_is_replaced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_was_not_written_is_replaced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The first write after a full disk has all rows, and the next one is appended."""
     logger, file = CSVLogger(tmp_path), tmp_path / "metrics.csv"
     logger.log_metrics({"loss": 0.5}, step=1)
     with monkeypatch.context() as full:
-        full.setattr(Path, "open", Mock(side_effect=OSError))
+        full.setattr(Path, "open", Mock(side_effect=OSError("full")))
         logger.log_metrics({"loss": 0.5}, step=2)
+    assert caplog.messages == ["metrics.csv lacks rows until it can be written; training continues: full"]
     logger.log_metrics({"loss": 0.5}, step=3)
     assert read(tmp_path) == "step,epoch,loss\n1,,0.5\n2,,0.5\n3,,0.5\n"
     file.write_text("")

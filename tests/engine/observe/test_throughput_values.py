@@ -91,11 +91,11 @@ def test_only_memory_is_logged_without_a_timeline(monkeypatch: pytest.MonkeyPatc
 
 def test_speed_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     throughput = Throughput(planned_step_ms=400)
-    callbacks = [object(), timeline(0.5, data=0.1, forward_backward=0.3), timeline(9.0)]
+    callbacks = [object(), timeline(0.3, data=0.1, forward_backward=0.3), timeline(9.0)]
     assert report(throughput, trainer_of(callbacks=callbacks), monkeypatch) == {
         "peak_memory_mib": 100,
-        "samples_per_sec": 20,
-        "step_ms": 500,
+        "samples_per_sec": 33.33333,
+        "step_ms": 300,
         "planned_step_ms": 400,
         "data_fraction": 0.25,
     }
@@ -107,7 +107,7 @@ def test_a_recording_that_was_interrupted_has_no_data(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("peak", "flops", "expected"), [(100.0, 80.0, 80 / 0.5 / 8 / 100), (None, 80.0, None), (100.0, None, None)]
+    ("peak", "flops", "expected"), [(100.0, 80.3, 0.20075), (None, 80.0, None), (100.0, None, None)]
 )
 def test_utilization_counts_the_devices_of_all_nodes(
     peak: float | None, flops: float | None, expected: float | None, monkeypatch: pytest.MonkeyPatch
@@ -135,6 +135,12 @@ def test_ranks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logged["peak_memory_mib"] == 300
     (kept,) = throughput._busy
     assert kept.flatten().tolist() == pytest.approx([0.3, 0.5, 0.4, 0.8, 0.1, 0.6])
+
+
+def test_two_ranks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of((0.4, 0.8, 70.0), callbacks=[timeline(0.5, data=0.3)])
+    logged = report(Throughput(), trainer, monkeypatch)
+    assert (logged["ranks/busy_ms_max"], logged["ranks/busy_ms_median"], logged["ranks/slowest"]) == (400, 300, 1)
 
 
 def test_ranks_without_a_recording_compare_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +213,12 @@ def test_operations_of_a_sample() -> None:
     assert flops_per_sample(net.double(), (3, 8, 8)) == 2 * (2 * 27 * 4 * 64)
     net.conv.weight.requires_grad_(False)
     assert flops_per_sample(net, (3, 8, 8)) == 2 * 27 * 4 * 64, "a frozen weight has no gradient"
+
+
+def test_the_first_weight_has_the_type_of_the_input() -> None:
+    net = nn.Linear(3, 2, bias=False).double()
+    net.unused = nn.Linear(1, 1)
+    assert flops_per_sample(net, (3,)) == 2 * (2 * 6)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, ValueError])

@@ -119,11 +119,12 @@ def test_another_number_of_processes(
     assert added == ([{"time": 1000.5, "event": "resized", "step": 12} | expected] if expected else [])
 
 
-def test_the_last_start_has_the_size_before(tmp_path: Path) -> None:
-    for number, size in enumerate((4, 2, 3)):
-        append_event(tmp_path, "resume" if number else "start", world_size=size)
-    append_resize(tmp_path, 12, 2)
-    assert read_events(tmp_path)[-1]["from"] == 3
+@pytest.mark.parametrize(("size", "expected"), [(4, 3), (2, 3), (3, None)])
+def test_the_last_start_has_the_size_before(size: int, expected: int | None, tmp_path: Path) -> None:
+    for number, before in enumerate((4, 2, 3)):
+        append_event(tmp_path, "resume" if number else "start", world_size=before)
+    append_resize(tmp_path, 12, size)
+    assert read_events(tmp_path)[-1].get("from") == expected
 
 
 @pytest.mark.parametrize(
