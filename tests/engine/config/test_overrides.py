@@ -107,6 +107,7 @@ def test_a_run_folder_restores_its_overrides(tmp_path: Path) -> None:
         word,
         "fit=false",
     ]
+    assert complete_overrides([f'ckpt_path="{folder}"'])[:2] == ["model=vit", "optimizer.lr=0.5"]
     assert complete_overrides([f"init_from={folder}"]) == [f"init_from={folder}"], "a new run has its own"
 
 
@@ -184,7 +185,7 @@ def test_the_newest_run(
     """Only rank zero tells it. A job of a sweep is a run as well, and one without a checkpoint is none."""
     monkeypatch.setattr(command_line, "started_rank", lambda: rank)
     runs = project / "runs"
-    make_run(runs / "old", seconds=100)
+    make_run(runs / "z old", seconds=100)
     make_run(runs / "newest", seconds=300, checkpoints=False)
     job = make_run(runs / "sweep" / "0", seconds=200)
     make_run(runs / "too" / "deep" / "0", seconds=400)
@@ -192,6 +193,8 @@ def test_the_newest_run(
     assert complete_overrides(["init_from=best"]) == [f"init_from='{job}/checkpoints/best.ckpt'"]
     told = "".join(f"init_from={name}: the newest run is {job}\n" for name in ("last", "best"))
     assert capsys.readouterr().err == (told if rank == 0 else "")
+    alone = make_run(runs / "a", seconds=250)
+    assert complete_overrides(["init_from=last"]) == [f"init_from='{alone}'"]
 
 
 def test_there_is_no_run_yet(project: Path) -> None:

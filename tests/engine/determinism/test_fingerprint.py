@@ -218,6 +218,13 @@ def test_a_continued_run_cannot_change_the_experiment(before: dict[str, Any], no
         ({"optimizer.lr": 0.2}, {}, "code", "optimizer.lr=0.2 (now 0.1)", logging.INFO),
         ({}, {"optimizer.momentum": 0.9}, "code", "optimizer.momentum=0 (now 0.9)", logging.INFO),
         ({"optimizer.momentum": 0.9}, {}, "code", "optimizer.momentum=0.9 (now 0)", logging.INFO),
+        (
+            {"optimizer.lr": 0.2, "trainer.max_steps": 5},
+            {"trainer.max_steps": 8},
+            "code",
+            "optimizer.lr=0.2 (now 0.1), trainer.max_steps=5 (now 8)",
+            logging.INFO,
+        ),
         ({}, {}, "edited", "the code of its classes was edited", logging.WARNING),
         ({"optimizer.lr": 0.2}, {}, "edited", "optimizer.lr=0.2 (now 0.1)", logging.INFO),
     ],
@@ -302,13 +309,11 @@ def test_a_file_counts_with_those_of_its_folder_that_it_imports(source_folder: P
 
 
 def test_code_of_a_class_in_a_folder(source_folder: Path) -> None:
-    write(
-        source_folder,
-        fp_s__net="from .sizes import WIDTH\n\n\ndef net():\n    return WIDTH\n",
-        fp_s__sizes="WIDTH = 3\n",
-    )
-    net = "from .sizes import WIDTH\n\ndef net():\n    return WIDTH"
-    assert code_version(["fp_s.net.net"]) == sha256(f"fp_s.net\n{net}\nfp_s.sizes\nWIDTH = 3\n")
+    """It counts also if a function imports it later."""
+    net = "from .sizes import WIDTH\n\ndef net():\n    from . import later\n    return WIDTH"
+    write(source_folder, fp_s__net=net, fp_s__sizes="WIDTH = 3\n", fp_s__later="DEPTH = 2")
+    expected = sha256(f"fp_s.later\nDEPTH = 2\nfp_s.net\n{net}\nfp_s.sizes\nWIDTH = 3\n")
+    assert code_version(["fp_s.net.net"]) == expected
 
 
 def test_a_file_without_a_folder_counts_with_loaded_files_beside_it(source_folder: Path) -> None:
@@ -323,8 +328,9 @@ def test_a_file_without_a_folder_counts_with_loaded_files_beside_it(source_folde
 
 
 def test_the_origin_of_a_name_counts(source_folder: Path) -> None:
-    """A module that another one hands on."""
-    write(source_folder, fp_r__net="from .hub import f\n", fp_r__hub="from fp_r.origin import *\n")
+    """A function that another module hands on, without an import statement."""
+    hub = "import importlib\n\nf = importlib.import_module('fp_r.origin').f\n"
+    write(source_folder, fp_r__net="from .hub import f\n", fp_r__hub=hub)
     write(source_folder, fp_r__origin="def f():\n    pass\n")
     __import__("fp_r.net")
     assert module._with_imports("fp_r.net", "fp_r", set()) == {"fp_r.net", "fp_r.hub", "fp_r.origin"}

@@ -137,6 +137,7 @@ def test_an_unusable_device_is_the_reason_of_a_second_death() -> None:
     assert policy.after_failure(1, 5, {1}) == "device 1 is unusable"
     assert policy.after_failure(0, 5, {1, 0}) == "device 0 is unusable", "that of a lost one is known"
     assert policy.used == [2, 3]
+    assert policy_for().after_failure(None, 5, {1, 2}) == "device 1 is unusable, device 2 is unusable"
 
 
 @pytest.mark.parametrize(("saved_at", "expected"), [(4, 0), (5, 0), (6, 1)])

@@ -134,7 +134,7 @@ class Ended:
 @pytest.mark.parametrize(
     ("used", "saves", "unusable", "waits", "asks"),
     [
-        ([0, 1], [0, 5], set(), 1, True),
+        ([0, 1], [0, 5], set(), 3, True),
         ([0, 1], [0, 5], {3}, 1, True),
         ([0, 1], [0, 5, 5], {2, 3}, 2, False),
         ([0, 1], [5, 5, 5], set(), 2, False),

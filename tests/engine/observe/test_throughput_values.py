@@ -2,6 +2,7 @@
 
 import logging
 import math
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,7 +217,13 @@ def test_operations_of_a_sample() -> None:
 
 
 def test_the_first_weight_has_the_type_of_the_input() -> None:
-    net = nn.Linear(3, 2, bias=False).double()
+    class Typed(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            if inputs.dtype != torch.float64:
+                raise RuntimeError("expected float64")
+            return super().forward(inputs)
+
+    net = Typed(3, 2, bias=False).double()
     net.unused = nn.Linear(1, 1)
     assert flops_per_sample(net, (3,)) == 2 * (2 * 6)
 
@@ -263,7 +270,8 @@ def test_precision_of_the_peak(
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_device_that_is_not_listed_is_no_warning() -> None:
+def test_a_device_that_is_not_listed_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "get_available_flops", lambda device, dtype: warnings.warn("not listed", stacklevel=1))
     assert peak_flops(trainer_of(), Module()) is None  # type: ignore[arg-type]
 
 
