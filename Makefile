@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS ?= --constraint constraints.txt # empty: the newest versions that pyproject.toml allows
 
-.PHONY: install train doctor test test-all test-libraries parity dry-gpu bench gpu-check pictures lint format clean
+.PHONY: install train doctor test test-all test-libraries parity dry-gpu bench gpu-check pictures mutations lint format clean
 
 install: $(STAMP)
 
@@ -54,6 +54,12 @@ gpu-check: install
 pictures: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --editable ./engine ".[pictures]"
 	$(BIN)/python -m engine.dev.pictures $(ARGS)
+
+# Small changes of pure logic that no unit test notices, in ten minutes: writes docs/benchmarks/mutations.md.
+# ARGS=engine/onecurve/utils/steps.py examines one file.
+mutations: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) ".[mutations]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m engine.dev.mutations $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -3,8 +3,10 @@
 import errno
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from lightning.pytorch.utilities import rank_zero_only
 
 from onecurve.observe.csv import CSVLogger
 from onecurve.utils.events import logged_steps
@@ -79,3 +81,122 @@ def test_a_row_without_a_step_is_that_of_the_last_one(tmp_path: Path) -> None:
 
 def test_calls_to_its_experiment_do_nothing(tmp_path: Path) -> None:
     CSVLogger(tmp_path).experiment.add_image("first", None, 0)
+
+
+@pytest.fixture
+def not_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
+
+
+def read(folder: Path) -> str:
+    return (folder / "metrics.csv").read_bytes().decode()  # its line ends are not translated
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, not_rank_zero: None) -> None:
+    text = "step,epoch,loss\n1,0,0.5\n"
+    (tmp_path / "metrics.csv").write_text(text)
+    logger = CSVLogger(tmp_path)
+    logger.log_hyperparams({"seed": 1})
+    logger.log_metrics({"loss": 0.1}, step=2)
+    logger.cut(0)
+    assert read(tmp_path) == text
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_its_name_is_that_of_the_folder(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path / "run")
+    assert (logger.name, logger.version, logger.save_dir) == ("run", "", str(tmp_path / "run"))
+
+
+def test_the_configuration_keeps_its_order(tmp_path: Path) -> None:
+    """Its folder and those above it may not exist yet, or exist."""
+    logger = CSVLogger(tmp_path / "runs" / "run")
+    logger.log_hyperparams({"seed": 1, "fit": True})
+    logger.log_hyperparams({"seed": 2, "fit": True})
+    assert (tmp_path / "runs" / "run" / "config.yaml").read_text() == "seed: 2\nfit: true\n"
+
+
+@pytest.mark.parametrize(
+    ("step", "left"),
+    [
+        (0, []),
+        (1, []),
+        (2, ["1,0,0.5"]),
+        (3, ["1,0,0.5", "2,0,0.25"]),
+        (300, ["1,0,0.5", "2,0,0.25"]),
+        (301, ["1,0,0.5", "2,0,0.25", "300,1,"]),
+        (1000, ["1,0,0.5", "2,0,0.25", "300,1,"]),
+    ],
+)
+def test_cuts_the_rows_from_a_step_on(step: int, left: list[str], tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,epoch,loss\n1,0,0.5\n2,0,0.25\n300,1,\n")
+    logger = CSVLogger(tmp_path)
+    logger.cut(step)
+    assert read(tmp_path).splitlines() == ["step,epoch,loss", *left]
+    logger.log_metrics({"loss": 9.0}, step=2000)
+    assert read(tmp_path).splitlines() == ["step,epoch,loss", *left, "2000,,9.0"]
+
+
+def test_a_cut_of_no_file_makes_none(tmp_path: Path) -> None:
+    CSVLogger(tmp_path).cut(0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_are_appended_if_they_have_no_new_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that another program adds shows which writes replace the file."""
+    logger, file = CSVLogger(tmp_path), tmp_path / "metrics.csv"
+    logger.log_metrics({"epoch": 0, "loss": 0.5}, step=1)
+    file.write_text(f"{file.read_text()}other\n")
+    logger.log_metrics({"epoch": 1, "loss": 0.25}, step=2)
+    assert read(tmp_path) == "step,epoch,loss\n1,0,0.5\nother\n2,1,0.25\n"
+    logger.log_metrics({"epoch": 0}, step=2)
+    assert read(tmp_path) == "step,epoch,loss\n1,0,0.5\n2,0,0.25\n", "a row that is known is written again"
+    file.write_text("other\n")
+    logger.log_metrics({"acc": 0.75}, step=3)
+    assert read(tmp_path) == "step,epoch,loss,acc\n1,0,0.5,\n2,0,0.25,\n3,,,0.75\n"
+    file.unlink()
+    logger.log_metrics({"acc": 1.0}, step=4)
+    assert read(tmp_path) == "step,epoch,loss,acc\n1,0,0.5,\n2,0,0.25,\n3,,,0.75\n4,,,1.0\n"
+
+
+def test_metrics_of_a_large_step_share_a_row(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"loss": 0.5}, step=int("70000"))
+    logger.log_metrics({"acc": 0.25}, step=int("70000"))
+    logger.log_metrics({"other": 1.0})
+    assert read(tmp_path) == "step,epoch,loss,acc,other\n70000,,0.5,0.25,1.0\n"
+    logger.log_metrics({"loss": 0.5}, step=0)
+    assert read(tmp_path).splitlines()[-1] == "0,,0.5,,"
+
+
+def test_rows_of_an_earlier_process_are_merged(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,epoch,loss\n1,0,0.5\n")
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"acc": 0.25}, step=1)
+    assert read(tmp_path) == "step,epoch,loss,acc\n1,0,0.5,0.25\n"
+
+
+@pytest.mark.parametrize("text", ["step,epoch,loss\n1,0,0.5\n", "step,epoch,loss\n"])
+def test_a_complete_file_is_not_written_again(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.csv").write_text(text)
+    before = (tmp_path / "metrics.csv").stat().st_ino
+    CSVLogger(tmp_path).log_metrics({"loss": 0.25}, step=2)
+    assert (tmp_path / "metrics.csv").stat().st_ino == before
+    assert read(tmp_path) == f"{text}2,,0.25\n"
+
+
+def test_a_file_that_was_not_written_is_replaced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first write after a full disk has all rows, and the next one is appended."""
+    logger, file = CSVLogger(tmp_path), tmp_path / "metrics.csv"
+    logger.log_metrics({"loss": 0.5}, step=1)
+    with monkeypatch.context() as full:
+        full.setattr(Path, "open", Mock(side_effect=OSError("full")))
+        logger.log_metrics({"loss": 0.5}, step=2)
+    assert caplog.messages == ["metrics.csv lacks rows until it can be written; training continues: full"]
+    logger.log_metrics({"loss": 0.5}, step=3)
+    assert read(tmp_path) == "step,epoch,loss\n1,,0.5\n2,,0.5\n3,,0.5\n"
+    file.write_text("")
+    logger.log_metrics({"loss": 0.5}, step=4)
+    assert read(tmp_path) == "4,,0.5\n"
