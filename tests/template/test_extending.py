@@ -1,4 +1,4 @@
-"""Each recipe of docs/extending.md and migration.md works: its files are written, and its commands and its code run.
+"""Each recipe of docs/extending.md, first_hour.md and migration.md works: its files are written, and its commands and its code run.
 
 A recipe is a section of the page. A block of code after a line with a file name belongs to that file; another block of
 Python runs as it is. Commands run on little data, inside this process or on the ranks of the pool. RUN_DIR stands for
@@ -26,7 +26,8 @@ from tests.support.pool import Pool
 from tests.support.runs import QUIET, compose
 
 TINY = ["data.batch_size=16", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.log_every_n_steps=1"]
-PAGES = "\n".join((ROOT / "docs" / name).read_text() for name in ("extending.md", "migration.md"))
+PAGES = "\n".join((ROOT / "docs" / name).read_text() for name in ("extending.md", "first_hour.md", "migration.md"))
+OWN_DATA = ("data=", "experiment=brackets", "experiment=moons")
 SECTIONS = {text.splitlines()[0]: text for text in PAGES.split("\n## ")[1:] if "```" in text}
 
 
@@ -66,8 +67,8 @@ def project(section: str, images: Path, hub: str, tmp_path: Path, monkeypatch: p
             del sys.modules[name]
 
 
-def test_readme_has_the_same_notebook() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def test_the_page_of_commands_has_the_same_notebook() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use.md").read_text(), re.S)
     assert code in SECTIONS["In a notebook"]
 
 
@@ -83,7 +84,7 @@ def test_recipe(section: str, project: Path, small: list[str], pool: Pool, monke
                 run_script(line, project)
                 continue
             words = shlex.split(line, comments=True)[2:]  # after `python train.py`
-            data = [] if any(word.startswith(("data=", "experiment=brackets")) for word in words) else small
+            data = [] if any(word.startswith(OWN_DATA) for word in words) else small
             search = f"hydra.searchpath=[file://{project}/conf]"
             cfg = compose(project / f"run{number}", *data, *TINY, *words, search)
             if cfg.trainer.devices == 1 or runs_in_single_process(cfg):
