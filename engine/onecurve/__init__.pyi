@@ -59,6 +59,8 @@ from .utils.compilation import device_constant as device_constant
 from .utils.compilation import should_compile as should_compile
 
 # Errors and files
+from .utils.errors import CheckpointUserError as CheckpointUserError
+from .utils.errors import DivergedUserError as DivergedUserError
 from .utils.errors import UserError as UserError
 from .utils.errors import check_choice as check_choice
 from .utils.files import atomic_write as atomic_write

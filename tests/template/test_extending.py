@@ -1,4 +1,4 @@
-"""Each recipe of docs/extending.md, first_hour.md and migration.md works: its files are written, and its commands and its code run.
+"""Each recipe of docs/extending.md, first_hour.md and migration.md works: its files, its commands and its code.
 
 A recipe is a section of the page. A block of code after a line with a file name belongs to that file; another block of
 Python runs as it is. Commands run on little data, inside this process or on the ranks of the pool. RUN_DIR stands for

@@ -19,7 +19,7 @@ import numpy as np
 from omegaconf import DictConfig
 from torch import Tensor
 
-from onecurve.utils.errors import UserError, as_typed
+from onecurve.utils.errors import CheckpointUserError, as_typed
 from onecurve.utils.option_kinds import CONTINUABLE, default_value, experiment_options, matches
 from onecurve.utils.targets import locate, target_nodes
 
@@ -102,11 +102,11 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
         config: the resolved configuration.
 
     Raises:
-        UserError: if an option differs that a continued run cannot change, or the training data; or if plain Lightning
-            wrote the checkpoint.
+        CheckpointUserError: if an option differs that a continued run cannot change, or the training data; or if plain
+            Lightning wrote the checkpoint.
     """
     if not checkpoint.get("experiment"):
-        raise UserError(
+        raise CheckpointUserError(
             f"ckpt_path={config.ckpt_path} has no position in the data, as files of plain Lightning, or of weights: "
             f"init_from={config.ckpt_path} starts a new run with its weights"
         )
@@ -118,7 +118,7 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
     changes = _changes(before.options, now.options, config)
     if fixed := [name for name in changes if not matches(name, CONTINUABLE)]:
         named = [changes[name] for name in fixed if name != _DATA] or [changes[_DATA]]  # an option may explain the data
-        raise UserError(
+        raise CheckpointUserError(
             f"the run in ckpt_path had {', '.join(named)}: that is another experiment; set it back, or start a new run"
         )
     if before.fingerprint != now.fingerprint:

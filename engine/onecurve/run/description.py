@@ -15,6 +15,7 @@ from onecurve.determinism.fingerprint import Experiment, continue_experiment, de
 from onecurve.observe.csv import CSVLogger
 from onecurve.observe.guard import start_loggers
 from onecurve.run.bit_exact import numerics
+from onecurve.state.format import VERSION, VERSION_KEY
 from onecurve.utils.errors import UserError
 from onecurve.utils.events import append_event, append_resize, read_events
 
@@ -55,6 +56,7 @@ class RunDescription(L.Callback):
                 )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[VERSION_KEY] = VERSION
         checkpoint["config"] = OmegaConf.to_yaml(self.config)
         checkpoint["experiment"] = asdict(self._experiment) if self._experiment else None
         checkpoint["numerics"] = numerics(pl_module)
@@ -103,7 +105,7 @@ class RunDescription(L.Callback):
         settings |= {"data_source": data.description, "global_batch_size": data.global_batch_size}
         resizes = [event for event in read_events(self.config.run_dir) if event["event"] == "resized"]
         settings["runtime"] |= {"resized": resizes} if resizes else {}
-        settings |= {"experiment": self._fingerprint, "numerics": numerics(module)}
+        settings |= {VERSION_KEY: VERSION, "experiment": self._fingerprint, "numerics": numerics(module)}
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
         if not (is_first_stage and trainer.is_global_zero):
@@ -120,6 +122,7 @@ class RunDescription(L.Callback):
             world_size=trainer.world_size,
             hosts=trainer.num_nodes,
             experiment=self._fingerprint,
+            onecurve=VERSION,
             numerics=settings["numerics"],
             normalizes=any(isinstance(part, _BatchNorm) for part in module.modules()),
             device=torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else module.device.type,

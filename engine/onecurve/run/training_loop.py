@@ -28,7 +28,7 @@ from onecurve.parallel.norm_groups import NormGroups
 from onecurve.run.metrics import VirtualMetrics
 from onecurve.run.parts import StepInParts
 from onecurve.run.pass_log import PassLog
-from onecurve.utils.errors import UserError
+from onecurve.utils.errors import DivergedUserError, UserError
 from onecurve.utils.steps import is_log_point, trained_steps
 from onecurve.utils.tensors import to_local
 
@@ -291,8 +291,8 @@ class FiniteCheck(L.Callback):
                 raise _divergence(trainer, f"{name} is not finite")
 
 
-def _divergence(trainer: L.Trainer, problem: str) -> UserError:
-    return UserError(
+def _divergence(trainer: L.Trainer, problem: str) -> DivergedUserError:
+    return DivergedUserError(
         f"{problem} at step {trained_steps(trainer)}: training diverged; lower optimizer.lr or lengthen "
         f"scheduler.warmup; the checkpoints in {trainer.default_root_dir}/checkpoints, if any, are from before"
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from onecurve.state import sharded
 from onecurve.state.run_files import LAST, PREVIOUS
-from onecurve.utils.errors import UserError
+from onecurve.utils.errors import CheckpointUserError
 from onecurve.utils.files import atomic_write
 from onecurve.utils.tensors import with_versions
 
@@ -78,9 +78,9 @@ def _link_or_copy(file: Path, name: Path) -> None:
             shutil.copyfile(file, temporary)
 
 
-def write_error(file: Path, cause: OSError) -> UserError:
+def write_error(file: Path, cause: OSError) -> CheckpointUserError:
     """Return the error for a checkpoint that cannot be written."""
-    return UserError(
+    return CheckpointUserError(
         f"cannot write the checkpoint {file} ({cause}): free some space, then continue with "
         f"ckpt_path={file.parent.parent}; the existing checkpoints are complete"
     )
@@ -101,7 +101,7 @@ def read_run_checkpoint(path: _PATH, option: str, **options: Any) -> dict[str, A
     """Return the checkpoint in `path` after checking that a training run wrote it."""
     checkpoint = read_checkpoint(path, option, **options)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise UserError(f"{option}={path} is not a checkpoint of a training run: it has no `state_dict`")
+        raise CheckpointUserError(f"{option}={path} is not a checkpoint of a training run: it has no `state_dict`")
     return checkpoint
 
 
@@ -110,7 +110,9 @@ def read_weights(path: _PATH, option: str, **options: Any) -> dict[str, Tensor]:
     content = read_checkpoint(path, option, **options)
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise UserError(f"{option}={path} contains no weights: give a run, or a file with a network's `state_dict`")
+        raise CheckpointUserError(
+            f"{option}={path} contains no weights: give a run, or a file with a network's `state_dict`"
+        )
     return weights
 
 
@@ -120,15 +122,15 @@ def check_is_complete(path: Path) -> None:
         if corrupt_member := zipfile.ZipFile(path).testzip():  # torch.load ignores a wrong checksum
             raise zipfile.BadZipFile(f"{corrupt_member} is corrupt")
         sharded.check_shards(read_run_checkpoint(path, "ckpt_path", map_location="meta", mmap=True), path)
-    except UserError:
+    except CheckpointUserError:
         raise
     except Exception as error:  # a corrupt file can raise anything
         raise _corruption_error(path, error, "ckpt_path") from error
 
 
-def _corruption_error(path: _PATH, error: Exception, option: str) -> UserError:
+def _corruption_error(path: _PATH, error: Exception, option: str) -> CheckpointUserError:
     cause = str(error).split("\n")[0]
-    return UserError(f"{option}={path} is not a complete checkpoint ({cause}): use another")
+    return CheckpointUserError(f"{option}={path} is not a complete checkpoint ({cause}): use another")
 
 
 def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
@@ -136,7 +138,7 @@ def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
     mismatched = sorted(saved.keys() ^ own.keys()) or [name for name in own if saved[name].shape != own[name].shape]
     if mismatched:
         others = f" and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""
-        raise UserError(
+        raise CheckpointUserError(
             f"ckpt_path contains another network than this run's `model`: they differ in {mismatched[0]}{others}; "
             "set `model` and `data` as in that run"
         )
@@ -158,7 +160,7 @@ def load_initial_weights(module: nn.Module, path: str) -> None:
         if name.rpartition(".")[0] != head or saved[name].shape[1:] != own[name].shape[1:]:
             mismatched.append(name)
     if mismatched:
-        raise UserError(
+        raise CheckpointUserError(
             f"init_from={path} contains another network than this run's `model`: they differ in {mismatched[0]}"
         )
     fitting = {name: saved[name] for name in own if name not in resized}

@@ -8,6 +8,7 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
+from onecurve.state.format import VERSION
 from onecurve.utils.files import atomic_write
 
 JOB_FILE = "job.json"
@@ -28,6 +29,7 @@ class Job:
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0  # duration since its last start
     error: str = ""
+    onecurve: str = VERSION
 
     def write(self, folder: Path) -> None:
         with atomic_write(folder / JOB_FILE) as temporary:

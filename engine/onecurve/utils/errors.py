@@ -24,6 +24,14 @@ class UserError(Exception):
         return [f"{type(self).__name__}: {self}"]
 
 
+class CheckpointUserError(UserError):
+    """A checkpoint cannot be read or written, or is of another network or experiment."""
+
+
+class DivergedUserError(UserError):
+    """A loss or a weight is not finite."""
+
+
 def similar_names(word: str, names: Iterable[str]) -> list[str]:
     """Return up to three names that are almost as similar to `word` as the nearest, or those that begin with it."""
     names = sorted(names)

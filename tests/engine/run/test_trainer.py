@@ -180,3 +180,17 @@ def test_the_trainer_seeds_the_weights(folder: Path) -> None:
 
     assert torch.equal(first_weight(3), first_weight(3))
     assert not torch.equal(first_weight(3), first_weight(4))
+
+
+def test_kinds_of_errors(folder: Path) -> None:
+    class Diverges(Boring):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(self(batch)) * float("nan")
+            self.log("train/loss", loss)
+            return loss
+
+    with pytest.raises(onecurve.DivergedUserError, match="train/loss is nan at step 1: training diverged"):
+        trainer(folder).fit(Diverges(), loader())
+    (folder / "weights.ckpt").write_text("no checkpoint")
+    with pytest.raises(onecurve.CheckpointUserError, match="is not a complete checkpoint"):
+        trainer(folder.with_name("other")).fit(Boring(), loader(), ckpt_path=folder / "weights.ckpt")
