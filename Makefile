@@ -34,7 +34,7 @@ test-all: install lint
 test-libraries: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./engine ".[hf]" boto3 obstore tifffile transformers monai
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps litdata timm
-	$(BIN)/python -m pytest -m "" tests/engine/determinism/test_streaming_libraries.py tests/engine/run/test_libraries.py
+	$(BIN)/python -m pytest -m "" tests/engine/data/test_streaming_libraries.py tests/engine/run/test_libraries.py
 
 parity: install
 	$(BIN)/python -m engine.dev.parity
@@ -56,7 +56,7 @@ pictures: install
 	$(BIN)/python -m engine.dev.pictures $(ARGS)
 
 # Small changes of pure logic that no unit test notices, in ten minutes: writes docs/benchmarks/mutations.md.
-# ARGS=engine/onecurve/utils/steps.py examines one file.
+# ARGS=engine/onecurve/observe/steps.py examines one file.
 mutations: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) ".[mutations]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m engine.dev.mutations $(ARGS)

@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from onecurve.report.agreement import shared_metrics, verdicts
-from onecurve.report.run_folder import RunFolder
+from onecurve.extras.report.agreement import shared_metrics, verdicts
+from onecurve.extras.report.run_folder import RunFolder
 
 
 def table(runs: list[RunFolder], metric: str) -> Table:

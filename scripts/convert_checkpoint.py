@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from onecurve.state import sharded
-from onecurve.state.io import AtomicCheckpointIO, read_run_checkpoint
-from onecurve.state.run_files import checkpoint_file
-from onecurve.utils.errors import UserError
+from onecurve.checkpoint import sharded
+from onecurve.checkpoint.io import AtomicCheckpointIO, read_run_checkpoint
+from onecurve.checkpoint.run_files import checkpoint_file
+from onecurve.errors import UserError
 
 
 def convert(source: Path, target: Path, shards: bool) -> None:

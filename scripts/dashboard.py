@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from onecurve.utils.errors import UserError, suggest
+from onecurve.errors import UserError, suggest
 
 try:
     import wandb_workspaces.reports.v2 as wr

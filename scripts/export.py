@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecurve.errors import UserError
+from onecurve.records.files import atomic_write
 from onecurve.run.trained import Predictor, load_run
-from onecurve.utils.errors import UserError
-from onecurve.utils.files import atomic_write
 
 _SUFFIXES = {"torch": ".pt2", "onnx": ".onnx"}
 _TOLERANCE = 1e-4  # of a probability; other kernels round differently

@@ -10,9 +10,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from onecurve.report import write_page_of
-from onecurve.state.jobs import is_sweep
-from onecurve.utils.errors import UserError
+from onecurve.config.jobs import is_sweep
+from onecurve.errors import UserError
+from onecurve.extras.report import write_page_of
 
 
 def write(folders: list[Path], output: Path | None, single_file: bool) -> Path:
@@ -37,8 +37,8 @@ def write(folders: list[Path], output: Path | None, single_file: bool) -> Path:
 
 
 def _write_comparison(folders: list[Path], output: Path | None, single_file: bool) -> Path:
-    from onecurve.report.comparison import write_comparison
-    from onecurve.report.run_folder import RunFolder
+    from onecurve.extras.report.comparison import write_comparison
+    from onecurve.extras.report.run_folder import RunFolder
 
     runs = [RunFolder(folder) for folder in folders]
     file = (output or runs[0].path.parent / "comparison.html").absolute()

@@ -19,8 +19,8 @@ from omegaconf import DictConfig
 
 from onecurve.config.folder import register_resolvers, unique_name
 from onecurve.config.resolve import runs_in_single_process
-from onecurve.utils.errors import UserError
-from onecurve.utils.files import atomic_write
+from onecurve.errors import UserError
+from onecurve.records.files import atomic_write
 
 ROOT = Path(__file__).parents[1]
 _SCRIPT = """\

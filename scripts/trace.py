@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from onecurve.utils.events import read_events
-from onecurve.utils.files import read_json_lines
+from onecurve.records.events import read_events
+from onecurve.records.files import read_json_lines
 
 Event = dict[str, Any]  # of https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 _PROCESS = 0  # the run; its threads are the ranks

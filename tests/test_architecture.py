@@ -19,10 +19,10 @@ YOURS = ("src.models", "src.data")  # what a user of the template edits
 FACE = "onecurve"  # what those files import of the engine
 # Parts that a user may delete, each with the files of conf/ that name it; CONTRIBUTING.md says so.
 OPTIONAL = """
-    scripts onecurve.doctor onecurve.notebook onecurve.report onecurve.optim.muon
+    scripts onecurve.extras.doctor onecurve.notebook onecurve.extras.report onecurve.optim.muon
     onecurve.observe.evaluation onecurve.observe.gradients onecurve.run.early_stopping onecurve.run.ema
-    onecurve.plan.plan onecurve.plan.pipelines onecurve.plan.profile onecurve.plan.step
-    onecurve.plan.strategies onecurve.parallel.ddp_spawn onecurve.parallel.dp onecurve.parallel.fsdp
+    onecurve.extras.plan.plan onecurve.extras.plan.pipelines onecurve.extras.plan.profile onecurve.extras.plan.step
+    onecurve.extras.plan.strategies onecurve.parallel.ddp_spawn onecurve.parallel.dp onecurve.parallel.fsdp
     onecurve.parallel.pipeline
     src.models.airbench src.models.dcgan src.models.gan src.models.gan_samples
     src.models.preact_resnet src.models.resnet src.models.resnet9 src.models.vgg src.models.vit src.models.whitening
@@ -36,23 +36,27 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 LAYERS = [  # of engine/onecurve, from the top down: each imports from those below it, and from itself
-    "protocols",  # what classes of users may offer
     "application",  # what train.py does with a command line
     "notebook",  # training from Python
-    "doctor",  # checks before a run
-    "sweeps",  # jobs of a multirun
+    "protocols",  # what classes of users may offer
+    "extras",  # what a run can do without: doctor, sweeps, plans, reports
     "launch",  # starts the ranks
-    "plan",  # what each strategy needs for a run
     "run",  # one run on one rank
-    "report",  # report.html, from the files of run folders
     "config",  # from the command line to one resolved configuration
     "parallel",  # strategies
     "observe",  # loggers, and callbacks that measure
     "optim",
-    "determinism",  # why runs are equal: order, hashes, position
-    "state",  # checkpoints
-    "utils",
+    "data",  # the order of the samples, and their division among the ranks
+    "random",  # random numbers by seed, epoch and sample
+    "identity",  # whether two runs are one experiment
+    "checkpoint",  # what is saved, and how a run goes on from it
+    "network",  # networks and tensors, whatever the strategy
+    "records",  # files, and the events of a run
+    "process",  # the process of a rank: who started it, signals, devices
+    "targets",  # the classes that a configuration names
+    "errors",
 ]
+EXTRAS = ["doctor", "sweeps", "plan", "report"]  # of the folder `extras`, likewise
 
 
 def _module(file: Path) -> str:
@@ -60,10 +64,11 @@ def _module(file: Path) -> str:
     return ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
-def _imports(file: Path) -> set[str]:
-    """Return the modules of the project that a file imports, inside functions too; `onecurve` for names of its face."""
+def _imports(file: Path, inside_functions: bool = True) -> set[str]:
+    """Return the modules of the project that a file imports; `onecurve` for names of its face."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree) if inside_functions else tree.body:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -89,7 +94,26 @@ def test_the_engine_imports_only_from_layers_below(file: Path) -> None:
     assert not {name for name in imported if name.startswith(YOURS)}
     if file != ENGINE / "__init__.py":
         assert FACE not in imported
-        assert not {name for name in imported if _layer(name) < _layer(_module(file))}
+        late = {name for name in imported if name.startswith("onecurve.extras.")} - _imports(
+            file, inside_functions=False
+        )
+        assert not {name for name in imported - late if _layer(name) < _layer(_module(file))}
+
+
+def test_few_places_load_what_a_run_can_do_without() -> None:
+    """Each does so inside a function, if an option asks for it."""
+    core = [file for file in ENGINE.rglob("*.py") if "extras" not in file.parts]
+    loading = {_module(file) for file in core if any(name.startswith("onecurve.extras.") for name in _imports(file))}
+    assert loading == {
+        f"onecurve.{name}" for name in ("application", "launch.external", "launch.outcome", "launch.workers")
+    }
+
+
+def test_extras_import_only_from_those_below() -> None:
+    for file in (ENGINE / "extras").rglob("*.py"):
+        own = EXTRAS.index(file.relative_to(ENGINE / "extras").parts[0]) if file.parent.name != "extras" else 0
+        others = {name.split(".")[2] for name in _imports(file) if name.startswith("onecurve.extras.")}
+        assert not [name for name in others if EXTRAS.index(name) < own], file
 
 
 @pytest.mark.parametrize("file", [file for file in SOURCES if _module(file).startswith(YOURS)], ids=_module)
@@ -105,12 +129,12 @@ def test_every_name_of_the_face_exists() -> None:
 
 def test_plugins_import_only_sweeps_and_below() -> None:
     for file in (ROOT / "engine" / "hydra_plugins").glob("*.py"):
-        assert min(map(_layer, _imports(file))) >= LAYERS.index("sweeps")
+        assert min(map(_layer, _imports(file))) >= LAYERS.index("extras")
 
 
 @pytest.mark.parametrize(
     ("parts", "options"),
-    [(OPTIONAL, ["report=true"]), (["onecurve.sweeps"], ["report=false", "~hydra.callbacks.sweep"])],
+    [(OPTIONAL, ["report=true"]), (["onecurve.extras.sweeps"], ["report=false", "~hydra.callbacks.sweep"])],
     ids=["parts", "sweeps"],
 )
 def test_a_run_needs_only_the_parts_that_it_chooses(

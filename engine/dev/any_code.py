@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("engine/bits/test_habits.py", "engine/determinism/test_any_loader.py")
+TESTS = ("engine/bits/test_habits.py", "engine/data/test_any_loader.py")
 NAMES = ("test_has_the_bits_of_one_process", "test_trains_the_same")
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.dev.shared.process import ROOT
-from onecurve.plan.hardware import Hardware, this_machine
+from onecurve.extras.plan.hardware import Hardware, this_machine
 
 _SLEEPING = ["model=mlp", "model._target_=engine.dev.plan_check.sleeping"]
 _SLEEPING += ["hardware._target_=engine.dev.plan_check.four_devices", "data.batch_size=64"]

@@ -20,8 +20,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.config.command_line import quote
-from onecurve.state.jobs import Job
-from onecurve.utils.errors import UserError
+from onecurve.config.jobs import Job
+from onecurve.errors import UserError
 
 if TYPE_CHECKING:
     import optuna

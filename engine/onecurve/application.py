@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from onecurve.config.command_line import TRACEBACK_WANTED, run_application
 from onecurve.config.folder import CONF, register_resolvers, remove_if_unused
-from onecurve.utils.errors import UserError
+from onecurve.errors import UserError
 
 
 def main() -> int:
@@ -23,12 +23,12 @@ def main() -> int:
 
 def _run_job(cfg: DictConfig) -> dict[str, float] | float:
     if cfg.doctor:
-        from onecurve.doctor.examination import examine
+        from onecurve.extras.doctor.examination import examine
 
         examine(cfg)
         return {}
     if HydraConfig.get().mode == RunMode.MULTIRUN and not cfg.plan:
-        from onecurve.sweeps.job import run_job
+        from onecurve.extras.sweeps.job import run_job
 
         return run_job(cfg)
     from onecurve.launch.outcome import describe
@@ -36,7 +36,7 @@ def _run_job(cfg: DictConfig) -> dict[str, float] | float:
 
     try:
         if cfg.plan:
-            from onecurve.plan.show import show_plan
+            from onecurve.extras.plan.show import show_plan
 
             show_plan(cfg)
             return {}

@@ -16,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from onecurve.config.command_line import complete_overrides, errors_explained
 from onecurve.config.folder import CONF, register_resolvers, remove_if_unused
-from onecurve.utils import signals
-from onecurve.utils.errors import UserError
-from onecurve.utils.ranks import forget_other_ranks
+from onecurve.errors import UserError
+from onecurve.process import signals
+from onecurve.process.ranks import forget_other_ranks
 
 if TYPE_CHECKING:
     import lightning as L

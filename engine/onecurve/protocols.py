@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from onecurve.determinism.batch import Batch
+from onecurve.data.batch import Batch
 
 
 class AnyClass(Protocol):

@@ -22,7 +22,7 @@ class ImageDataModule(L.LightningDataModule):
     """Images of any source, with augmentation that depends only on seed, epoch, step and sample.
 
     A plain DataModule: the engine orders the samples, and gives each process its share
-    (`onecurve/determinism/ordered_data.py`).
+    (`onecurve/data/ordered_data.py`).
 
     Args:
         source: finds or creates the files of the dataset, and reads them.

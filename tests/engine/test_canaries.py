@@ -48,7 +48,7 @@ def test_private_functions_accept_our_arguments(function: Callable[..., Any], pa
 
 
 def test_loop_counters_that_a_resumption_rewrites_exist() -> None:
-    """engine/onecurve/determinism/resumption.py writes these into a checkpoint."""
+    """engine/onecurve/checkpoint/resumption.py writes these into a checkpoint."""
     loops = L.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu").fit_loop.state_dict()
     for name in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
         assert set(loops[name]["total"]) == {"ready", "started", "processed", "completed"}
@@ -146,7 +146,7 @@ def test_lightning_installs_signal_handlers_unless_disabled() -> None:
 
 
 def test_torch_writes_checksums() -> None:
-    """engine/onecurve/state/io.py detects a corrupt checkpoint by them."""
+    """engine/onecurve/checkpoint/io.py detects a corrupt checkpoint by them."""
     assert torch.serialization.get_crc32_options()
 
 
@@ -173,7 +173,7 @@ def test_lightning_still_counts_samples_as_integers() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_torch_still_records_a_stack_trace_to_seed_an_unused_device() -> None:
-    """If not, engine/onecurve/determinism/resumption.py can call torch.manual_seed."""
+    """If not, engine/onecurve/checkpoint/resumption.py can call torch.manual_seed."""
     torch.cuda.manual_seed_all(0)
     _, trace = torch.cuda._lazy_seed_tracker.manual_seed_all_cb
     assert "test_canaries.py" in "".join(trace)

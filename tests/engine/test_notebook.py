@@ -11,10 +11,10 @@ import torch
 from omegaconf.errors import ReadonlyConfigError
 
 from onecurve import compose, load_run, train
+from onecurve.errors import UserError
 from onecurve.notebook import Result
-from onecurve.utils import signals
-from onecurve.utils.errors import UserError
-from onecurve.utils.signals import Stopped
+from onecurve.process import signals
+from onecurve.process.signals import Stopped
 from src.models.classifier import ImageClassifier
 from tests.support import runs
 from tests.support.commands import TINY, TWO, run_here, steps

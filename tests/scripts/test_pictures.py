@@ -12,7 +12,7 @@ from engine.dev.pictures.__main__ import TITLES
 from engine.dev.pictures.figures import bits_figure, curves_figure, schedules_figure
 from engine.dev.pictures.runs import CURVES, ONE_BY_ONE, PIPELINES, TOGETHER, Run
 from engine.dev.pictures.svg import palettes, to_svg
-from onecurve.report.run_folder import RunFolder
+from onecurve.extras.report.run_folder import RunFolder
 from tests.support.commands import ROOT
 from tests.support.run_folders import write_run
 from tests.support.runs import compose

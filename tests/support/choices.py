@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from onecurve.utils.targets import target_nodes
+from onecurve.targets import target_nodes
 from tests.support.commands import ROOT
 from tests.support.runs import CONF
 

@@ -7,9 +7,9 @@ from unittest.mock import patch
 from omegaconf import DictConfig
 
 from engine.dev.dry_gpu.collectives import describe
-from onecurve.plan.pipelines import Stages
-from onecurve.plan.plan import begin_run, estimate
-from onecurve.utils.targets import build
+from onecurve.extras.plan.pipelines import Stages
+from onecurve.extras.plan.plan import begin_run, estimate
+from onecurve.targets import build
 
 
 def planned_collectives(cfg: DictConfig, words: list[str], ranks: Iterable[int]) -> list[Counter[str]]:

@@ -88,7 +88,7 @@ class Pool:
 def _serve(connection: Connection) -> None:
     import torch
 
-    from onecurve.utils.process import close_process_group
+    from onecurve.process.rank import close_process_group
     from tests.support.memory import disable_malloc_tuning, release_memory
 
     disable_malloc_tuning()

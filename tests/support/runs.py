@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from onecurve.config.resolve import runs_in_single_process
 from onecurve.parallel.batch_norm import average_statistics
 from onecurve.run.experiment import assemble
-from onecurve.utils.targets import drop_replaced_options
+from onecurve.targets import drop_replaced_options
 from tests.support.pool import Pool
 
 CONF = Path(__file__).parents[2] / "conf"

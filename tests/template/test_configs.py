@@ -14,9 +14,9 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
+from onecurve.errors import UserError
 from onecurve.run.experiment import assemble
-from onecurve.utils.errors import UserError
-from onecurve.utils.targets import build, check_options
+from onecurve.targets import build, check_options
 from tests.support.choices import Choice, is_own
 from tests.support.pool import Pool
 from tests.support.runs import CONF, NEED_GPUS, compose, fit_ranks

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from onecurve.run.experiment import assemble, run
-from onecurve.utils.targets import build
+from onecurve.targets import build
 from tests.support.commands import ROOT, run_here
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit, fit_ranks

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from onecurve.errors import UserError
 from onecurve.run.experiment import run
-from onecurve.utils.errors import UserError
 from tests.support.runs import STRATEGIES, compose
 
 DATA_PARALLEL = ("auto", "ddp", "ddp_spawn")

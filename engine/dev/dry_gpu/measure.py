@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from engine.dev.dry_gpu.collectives import describe_call
 from engine.dev.dry_gpu.compiler import is_in_compiled_graph
 from engine.dev.dry_gpu.synchronizations import SYNCHRONIZATIONS
-from onecurve.utils.steps import is_log_point
+from onecurve.observe.steps import is_log_point
 
 PHASES = ["data", "forward and loss", "backward", "optimizer", "callbacks"]
 # These allocate or describe tensors, and launch nothing. (Views have a property of their own.)

@@ -24,7 +24,7 @@ from engine.dev.gpu_check.strategies import (
 )
 from engine.dev.gpu_check.two_hosts import shared_check
 from engine.dev.shared.process import exit_on_sigterm
-from onecurve.utils.signals import die_with_parent
+from onecurve.process.signals import die_with_parent
 
 _MOST_STAGES = 4  # blocks of the default model
 _BIT_EXACT = ["ddp", "fsdp", "pipeline"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.dev.gpu_check.case import Session, expect
-from onecurve.determinism.hashing import integers, normal, uniform
+from onecurve.random.hashing import integers, normal, uniform
 from src.data.augment.pixels import alternating_flip, crop_and_flip, cutout, sample_keys
 
 _EXACT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

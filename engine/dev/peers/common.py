@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from onecurve.determinism.hashing import permutation
 from onecurve.optim.schedules import one_cycle
-from onecurve.utils.process import tune_malloc
+from onecurve.process.rank import tune_malloc
+from onecurve.random.hashing import permutation
 from src.data.augment.pixels import crop_and_flip, normalize, sample_keys
 from src.data.sources.cifar import CIFAR10
 from src.models.mlp import mlp

@@ -13,7 +13,7 @@ from engine.dev.pictures.figures import bits_figure, curves_figure, schedules_fi
 from engine.dev.pictures.runs import CURVES, MICROBATCHES, ONE_BY_ONE, PIPELINES, RANKS, TOGETHER, train
 from engine.dev.pictures.svg import to_svg
 from engine.dev.shared.process import ROOT
-from onecurve.utils.files import atomic_write
+from onecurve.records.files import atomic_write
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from onecurve.extras.report.agreement import difference
+from onecurve.extras.report.comparison import comparison_figure
+from onecurve.extras.report.page import new_figure, series_color
+from onecurve.extras.report.passes import Step, draw_passes, duration, fastest_step
+from onecurve.extras.report.run_folder import RunFolder
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.parallel.pipeline.simulation import bubble, order_of_passes, simulate
-from onecurve.report.agreement import difference
-from onecurve.report.comparison import comparison_figure
-from onecurve.report.page import new_figure, series_color
-from onecurve.report.passes import Step, draw_passes, duration, fastest_step
-from onecurve.report.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from docs.guide.experiment import STEPS_PER_EPOCH, network, run_ranks
-from onecurve.report.page import new_figure, series_color
+from onecurve.extras.report.page import new_figure, series_color
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.dev.shared.process import python, run_limited
+from onecurve.extras.report.run_folder import RunFolder
 from onecurve.parallel.pipeline.schedules import SCHEDULES
-from onecurve.report.run_folder import RunFolder
 
 RANKS, MICROBATCHES = 4, 8  # of the pictured schedules
 _COMMON = ["trainer.accelerator=cpu", "trainer.limit_val_batches=0", "test=false", "report=false", "logger=none"]

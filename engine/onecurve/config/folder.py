@@ -11,10 +11,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from onecurve.state.jobs import Job, read_jobs
-from onecurve.state.run_files import CHECKPOINTS, LAST, PREVIOUS
-from onecurve.utils.errors import UserError
-from onecurve.utils.ranks import started_rank
+from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, PREVIOUS
+from onecurve.config.jobs import Job, read_jobs
+from onecurve.errors import UserError
+from onecurve.process.ranks import started_rank
 
 CONFIG = "config.yaml"
 
@@ -91,7 +91,7 @@ def saved_config(folder: Path) -> Any:
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in a run folder, if any; warn of each corrupt one."""
     for file in sorted((folder / CHECKPOINTS).glob("*.ckpt"), key=_recency_key):
-        from onecurve.state.io import check_is_complete  # late, since it imports Lightning
+        from onecurve.checkpoint.io import check_is_complete  # late, since it imports Lightning
 
         try:
             check_is_complete(file)

@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from onecurve.checkpoint.run_files import checkpoint_file
 from onecurve.config.folder import (
     CONF,
     CONFIG,
@@ -25,12 +26,12 @@ from onecurve.config.folder import (
     remove_partial_checkpoints,
     saved_config,
 )
-from onecurve.state.run_files import checkpoint_file
-from onecurve.utils.devices import resolve_devices
-from onecurve.utils.errors import UserError, nearest_options
-from onecurve.utils.option_kinds import flatten_config
-from onecurve.utils.targets import check_value, drop_replaced_options
+from onecurve.errors import UserError, nearest_options
+from onecurve.identity.option_kinds import flatten_config
+from onecurve.process.devices import resolve_devices
+from onecurve.targets import check_value, drop_replaced_options
 
+BEST = "best"  # the choice of `strategy` that a plan replaces
 _GIT_TIMEOUT = 5.0  # seconds
 _RECIPES = ("experiment", "preset", "debug")  # the groups whose files set options of other groups
 # A continued run does not inherit these options.
@@ -70,7 +71,7 @@ def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] 
             raise UserError(f"predict={cfg.predict}: there is no such folder, or no image in it")
         cfg.predict = str(folder_of_images)
     cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
-    if plan_strategy:
+    if plan_strategy and hydra_cfg.runtime.choices.get("strategy") == BEST:
         plan_strategy(cfg)
     _check_launch(cfg)
     cfg.run_dir = str(folder)
@@ -153,7 +154,7 @@ def _find_checkpoint(option: str, value: str) -> Path:
     if not checkpoint.is_file():
         missing = f"checkpoint in that folder ({checkpoint})" if path.is_dir() else "such file or run folder"
         raise UserError(f"{option}={value}: there is no {missing}")
-    from onecurve.state.io import read_run_checkpoint, read_weights  # late, because it imports Lightning
+    from onecurve.checkpoint.io import read_run_checkpoint, read_weights  # late, because it imports Lightning
 
     if option == "init_from":
         read_weights(checkpoint, option, map_location="meta")

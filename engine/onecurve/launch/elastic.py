@@ -16,10 +16,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from onecurve.state.run_files import checkpoint_file
-from onecurve.utils import signals
-from onecurve.utils.errors import UserError
-from onecurve.utils.targets import NOT_PASSED, build
+from onecurve.checkpoint.run_files import checkpoint_file
+from onecurve.errors import UserError
+from onecurve.process import signals
+from onecurve.targets import NOT_PASSED, build
 
 _PROBE_TIMEOUT = 90.0  # seconds; a probe may import torch from a slow disk
 _POLL = 0.05  # seconds between two looks at a probe

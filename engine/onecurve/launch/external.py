@@ -13,15 +13,21 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.config.resolve import device_count, resolve_config, runs_in_single_process
-from onecurve.plan import plan_strategy
-from onecurve.utils.errors import UserError
-from onecurve.utils.option_kinds import flatten_config
+from onecurve.errors import UserError
+from onecurve.identity.option_kinds import flatten_config
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 _PATIENCE = timedelta(seconds=30)  # until the terminal shows which ranks are missing
 _TIMEOUT = timedelta(minutes=10)  # for the slowest node to start
+
+
+def plan_strategy(cfg: DictConfig) -> None:
+    """Replace `strategy=best`."""
+    from onecurve.extras.plan.plan import choose_strategy  # late: a run without it needs no plans, nor Lightning yet
+
+    choose_strategy(cfg)
 
 
 def connect_ranks(env: ClusterEnvironment) -> dist.Store:

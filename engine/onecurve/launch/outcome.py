@@ -21,12 +21,12 @@ from filelock import Timeout
 from omegaconf import DictConfig
 
 from onecurve.config.folder import PROJECT, remove_if_unused
-from onecurve.state.jobs import is_sweep
-from onecurve.utils.errors import UserError
-from onecurve.utils.events import append_end, append_event, append_kill, logged_steps
-from onecurve.utils.files import named_lock, read_json_lines
-from onecurve.utils.process import log_file, report_error
-from onecurve.utils.signals import Stopped
+from onecurve.config.jobs import is_sweep
+from onecurve.errors import UserError
+from onecurve.process.rank import log_file, report_error
+from onecurve.process.signals import Stopped
+from onecurve.records.events import append_end, append_event, append_kill, logged_steps
+from onecurve.records.files import named_lock, read_json_lines
 
 # NCCL and gloo abort a process whose collective differs from those of other ranks.
 _ABORTED = ". If a layer runs for some samples only, strategy=fsdp gathers it on some ranks only: take strategy=ddp"
@@ -186,7 +186,7 @@ def write_report(folder: Path) -> None:
     try:
         if is_sweep(folder) or (folder / "metrics.csv").is_file():
             # Here, so that a template without engine/onecurve/report trains as well.
-            from onecurve.report import write_page_of
+            from onecurve.extras.report import write_page_of
 
             write_page_of(folder)
     except ModuleNotFoundError as error:

@@ -20,14 +20,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from onecurve.config.resolve import device_count, resolve_config
-from onecurve.launch.external import connect_ranks, share_config
+from onecurve.errors import UserError
+from onecurve.launch.external import connect_ranks, plan_strategy, share_config
 from onecurve.launch.outcome import exit_rank, run_recorded
 from onecurve.launch.workers import launch_workers, run_rank
-from onecurve.plan import plan_strategy
-from onecurve.utils.errors import UserError
-from onecurve.utils.process import detect_cluster_environment
-from onecurve.utils.ranks import check_tasks_are_started, is_started_by_torchrun
-from onecurve.utils.signals import die_with_parent
+from onecurve.process.rank import detect_cluster_environment
+from onecurve.process.ranks import check_tasks_are_started, is_started_by_torchrun
+from onecurve.process.signals import die_with_parent
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from onecurve.checkpoint.run_files import stop_message
 from onecurve.config.folder import with_newest_checkpoint
 from onecurve.config.resolve import device_count, runs_in_single_process
 from onecurve.launch.elastic import (
@@ -26,16 +27,15 @@ from onecurve.launch.outcome import (
     fold_frames,
     record_restart,
 )
-from onecurve.state.run_files import stop_message
-from onecurve.utils import signals
-from onecurve.utils.events import append_event, read_events
-from onecurve.utils.process import (
+from onecurve.process import signals
+from onecurve.process.rank import (
     REPORT_FILE,
     close_process_group,
     connect_debugger,
     cores_per_rank,
     log_to_folder,
 )
+from onecurve.records.events import append_event, read_events
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 
@@ -126,7 +126,7 @@ def _with_devices_of(policy: DevicePolicy, cfg: DictConfig, reason: str) -> Dict
     print(f"{reason}; going on with {len(policy.used)} of {len(policy.devices)} devices", file=sys.stderr)
     cfg = with_devices(cfg, policy.used)
     if cfg.runtime.chooses_strategy:
-        from onecurve.plan.plan import choose_again  # late, because it imports Lightning
+        from onecurve.extras.plan.plan import choose_again  # late, because it imports Lightning
 
         choose_again(cfg)
     return cfg
@@ -171,7 +171,7 @@ def _elastic_config(cfg: DictConfig, processes: int) -> Any:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        signals_to_handle="",  # none: onecurve/utils/signals.py handles them
+        signals_to_handle="",  # none: onecurve/process/signals.py handles them
         logs_specs=DefaultLogsSpecs(),
         **options,
     )

@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from onecurve.utils.files import atomic_write
+from onecurve.records.files import atomic_write
 
 _log = logging.getLogger(__name__)
 

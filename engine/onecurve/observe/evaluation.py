@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassCalibrationError, MulticlassConfusionMatrix
 
-from onecurve.determinism.batch import Batch
-from onecurve.utils.errors import UserError
-from onecurve.utils.files import atomic_write
-from onecurve.utils.steps import trained_steps
-from onecurve.utils.tensors import upcast_half
+from onecurve.data.batch import Batch
+from onecurve.errors import UserError
+from onecurve.network.tensors import upcast_half
+from onecurve.observe.steps import trained_steps
+from onecurve.records.files import atomic_write
 
 
 class Evaluation(L.Callback):

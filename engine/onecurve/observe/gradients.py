@@ -3,9 +3,9 @@
 import lightning as L
 from torch.optim import Optimizer
 
-from onecurve.determinism.norm import order_free_norm
-from onecurve.utils.errors import UserError
-from onecurve.utils.steps import is_log_point
+from onecurve.errors import UserError
+from onecurve.network.norm import order_free_norm
+from onecurve.observe.steps import is_log_point
 
 
 class GradientNorms(L.Callback):

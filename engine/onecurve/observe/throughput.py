@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from onecurve.observe.recording import RecordedStep
+from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.observe.timeline import Timeline
-from onecurve.utils.process import peak_memory_mib
-from onecurve.utils.steps import is_log_point, trained_steps
+from onecurve.process.rank import peak_memory_mib
 
 _log = logging.getLogger(__name__)
 _MIN_GAIN = 0.05  # fraction of a step; below it, ranks differ by chance

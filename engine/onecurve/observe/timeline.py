@@ -24,9 +24,9 @@ from onecurve.observe.recording import (
     set_recording,
     synchronize,
 )
-from onecurve.utils.files import append_json_line
-from onecurve.utils.process import peak_memory_mib
-from onecurve.utils.steps import is_log_point, trained_steps
+from onecurve.observe.steps import is_log_point, trained_steps
+from onecurve.process.rank import peak_memory_mib
+from onecurve.records.files import append_json_line
 
 _log = logging.getLogger(__name__)
 

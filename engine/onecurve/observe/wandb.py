@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
-from onecurve.utils.errors import UserError, check_choice
+from onecurve.errors import UserError, check_choice
 
 _log = logging.getLogger(__name__)
 _INIT_TIMEOUT = 20.0  # seconds

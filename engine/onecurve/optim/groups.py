@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from onecurve.utils.errors import UserError, check_choice
+from onecurve.errors import UserError, check_choice
 
 _RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
 _FUSED_DEVICES = ("cuda",)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onecurve.state.optimizer_state import shard_like
-from onecurve.utils.compilation import compiled, should_compile
-from onecurve.utils.tensors import to_full_tensor, to_local
+from onecurve.checkpoint.optimizer_state import shard_like
+from onecurve.network.compilation import compiled, should_compile
+from onecurve.network.tensors import to_full_tensor, to_local
 
 # Newton-Schulz coefficients of Jordan et al. (2024), chosen to raise small singular values quickly.
 _LINEAR, _CUBIC, _QUINTIC = 3.4445, -4.7750, 2.0315

@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from onecurve.utils.errors import UserError, check_choice
+from onecurve.errors import UserError, check_choice
 
 Schedule = Callable[[int, int], float]  # (step, steps of the full run) -> factor on the learning rate
 

@@ -24,12 +24,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from onecurve.determinism.layout import BatchLayout
-from onecurve.determinism.recomputation import remember
+from onecurve.data.layout import BatchLayout
+from onecurve.errors import UserError
+from onecurve.network.compilation import device_constant
+from onecurve.network.recomputation import remember
+from onecurve.network.tensors import upcast_half
 from onecurve.observe.recording import communication
-from onecurve.utils.compilation import device_constant
-from onecurve.utils.errors import UserError
-from onecurve.utils.tensors import upcast_half
 
 _PARAMETERS = tuple(inspect.signature(F.batch_norm).parameters)
 _ADDITIONS = (Tensor.add_, Tensor.__iadd__, Tensor.add, Tensor.__add__)

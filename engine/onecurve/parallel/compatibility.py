@@ -6,10 +6,10 @@ import lightning as L
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from onecurve.errors import UserError, check_choice
 from onecurve.parallel.ddp import auto
 from onecurve.parallel.sharded_state import ShardedStateStrategy
-from onecurve.utils.errors import UserError, check_choice
-from onecurve.utils.targets import locate
+from onecurve.targets import locate
 
 _STRATEGIES = {
     "ddp": "onecurve.parallel.ddp.DDP",

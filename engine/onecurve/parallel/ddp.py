@@ -20,9 +20,9 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from onecurve.errors import UserError, check_choice
 from onecurve.observe.recording import communication
 from onecurve.parallel.gather import all_gather
-from onecurve.utils.errors import UserError, check_choice
 
 
 def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -10,8 +10,8 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from onecurve.observe.wandb import finish_run, mark_preempted
 from onecurve.parallel.ddp import DDP
-from onecurve.utils import signals
-from onecurve.utils.process import close_process_group, connect_debugger, log_to_folder, tune_malloc
+from onecurve.process import signals
+from onecurve.process.rank import close_process_group, connect_debugger, log_to_folder, tune_malloc
 
 
 class DDPSpawn(DDP):

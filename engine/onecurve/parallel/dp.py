@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
-from onecurve.determinism.dropout import dropouts, set_keys
+from onecurve.errors import UserError
 from onecurve.parallel.batch_norm import revert_norm_groups
-from onecurve.utils.errors import UserError
+from onecurve.random.dropout import dropouts, set_keys
 
 
 class _Replica(nn.Module):

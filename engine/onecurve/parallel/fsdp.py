@@ -17,11 +17,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from onecurve.errors import UserError
 from onecurve.parallel.sharded_state import ShardedStateStrategy, prepare_to_shard
 from onecurve.parallel.tree_sum import TreeSum
 from onecurve.parallel.virtual_ranks import VirtualRanks
-from onecurve.utils.errors import UserError
-from onecurve.utils.process import map_large_blocks
+from onecurve.process.rank import map_large_blocks
 
 
 class ShardedRanks(VirtualRanks):

@@ -5,9 +5,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onecurve.determinism.norm import order_free_norm
+from onecurve.network.norm import order_free_norm
+from onecurve.network.tensors import to_full_tensor
 from onecurve.observe.recording import communication
-from onecurve.utils.tensors import to_full_tensor
 
 
 @communication()

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from onecurve.determinism.layout import BatchLayout
+from onecurve.data.layout import BatchLayout
+from onecurve.errors import UserError
 from onecurve.parallel.batch_norm import (
     apply_norm_groups,
     average_statistics,
@@ -15,7 +16,6 @@ from onecurve.parallel.batch_norm import (
     rank_groups,
     revert_norm_groups,
 )
-from onecurve.utils.errors import UserError
 
 
 class NormGroups(L.Callback):

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from onecurve.checkpoint import sharded
+from onecurve.checkpoint.io import read_checkpoint, write_error
+from onecurve.checkpoint.optimizer_state import merge, shard_like
+from onecurve.errors import UserError
+from onecurve.network.tensors import to_full_tensor, with_versions
 from onecurve.observe.recording import communication
 from onecurve.parallel.gather import all_gather
-from onecurve.state import sharded
-from onecurve.state.io import read_checkpoint, write_error
-from onecurve.state.optimizer_state import merge, shard_like
-from onecurve.utils.errors import UserError
-from onecurve.utils.tensors import to_full_tensor, with_versions
 
 # In these methods FSDP2 gathers the weights of a block, or reduces its gradients.
 for _name in ("pre_forward", "pre_backward", "post_backward"):
@@ -49,7 +49,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
 
     Args:
         sharded_checkpoints: each rank writes its part into a folder beside the checkpoint file
-            (`onecurve/state/sharded.py`). Otherwise rank zero gathers and writes all tensors.
+            (`onecurve/checkpoint/sharded.py`). Otherwise rank zero gathers and writes all tensors.
         shares: relative numbers of samples of the data-parallel ranks, for devices of unequal speed; null means equal
             ones.
         **kwargs: arguments of ModelParallelStrategy.

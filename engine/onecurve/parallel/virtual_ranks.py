@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from onecurve.determinism.batch import StepPart
+from onecurve.data.batch import StepPart
+from onecurve.errors import UserError
+from onecurve.network.compilation import device_constant
+from onecurve.network.tensors import to_local, upcast_half
 from onecurve.observe.recording import communication
 from onecurve.parallel.tree_sum import TreeSum, sum_over_ranks
-from onecurve.utils.compilation import device_constant
-from onecurve.utils.errors import UserError
-from onecurve.utils.tensors import to_local, upcast_half
 
 
 class VirtualRanks:

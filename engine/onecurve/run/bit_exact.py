@@ -8,9 +8,9 @@ from typing import Any, cast
 import lightning as L
 import torch
 
+from onecurve.network.tensors import to_local
 from onecurve.parallel.gradients import clip_by_norm_over
 from onecurve.run.parts import evaluate_virtual_ranks
-from onecurve.utils.tensors import to_local
 
 
 def numerics(module: L.LightningModule) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
-from onecurve.state.run_files import LAST
-from onecurve.utils.errors import UserError
-from onecurve.utils.steps import RankConsensus, trained_steps
+from onecurve.checkpoint.run_files import LAST
+from onecurve.errors import UserError
+from onecurve.observe.steps import RankConsensus, trained_steps
 
 
 class LastCheckpoint(Checkpoint):

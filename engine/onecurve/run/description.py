@@ -11,13 +11,13 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from onecurve.determinism.fingerprint import Experiment, continue_experiment, describe_experiment
+from onecurve.checkpoint.format import VERSION, VERSION_KEY
+from onecurve.errors import UserError
+from onecurve.identity.fingerprint import Experiment, continue_experiment, describe_experiment
 from onecurve.observe.csv import CSVLogger
 from onecurve.observe.guard import start_loggers
+from onecurve.records.events import append_event, append_resize, read_events
 from onecurve.run.bit_exact import numerics
-from onecurve.state.format import VERSION, VERSION_KEY
-from onecurve.utils.errors import UserError
-from onecurve.utils.events import append_event, append_resize, read_events
 
 _log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from onecurve.determinism.random_functions import sample_random
-from onecurve.determinism.seeding import are_equal, seed_generators
-from onecurve.utils.errors import UserError
-from onecurve.utils.module_state import set_mode, unchanged, without_log
+from onecurve.errors import UserError
+from onecurve.network.module_state import set_mode, unchanged, without_log
+from onecurve.random.random_functions import sample_random
+from onecurve.random.seeding import are_equal, seed_generators
 
 _log = logging.getLogger(__name__)
 # Relative, of weights on a CPU. A GPU may round convolutions to TF32, and half precision has fewer digits.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from onecurve.utils.errors import UserError
-from onecurve.utils.tensors import to_local, upcast_half, with_versions
+from onecurve.errors import UserError
+from onecurve.network.tensors import to_local, upcast_half, with_versions
 
 
 class EMA(L.Callback):

@@ -12,15 +12,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
-from onecurve.determinism.ordered_data import OrderedData
+from onecurve.checkpoint.io import load_initial_weights
+from onecurve.data.ordered_data import OrderedData
+from onecurve.errors import UserError, as_typed
 from onecurve.observe.wandb import finish_run, mark_preempted
+from onecurve.process.signals import RESIZE, Stopped
+from onecurve.records.events import append_event
 from onecurve.run.predictions import PredictionWriter, SamplePredictions
 from onecurve.run.trainer import Trainer
-from onecurve.state.io import load_initial_weights
-from onecurve.utils.errors import UserError, as_typed
-from onecurve.utils.events import append_event
-from onecurve.utils.signals import RESIZE, Stopped
-from onecurve.utils.targets import NOT_PASSED, build, check_options, locate
+from onecurve.targets import NOT_PASSED, build, check_options, locate
 
 _log = logging.getLogger(__name__)
 # Errors of the user for which Lightning has no exception of its own, by their first words, and what to say instead.

@@ -7,9 +7,9 @@ import lightning as L
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from onecurve.determinism.seeding import are_equal
-from onecurve.utils.errors import UserError
-from onecurve.utils.tensors import to_local
+from onecurve.errors import UserError
+from onecurve.network.tensors import to_local
+from onecurve.random.seeding import are_equal
 
 _log = logging.getLogger(__name__)
 _LIGHTNINGS = vars(L.LightningModule()).keys()  # attributes of any module

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from onecurve.utils.steps import is_log_point
-from onecurve.utils.tensors import upcast_half
+from onecurve.network.tensors import upcast_half
+from onecurve.observe.steps import is_log_point
 
 
 class Module(L.LightningModule):

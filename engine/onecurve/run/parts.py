@@ -1,7 +1,7 @@
 """Compute an optimizer step in parts, each with a forward and a backward pass of its own.
 
 A batch of Lightning is an optimizer step, on any hardware: hooks, `batch_idx`, counts and logs come once per step.
-The loader yields the parts of a step (`onecurve/determinism/ordered_data.py`), and the closure that Lightning gives
+The loader yields the parts of a step (`onecurve/data/ordered_data.py`), and the closure that Lightning gives
 to the optimizer computes them one after the other. The parts are micro-batches, whose gradients add up in place; or
 the virtual ranks of this process (`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank that has more or
 fewer samples than others is weighted by them, so that the mean over the ranks is that of the samples.
@@ -19,16 +19,16 @@ from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from onecurve.determinism.batch import StepPart, join
-from onecurve.determinism.random_functions import RandomNumbers, sample_random
+from onecurve.data.batch import StepPart, join
+from onecurve.errors import UserError
 from onecurve.observe.recording import computation
+from onecurve.observe.steps import is_log_point
 from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.virtual_ranks import VirtualRanks
+from onecurve.random.random_functions import RandomNumbers, sample_random
 from onecurve.run.hidden_state import HiddenState
 from onecurve.run.metrics import VirtualMetrics
 from onecurve.run.pass_log import PassLog, have_equal_names
-from onecurve.utils.errors import UserError
-from onecurve.utils.steps import is_log_point
 
 _T = TypeVar("_T")
 LOGGED_COLUMNS = 64  # processes exchange tables with a multiple of so many columns, also if they log different values

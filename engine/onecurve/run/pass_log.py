@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync
 from torch import Tensor
 from torchmetrics import Metric
 
-from onecurve.utils.errors import UserError
+from onecurve.errors import UserError
 
 _FIRST_COLUMNS = 2  # of the table: the loss of a pass, and a hash of the names that it logs
 

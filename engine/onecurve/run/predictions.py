@@ -15,10 +15,10 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from onecurve.determinism.batch import join
-from onecurve.determinism.seeding import makes_batches
-from onecurve.utils.errors import UserError
-from onecurve.utils.files import atomic_write
+from onecurve.data.batch import join
+from onecurve.errors import UserError
+from onecurve.random.seeding import makes_batches
+from onecurve.records.files import atomic_write
 
 _log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from onecurve.determinism.seeding import are_equal
+from onecurve.errors import UserError
+from onecurve.network.tensors import to_local
+from onecurve.observe.steps import is_log_point
+from onecurve.random.seeding import are_equal
 from onecurve.run.hidden_state import attributes
-from onecurve.utils.errors import UserError
-from onecurve.utils.steps import is_log_point
-from onecurve.utils.tensors import to_local
 
 _log = logging.getLogger(__name__)
 _WAY_OUT = "Register it as a buffer and set bit_exact=true, or reduce what changes it over the ranks (self.all_gather)"

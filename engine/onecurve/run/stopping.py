@@ -10,12 +10,12 @@ from typing import Any, TextIO
 
 import lightning as L
 
-from onecurve.state.run_files import CHECKPOINTS, LAST, stop_message
-from onecurve.utils import signals
-from onecurve.utils.errors import UserError
-from onecurve.utils.events import append_event
-from onecurve.utils.process import log_file, report_error, set_timeouts_after
-from onecurve.utils.steps import RankConsensus, trained_steps
+from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, stop_message
+from onecurve.errors import UserError
+from onecurve.observe.steps import RankConsensus, trained_steps
+from onecurve.process import signals
+from onecurve.process.rank import log_file, report_error, set_timeouts_after
+from onecurve.records.events import append_event
 
 _log = logging.getLogger(__name__)
 _MAX_HANDLING = 20.0  # seconds for what callbacks do after an error

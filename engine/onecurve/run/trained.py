@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils._pytree import tree_leaves
 
-from onecurve.state.io import read_run_checkpoint
-from onecurve.state.run_files import CHECKPOINTS
-from onecurve.utils.errors import UserError
-from onecurve.utils.targets import target_nodes
+from onecurve.checkpoint.io import read_run_checkpoint
+from onecurve.checkpoint.run_files import CHECKPOINTS
+from onecurve.errors import UserError
+from onecurve.targets import target_nodes
 
 _IMAGES_AT_ONCE = 256
 

@@ -21,14 +21,19 @@ from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
-from onecurve.determinism.dropout import use_sample_dropout
-from onecurve.determinism.module_data import GivenLoaders, ModuleData
-from onecurve.determinism.ordered_data import OrderedData
-from onecurve.determinism.random_functions import RandomNumbers
-from onecurve.determinism.resumption import ExactResumption
+from onecurve.checkpoint.io import AtomicCheckpointIO
+from onecurve.checkpoint.resumption import ExactResumption
+from onecurve.checkpoint.run_files import CHECKPOINTS, LAST
+from onecurve.data.module_data import GivenLoaders, ModuleData
+from onecurve.data.ordered_data import OrderedData
+from onecurve.errors import UserError
 from onecurve.observe.csv import CSVLogger
 from onecurve.parallel.compatibility import check_callbacks, check_can_train, check_parts, resolve_strategy
 from onecurve.parallel.norm_groups import NormGroups
+from onecurve.process.devices import resolve_devices
+from onecurve.process.rank import tune_malloc
+from onecurve.random.dropout import use_sample_dropout
+from onecurve.random.random_functions import RandomNumbers
 from onecurve.run.bit_exact import BitExactness, num_threads
 from onecurve.run.checkpoint import LastCheckpoint
 from onecurve.run.description import RunDescription
@@ -39,11 +44,6 @@ from onecurve.run.replicas import BufferCheck, GatheredWeightCheck, ReplicaCheck
 from onecurve.run.script import describe_script
 from onecurve.run.stopping import PreemptionHandler, Watchdog
 from onecurve.run.training_loop import FiniteCheck, MonitorCheck, OptimizerSteps, patch_trainer
-from onecurve.state.io import AtomicCheckpointIO
-from onecurve.state.run_files import CHECKPOINTS, LAST
-from onecurve.utils.devices import resolve_devices
-from onecurve.utils.errors import UserError
-from onecurve.utils.process import tune_malloc
 
 _log = logging.getLogger(__name__)
 _FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs

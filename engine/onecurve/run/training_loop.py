@@ -22,15 +22,15 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
-from onecurve.determinism.dropout import use_sample_dropout
-from onecurve.determinism.sampler import validation_interval
+from onecurve.data.sampler import validation_interval
+from onecurve.errors import DivergedUserError, UserError
+from onecurve.network.tensors import to_local
+from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.parallel.norm_groups import NormGroups
+from onecurve.random.dropout import use_sample_dropout
 from onecurve.run.metrics import VirtualMetrics
 from onecurve.run.parts import StepInParts
 from onecurve.run.pass_log import PassLog
-from onecurve.utils.errors import DivergedUserError, UserError
-from onecurve.utils.steps import is_log_point, trained_steps
-from onecurve.utils.tensors import to_local
 
 _log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from onecurve.determinism import layout
-from onecurve.determinism.layout import BatchLayout, DataParallelInfo
+from onecurve.data import layout
+from onecurve.data.layout import BatchLayout, DataParallelInfo
+from onecurve.network.tensors import to_local
 from onecurve.parallel import gradients
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.parallel.tree_sum import TreeSum
 from onecurve.parallel.virtual_ranks import PassSums
-from onecurve.utils.tensors import to_local
 from tests.support.bits import EXACT, check_equal_bits
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import EXPERIMENTS, SHORT, VIT

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from onecurve.config.command_line import complete_overrides
-from onecurve.utils.events import read_events
+from onecurve.records.events import read_events
 from tests.support.commands import (
     TINY,
     TORCHRUN,

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from onecurve.config.folder import register_resolvers
 from onecurve.config.resolve import refuse_unknown_options
+from onecurve.errors import UserError
 from onecurve.run.experiment import run
-from onecurve.utils.errors import UserError
-from onecurve.utils.targets import check_options, check_value
+from onecurve.targets import check_options, check_value
 from tests.support.commands import TINY, error_line, run_here
 from tests.support.runs import CONF, compose
 

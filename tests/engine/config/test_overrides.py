@@ -11,7 +11,7 @@ from hydra.errors import ConfigCompositionException, MissingConfigException, Ove
 
 from onecurve.config import command_line
 from onecurve.config.command_line import complete_overrides, errors_explained, quote, run_application
-from onecurve.utils.errors import UserError
+from onecurve.errors import UserError
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 FILES = {

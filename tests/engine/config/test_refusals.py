@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from onecurve import Batch
+from onecurve.errors import UserError
 from onecurve.run.experiment import run
-from onecurve.utils.errors import UserError
 from src.models.classifier import ImageClassifier
 from tests.support.commands import error_line, run_here
 from tests.support.experiments import SHORT_RUN

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from onecurve.errors import UserError
 from onecurve.launch import workers
-from onecurve.utils.errors import UserError
-from onecurve.utils.events import read_events
+from onecurve.records.events import read_events
 from tests.support.commands import (
     PARITY,
     TORCHRUN,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onecurve.utils.events import read_events
+from onecurve.records.events import read_events
 from tests.support.commands import (
     PARITY,
     TWO,

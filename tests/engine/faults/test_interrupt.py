@@ -12,8 +12,8 @@ import lightning as L
 import pytest
 import torch
 
+from onecurve.process import signals
 from onecurve.run import experiment
-from onecurve.utils import signals
 from tests.support.commands import PARITY, TWO, ranks, start, wait_for_exit, wait_until
 from tests.support.runs import compose, fit
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from onecurve.config.folder import saved_config
-from onecurve.utils import signals
-from onecurve.utils.events import read_events
+from onecurve.process import signals
+from onecurve.records.events import read_events
 from tests.support.commands import (
     PARITY,
     TORCHRUN,

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from onecurve.utils.errors import UserError
+from onecurve.errors import UserError
 from tests.support.comparison import check_resumed
 from tests.support.experiments import SHORT_EPOCH, SHORT_RUN, SHORT_STEPS, SMALL_MLP
 from tests.support.interruption import die, run_on_ranks

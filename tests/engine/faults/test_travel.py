@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from onecurve.checkpoint.io import AtomicCheckpointIO
 from onecurve.config.folder import newest_checkpoint
 from onecurve.config.resolve import runs_in_single_process
-from onecurve.state.io import AtomicCheckpointIO
-from onecurve.utils.errors import UserError
+from onecurve.errors import UserError
 from tests.support.commands import run_here
 from tests.support.comparison import check_resumed, relative
 from tests.support.experiments import EXPERIMENTS, SHORT_RUN, SHORT_STEPS

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from onecurve.errors import UserError
 from onecurve.launch import elastic
 from onecurve.launch.elastic import DevicePolicy, with_devices, with_smaller_micro_batches
-from onecurve.utils.errors import UserError
 
 ANY = range(100)  # the numbers of ranks that a strategy accepts
 

@@ -11,7 +11,7 @@ import pytest
 
 from onecurve.launch import elastic
 from onecurve.launch.elastic import time_of_last_save, unusable_devices, watch_for_devices
-from onecurve.utils.signals import FLAG_FILE
+from onecurve.process.signals import FLAG_FILE
 from tests.engine.launch.test_device_policy import config, policy_for
 
 

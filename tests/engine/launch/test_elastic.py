@@ -8,10 +8,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from onecurve.errors import UserError
 from onecurve.launch import workers
 from onecurve.launch.elastic import DevicePolicy, unusable_devices, with_devices, with_smaller_micro_batches
-from onecurve.utils.errors import UserError
-from onecurve.utils.events import append_event, read_events
+from onecurve.records.events import append_event, read_events
 from tests.support.runs import compose
 
 Failure = tuple[int | None, int, set[int], str]

@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
+from onecurve.errors import UserError
 from onecurve.launch import external
-from onecurve.utils import ranks
-from onecurve.utils.errors import UserError
-from onecurve.utils.process import detect_cluster_environment
+from onecurve.process import ranks
+from onecurve.process.rank import detect_cluster_environment
 from tests.support.commands import slurm_task
 
 TASK = slurm_task(1, port=29500)

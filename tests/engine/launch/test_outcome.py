@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from onecurve.config.folder import PROJECT
+from onecurve.errors import UserError
 from onecurve.launch import outcome
-from onecurve.utils.errors import UserError
-from onecurve.utils.process import log_file
+from onecurve.process.rank import log_file
 
 LOST = "RuntimeError: gloo: connection closed by peer"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onecurve.utils.events import read_events
+from onecurve.records.events import read_events
 from tests.support.commands import ROOT, run_here, slow
 from tests.support.comparison import TOLERANCE, relative
 from tests.support.runs import compose, fit

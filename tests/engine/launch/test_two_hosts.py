@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from onecurve.utils.events import read_events
+from onecurve.records.events import read_events
 from tests.support.commands import ROOT, count_lines, ranks, slow, wait_until
 from tests.support.comparison import TOLERANCE, read_rows, relative
 from tests.support.hosts import Hosts, skip_reason

@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.utilities import rank_zero_only
 
 from onecurve.observe.csv import CSVLogger
-from onecurve.utils.events import logged_steps
+from onecurve.records.events import logged_steps
 from tests.support.comparison import read_rows
 
 

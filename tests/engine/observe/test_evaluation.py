@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from onecurve.errors import UserError
 from onecurve.run.experiment import run
-from onecurve.utils.errors import UserError
 from tests.support.comparison import read_rows
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.modules import Plain

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from onecurve.errors import UserError
 from onecurve.launch.outcome import RankDiedError, RankFailedError, run_recorded
-from onecurve.utils.errors import UserError
-from onecurve.utils.events import append_end, append_event, read_events
-from onecurve.utils.signals import Stopped
+from onecurve.process.signals import Stopped
+from onecurve.records.events import append_end, append_event, read_events
 
 
 def config(folder: Path) -> DictConfig:

@@ -11,9 +11,9 @@ import pytest
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 from lightning_utilities.core.imports import RequirementCache
 
+from onecurve.errors import UserError
 from onecurve.observe.guard import start_loggers
 from onecurve.run.experiment import run
-from onecurve.utils.errors import UserError
 from tests.support.runs import compose
 
 

@@ -14,8 +14,8 @@ import pytest
 import rich
 
 from onecurve.observe.progress import ProgressBar
+from onecurve.process.rank import log_to_folder
 from onecurve.run.experiment import assemble
-from onecurve.utils.process import log_to_folder
 from tests.support.commands import restored
 from tests.support.runs import compose
 

@@ -20,8 +20,8 @@ from onecurve.observe.recording import (
 )
 from onecurve.observe.throughput import slowest_rank
 from onecurve.observe.timeline import Timeline
+from onecurve.records.files import read_json_lines
 from onecurve.run.experiment import assemble
-from onecurve.utils.files import read_json_lines
 from tests.support.comparison import read_rows
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit

@@ -13,9 +13,9 @@ import pytest
 import torch
 from lightning.pytorch import loggers
 
+from onecurve.errors import UserError
 from onecurve.observe.wandb import WandbLogger, finish_run, online_or_offline
 from onecurve.run.experiment import run
-from onecurve.utils.errors import UserError
 from tests.support.commands import TINY, TWO
 from tests.support.commands import run as run_command
 from tests.support.experiments import SHORT

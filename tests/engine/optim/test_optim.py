@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from onecurve.checkpoint.optimizer_state import shard
 from onecurve.optim import groups
 from onecurve.optim.groups import build_optimizer, scaling_factor
 from onecurve.optim.schedules import (
@@ -20,7 +21,6 @@ from onecurve.optim.schedules import (
     one_cycle,
 )
 from onecurve.run.module import Module
-from onecurve.state.optimizer_state import shard
 from tests.support.runs import compose, fit
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from onecurve.checkpoint.optimizer_state import name_parameters
+from onecurve.errors import UserError
 from onecurve.run.experiment import run
-from onecurve.state.optimizer_state import name_parameters
-from onecurve.utils.errors import UserError
 from tests.support.comparison import check_resumed
 from tests.support.experiments import SHORT_EPOCH, SHORT_RUN, SMALL_MLP, TORCH_SCHEDULES
 from tests.support.runs import compose, fit

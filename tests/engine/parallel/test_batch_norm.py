@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from onecurve.determinism.layout import BatchLayout, DataParallelInfo
+from onecurve.data.layout import BatchLayout, DataParallelInfo
+from onecurve.errors import UserError
 from onecurve.parallel.batch_norm import (
     apply_norm_groups,
     average_statistics,
@@ -21,7 +22,6 @@ from onecurve.parallel.batch_norm import (
     revert_norm_groups,
 )
 from onecurve.run.experiment import assemble
-from onecurve.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, relative
 from tests.support.experiments import SHORT_RUN
 from tests.support.layers import BatchNormAct2d

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onecurve.errors import UserError
 from onecurve.parallel.pipeline.blocks import Block, ordered_blocks
 from onecurve.parallel.pipeline.rehearsal import check_stages
 from onecurve.parallel.pipeline.split import cut
 from onecurve.parallel.pipeline.stage import Stage, stage_inputs
-from onecurve.utils.errors import UserError
 from tests.support import zoo
 
 IMAGES = torch.rand(2, 3, 8, 8)

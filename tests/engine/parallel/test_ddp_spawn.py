@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from onecurve.parallel.ddp_spawn import DDPSpawn
+from onecurve.process import signals
+from onecurve.process.signals import Stopped
 from onecurve.run.experiment import assemble
-from onecurve.utils import signals
-from onecurve.utils.signals import Stopped
 from tests.support.runs import compose
 
 

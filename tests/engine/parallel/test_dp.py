@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.strategies import ParallelStrategy
 
+from onecurve.errors import UserError
 from onecurve.parallel.dp import DP
-from onecurve.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import SHORT_RUN
 from tests.support.runs import Record, compose, fit

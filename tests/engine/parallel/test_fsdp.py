@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
+from onecurve.errors import UserError
 from onecurve.parallel.compatibility import check_can_train
 from onecurve.parallel.ddp import DDP
 from onecurve.parallel.fsdp import FSDP
 from onecurve.parallel.pipeline.pipeline import Pipeline
 from onecurve.parallel.sharded_state import prepare_to_shard
-from onecurve.utils.errors import UserError
 from tests.support.comparison import check_resumed
 from tests.support.experiments import SHORT_RUN
 from tests.support.interruption import die

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onecurve.utils.option_kinds import HARDWARE, experiment_options
+from onecurve.identity.option_kinds import HARDWARE, experiment_options
 from src.data.augment.augmentation import Augmentation
 from src.data.datamodule import ImageDataModule
 from src.data.sources.array_file import ArrayFile

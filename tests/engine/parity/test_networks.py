@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 
-from onecurve.utils.errors import UserError
+from onecurve.errors import UserError
 from tests.support import zoo
 from tests.support.comparison import TOLERANCE, check_replicas, distances
 from tests.support.pool import Pool, RankFailed

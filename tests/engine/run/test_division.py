@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from onecurve.errors import UserError
+from onecurve.network.module_state import unchanged
 from onecurve.run.experiment import run
-from onecurve.utils.errors import UserError
-from onecurve.utils.module_state import unchanged
 from tests.support.habits import Vectors
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import compose, fit, fit_ranks

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.engine.determinism.test_any_loader import NOTHING, PLACES, WAYS, check_equal
+from tests.engine.data.test_any_loader import NOTHING, PLACES, WAYS, check_equal
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit, fit_ranks
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from onecurve.errors import UserError
 from onecurve.run.experiment import run
-from onecurve.utils.errors import UserError
 from tests.support.bits import rows_of
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.habits import VectorData

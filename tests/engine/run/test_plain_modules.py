@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from onecurve.determinism.ordered_data import OrderedData
+from onecurve.data.ordered_data import OrderedData
+from onecurve.errors import UserError
 from onecurve.run.experiment import run
-from onecurve.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, check_resumed, distances, read_rows
 from tests.support.experiments import SHORT
 from tests.support.interruption import die, run_on_ranks

@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from onecurve.config.resolve import runs_in_single_process
+from onecurve.errors import UserError
 from onecurve.run.experiment import run
-from onecurve.utils.errors import UserError
-from onecurve.utils.targets import build
+from onecurve.targets import build
 from src.data.sources.shapes import CLASSES
 from tests.support.commands import run_here
 from tests.support.pool import Pool

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onecurve.utils.errors import UserError
+from onecurve.errors import UserError
 from tests.support.comparison import read_rows
 from tests.support.habits import Vectors
 from tests.support.pool import Pool, RankFailed

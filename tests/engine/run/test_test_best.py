@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from onecurve.checkpoint.run_files import CHECKPOINTS
 from onecurve.config import folder as run_folders
 from onecurve.config.command_line import complete_overrides
 from onecurve.config.folder import CONFIG
+from onecurve.errors import UserError
 from onecurve.run import trainer as trainer_file
 from onecurve.run.experiment import run
-from onecurve.state.run_files import CHECKPOINTS
-from onecurve.utils.errors import UserError
 from tests.support.commands import run_here
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.pool import Pool

@@ -15,7 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch.utils.data import DataLoader
 
 import onecurve
-from onecurve.utils.errors import UserError
+from onecurve.errors import UserError
 from tests.support.commands import ROOT
 from tests.support.comparison import check_last_checkpoints
 

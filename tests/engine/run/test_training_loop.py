@@ -51,7 +51,7 @@ def _collectives(cfg: Any) -> Counter[str]:
 
     stopped_clock = SimpleNamespace(monotonic=lambda: 0.0)  # the interval between polls doubles each time
     try:
-        with patch("onecurve.utils.steps.time", stopped_clock):
+        with patch("onecurve.observe.steps.time", stopped_clock):
             fit(cfg, Count())
     finally:
         restore()

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from onecurve.process.rank import REPORT_FILE
+from onecurve.process.signals import Stopped
 from onecurve.run.stopping import Watchdog
-from onecurve.utils.process import REPORT_FILE
-from onecurve.utils.signals import Stopped
 
 
 def test_process_groups_wait_for_the_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

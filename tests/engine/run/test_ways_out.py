@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onecurve.errors import UserError
 from onecurve.run.experiment import run
-from onecurve.utils.errors import UserError
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.habits import Vectors
 from tests.support.pool import Pool, RankFailed

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onecurve.utils.errors import UserError
+from onecurve.errors import UserError
 from src.data.sources.cifar import CIFAR10
 from src.data.sources.download import Archive
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 
 from onecurve.run.experiment import assemble
-from onecurve.utils.targets import build
+from onecurve.targets import build
 from src.data.augment.pixels import normalize
 from tests.support.choices import IMAGES
 from tests.support.commands import ROOT

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from onecurve.determinism.layout import BatchLayout
+from onecurve.data.layout import BatchLayout
 from src.data.augment.augmentation import Augmentation
 from src.data.augment.mixing import cutmix, mixup
 

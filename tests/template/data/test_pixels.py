@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 
-from onecurve.determinism.hashing import hash_ints, integers, permutation, uniform
+from onecurve.random.hashing import hash_ints, integers, permutation, uniform
 from src.data.augment.pixels import alternating_flip, crop_and_flip, cutout, normalize, sample_keys
 
 IMAGES = torch.arange(64 * 3 * 32 * 32).remainder(251).to(torch.uint8).view(64, 3, 32, 32)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from onecurve.errors import UserError
 from onecurve.run.experiment import run
-from onecurve.utils.errors import UserError
-from onecurve.utils.targets import build
+from onecurve.targets import build
 from src.data.sources.array_file import ArrayFile
 from src.data.sources.class_folders import ClassFolders
 from src.data.sources.huggingface import HuggingFaceDataset

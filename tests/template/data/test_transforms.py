@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from onecurve.determinism.hashing import permutation
-from onecurve.determinism.layout import BatchLayout, DataParallelInfo
-from onecurve.determinism.loader import RankLoader
-from onecurve.determinism.sampler import TrainingBatches
-from onecurve.utils.errors import UserError
+from onecurve.data.layout import BatchLayout, DataParallelInfo
+from onecurve.data.loader import RankLoader
+from onecurve.data.sampler import TrainingBatches
+from onecurve.errors import UserError
+from onecurve.random.hashing import permutation
 from src.data.images import ImageSet, ImageSplit, TransformedSplit, join
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onecurve.determinism.batch import Batch
+from onecurve.data.batch import Batch
+from onecurve.errors import UserError
 from onecurve.run.experiment import assemble
 from onecurve.run.module import WeightedMean
-from onecurve.utils.errors import UserError
 from tests.support.runs import compose, fit
 
 MLP = ["model=mlp", "model.hidden=[16]", "data.batch_size=32", "trainer.log_every_n_steps=1", "trainer.max_epochs=1"]

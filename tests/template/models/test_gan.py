@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from onecurve.determinism.hashing import hash_ints, normal
+from onecurve.random.hashing import hash_ints, normal
 from onecurve.run.experiment import assemble, run
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.experiments import SHORT, SHORT_STEPS

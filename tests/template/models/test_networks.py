@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from onecurve.utils.targets import build
+from onecurve.targets import build
 from tests.support.choices import MODELS
 from tests.support.runs import CONF, compose
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from onecurve.determinism.recomputation import block_names
-from onecurve.determinism.seeding import generator_states
-from onecurve.utils.errors import UserError
-from onecurve.utils.module_state import set_mode
+from onecurve.errors import UserError
+from onecurve.network.module_state import set_mode
+from onecurve.network.recomputation import block_names
+from onecurve.random.seeding import generator_states
 
 _ADVICE = "make the network an nn.Sequential of its blocks, or use strategy=ddp or fsdp"
 

@@ -24,9 +24,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from onecurve.determinism.batch import Batch
-from onecurve.determinism.dropout import dropouts
-from onecurve.determinism.random_functions import sample_random
+from onecurve.data.batch import Batch
+from onecurve.errors import UserError, check_choice
+from onecurve.network.module_state import without_log
 from onecurve.observe.recording import communication, computation
 from onecurve.parallel.gradients import average_over, clip_by_norm_over
 from onecurve.parallel.pipeline.blocks import Block, constants, ordered_blocks
@@ -46,8 +46,8 @@ from onecurve.parallel.pipeline.stage import (
 )
 from onecurve.parallel.pipeline.virtual_ranks import StageRanks
 from onecurve.parallel.sharded_state import ShardedStateStrategy
-from onecurve.utils.errors import UserError, check_choice
-from onecurve.utils.module_state import without_log
+from onecurve.random.dropout import dropouts
+from onecurve.random.random_functions import sample_random
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from onecurve.utils.errors import UserError
+from onecurve.errors import UserError
 
 
 class ScheduleSpec(NamedTuple):

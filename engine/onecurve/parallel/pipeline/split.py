@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 
+from onecurve.errors import UserError, suggest
 from onecurve.parallel.pipeline.blocks import Block
-from onecurve.utils.errors import UserError, suggest
 
 
 def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> list[list[Block]]:

@@ -1,6 +1,6 @@
 """A pipeline stage as a module: consecutive blocks, with the memory formats and random numbers of their micro-batches.
 
-Sample i of a batch belongs to micro-batch i % microbatches (`onecurve/determinism/sampler.py`).
+Sample i of a batch belongs to micro-batch i % microbatches (`onecurve/data/sampler.py`).
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
-from onecurve.determinism.dropout import dropouts, set_keys
-from onecurve.determinism.random_functions import sample_random
 from onecurve.observe.recording import pipeline_pass
 from onecurve.parallel.pipeline.blocks import Block
 from onecurve.parallel.sharded_state import prepare_to_shard
 from onecurve.parallel.virtual_ranks import PassSums
+from onecurve.random.dropout import dropouts, set_keys
+from onecurve.random.random_functions import sample_random
 
 
 def split_samples(values: Tensor, microbatches: int) -> Tensor:

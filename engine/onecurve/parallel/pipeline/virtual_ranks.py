@@ -6,11 +6,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from onecurve.determinism.batch import StepPart
-from onecurve.determinism.random_functions import sample_random
+from onecurve.data.batch import StepPart
 from onecurve.observe.recording import communication
 from onecurve.parallel.pipeline.rehearsal import input_of_network
 from onecurve.parallel.virtual_ranks import VirtualRanks
+from onecurve.random.random_functions import sample_random
 
 
 class StageRanks(VirtualRanks):

@@ -1,0 +1,46 @@
+"""The format of what a run saves: the version that wrote it, and the keys of a checkpoint."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    VERSION = version("onecurve")
+except PackageNotFoundError:  # a copy of the source that is not installed
+    VERSION = "unknown"
+
+VERSION_KEY = "onecurve"  # the key of the version in checkpoints, config.yaml, job.json and the starts in events.jsonl
+
+# The keys of a checkpoint, by the file that writes them.
+CHECKPOINT_KEYS: dict[str, dict[str, str]] = {
+    "Lightning": {
+        "epoch": "epochs that have begun; `position` counts",
+        "global_step": "optimizer steps, of all optimizers",
+        "pytorch-lightning_version": "version of Lightning",
+        "state_dict": "weights and buffers of the module by name; the average of callbacks=ema, if there is one",
+        "loops": "counters of Lightning's loops, which `position` replaces on resuming",
+        "callbacks": "states of the callbacks",
+        "optimizer_states": "states by the name of the parameter; a list, one for each optimizer",
+        "lr_schedulers": "states of the schedulers",
+        "hyper_parameters": "of a module that has `save_hyperparameters`",
+        "hparams_name": "name of its argument that takes them",
+        "datamodule_hyper_parameters": "of a DataModule that has `save_hyperparameters`",
+        "datamodule_hparams_name": "name of its argument that takes them",
+        "OrderedData": "state of the user's DataModule",
+        "MixedPrecision": "scale of the loss with trainer.precision=16-mixed",
+    },
+    "run/description.py": {
+        VERSION_KEY: "version of this library",
+        "config": "the resolved configuration as YAML",
+        "experiment": "options of the experiment and a hash of its code, of which the fingerprint is made",
+        "numerics": "what changes the last bits, such as the number of threads",
+        "metrics": "the last value of each metric",
+    },
+    "checkpoint/resumption.py": {
+        "position": "epoch, steps trained in it, steps of the run, states of streams",
+        "has_begun_epoch": "whether the hooks of the start of the epoch have run",
+        "requires_grad": "weights that were frozen or unfrozen during training",
+    },
+    "run/metrics.py": {"metric_states": "what metrics have accumulated"},
+    "run/ema.py": {"training_state_dict": "weights in training, where `state_dict` is their average"},
+    "checkpoint/sharded.py": {"shards": "name of the folder with each rank's part, if the file has none"},
+    "src/models/classifier.py": {"scheduler": "class of the scheduler, which a continued run compares"},
+}

@@ -1,0 +1,170 @@
+"""Checkpoint files: complete or absent, readable without running code, and checked when they are read."""
+
+import logging
+import os
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor, nn
+
+from onecurve.checkpoint import sharded
+from onecurve.checkpoint.run_files import LAST, PREVIOUS
+from onecurve.errors import CheckpointUserError
+from onecurve.network.tensors import with_versions
+from onecurve.records.files import atomic_write
+
+_log = logging.getLogger(__name__)
+_HYPER_PARAMETERS, _TYPE = "hyper_parameters", "hparams_type"  # keys of Lightning's checkpoints
+_PLAIN_TYPES = (type(None), str, bytes, bool, int, float, Tensor)
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint under a temporary name, syncs it and renames it."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
+        """Write the file. A full disk ends in a UserError, and an existing file does not change."""
+        file = Path(path)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(file) as temporary:
+                with temporary.open("wb") as stream:
+                    torch.save(_without_objects(checkpoint), stream)
+                if file.name == LAST and file.exists():
+                    _link_or_copy(file, file.with_name(PREVIOUS))
+            sharded.remove_unused_folders(file)  # also those of an earlier start under another strategy
+        except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError for some OSErrors
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError):
+                raise
+            raise write_error(file, cause) from error
+
+    def load_checkpoint(self, path: _PATH, map_location: Any = "cpu", weights_only: Any = True) -> dict[str, Any]:
+        """Read the file; it may contain only tensors and plain containers."""
+        return read_checkpoint(path, map_location=map_location)
+
+    def remove_checkpoint(self, path: _PATH) -> None:
+        super().remove_checkpoint(path)
+        sharded.remove_unused_folders(Path(path))
+
+
+def _without_objects(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the checkpoint with those hyper-parameters of a module only that can be read without running code."""
+    kept = {key: value for key, value in checkpoint.items() if key != _TYPE}
+    if _HYPER_PARAMETERS in kept:
+        kept[_HYPER_PARAMETERS] = {key: value for key, value in kept[_HYPER_PARAMETERS].items() if _is_plain(value)}
+    return kept
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether torch.load reads a value with weights_only=True."""
+    if type(value) is dict:
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN_TYPES
+
+
+def _link_or_copy(file: Path, name: Path) -> None:
+    """Give the file a second name, under which it remains when `file` is replaced."""
+    with atomic_write(name) as temporary:
+        try:
+            os.link(file, temporary)
+        except OSError:  # some file systems have no hard links
+            shutil.copyfile(file, temporary)
+
+
+def write_error(file: Path, cause: OSError) -> CheckpointUserError:
+    """Return the error for a checkpoint that cannot be written."""
+    return CheckpointUserError(
+        f"cannot write the checkpoint {file} ({cause}): free some space, then continue with "
+        f"ckpt_path={file.parent.parent}; the existing checkpoints are complete"
+    )
+
+
+def read_checkpoint(
+    path: _PATH, option: str = "ckpt_path", map_location: Any = "cpu", **options: Any
+) -> dict[str, Any]:
+    """Load a checkpoint, including the tensors of a sharded one; `option` is where the user gave its path."""
+    try:
+        checkpoint = torch.load(path, weights_only=True, map_location=map_location, **options)
+        return checkpoint if map_location == "meta" else sharded.load_full(checkpoint, Path(path))
+    except Exception as error:  # a corrupt file can raise anything
+        raise _corruption_error(path, error, option) from error
+
+
+def read_run_checkpoint(path: _PATH, option: str, **options: Any) -> dict[str, Any]:
+    """Return the checkpoint in `path` after checking that a training run wrote it."""
+    checkpoint = read_checkpoint(path, option, **options)
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise CheckpointUserError(f"{option}={path} is not a checkpoint of a training run: it has no `state_dict`")
+    return checkpoint
+
+
+def read_weights(path: _PATH, option: str, **options: Any) -> dict[str, Tensor]:
+    """Return the `state_dict` in `path`: a checkpoint of a run, or a file that contains nothing else."""
+    content = read_checkpoint(path, option, **options)
+    weights = content.get("state_dict", content) if isinstance(content, dict) else None
+    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise CheckpointUserError(
+            f"{option}={path} contains no weights: give a run, or a file with a network's `state_dict`"
+        )
+    return weights
+
+
+def check_is_complete(path: Path) -> None:
+    """Check that `path` is a complete checkpoint of a run."""
+    try:
+        if corrupt_member := zipfile.ZipFile(path).testzip():  # torch.load ignores a wrong checksum
+            raise zipfile.BadZipFile(f"{corrupt_member} is corrupt")
+        sharded.check_shards(read_run_checkpoint(path, "ckpt_path", map_location="meta", mmap=True), path)
+    except CheckpointUserError:
+        raise
+    except Exception as error:  # a corrupt file can raise anything
+        raise _corruption_error(path, error, "ckpt_path") from error
+
+
+def _corruption_error(path: _PATH, error: Exception, option: str) -> CheckpointUserError:
+    cause = str(error).split("\n")[0]
+    return CheckpointUserError(f"{option}={path} is not a complete checkpoint ({cause}): use another")
+
+
+def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    """Check that the weights of a checkpoint have the names and shapes of this module's weights."""
+    mismatched = sorted(saved.keys() ^ own.keys()) or [name for name in own if saved[name].shape != own[name].shape]
+    if mismatched:
+        others = f" and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""
+        raise CheckpointUserError(
+            f"ckpt_path contains another network than this run's `model`: they differ in {mismatched[0]}{others}; "
+            "set `model` and `data` as in that run"
+        )
+
+
+def load_initial_weights(module: nn.Module, path: str) -> None:
+    """Load the weights of another run, or of a file with the `state_dict` of the network alone, into the module.
+
+    If the last linear layer has another number of outputs, it keeps its initialization, and a log line reports it.
+    """
+    saved, own = read_weights(path, "init_from"), module.state_dict()
+    if not saved.keys() & own.keys():
+        saved = {f"net.{name}": tensor for name, tensor in saved.items()}
+    linear_layers = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    head = linear_layers[-1] if linear_layers else None
+    resized = [name for name in own if name in saved and saved[name].shape != own[name].shape]
+    mismatched = sorted(saved.keys() ^ own.keys())
+    for name in resized:
+        if name.rpartition(".")[0] != head or saved[name].shape[1:] != own[name].shape[1:]:
+            mismatched.append(name)
+    if mismatched:
+        raise CheckpointUserError(
+            f"init_from={path} contains another network than this run's `model`: they differ in {mismatched[0]}"
+        )
+    fitting = {name: saved[name] for name in own if name not in resized}
+    module.load_state_dict(with_versions(fitting, saved), strict=False)
+    if resized:
+        there, here = len(saved[resized[0]]), len(own[resized[0]])
+        _log.info("init_from: %s classes there, %s here: %s start afresh", there, here, " and ".join(resized))

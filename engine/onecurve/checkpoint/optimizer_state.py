@@ -1,0 +1,122 @@
+"""Optimizer state by parameter name: named, merged from all ranks, and sharded again."""
+
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from onecurve.errors import UserError
+
+_IMPLEMENTATION = ("fused", "foreach")  # keys of a parameter group
+
+
+def name_parameters(optimizer: Optimizer, module: nn.Module) -> None:
+    """Add the names of the parameters in the module, and of the groups, to the optimizer, also to later groups.
+
+    torch keeps `param_names` in state dicts (https://docs.pytorch.org/docs/stable/optim.html). It refuses a group
+    without names beside named ones, so a callback such as BaseFinetuning could not add one.
+
+    Raises:
+        UserError: if a parameter is not in the module, or two groups have the same name.
+    """
+    _name_groups(optimizer, module)
+    add = optimizer.add_param_group
+
+    def add_and_name(group: dict[str, Any]) -> None:
+        parameters = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        if set(parameters) in [set(one["params"]) for one in optimizer.param_groups]:
+            return  # a resumed run begins its epoch again, and has the group from the checkpoint
+        add(group | {"params": parameters, "param_names": None})
+        _name_groups(optimizer, module)
+
+    optimizer.add_param_group = add_and_name  # type: ignore[method-assign, assignment]
+
+
+def _name_groups(optimizer: Optimizer, module: nn.Module) -> None:
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        if not names.keys() >= set(group["params"]):
+            raise UserError(
+                f"group {number} of {type(optimizer).__name__} has a parameter that is not in {type(module).__name__}: "
+                "make its module an attribute"
+            )
+        group["param_names"] = [names[parameter] for parameter in group["params"]]
+        group.setdefault("name", f"group {number:02}")
+    if len({group["name"] for group in optimizer.param_groups}) < len(optimizer.param_groups):
+        raise UserError(f"two parameter groups of {type(optimizer).__name__} have the same `name`: give each its own")
+
+
+def add_saved_groups(saved: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> None:
+    """Add the groups that the saved optimizer got while it trained; a stage of a pipeline adds its own parameters."""
+    own, groups = dict(module.named_parameters()), optimizer.param_groups
+    known = {name for group in groups for name in group["param_names"]}
+    for group in saved["param_groups"]:
+        parameters = [own[name] for name in group["param_names"] if name in own.keys() - known]
+        if parameters and group["name"] not in [one["name"] for one in groups]:
+            optimizer.add_param_group({"params": parameters, "name": group["name"]})
+
+
+def merge(states: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
+    """Merge the optimizer states of different parameters into one.
+
+    Args:
+        states: state dicts of optimizers with named parameters and groups.
+        names: names of all parameters, in the order of the full network.
+    """
+    moments: dict[str, Any] = {}  # by parameter name
+    groups: dict[str, dict[str, Any]] = {}  # by group name
+    for state in states:
+        for group in state["param_groups"]:
+            moments |= {name: state["state"].get(index) for name, index in _indices_by_name(group).items()}
+            merged = groups.setdefault(group["name"], group | {"param_names": []})
+            merged["param_names"] += group["param_names"]
+    merged_state: dict[str, Any] = {"state": {}, "param_groups": [group for _, group in sorted(groups.items())]}
+    numbers = count()
+    for group in merged_state["param_groups"]:
+        group["param_names"].sort(key=names.index)
+        group["params"] = list(islice(numbers, len(group["param_names"])))
+        indices = _indices_by_name(group)
+        merged_state["state"] |= {index: moments[name] for name, index in indices.items() if moments[name]}
+    return merged_state
+
+
+def shard(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Return the part of a full optimizer state that belongs to `optimizer` on this rank.
+
+    The result has only this rank's parameters, and shards of the tensors of sharded parameters. Parameters are matched
+    by `param_names`, so their order does not matter. The implementation is that of `optimizer`, also in `saved`: torch
+    takes it from the checkpoint, which may be from another device, and ZeroRedundancyOptimizer reads `saved` again.
+    """
+    saved_groups = {group["name"]: group for group in saved["param_groups"]}
+    saved_indices = {name: i for group in saved_groups.values() for name, i in _indices_by_name(group).items()}
+    for group in optimizer.param_groups:
+        if group["name"] not in saved_groups or not saved_indices.keys() >= set(group["param_names"]):
+            raise UserError(
+                f"the optimizer in ckpt_path has other parameters in `{group['name']}`: set it as in that run"
+            )
+    state, param_groups, numbers = {}, [], count()
+    for group in optimizer.param_groups:
+        indices = list(islice(numbers, len(group["params"])))  # as in the state dict, which ZeRO refuses to give
+        for parameter, name, index in zip(group["params"], group["param_names"], indices, strict=True):
+            if moments := saved["state"].get(saved_indices[name]):
+                state[index] = {key: shard_like(value, parameter) for key, value in moments.items()}
+        saved_group = saved_groups[group["name"]]
+        saved_group |= {key: group[key] for key in _IMPLEMENTATION if key in group}
+        param_groups.append(saved_group | {"params": indices, "param_names": group["param_names"]})
+    return {"state": state, "param_groups": param_groups}
+
+
+def _indices_by_name(group: dict[str, Any]) -> dict[str, int]:
+    """Return the index of each parameter of a group in the state dict."""
+    return dict(zip(group["param_names"], group["params"], strict=True))
+
+
+def shard_like(value: Any, parameter: Tensor) -> Any:
+    """Return this rank's shard of a tensor shaped like the sharded `parameter`, or any other value unchanged."""
+    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        return value
+    value = value.to(device=parameter.device, memory_format=torch.contiguous_format)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,0 +1,171 @@
+"""Let a resumed run repeat the uninterrupted one: position in the data, checkpoints, optimizers."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import lightning as L
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from torch.optim import Optimizer
+
+from onecurve.checkpoint.optimizer_state import add_saved_groups, name_parameters, shard
+from onecurve.errors import UserError
+
+
+class ExactResumption(L.Callback):
+    """Saves and restores what Lightning does not, or restores only on the same hardware.
+
+    - The position in the data is an epoch, the steps trained in it, and the steps of the run. Lightning stores the
+      values that its loop counters have while a hook runs. The counters are therefore derived from the position: at
+      whatever moment the checkpoint was written, the loops are restored to the start of the first step that is not
+      complete.
+    - Optimizers of any module restore their state by the names of the parameters, also in groups that were added.
+    - Weights that were frozen or unfrozen while the run trained are so again. Lightning's callbacks repeat it only when
+      they come to the same epoch.
+    - Checkpoint callbacks keep their scores, also in a folder that was moved. Lightning's ModelCheckpoint discards them
+      if its absolute path has changed, and then replaces the best checkpoint by a worse one; it saves `current_score`
+      but does not restore it. (`ModelCheckpoint.load_state_dict`,
+      https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/callbacks/model_checkpoint.py)
+    """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._steps = self._epoch_steps = 0  # trained in the run, and in the current epoch
+            self._requires_grad: dict[str, bool] = {}  # by name; first that of a checkpoint, then as training begins
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        def restore_groups(own: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            add_saved_groups(saved, own, pl_module)
+            return shard(saved, own)
+
+        for optimizer in trainer.optimizers:
+            name_parameters(optimizer, pl_module)
+            optimizer.register_load_state_dict_pre_hook(restore_groups)
+        # Not earlier: the module chooses the weights of its optimizer as at the start of the run.
+        saved, self._requires_grad = self._requires_grad, _requires_grad(pl_module)
+        for name, weight in pl_module.named_parameters():
+            weight.requires_grad_(saved.get(name, weight.requires_grad))
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Make the test log at the last step and epoch, also if training stopped early or did not run."""
+        position = self._position(trainer)
+        trainer.fit_loop.epoch_loop._batches_that_stepped = position["steps"]
+        trainer.fit_loop.epoch_progress.current.completed = position["epoch"] + (position["epoch_steps"] > 0)
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.fit_loop.epoch_loop._batches_that_stepped = self._steps  # -1 after Lightning's LearningRateFinder
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._steps += 1
+        self._epoch_steps += 1
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # else the run stops within the epoch
+            self._epoch_steps = 0
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["position"] = position = self._position(trainer)
+        epochs, before = trainer.fit_loop.epoch_progress.current, self._requires_grad
+        is_at_start = epochs.started > epochs.processed == position["epoch"]
+        checkpoint["has_begun_epoch"] = position["epoch_steps"] > 0 or is_at_start
+        # A continued run with other frozen weights in its configuration keeps those.
+        changed = {name: flag for name, flag in _requires_grad(pl_module).items() if before.get(name, flag) != flag}
+        checkpoint["requires_grad"] = changed
+
+    def _position(self, trainer: L.Trainer) -> dict[str, Any]:
+        data, loop, steps = cast(Any, trainer.datamodule), trainer.fit_loop, self._steps
+        epochs, epoch_steps = loop.epoch_progress.current, self._epoch_steps
+        epoch = epochs.processed
+        if epochs.started > epochs.processed:  # within an epoch; another callback may save before this one has counted
+            epoch_steps = loop.epoch_loop.batch_progress.current.processed
+            steps += epoch_steps - self._epoch_steps
+        elif epochs.ready <= epochs.processed and epoch_steps:  # training has stopped within an epoch
+            # `ready` stays behind in a resumed run: Lightning leaves its increment out in each epoch.
+            epoch -= 1
+        batches = loop.epoch_loop.batch_progress  # whose `is_last_batch` holds from before the batch to the next epoch
+        has_ended = batches.is_last_batch and batches.current.processed == batches.current.ready
+        if epoch_steps and (has_ended if data.steps_per_epoch is None else epoch_steps == data.steps_per_epoch):
+            # The validation after the last step comes before the end of the epoch.
+            epoch, epoch_steps = epoch + 1, 0
+        return {"epoch": epoch, "epoch_steps": epoch_steps, "steps": steps, "streams": data.states_after(epoch_steps)}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Rewrite the saved states, from which Lightning restores its loops and the callbacks afterwards."""
+        if trainer.training:
+            self._restore_position(trainer, checkpoint)
+            self._requires_grad = checkpoint.get("requires_grad", {})
+            for callback in trainer.callbacks if checkpoint.get("has_begun_epoch") else []:
+                if isinstance(callback, BaseFinetuning):
+                    _skip_epoch_start(callback)
+            _restore_history(trainer, checkpoint["callbacks"])
+
+    def _restore_position(self, trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
+        data, position = cast(Any, trainer.datamodule), checkpoint["position"]
+        if trainer.max_epochs not in (None, -1) and position["epoch"] > trainer.max_epochs:
+            raise UserError(
+                f"trainer.max_epochs={trainer.max_epochs}: the run in ckpt_path has already trained "
+                f"{position['epoch']} epochs; set it higher, or evaluate the run with fit=false"
+            )
+        self._steps, self._epoch_steps = position["steps"], position["epoch_steps"]
+        data.resume(position["epoch"], position["epoch_steps"], position["streams"])
+        loops = checkpoint["loops"]["fit_loop"]
+        _rewind(loops, position["epoch"], self._epoch_steps, total=self._steps)
+        # Lightning counts the last step itself.
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self._steps - 1
+
+
+def _skip_epoch_start(callback: Any) -> None:
+    """Leave out its next `on_train_epoch_start`: its state is from after that, and a rate would rise twice."""
+    callback.on_train_epoch_start = lambda *_: vars(callback).pop("on_train_epoch_start")
+
+
+def _requires_grad(module: L.LightningModule) -> dict[str, bool]:
+    return {name: weight.requires_grad for name, weight in module.named_parameters()}
+
+
+def _rewind(loops: dict[str, Any], epoch: int, step: int, total: int) -> None:
+    """Set the saved counters to the state before a step.
+
+    An epoch that is ready but not started is the only state from which Lightning calls `on_train_epoch_start`, keeps
+    the count of batches and does not repeat a validation. `total.completed`, which nothing else reads, lags by two so
+    that none of Lightning's special cases for a restart inside a hook applies.
+
+    Args:
+        loops: state of the fit loop in a checkpoint, changed in place.
+        epoch: epoch of the step, from zero.
+        step: number of the step in its epoch, from zero.
+        total: number of the step in the run, from zero.
+    """
+    loops["epoch_progress"] = _progress(epoch, ready=epoch + 1)
+    loops["epoch_loop.batch_progress"] = {
+        "total": _counts(total) | {"completed": total - 2},
+        "current": _counts(step),
+        "is_last_batch": False,
+    }
+    loops["epoch_loop.val_loop.batch_progress"] = _progress(0) | {"is_last_batch": False}
+
+
+def _counts(value: int) -> dict[str, int]:
+    return dict.fromkeys(("ready", "started", "processed", "completed"), value)
+
+
+def _progress(value: int, **changes: int) -> dict[str, Any]:
+    return {"total": _counts(value) | changes, "current": _counts(value) | changes}
+
+
+def _restore_history(trainer: L.Trainer, states: dict[str, Any]) -> None:
+    """Restore the scores of the checkpoint callbacks, and write the present paths into their saved states."""
+    folder = Path(str(trainer.ckpt_path)).resolve().parent
+    for callback in trainer.checkpoint_callbacks:
+        state = states.get(callback.state_key)
+        if isinstance(callback, ModelCheckpoint) and state:
+            callback.current_score = state["current_score"]
+            # A file in another folder is a copy from another run, and a new history begins.
+            if Path(str(callback.dirpath)) == folder:
+                states[callback.state_key] = _replace_folder(state, state["dirpath"], str(folder))
+
+
+def _replace_folder(value: Any, old: str, new: str) -> Any:
+    """Return the state, or a part of it, with the prefix `old` of every path replaced by `new`."""
+    if isinstance(value, dict):
+        return {_replace_folder(key, old, new): _replace_folder(item, old, new) for key, item in value.items()}
+    return new + value.removeprefix(old) if isinstance(value, str) and value.startswith(old) else value

@@ -1,0 +1,85 @@
+"""The batch that goes from the dataset to the network, with the indices of its samples, and the parts of a step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from onecurve.network.compilation import device_constant
+
+
+class Batch(NamedTuple):
+    """One process's part of a (micro-)batch of n samples.
+
+    Attributes:
+        image: (n, channels, height, width), uint8 until it reaches the device, then normalized floats; or the inputs of
+            any other network, (n, ...).
+        target: (n,) class indices or, where images are mixed, (n, classes) class probabilities; or any other targets.
+        sample_index: (n,) indices that identify the samples, such as those into the dataset before its division into
+            splits; -1 for padding.
+        weight: (n,) weights of the samples in the loss, which is a weighted sum. On the device they are 1/n in
+            training, so that the sum is the mean; in evaluation they are 1, and 0 for padding.
+    """
+
+    image: Tensor
+    target: Tensor
+    sample_index: Tensor
+    weight: Tensor
+
+
+class StepPart(NamedTuple):
+    """A part of an optimizer step that a rank computes in a forward and a backward pass of its own.
+
+    Attributes:
+        samples: (n,) indices that identify the samples.
+        batch: what `training_step` takes.
+        weight: number of samples, relative to the mean over the parts of all ranks; 1 for a virtual rank.
+    """
+
+    samples: Tensor
+    batch: Any
+    weight: float = 1.0
+
+
+class StepParts(list[StepPart]):
+    """What a loader yields as one batch of Lightning: this rank's parts of a training step, or one evaluation batch."""
+
+    def map(self, function: Callable[..., Any], *args: Any) -> "StepParts":
+        """Return the parts with the batches that a function makes of them."""
+        return StepParts(part._replace(batch=function(part, *args)) for part in self)
+
+
+def as_part(positions: Tensor, batch: Any, weight: float = 1.0) -> StepPart:
+    """Return a part from (n,) positions in the dataset and their batch, which may have indices of its own."""
+    return StepPart(batch.sample_index if isinstance(batch, Batch) else positions, batch, weight)
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """Return one batch, or one output, of those of several parts.
+
+    Tensors are concatenated if their shapes allow it, scalars are averaged, and other values are listed if they differ.
+    """
+    flat = [tree_flatten(batch) for batch in batches]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat):
+        return list(batches)
+    leaves = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([_join_leaves(values) for values in leaves], structure)
+
+
+def _join_leaves(values: tuple[Any, ...]) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor) and first.ndim and all(value.shape[1:] == first.shape[1:] for value in values):
+        return torch.cat(values)
+    if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():
+        return torch.stack(values).mean()
+    is_shared = isinstance(first, str | int | float) and all(value == first for value in values)
+    return first if is_shared else list(values)
+
+
+@device_constant
+def constant_weights(count: int, weight: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return (count,) equal weights of samples."""
+    return torch.full((count,), weight, dtype=dtype, device=device)

@@ -1,0 +1,331 @@
+"""The loader of a rank: its part of each batch of a torch DataLoader, which is taken apart."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils.data import DataLoader, RandomSampler, Sampler, default_collate, get_worker_info
+
+from onecurve.data.batch import StepParts, as_part
+from onecurve.data.layout import alone
+from onecurve.data.sampler import Batches, EvaluationBatches
+from onecurve.errors import UserError
+from onecurve.process import signals
+from onecurve.random.hashing import hash_ints, permutation
+from onecurve.random.seeding import (
+    SampleAxis,
+    SeededSamples,
+    are_equal,
+    find_sample_axis,
+    makes_batches,
+    seed_generators,
+)
+
+_log = logging.getLogger(__name__)
+EVALUATION, SETUP = -1, -2  # in place of an epoch
+_PROBED = 8  # samples
+# What the loader of a rank takes over from the user's; what makes batches and starts workers aside.
+_OPTIONS = ("timeout", "in_order", "prefetch_factor", "persistent_workers")
+
+
+class RankLoader:
+    """Yields the batches of a rank, each as `StepParts`.
+
+    It is no DataLoader, so that Lightning neither builds it again, as it does for predictions, nor gives it a sampler.
+
+    A dataset may have two methods: `batches` maps (batches, n) positions, of which -1 is padding, to an iterator over
+    `Batch`; and `move_to(device)`, which may move the samples, returns whether these batches are then on the device. If
+    so, the positions of an epoch are sent at once, without a host-device synchronization.
+
+    Args:
+        loader: the user's loader.
+        batches: the positions of the rank's batches.
+        seed: the seed of the run.
+        device: the device of the rank.
+        is_divided: whether a global batch has other batches too.
+        parts: number of batches of `batches` that it yields at once, as the parts of an optimizer step.
+        axis: what has the number of samples in a batch.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        batches: Batches,
+        seed: int,
+        device: torch.device,
+        is_divided: bool = False,
+        parts: int = 1,
+        axis: SampleAxis | None = None,
+    ) -> None:
+        self.dataset: Any = loader.dataset
+        self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
+        self.parts = parts
+        is_batched = makes_batches(self.dataset)
+        is_there = is_batched and self.dataset.move_to(device) and not loader.num_workers
+        self._device = device if is_there else None
+        samples = SeededSamples(self.dataset, collate_function(loader), is_divided, axis)
+        keyed = _KeyedBatches(batches, seed, keep_padding=is_batched)
+        options = {name: getattr(loader, name) for name in _OPTIONS}
+        self._loader = fetch(loader, samples, keyed, loader.num_workers, pin_memory=device.type == "cuda", **options)
+
+    def __len__(self) -> int:
+        return len(self.sampler) // self.parts
+
+    def __iter__(self) -> Iterator[StepParts]:
+        batches, weights = self._batches(), self.sampler.weights()
+        while parts := StepParts(as_part(*batch, next(weights)) for batch in islice(batches, self.parts)):
+            yield parts
+
+    def _batches(self) -> Iterator[tuple[Tensor, Any]]:
+        if self._device is None:
+            with errors_of_workers():
+                yield from self._loader
+            return
+        table = self.sampler.table()
+        for rows in [table] if isinstance(table, Tensor) else [row[None] for row in table]:
+            rows = rows.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else rows
+            for batch in self.dataset.batches(rows):
+                yield batch.sample_index, batch
+
+
+class _KeyedBatches(Sampler[Tensor]):
+    """Batches of (2, n): positions, and the keys of the samples' random numbers.
+
+    A key depends on the place in the epoch, so that a sample that occurs twice gets other random numbers.
+    """
+
+    def __init__(self, batches: Batches, seed: int, keep_padding: bool) -> None:
+        self.batches, self.seed, self.keep_padding = batches, seed, keep_padding
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        epoch = EVALUATION if isinstance(self.batches, EvaluationBatches) else self.batches.epoch
+        for positions, places in zip(self.batches.table(), self.batches.places(), strict=True):
+            batch = torch.stack([positions, hash_ints(self.seed, epoch, places)])
+            yield batch if self.keep_padding else batch[:, batch[0] >= 0]
+
+
+def fetch(
+    loader: DataLoader[Any], samples: SeededSamples, batches: Iterable[Tensor], workers: int, **options: Any
+) -> DataLoader[Any]:
+    """Return a loader of batches of (2, n) positions and keys, whose workers start like those of the user's loader.
+
+    Samples that are fetched apart from training need a worker, if training has some: this process would open files that
+    workers then share with each other.
+    """
+    return DataLoader(
+        samples,
+        batch_sampler=batches,  # type: ignore[arg-type]
+        collate_fn=tuple,  # which changes nothing: SeededSamples has collated the batch
+        **worker_options(loader, workers),
+        **options,
+    )
+
+
+def worker_options(loader: DataLoader[Any], workers: int) -> dict[str, Any]:
+    """Return the options of a DataLoader whose workers start like those of the user's loader."""
+    # A rank is spawned, and so would be its workers: each would import torch again.
+    context = loader.multiprocessing_context or ("fork" if workers and sys.platform == "linux" else None)
+    return {
+        "num_workers": workers,
+        "worker_init_fn": partial(_init_worker, loader.worker_init_fn),
+        "multiprocessing_context": context,
+        "generator": torch.Generator(),  # a number for workers, which would come from the global generator
+    }
+
+
+@contextmanager
+def errors_of_workers() -> Iterator[None]:
+    """Raise the UserError of a worker by its message alone."""
+    try:
+        yield
+    except UserError as error:
+        error.__traceback__ = None  # it refers to the iterator, which without it ends its workers at once
+        # From a worker, torch raises the error with the text of its traceback, whose last line is the message.
+        raise UserError(str(error).rpartition(f"{UserError.__qualname__}: ")[2].strip()) from None
+
+
+def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> SampleAxis | None:
+    """Refuse a sampler, and warn of a dataset, with random numbers that the keys do not determine.
+
+    Returns:
+        what has the number of samples in a batch, if a `collate_fn` of the user's might change it.
+    """
+    sampler = loader.batch_sampler if has_given_batches(loader) else loader.sampler
+    if not are_equal(order_of(loader, seed, 0), order_of(loader, seed, 0)):
+        raise UserError(
+            f"{method}: {type(sampler).__name__} has a random generator of its own, so each process would have "
+            "another order: let it draw from the global generator of torch, NumPy or Python"
+        )
+    if makes_batches(loader.dataset):
+        return None
+    count = 1 if yields_batches(loader) else min(_PROBED, len(loader.dataset))  # type: ignore[arg-type]
+    positions = torch.arange(count)
+    batch = torch.stack([positions, hash_ints(seed, 0, positions)])
+    samples = SeededSamples(loader.dataset, collate_function(loader))
+    (_, first), (_, again) = fetch(loader, samples, [batch, batch], min(1, loader.num_workers))
+    if not are_equal(first, again):
+        _log.warning(
+            "%s: a sample fetched twice differs, although torch, NumPy and Python are seeded alike. %s has a random "
+            "generator or a state of its own, so the curve depends on the number of processes and on restarts: draw "
+            "from the global generators instead",
+            *(method, type(loader.dataset).__name__),
+        )
+    return None if count == 1 or loader.collate_fn is default_collate else _sample_axis(loader, batch)
+
+
+def _sample_axis(loader: DataLoader[Any], batch: Tensor) -> SampleAxis | None:
+    """Make batches of pairs of samples, and of the first of each; a pair of which one is left out shows nothing."""
+    small = [batch[:, first : first + size] for first in range(0, batch.shape[1] - 1, 2) for size in (2, 1)]
+    samples = SeededSamples(loader.dataset, partial(_collate_if_possible, collate_function(loader)))
+    made = [collated for _, collated in fetch(loader, samples, small, min(1, loader.num_workers))]
+    return find_sample_axis(made[::2], made[1::2])
+
+
+def _collate_if_possible(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    try:
+        return collate(samples)
+    except Exception:  # nothing is left, or a batch of one sample is none
+        return None
+
+
+def example(loader: DataLoader[Any], count: int, first: int) -> tuple[Tensor, Any]:
+    """Fetch `count` samples of a loader from position `first` on, as a batch; they repeat if there are fewer."""
+    count = 1 if yields_batches(loader) else count
+    positions = torch.arange(first, first + count) % len(loader.dataset)  # type: ignore[arg-type]
+    samples = SeededSamples(loader.dataset, collate_function(loader))
+    (fetched,) = fetch(loader, samples, [torch.stack([positions, positions])], min(1, loader.num_workers))
+    return fetched
+
+
+class Loaders(NamedTuple):
+    """The loaders that a method returned.
+
+    Attributes:
+        method: the method, for error messages.
+        leaves: the loaders.
+        structure: the collection whose leaves they are.
+        mode: that of a `CombinedLoader`; Lightning's default for anything else.
+    """
+
+    method: str
+    leaves: list[DataLoader[Any]]
+    structure: TreeSpec
+    mode: str
+
+
+def loaders_of(plain: L.LightningDataModule, name: str, seed: int) -> Loaders:
+    """Return the loaders of `train`, `val`, `test` or `predict` of a DataModule, made with generators of this seed.
+
+    Raises:
+        UserError: if a loader hides which samples there are, or the loaders cannot be combined.
+    """
+    method, returned = f"{type(plain).__name__}.{name}_dataloader", None
+    if is_overridden(f"{name}_dataloader", plain, L.LightningDataModule):
+        with isolate_rng(include_cuda=False), alone():
+            seed_generators(seed)
+            returned = getattr(plain, f"{name}_dataloader")()
+    default = "max_size_cycle" if name == "train" else "sequential"
+    collection, mode = (
+        (returned.iterables, returned._mode) if isinstance(returned, CombinedLoader) else (returned, default)
+    )
+    leaves, structure = tree_flatten([] if collection is None else collection)
+    if (mode == "sequential") == (name == "train"):
+        raise UserError(
+            f"{method} combines loaders in the mode {mode}: "
+            + ("training takes a batch of each" if name == "train" else "an evaluation takes one after the other")
+        )
+    for loader in leaves:
+        check_loader(loader, method)
+    return Loaders(method, leaves, structure, mode)
+
+
+def check_loader(loader: Any, method: str) -> None:
+    """Check that the dataset of a loader, and not the loader, decides which samples there are.
+
+    Args:
+        loader: what the DataModule returned.
+        method: the method that returned it, for error messages.
+    """
+    if not isinstance(loader, DataLoader):
+        raise UserError(f"{method} returns {type(loader).__name__}: return a torch DataLoader")
+    # litdata's own __iter__ counts the samples for its state.
+    if type(loader).__iter__ is not DataLoader.__iter__ and type(loader).__module__.partition(".")[0] != "litdata":
+        raise UserError(f"{method}: {type(loader).__name__} has an __iter__ of its own: return a torch DataLoader")
+    if hasattr(loader.sampler, "num_replicas"):
+        raise UserError(f"{method} has a {type(loader.sampler).__name__}: leave it out, ranks share the data anyway")
+
+
+def yields_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether the dataset of a loader yields batches, because the loader has `batch_size=None`."""
+    return loader.batch_size is None and loader.batch_sampler is None
+
+
+def has_given_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether a `batch_sampler` of the user's gives the batches of a loader."""
+    return loader.batch_size is None and loader.batch_sampler is not None
+
+
+def collate_function(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
+    """Return what makes a batch of a list of samples, or of the one batch that the dataset has made itself."""
+    return partial(_convert_only, loader.collate_fn) if yields_batches(loader) else loader.collate_fn
+
+
+def _convert_only(convert: Callable[[Any], Any], batches: list[Any]) -> Any:
+    (batch,) = batches
+    return convert(batch)
+
+
+def order_of(loader: DataLoader[Any], seed: int, epoch: int) -> Tensor | list[Tensor]:
+    """Return the (n,) positions of an epoch in order, or those of each batch if a `batch_sampler` gives them."""
+    if has_given_batches(loader):
+        return [torch.tensor(list(batch), dtype=torch.int64) for batch in _drawn(loader.batch_sampler, seed, epoch)]
+    return epoch_order(loader.sampler, seed, epoch)
+
+
+def epoch_order(sampler: Any, seed: int, epoch: int) -> Tensor:
+    """Return the (n,) positions of an epoch in the order of a user's sampler.
+
+    Shuffling is the project's own. Other samplers draw from torch's global generator, or one of their own, seeded with
+    a hash of (seed, epoch); so a weighted sampler, too, has the same order on any hardware and after a restart.
+    """
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) <= len(sampler.data_source):
+        return permutation(len(sampler.data_source), seed, epoch)[: len(sampler)]
+    return torch.tensor(_drawn(sampler, seed, epoch), dtype=torch.int64)
+
+
+def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
+    """Return what a sampler yields in an epoch, with the global generators, and its own of torch, seeded for it."""
+    drawing = (sampler, getattr(sampler, "sampler", None))  # a BatchSampler has one
+    for each in drawing:
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(max(epoch, 0))
+    key = int(hash_ints(seed, epoch))
+    with isolate_rng(include_cuda=False):
+        seed_generators(key)
+        for each in drawing:
+            if isinstance(getattr(each, "generator", None), torch.Generator):
+                each.generator.manual_seed(key)
+        return list(sampler)
+
+
+def _init_worker(function: Callable[[int], Any] | None, worker: int) -> None:
+    """Let a worker outlive stop requests, then call the user's function."""
+    signals.outlive_requests()
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's, which the function may change
+    if function:
+        function(worker)

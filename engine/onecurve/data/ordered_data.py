@@ -1,0 +1,391 @@
+"""The data of a run: the engine owns the order of the samples, and a plain LightningDataModule owns the samples."""
+
+from typing import Any, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from onecurve.data.batch import Batch, StepPart, StepParts, as_part, constant_weights, join
+from onecurve.data.evaluation_loaders import EvaluationLoaders
+from onecurve.data.layout import (
+    BatchLayout,
+    DataParallelInfo,
+    Division,
+    OneProcess,
+    alone,
+    data_parallel_info,
+)
+from onecurve.data.loader import EVALUATION, SETUP, example, loaders_of
+from onecurve.data.plain_data import WithPlainData
+from onecurve.data.sampler import total_steps
+from onecurve.data.training_loaders import TrainingLoaders
+from onecurve.errors import UserError
+from onecurve.random.hashing import hash_ints
+from onecurve.random.seeding import refuse_draws, seed_generators
+
+_LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+
+
+class OrderedData(WithPlainData):
+    """Divides the batches of any LightningDataModule among the ranks, in an order that no hardware changes.
+
+    A batch of Lightning is a step in parts: micro-batches, or virtual ranks one by one (`run/parts.py`).
+
+    The DataModule sees a trainer of one process, so the batch size of its loaders is that of an optimizer step. Each
+    loader is taken apart: this class keeps the dataset, `collate_fn`, the sampler and the options of workers. Random
+    transforms of the dataset draw from the global generators, which are seeded for each sample.
+
+    The DataModule may have these attributes:
+
+    - `batch_size_per_device`: samples per process and micro-batch. If `batch_size` is None, it becomes their product.
+    - `has_pairs`: whether a sample needs its partner, half a global batch further on, in the same micro-batch and rank.
+    - `description`: some words for the banner.
+
+    Args:
+        plain: the user's DataModule.
+        seed: determines the order of the samples and the random numbers of their transforms.
+        limits: limits of `train`, `val` and `test` per epoch: a number of global batches, or a fraction; None for all.
+        accumulate: micro-batches per optimizer step.
+        virtual_ranks: number of ranks of the run. Position p of a global batch belongs to rank p % virtual_ranks.
+        bit_exact: compute them one by one, not together.
+
+    Attributes:
+        layout: the positions of each global batch that this rank trains; set by `setup` for training. With `bit_exact`,
+            those of its first virtual rank.
+        parts: the parts of the current step.
+    """
+
+    layout: BatchLayout
+
+    def __init__(
+        self,
+        plain: L.LightningDataModule,
+        seed: int,
+        limits: dict[str, int | float | None],
+        accumulate: int = 1,
+        virtual_ranks: int = 4,
+        bit_exact: bool = False,
+    ) -> None:
+        super().__init__()
+        self.run_seed, self.limits = seed, limits
+        self.accumulate, self.virtual_ranks, self.bit_exact = accumulate, virtual_ranks, bit_exact
+        self.prepare_data_per_node = plain.prepare_data_per_node
+        self.parts = StepParts()
+        self._resumed: tuple[int, int, list[Any]] = (0, 0, [])  # see `resume`
+        self._training: TrainingLoaders | None = None
+        self._evaluation: dict[str, EvaluationLoaders] = {}
+        self._sample_index = torch.empty(0, dtype=torch.int64)
+        self.plain = plain  # the last: others are set on it
+
+    def prepare_data(self) -> None:
+        self.plain.trainer = cast(L.Trainer, OneProcess(cast(L.Trainer, self.trainer)))
+        self.plain.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        """Set the DataModule up, with random numbers of the run's seed, and take its loaders apart.
+
+        Raises:
+            UserError: if the order of a loader cannot be the engine's, there are too few samples, or the ranks' shares
+                do not suit the module.
+        """
+        self.plain.trainer = cast(L.Trainer, OneProcess(cast(L.Trainer, self.trainer)))
+        self._set_batch_size()
+        with isolate_rng(include_cuda=False), alone():
+            seed_generators(int(hash_ints(self.run_seed, SETUP)))
+            self.plain.setup(stage)
+        for name in _LOADERS[stage]:
+            self._take_loaders(name)
+        if not self._leaves(_LOADERS[stage][0]):
+            raise UserError(
+                f"{type(self.plain).__name__} has no {_LOADERS[stage][0]}_dataloader: add it, or leave this stage out "
+                "(fit=false, test=false)"
+            )
+        if stage == "fit":
+            self._check_training()
+        for name in _LOADERS[stage]:
+            if name != "train":
+                self._evaluation[name].check(self._takes_batch)
+
+    def train_dataloader(self) -> Any:
+        """Return the loader of this rank's share of each global batch, or of each batch of several loaders."""
+        self._reload("train")
+        assert self._training
+        loader = self._training.of_rank(self._device)
+        self._training.resume(*self._resumed)
+        return loader
+
+    def resume(self, epoch: int, steps: int, states: list[Any]) -> None:
+        """Let training start in an epoch of which so many steps are trained already.
+
+        Args:
+            epoch: the epoch.
+            steps: its steps that are trained.
+            states: the states of streams, as `states_after` these steps has returned them.
+        """
+        self._resumed = (epoch, steps, states)
+        if self._training:  # a module that counts its steps in `setup` has asked for the loader already
+            self._training.resume(epoch, steps, states)
+
+    def states_after(self, steps: int) -> list[Any]:
+        """Return the state of each loader's stream after so many steps of the epoch; None if it has none."""
+        return self._training.states_after(steps) if self._training else []
+
+    def val_dataloader(self) -> Any:
+        """Return this rank's loader of validation samples, a list of several, or an empty list."""
+        self._reload("val")
+        return self._evaluation["val"].of_rank(self._device)
+
+    def test_dataloader(self) -> Any:
+        """Return this rank's loader of test samples, a list of several, or an empty list."""
+        return self._evaluation["test"].of_rank(self._device)
+
+    def predict_dataloader(self) -> Any:
+        """Return this rank's loader of samples to predict, or a list of several."""
+        return self._evaluation["predict"].of_rank(self._device)
+
+    def on_before_batch_transfer(self, batch: StepParts, dataloader_idx: int) -> StepParts:
+        """Call the hook of the DataModule, or that of the module, with the generators seeded for each part."""
+        return batch.map(self._before_transfer, dataloader_idx)
+
+    def transfer_batch_to_device(self, batch: StepParts, device: torch.device, dataloader_idx: int) -> StepParts:
+        """Call the hook of the DataModule, or that of the module, for each part."""
+        return batch.map(self._transfer, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: StepParts, dataloader_idx: int) -> Any:
+        """Call the hook of the DataModule, or that of the module, for each part; return what the hooks of a step get.
+
+        That is the batch of one part, or micro-batches joined to one. Of several virtual ranks it is the batch of the
+        first, as each process of DistributedDataParallel sees the batch of its own rank.
+        """
+        self.parts = batch.map(self._after_transfer, dataloader_idx)
+        self.end_parts()
+        batches = [part.batch for part in self.parts]
+        return batches[0] if self.bit_exact or len(batches) == 1 else join(batches)
+
+    def begin_part(self, part: StepPart) -> None:
+        """Let `sample_index` be that of a part of the step."""
+        self._sample_index = part.samples
+
+    def end_parts(self) -> None:
+        """Let `sample_index` be that of what the hooks of a step get."""
+        samples = [part.samples for part in self.parts]
+        self._sample_index = samples[0] if self.bit_exact or len(samples) == 1 else torch.cat(samples)
+
+    def _seed(self, part: StepPart, *hook: int) -> None:
+        epoch = self.trainer.current_epoch if self.trainer.training else EVALUATION
+        seed_generators(int(hash_ints(self.run_seed, epoch, int(part.samples[0]), *hook)), self._module.device.type)
+
+    def _before_transfer(self, part: StepPart, dataloader_idx: int) -> Any:
+        if not isinstance(part.batch, Batch):
+            self._seed(part)
+        return self._hook("on_before_batch_transfer")(part.batch, dataloader_idx)
+
+    def _transfer(self, part: StepPart, device: torch.device, dataloader_idx: int) -> Any:
+        if isinstance(part.batch, Batch) and part.batch.image.device == device:
+            return part.batch  # Lightning's own check of this is slow
+        if self.bit_exact:
+            self._seed(part, 1)
+        return self._hook("transfer_batch_to_device")(part.batch, device, dataloader_idx)
+
+    def _after_transfer(self, part: StepPart, dataloader_idx: int) -> Any:
+        """Return what the steps of the module take.
+
+        A module that has `takes_batch` gets a `Batch` with its weights; any other module gets what the loader yields,
+        or the pair of a `Batch`.
+        """
+        self.begin_part(part)
+        if isinstance(part.batch, Batch):
+            batch = self._hook("on_after_batch_transfer")(part.batch, dataloader_idx)
+        else:
+            if self.bit_exact:
+                self._seed(part, 2)
+            with refuse_draws("on_after_batch_transfer", self.is_divided, self._module.device.type):
+                batch = self._hook("on_after_batch_transfer")(part.batch, dataloader_idx)
+        if not self._takes_batch:
+            if not isinstance(batch, Batch):
+                return batch
+            # A prediction keeps its padding, because all ranks gather as many predictions.
+            kept = batch.weight > 0 if self.trainer.evaluating else slice(None)
+            return batch.image[kept], batch.target[kept]
+        if isinstance(batch, Batch):
+            return batch._replace(weight=self._weights(batch.weight, part.weight))
+        if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
+            raise UserError(
+                f"{type(self._module).__name__} takes pairs of a tensor and targets (takes_batch), but the loader "
+                f"yields {type(batch).__name__}: leave takes_batch out, and let training_step compute the loss"
+            )
+        inputs, target = batch
+        weight = self._weights(torch.ones(len(inputs), device=inputs.device), part.weight)
+        return Batch(inputs, target, self.sample_index, weight)
+
+    @property
+    def sample_index(self) -> Tensor:
+        """The samples of the current batch, (n,): their positions in the dataset, on the device of the module."""
+        return self._sample_index.to(self.trainer.lightning_module.device, non_blocking=True)
+
+    @property
+    def parallel(self) -> DataParallelInfo:
+        """The strategy's division of batches among ranks and micro-batches."""
+        return data_parallel_info(self.trainer)
+
+    @property
+    def own_virtual_ranks(self) -> range:
+        """The virtual ranks that this rank computes one by one, in training and in evaluation."""
+        return self.parallel.virtual_ranks(self.virtual_ranks)
+
+    @property
+    def division(self) -> Division:
+        """The division of global batches into the parts of this rank."""
+        has_pairs = getattr(self.plain, "has_pairs", False)
+        return Division(self.parallel, self.accumulate, self.virtual_ranks, self.bit_exact, has_pairs)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks or accumulated micro-batches hold parts of a global batch."""
+        return self.division.is_divided
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step, over all processes and micro-batches; of several loaders those of the first."""
+        return self._training.batch_size if self._training else cast(int, self._any_loader.batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Number of optimizer steps per epoch; None if a stream without a length ends it."""
+        assert self._training
+        return self._training.steps
+
+    @property
+    def total_steps(self) -> int:
+        """Number of optimizer steps of the run: the horizon of learning-rate schedules.
+
+        Raises:
+            UserError: if the length of a stream decides it.
+        """
+        if self.last_step is None:
+            raise UserError(
+                "the training data is a stream without a length, and a schedule needs the number of steps: set "
+                "trainer.max_steps or trainer.limit_train_batches"
+            )
+        return self.last_step
+
+    @property
+    def last_step(self) -> int | None:
+        """Number of optimizer steps of the run; None if the length of a stream decides it."""
+        trainer, steps = self.trainer, self.steps_per_epoch
+        if steps is None:
+            return trainer.max_steps if trainer.max_steps != -1 else None
+        return total_steps(trainer.max_epochs, trainer.max_steps, steps)
+
+    def evaluates(self, name: str) -> bool:
+        """Return whether `val` or `test` has samples."""
+        return name in self._evaluation and self._evaluation[name].has_samples
+
+    @property
+    def has_training_data(self) -> bool:
+        """Whether the training samples are set up: not in an evaluation."""
+        return self._training is not None
+
+    @property
+    def has_one_size(self) -> bool:
+        """Whether each batch of training has the size of `layout`: not of several loaders, nor of a `batch_sampler`."""
+        return self._training is None or self._training.has_layout
+
+    @property
+    def description(self) -> str:
+        """Some words about the data, for the banner and the loggers."""
+        name = getattr(self.plain, "description", None) or type(self.plain).__name__
+        if not self._training:
+            return name
+        counts = [source.samples for source in self._training.sources]
+        return f"{name}, {' + '.join('a stream of' if count is None else f'{count:,}' for count in counts)} samples"
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one sample's first tensor."""
+        return tuple(tree_leaves(self.example_batch(1)[0].batch)[0].shape[1:])
+
+    def example_batch(self, count: int, first: int = 0) -> StepParts:
+        """Return a batch of `count` samples as one part, as a loader yields it; they repeat if there are fewer."""
+        if self._training:
+            return self._training.example_batch(count, first)
+        return StepParts([as_part(*example(self._any_loader, count, first))])
+
+    @property
+    def training_samples(self) -> list[tuple[Any, int | None, str | None]]:
+        """The dataset of each training loader, its number of samples, and a hash of a stream's first samples."""
+        assert self._training
+        return [(source.loader.dataset, source.samples, source.digest) for source in self._training.sources]
+
+    def _set_batch_size(self) -> None:
+        plain: Any = self.plain
+        if getattr(plain, "batch_size", 0) is None and getattr(plain, "batch_size_per_device", None):
+            processes = self.parallel.num_microbatches * self.parallel.dp_size
+            plain.batch_size = plain.batch_size_per_device * self.accumulate * processes
+
+    def _reload(self, name: str) -> None:
+        """Ask the DataModule for new loaders, if it has other ones in later epochs."""
+        if self.trainer and self.trainer.reload_dataloaders_every_n_epochs:
+            self._take_loaders(name)
+
+    def _take_loaders(self, name: str) -> None:
+        """Ask the DataModule for loaders; a resumed run asks for those that this epoch has had."""
+        every = self.trainer.reload_dataloaders_every_n_epochs or 1
+        seed = int(hash_ints(self.run_seed, SETUP, self.trainer.current_epoch // every * every))
+        loaders, limit = loaders_of(self.plain, name, seed), self.limits.get(name)
+        if name != "train":
+            self._evaluation[name] = EvaluationLoaders(name, loaders, self.division, self.run_seed, limit)
+        elif loaders.leaves:
+            self._training = TrainingLoaders(loaders, self.division, self.run_seed, limit)
+            self.layout = self._training.layouts[0]
+
+    def _check_training(self) -> None:
+        assert self._training
+        is_weighted = self._takes_batch or (self._module.automatic_optimization and self.parallel.num_microbatches == 1)
+        may_be_uneven = self.layout.is_uneven or (self.is_divided and not self._training.has_layout)
+        if may_be_uneven and not is_weighted:
+            raise UserError(
+                f"{type(self._module).__name__} averages over the batch of its own process, but the "
+                f"{self.parallel.dp_size} processes have different numbers of samples: set a data.batch_size that "
+                "divides among them and no strategy.shares, let the module take a Batch and use its weights, or set "
+                "bit_exact=true"
+            )
+        if self.steps_per_epoch == 0:
+            raise UserError("trainer.limit_train_batches=0 trains nothing: set fit=false instead")
+
+    def _weights(self, weight: Tensor, part_weight: float) -> Tensor:
+        """Return the (n,) weights of samples in the loss: its sum over the ranks is a mean in training, else a sum."""
+        if not self.trainer.training:
+            return weight.to(self._module.dtype)
+        return constant_weights(len(weight), part_weight / len(weight), self._module.dtype, weight.device)
+
+    def _hook(self, name: str) -> Any:
+        """Return the DataModule's own hook, or else the module's, as Lightning would choose."""
+        is_own = is_overridden(name, self.plain, L.LightningDataModule)
+        return getattr(self.plain if is_own else self._module, name)
+
+    def _leaves(self, name: str) -> list[DataLoader[Any]]:
+        if name == "train":
+            return self._training.loaders.leaves if self._training else []
+        return self._evaluation[name].leaves
+
+    @property
+    def _any_loader(self) -> DataLoader[Any]:
+        return next(loader for loaders in self._evaluation.values() for loader in loaders.leaves)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.trainer.strategy.root_device  # the module may not be there yet, if it counts its steps in `setup`
+
+    @property
+    def _module(self) -> Any:
+        return self.trainer.lightning_module
+
+    @property
+    def _takes_batch(self) -> bool:
+        return self._module is None or getattr(self._module, "takes_batch", False)

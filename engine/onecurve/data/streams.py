@@ -1,0 +1,254 @@
+"""The loader of a rank for an IterableDataset: each rank reads all samples, and takes its parts of each batch.
+
+So the samples do not depend on the numbers of ranks and workers. A stream that divided itself among the ranks would
+save each of them the reading of the others' samples, and would be another experiment on each number of ranks.
+"""
+
+import copy
+import hashlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset
+
+from onecurve.data.batch import StepParts, as_part
+from onecurve.data.layout import alone
+from onecurve.data.loader import collate_function, errors_of_workers, worker_options
+from onecurve.data.sampler import Place
+from onecurve.errors import UserError
+from onecurve.random.hashing import hash_ints
+from onecurve.random.seeding import are_equal, refuse_draws, seed_generators
+
+_log = logging.getLogger(__name__)
+_PROBED = 4  # samples
+_KEPT_STATES = 4  # Lightning fetches a batch or two ahead
+
+
+class StreamLoader(Place):
+    """Yields the batches of a rank from a stream, each as `StepParts`.
+
+    One worker reads the stream. A resumed epoch goes on by the `state_dict` of the stream if that is exact; otherwise
+    the samples that are trained already are read and dropped.
+
+    Args:
+        loader: the user's loader.
+        batch_size: samples of a global batch.
+        divide: maps a number of samples to the positions in it of each part of this rank.
+        steps: global batches to read; None for all.
+        seed: the seed of the run.
+        is_divided: whether a global batch has parts of other ranks or micro-batches.
+        weight: samples of a part of this rank, relative to their mean over the ranks.
+        steps_per_pass: the stream begins again after so many global batches; None for never.
+        evaluates: yield each part by itself, and the last samples too if they are fewer than a batch.
+        has_exact_state: whether the stream goes on from its state.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        batch_size: int,
+        divide: Callable[[int], Iterable[Tensor]],
+        steps: int | None,
+        seed: int,
+        is_divided: bool = False,
+        weight: float = 1.0,
+        steps_per_pass: int | None = None,
+        evaluates: bool = False,
+        has_exact_state: bool = False,
+    ) -> None:
+        super().__init__()
+        self.loader, self.batch_size, self.divide, self.steps, self.seed = loader, batch_size, divide, steps, seed
+        self.is_divided, self.weight, self.evaluates = is_divided, weight, evaluates
+        self.steps_per_pass = steps_per_pass
+        self.dataset: Any = loader.dataset
+        self.sampler = self.batch_sampler = self  # Lightning sets the epoch
+        self.state: Any = None  # of the stream at `start`, from a checkpoint
+        self.has_exact_state = has_exact_state
+        self._states: dict[int, Any] = {}  # of the stream after each of the last steps
+
+    def __len__(self) -> int:
+        if self.steps is None:
+            raise TypeError("the length of a stream is not known")
+        return self.steps * (len(list(self.divide(self.batch_size))) if self.evaluates else 1)
+
+    def __iter__(self) -> Iterator[StepParts]:
+        for step, (parts, state) in enumerate(_in_worker(self.loader, self._read), self.start + 1):
+            self._states[step] = state
+            self._states.pop(step - _KEPT_STATES, None)
+            step_parts = StepParts(as_part(places, batch, self.weight) for places, batch in parts)
+            yield from (StepParts([part]) for part in step_parts) if self.evaluates else (step_parts,)
+
+    def state_after(self, steps: int) -> Any:
+        """Return the state of the stream after so many steps of the epoch; None if it has none that is exact."""
+        return self._states.get(steps)
+
+    def _read(self) -> Iterator[tuple[list[Any], Any]]:
+        """Yield the parts of each step, as places in the epoch and a batch, and the state of the stream after it."""
+        per_pass, state = self.steps_per_pass, self.state
+        if not self.start or (per_pass and self.start % per_pass == 0):
+            state = None  # the stream begins
+        first = self.start if state is not None else self.start // per_pass * per_pass if per_pass else 0
+        for step in count(first) if self.steps is None else range(first, self.steps):
+            if step == first or (per_pass and step % per_pass == 0):
+                cursor = _Cursor(self.dataset, self.seed, self.epoch, step * self.batch_size, state)
+                state = None
+            samples = cursor.read(self.batch_size)
+            if len(samples) < self.batch_size and not (self.evaluates and samples):
+                if self.steps is not None and not self.evaluates:
+                    raise UserError(
+                        f"{type(self.dataset).__name__} has ended after {step} of {self.steps} batches: correct its "
+                        "__len__, or set a smaller trainer.limit_train_batches"
+                    )
+                return
+            if step >= self.start:
+                parts = [self._collate(samples, step, part) for part in self.divide(len(samples))]
+                yield parts, copy.deepcopy(self.dataset.state_dict()) if self.has_exact_state else None
+
+    def _collate(self, samples: list[Any], step: int, part: Tensor) -> tuple[Tensor, Any]:
+        places = step * self.batch_size + part
+        seed_generators(int(hash_ints(self.seed, self.epoch, int(places[0]))))
+        with refuse_draws("collate_fn", self.is_divided):
+            return places, collate_function(self.loader)([samples[position] for position in part.tolist()])
+
+
+class Examination(NamedTuple):
+    """What the first samples of a stream show.
+
+    Attributes:
+        digest: a hash of the samples; None if they are others each time.
+        has_exact_state: whether the stream goes on from its `state_dict` with the same samples.
+    """
+
+    digest: str | None
+    has_exact_state: bool
+
+
+def examine(loader: DataLoader[Any], seed: int) -> Examination:
+    """Read the first samples of a stream several times. Every rank must call it.
+
+    Raises:
+        UserError: if the ranks read different samples.
+    """
+    probe = partial(_probe, loader.dataset, seed)
+    ((first, state, second),) = _in_worker(loader, probe)
+    ((again, _, second_again),) = _in_worker(loader, probe)
+    has_exact_state = False
+    if state is not None:
+        ((resumed, *_),) = _in_worker(loader, partial(probe, _PROBED, state))
+        has_exact_state = are_equal(second, resumed) and _is_plain(state)
+    digests = [_digest([first, second])]
+    if dist.is_initialized():
+        digests = [""] * dist.get_world_size()
+        dist.all_gather_object(digests, _digest([first, second]))
+    message = (
+        f"{type(loader.dataset).__name__} yields other samples when it is read again, although torch, NumPy and "
+        "Python are seeded alike, so %s would read others: let it draw from their global generators"
+    )
+    if len(set(digests)) > 1:
+        raise UserError(message % "each process")
+    if not are_equal([first, second], [again, second_again]):
+        _log.warning(message, "a resumed run")
+        return Examination(None, has_exact_state)
+    return Examination(digests[0], has_exact_state)
+
+
+def _probe(dataset: Any, seed: int, place: int = 0, state: Any = None) -> Iterator[tuple[list[Any], Any, list[Any]]]:
+    """Yield some samples, the state of the stream after them, and the samples that follow."""
+    cursor = _Cursor(dataset, seed, 0, place, state)
+    first = cursor.read(_PROBED)
+    after = copy.deepcopy(dataset.state_dict()) if _has_state(dataset) else None
+    yield first, after, cursor.read(_PROBED)
+
+
+def _digest(samples: list[Any]) -> str:
+    """Return a hash of the tensors, arrays, numbers and texts of samples."""
+    content = hashlib.sha256()
+    for leaf in tree_leaves(samples):
+        if isinstance(leaf, Tensor):
+            content.update(leaf.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, np.ndarray | str | int | float):
+            content.update(repr(leaf).encode())
+    return content.hexdigest()
+
+
+def _in_worker(loader: DataLoader[Any], function: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Yield what a function yields in a new worker, which leaves the stream of this process as it is."""
+    reader, options = _Reader(loader.dataset, function), worker_options(loader, 1)
+    with errors_of_workers():
+        yield from DataLoader(reader, batch_size=None, collate_fn=tuple, pin_memory=loader.pin_memory, **options)
+
+
+class _Cursor:
+    """Reads a stream; the global generators are seeded for each sample.
+
+    Args:
+        dataset: the stream.
+        seed: the seed of the run.
+        epoch: the epoch, which `set_epoch` of the stream gets.
+        place: the place of the next sample in the epoch.
+        state: the state of the stream at this place.
+    """
+
+    def __init__(self, dataset: Any, seed: int, epoch: int, place: int, state: Any = None) -> None:
+        self.seed, self.epoch, self.place = seed, epoch, place
+        seed_generators(int(hash_ints(seed, epoch, -1 - place)))
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        if state is not None:
+            dataset.load_state_dict(state)
+        self._samples = iter(dataset)
+
+    def read(self, number: int) -> list[Any]:
+        """Return the next samples, fewer at the end of the stream."""
+        keys = hash_ints(self.seed, self.epoch, torch.arange(self.place, self.place + number)).tolist()
+        self.place += number
+        samples: list[Any] = []
+        for key in keys:
+            seed_generators(key)
+            samples += islice(self._samples, 1)
+        return samples
+
+
+class _Reader(IterableDataset[Any]):
+    """Yields what a function yields, in a world of one process."""
+
+    def __init__(self, dataset: Any, function: Callable[[], Iterator[Any]]) -> None:
+        self.dataset, self.function = dataset, function
+
+    def __iter__(self) -> Iterator[Any]:
+        with alone():
+            yield from self.function()
+
+
+def _is_plain(state: Any) -> bool:
+    """Return whether a checkpoint can hold a state, which is read without code."""
+    if isinstance(state, dict | list | tuple):
+        return all(map(_is_plain, [*state, *state.values()] if isinstance(state, dict) else state))
+    return state is None or isinstance(state, str | int | float | Tensor)
+
+
+def length_of_stream(stream: Any) -> int | None:
+    """Return the number of samples of a stream; None if it does not tell."""
+    try:
+        with alone():
+            return len(stream)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _has_state(stream: Any) -> bool:
+    """Return whether a stream has a `state_dict` that takes no arguments."""
+    try:
+        inspect.signature(stream.state_dict).bind()
+    except (AttributeError, TypeError):
+        return False
+    return hasattr(stream, "load_state_dict")

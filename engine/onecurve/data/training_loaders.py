@@ -1,0 +1,280 @@
+"""The loaders of the training data: each is divided alike into the parts of a step, whatever kind of loader it is."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from itertools import chain, repeat, zip_longest
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset
+
+from onecurve.data.batch import StepParts, as_part
+from onecurve.data.layout import Division
+from onecurve.data.loader import (
+    Loaders,
+    RankLoader,
+    check_repeatable,
+    example,
+    has_given_batches,
+    order_of,
+    yields_batches,
+)
+from onecurve.data.sampler import GivenBatches, TrainingBatches, apply_limit, limit_without_length
+from onecurve.data.streams import StreamLoader, examine, length_of_stream
+from onecurve.errors import UserError
+from onecurve.random.hashing import hash_ints
+from onecurve.random.seeding import SampleAxis
+
+_OPTION = "trainer.limit_train_batches"
+
+
+class TrainingLoaders:
+    """The training loaders of a run: one, or a collection of several that a step takes a batch of each.
+
+    Args:
+        loaders: what `train_dataloader` returned.
+        division: the division of a global batch among ranks and micro-batches.
+        seed: the seed of the run.
+        limit: the limit of steps per epoch; None for all.
+
+    Attributes:
+        layouts: those of the first loader's batches.
+    """
+
+    def __init__(self, loaders: Loaders, division: Division, seed: int, limit: int | float | None) -> None:
+        self.loaders, self.limit = loaders, limit
+        self.rank_loaders: list[RankLoader | StreamLoader] = []
+        self.sources = [_source(loader, division, seed) for loader in loaders.leaves]
+        size = self.batch_size
+        if division.bit_exact and isinstance(self.sources[0], _Given):  # batches of virtual ranks, of any sizes
+            size -= size % division.virtual_ranks
+        self.layouts = division.layouts(size)
+        for source in self.sources:
+            _check(source, loaders.method)
+        is_even = all(division.weight(source.batch_size) == 1 for source in self.sources)
+        if len(self.sources) > 1 and not is_even:
+            raise UserError(
+                f"{loaders.method}: the processes have different numbers of samples of one of its loaders: set "
+                "batch sizes that divide among them, or bit_exact=true"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a global batch of the first loader; of its first batch, if a batch_sampler gives them."""
+        return self.sources[0].batch_size
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether each batch has the size of the layouts: not of several loaders, nor of a batch_sampler."""
+        return len(self.sources) == 1 and not isinstance(self.sources[0], _Given)
+
+    @cached_property
+    def steps(self) -> int | None:
+        """Number of steps per epoch; None if a stream ends it."""
+        counts = [source.steps for source in self.sources]
+        known = [steps for steps in counts if steps is not None]
+        is_shortest = self.loaders.mode == "min_size"
+        if len(known) == len(counts):
+            return apply_limit(_OPTION, self.limit, min(known) if is_shortest else max(known))
+        if not is_shortest and len(counts) > 1:
+            raise UserError(
+                f"{self.loaders.method}: a stream without a length cannot be combined in the mode {self.loaders.mode}: "
+                'give it a __len__, or return CombinedLoader(..., "min_size")'
+            )
+        limit = limit_without_length(_OPTION, self.limit)
+        return None if limit is None else min([limit, *known])
+
+    def of_rank(self, device: torch.device) -> "RankLoader | StreamLoader | CombinedRankLoader":
+        """Return the loader of this rank."""
+        self.rank_loaders = [source.of_rank(self._steps_of(source), device) for source in self.sources]
+        if self.loaders.structure.is_leaf():
+            return self.rank_loaders[0]
+        return CombinedRankLoader(self.rank_loaders, self.loaders)
+
+    def resume(self, epoch: int, steps: int, states: Sequence[Any]) -> None:
+        """Let the loader of this rank begin after so many steps of an epoch, with the states of streams."""
+        for loader, state in zip(self.rank_loaders, states or repeat(None), strict=False):
+            loader.sampler.epoch, loader.sampler.start = epoch, steps
+            if isinstance(loader, StreamLoader):
+                loader.state = state
+
+    def states_after(self, steps: int) -> list[Any]:
+        """Return the state of each stream after so many steps of the epoch."""
+        return [loader.state_after(steps) if isinstance(loader, StreamLoader) else None for loader in self.rank_loaders]
+
+    def example_batch(self, count: int, first: int) -> StepParts:
+        """Return a batch of `count` samples of the first loader from the sample `first` on, and of others alike."""
+        several = []
+        for source in self.sources:
+            own_count, own_first = (-(-number * source.batch_size // self.batch_size) for number in (count, first))
+            several.append(StepParts([as_part(*source.example(own_count, own_first))]))
+        return several[0] if self.loaders.structure.is_leaf() else combine(several, self.loaders.structure)
+
+    def _steps_of(self, source: "_Source") -> int | None:
+        """Return how many batches of a loader an epoch takes; more than it has if it begins again, None for all."""
+        if self.steps is None:
+            return source.steps
+        has_end = self.loaders.mode == "max_size" and source.steps is not None
+        return min(self.steps, cast(int, source.steps)) if has_end else self.steps
+
+
+class CombinedRankLoader:
+    """Yields a collection of the batches of several loaders, as `lightning.pytorch.utilities.CombinedLoader` does.
+
+    With the mode `max_size` a loader that has ended gives None; otherwise the loaders have as many steps as the epoch.
+    """
+
+    def __init__(self, rank_loaders: Sequence[RankLoader | StreamLoader], loaders: Loaders) -> None:
+        self.rank_loaders, self.loaders = rank_loaders, loaders
+        self.sampler = self.batch_sampler = self  # Lightning sets the epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        for loader in self.rank_loaders:
+            loader.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return (max if self.loaders.mode == "max_size" else min)(map(len, self.rank_loaders))
+
+    def __iter__(self) -> Iterator[StepParts]:
+        together = zip_longest if self.loaders.mode == "max_size" else zip
+        for of_loaders in together(*self.rank_loaders):
+            yield combine(of_loaders, self.loaders.structure)
+
+
+def combine(of_loaders: Sequence[StepParts | None], structure: TreeSpec) -> StepParts:
+    """Return the parts of a step with a collection of the batches of several loaders; None of those that have ended."""
+    combined = StepParts()
+    if len({part.weight for parts in of_loaders if parts for part in parts}) > 1:
+        raise UserError(
+            "the loaders of a step divide unevenly among the processes, so its loss has no one weight: set batch sizes "
+            "that divide among them, or bit_exact=true"
+        )
+    for parts in zip(*(parts or repeat(None) for parts in of_loaders), strict=False):
+        first = next(part for part in parts if part)
+        batches = [part.batch if part else None for part in parts]
+        combined.append(first._replace(batch=tree_unflatten(batches, structure)))
+    return combined
+
+
+class _Samples:
+    """A loader of a map-style dataset, in the order of its sampler. Without a `batch_size` its samples are batches."""
+
+    digest: str | None = None
+    axis: SampleAxis | None = None
+
+    def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
+        self.loader, self.division, self.seed = loader, division, seed
+        self.batch_size = loader.batch_size or division.virtual_ranks
+        self.samples = len(cast(Any, loader.sampler))
+        self.steps = self.samples // self.batch_size
+
+    def of_rank(self, steps: int | None, device: torch.device) -> RankLoader:
+        assert steps is not None
+        count = min(steps, self.steps) * self.batch_size
+        order = partial(_in_cycles, self.loader, self.seed, count, -(-steps // self.steps))
+        positions = self.division.positions(self.batch_size)
+        weight = self.division.weight(self.batch_size)
+        batches = TrainingBatches(self.batch_size, positions, steps, order, weight)
+        return RankLoader(self.loader, batches, self.seed, device, self.division.is_divided, len(positions), self.axis)
+
+    def example(self, count: int, first: int) -> tuple[Tensor, Any]:
+        return example(self.loader, count, first)
+
+
+class _Given:
+    """A loader of a map-style dataset whose batches a `batch_sampler` gives."""
+
+    digest: str | None = None
+    axis: SampleAxis | None = None
+
+    def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
+        self.loader, self.division, self.seed = loader, division, seed
+        self.per_step = division.virtual_ranks if division.bit_exact else 1
+        batches = cast(list[Tensor], order_of(loader, seed, 0))
+        self.batch_size = sum(map(len, batches[: self.per_step]))
+        self.samples = sum(map(len, batches))
+        self.steps = len(batches) // self.per_step
+
+    def of_rank(self, steps: int | None, device: torch.device) -> RankLoader:
+        assert steps is not None
+        count, division = min(steps, self.steps) * self.per_step, self.division
+        given = partial(_in_cycles, self.loader, self.seed, count, -(-steps // self.steps))
+        own = division.own_virtual_ranks if division.bit_exact else None
+        batches = GivenBatches(given, division.positions, division.sharing, steps, own, self.per_step)
+        parts = division.accumulate if own is None else len(own)
+        return RankLoader(self.loader, batches, self.seed, device, division.is_divided, parts, self.axis)
+
+    def example(self, count: int, first: int) -> tuple[Tensor, Any]:
+        return example(self.loader, count, first)
+
+
+class _Stream:
+    """A loader of an IterableDataset. Without a `batch_size` its samples are batches."""
+
+    def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
+        self.loader, self.division, self.seed = loader, division, seed
+        self.batch_size = loader.batch_size or division.virtual_ranks
+        self.samples = length_of_stream(loader.dataset)
+        self.digest, self.has_exact_state = examine(loader, seed)
+        self.steps = None if self.samples is None else self.samples // self.batch_size
+
+    def of_rank(self, steps: int | None, device: torch.device) -> StreamLoader:
+        division, size = self.division, self.batch_size
+        per_pass = self.steps if steps is not None and self.steps is not None and steps > self.steps else None
+        weight = division.weight(size)
+        return StreamLoader(
+            *(self.loader, size, division.positions, steps, self.seed, division.is_divided, weight, per_pass),
+            has_exact_state=self.has_exact_state,
+        )
+
+    def example(self, count: int, first: int) -> tuple[Tensor, Any]:
+        """Return the samples from `first` on as a batch."""
+        own = torch.arange(first, first + (1 if yields_batches(self.loader) else count))
+        one = StreamLoader(self.loader, first + count, partial(_up_to, own), 1, self.seed, evaluates=True)
+        ((part,),) = one
+        return part.samples, part.batch
+
+
+_Source = _Samples | _Given | _Stream
+
+
+def _check(source: _Source, method: str) -> None:
+    """Check that a loader has a batch that divides among the ranks, and that its order is that of any process."""
+    if yields_batches(source.loader) and not source.division.bit_exact:
+        raise UserError(
+            f"{method} has batch_size=None, and a batch that the dataset makes cannot be divided: set bit_exact=true, "
+            "with which it is the batch of a virtual rank, or give batch_size, the samples of an optimizer step"
+        )
+    if source.steps == 0:
+        raise UserError(
+            f"data.batch_size={source.batch_size} exceeds the {source.samples} samples to train on, of {method}"
+        )
+    if not isinstance(source, _Given):
+        source.division.positions(source.batch_size)
+    if not isinstance(source, _Stream):
+        source.axis = check_repeatable(source.loader, source.seed, method)
+
+
+def _source(loader: DataLoader[Any], division: Division, seed: int) -> _Source:
+    if isinstance(loader.dataset, IterableDataset):
+        return _Stream(loader, division, seed)
+    return (_Given if has_given_batches(loader) else _Samples)(loader, division, seed)
+
+
+def _up_to(positions: Tensor, count: int) -> list[Tensor]:
+    return [positions[positions < count]]
+
+
+def _in_cycles(loader: DataLoader[Any], seed: int, count: int, cycles: int, epoch: int) -> Any:
+    """Return the order of an epoch: the first `count` of each cycle through the loader, of which each has a seed."""
+    seeds = [seed, *(int(hash_ints(seed, cycle)) for cycle in range(1, cycles))]
+    orders = [order_of(loader, each, epoch)[:count] for each in seeds]
+    if any(len(order) < count for order in orders):
+        sampler = loader.batch_sampler if has_given_batches(loader) else loader.sampler
+        raise UserError(
+            f"{type(sampler).__name__} gives less in epoch {epoch} than in the first one: let it give as many samples "
+            "or batches in each, or set a smaller trainer.limit_train_batches"
+        )
+    return list(chain.from_iterable(orders)) if has_given_batches(loader) else torch.cat(cast(list[Tensor], orders))

@@ -1,0 +1,129 @@
+"""Whether runs of one experiment have one curve: a wrong machine, driver or library makes them part.
+
+In float64 the losses agree to 1e-9, or to 1e-5 if torchmetrics have averaged them in float32. Training amplifies the
+rounding of float32, tenfold per step or more, until two runs differ as two seeds do (docs/how-it-works.md has numbers).
+So their first step must agree tightly, and a later one loosely. Lower precisions begin looser, as does float32 on a
+GPU, whose convolutions round to TF32.
+
+Runs with `bit_exact=true` have equal bits, unless what else changes them differs: their `numerics`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from onecurve.extras.report.run_folder import Curve, RunFolder
+
+_METRIC = "train/loss"
+_OF_MACHINE = ("throughput/", "ranks/")  # metrics of speed and memory
+# Relative: at the first step, and at most.
+_TIGHT, _LOGGED_IN_FLOAT32, _FLOAT32, _LOW = (1e-9, 1e-9), (1e-5, 1e-5), (1e-5, 0.5), (1e-2, 0.5)
+
+
+class Verdict(NamedTuple):
+    """A sentence about the runs of one experiment, and whether they part."""
+
+    sentence: str
+    parts: bool
+
+
+def difference(curve: Curve, first: Curve) -> Curve:
+    """Return the relative difference of a curve from the first one, at the steps that both have."""
+    steps, ours, theirs = np.intersect1d(curve.steps, first.steps, return_indices=True)
+    reference = first.values[theirs]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gaps = np.abs(curve.values[ours] - reference) / np.abs(reference)
+    return Curve(steps, np.where(curve.values[ours] == reference, 0.0, gaps))
+
+
+def shared_metrics(runs: Sequence[RunFolder]) -> list[str]:
+    """Return the metrics that all runs have logged, but those of speed: the loss of training, then other losses."""
+    shared = set.intersection(*({*run.curves} for run in runs)) - {"epoch", "lr"}
+    lengths = {name: len(runs[0].curves[name].steps) for name in shared if not name.startswith(_OF_MACHINE)}
+    return sorted(lengths, key=lambda name: (name != _METRIC, "loss" not in name, -lengths[name], name))
+
+
+def verdicts(runs: Sequence[RunFolder], names: Sequence[str]) -> list[Verdict]:
+    """Compare the runs of each experiment with the first of them; an experiment with one run has no verdict."""
+    groups: dict[str, list[tuple[RunFolder, str]]] = {}
+    for run, name in zip(runs, names, strict=True):
+        if run.experiment:
+            groups.setdefault(run.experiment, []).append((run, name))
+    compared = [(*other, *first) for first, *others in groups.values() for other in others]
+    found = [_compare_bits(*four) if four[0].is_bit_exact else _compare(*four) for four in compared]
+    return [verdict for verdict in found if verdict]
+
+
+def _compare_bits(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Verdict:
+    """Compare all values that both runs have logged."""
+    count, differences = 0, list[tuple[float, str, float, float]]()
+    for metric in sorted(run.curves.keys() & first.curves.keys()):
+        if metric.startswith(_OF_MACHINE):
+            continue
+        steps, ours, theirs = np.intersect1d(run.curves[metric].steps, first.curves[metric].steps, return_indices=True)
+        values, others = run.curves[metric].values[ours], first.curves[metric].values[theirs]
+        differing = np.flatnonzero((values != others) & ~(np.isnan(values) & np.isnan(others)))
+        count += len(steps)
+        if len(differing):
+            at = differing[0]
+            differences.append((steps[at], metric, float(values[at]), float(others[at])))
+    experiment = f"Experiment {run.experiment}:"
+    if not count:
+        return Verdict(f"{experiment} {name} and {first_name} have logged nothing at the same step.", False)
+    if not differences:
+        return Verdict(f"{experiment} {name} and {first_name} are equal to the last bit ({count} values).", False)
+    step, metric, value, other = min(differences)
+    measured = f"{metric} is {value!r} and {other!r}, which differ from digit {_first_digit(value, other)} on"
+    sentence = f"{experiment} {name} parts from {first_name} at step {step:.0f}: {measured}."
+    changed = {key for key in run.numerics | first.numerics if run.numerics.get(key) != first.numerics.get(key)}
+    if not changed:
+        return Verdict(sentence, True)
+    causes = [f"{key} ({run.numerics.get(key)}, {first.numerics.get(key)})" for key in sorted(changed)]
+    rounded = _compare(run, name, first, first_name)
+    is_beyond_rounding = rounded is not None and rounded.parts
+    return Verdict(f"{sentence} They differ in {', '.join(causes)}, which changes bits.", is_beyond_rounding)
+
+
+def _first_digit(a: float, b: float) -> int:
+    """Return the number of the first significant digit in which two numbers differ, counted from one."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return 1
+    (ours, our_exponent), (theirs, their_exponent) = (f"{x:+.16e}".split("e") for x in (a, b))
+    if our_exponent != their_exponent:
+        return 1
+    equal = [x == y for x, y in zip(ours.replace(".", ""), theirs.replace(".", ""), strict=False)]
+    return max(1, equal.index(False)) if False in equal else len(equal)
+
+
+def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Verdict | None:
+    """Compare the loss of training; None if the runs have no loss in common."""
+    metric = next(iter(shared_metrics([run, first])), "")
+    if "loss" not in metric:
+        return None
+    gap = difference(run.curves[metric], first.curves[metric])
+    begin, most = _bounds(metric, run, first)
+    allowed = np.minimum(begin * 10.0 ** np.minimum(gap.steps, 9), most)
+    beyond = np.flatnonzero(~(gap.values <= allowed))  # nan is beyond
+    experiment = f"Experiment {run.experiment}:"
+    if not len(beyond):
+        count = f"{len(gap.steps)} log points"
+        return Verdict(f"{experiment} {name} and {first_name} have one curve, up to rounding ({count}).", False)
+    at = beyond[0]
+    measured = f"{metric} differs by {gap.values[at]:.1e}, relative; rounding explains {allowed[at]:.1e}"
+    sentence = f"{experiment} {name} parts from {first_name} at step {gap.steps[at]:.0f}: {measured}."
+    if run.world_size != first.world_size:
+        sentence += f" A module of your own logs {metric} with sync_dist=True: without it, the value is rank zero's."
+    return Verdict(sentence, True)
+
+
+def _bounds(metric: str, *runs: RunFolder) -> tuple[float, float]:
+    """Return the largest difference by rounding at the first step, and at any step."""
+    precision = str(runs[0].config.get("trainer.precision"))
+    if precision.startswith("64"):
+        logged = [run.curves[metric].finite() for run in runs]
+        is_rounded = all(np.array_equal(values, values.astype(np.float32)) for values in logged)
+        return _LOGGED_IN_FLOAT32 if is_rounded else _TIGHT
+    is_on_cpu = all(run.started.get("device") == "cpu" for run in runs)
+    return _FLOAT32 if precision.startswith("32") and is_on_cpu else _LOW

@@ -1,0 +1,118 @@
+"""The page of a sweep: the jobs, their options and results, and the curves of their metric."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from markupsafe import Markup
+
+from onecurve.config.jobs import Job, differing_overrides, read_jobs, seed_rows
+from onecurve.extras.report.metric_charts import downsample, style_value_axis
+from onecurve.extras.report.page import Section, chart, duration_text, macros, new_figure, number, parts, write_page
+from onecurve.extras.report.run_folder import read_mapping, read_metrics
+from onecurve.extras.report.run_page import REPORT
+
+_COLORS = {"finished": "good", "failed": "bad", "killed": "bad", "stopped": "warn"}
+_SHOWN = ("val/acc", "test/acc", "train/loss")  # metrics that the table shows besides the optimized one
+_CURVE_POINTS = 200  # buckets of the curve of a job
+
+
+class Sweep:
+    """A sweep folder.
+
+    Attributes:
+        jobs: the jobs by the names of their folders, in the order of their numbers.
+        overrides: the overrides in which each of them differs from the others.
+        metric: the name of the optimized metric.
+        falls: whether its lowest result is the best.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.jobs = path, dict(read_jobs(path))
+        self.overrides = differing_overrides([job.overrides for job in self.jobs.values()])
+        self.metric = next((job.metric for job in self.jobs.values() if job.metric), "result")
+        saved = read_mapping(self.path / "multirun.yaml").get("hydra", {}).get("sweeper") or {}
+        direction = saved.get("direction") or ("minimize" if self.metric.endswith("loss") else "maximize")
+        self.falls = direction == "minimize"
+
+    @property
+    def ranked(self) -> list[str]:
+        """The names of the jobs that have a result, the best one last."""
+        results = {name: job.result for name, job in self.jobs.items() if job.result is not None}
+        finite = {name: result for name, result in results.items() if np.isfinite(result)}
+        return sorted(finite, key=lambda name: finite[name], reverse=self.falls)
+
+
+def write_sweep_page(folder: Path, scripts: Path | None) -> Path:
+    """Write the page of the sweep in `folder`; return its path. `scripts` is that of `write_page`."""
+    sweep = Sweep(folder)
+    failed = [(name, job.error.strip()) for name, job in sweep.jobs.items() if job.error]
+    sections = [
+        Section("Jobs", parts.grid([_job_table(sweep)]), "A click on a column sorts the table."),
+        Section("Curves", parts.grid([_curves(sweep)])),
+        Section("Seeds", parts.grid([_seeds(sweep)])),
+        Section("Failures", parts.grid([macros("sweep").failures(failed)])),
+    ]
+    return write_page(sweep.path / REPORT, "Sweep", sweep.path.name, _lead(sweep), sections, scripts)
+
+
+def _lead(sweep: Sweep) -> Markup:
+    statuses = Counter(_status(job) for job in sweep.jobs.values())
+    sentence = f"All jobs took {duration_text(sum(job.seconds for job in sweep.jobs.values()))}."
+    if ranked := sweep.ranked:
+        sentence += f" The best is job {ranked[-1]} with {sweep.metric} {number(sweep.jobs[ranked[-1]].result)}."
+    return macros("sweep").lead(statuses, _COLORS, sentence)
+
+
+def _status(job: Job) -> str:
+    return "killed" if job.status == "running" else job.status
+
+
+def _job_table(sweep: Sweep) -> Markup:
+    page, jobs = macros("sweep"), sweep.jobs.values()
+    metrics = [name for name in _SHOWN if name != sweep.metric and any(name in job.metrics for job in jobs)]
+    rows = [
+        [
+            page.job_link(name, REPORT if (sweep.path / name / REPORT).is_file() else ""),
+            " ".join(overrides),
+            job.result,
+            *(job.metrics.get(name) for name in metrics),
+            round(job.seconds, 1),
+            page.status(_COLORS.get(_status(job), ""), _status(job)),
+        ]
+        for (name, job), overrides in zip(sweep.jobs.items(), sweep.overrides, strict=True)
+    ]
+    columns = ["job", "overrides", sweep.metric, *metrics, "seconds", "status"]
+    return parts.card("", parts.table(columns, rows, sortable=True), wide=True)
+
+
+def _seeds(sweep: Sweep) -> Markup:
+    """Return mean and standard deviation of the jobs that differ only in the seed."""
+    rows = [list(row.values()) for row in seed_rows(list(sweep.jobs.values()), sweep.overrides, sweep.metric)]
+    table = parts.table(["overrides", "seeds", "mean", "standard deviation"], rows, sortable=True)
+    return parts.card(f"Mean and standard deviation of {sweep.metric}", table, wide=True) if rows else Markup()
+
+
+def _curves(sweep: Sweep) -> Markup:
+    """Return the curve of the metric in each job, the best one in a color of its own."""
+    figure, drawn, ranked = new_figure(320, hovermode="closest"), [], sweep.ranked
+    for name in ranked:
+        curve = read_metrics(sweep.path / name / "metrics.csv").get(sweep.metric)
+        if curve is None or len(curve.values) < 2:
+            continue
+        drawn.append(curve)
+        is_best = name == ranked[-1]
+        shown = downsample(curve, _CURVE_POINTS)
+        figure.add_scatter(
+            x=shown.steps,
+            y=shown.values,
+            mode="lines",
+            name="best job" if is_best else "other jobs",
+            line={"color": "var(--s2)", "width": 2.2} if is_best else {"color": "var(--s9)", "width": 1.3},
+            hovertemplate=f"job {name}, step %{{x}}: %{{y:.4g}}<extra></extra>",
+        )
+    if not drawn:
+        return Markup()
+    figure.update_xaxes(title="step")
+    style_value_axis(figure, sweep.metric, drawn)
+    return chart(figure, f"{sweep.metric} of each job")

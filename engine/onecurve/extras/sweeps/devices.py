@@ -1,0 +1,93 @@
+"""Devices of concurrent jobs of a sweep: each job gets GPUs or CPU cores that no other job uses."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import torch
+from filelock import Timeout
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from onecurve.config.resolve import device_count
+from onecurve.process.rank import usable_cores
+from onecurve.records.files import named_lock
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_PAUSE = 0.2  # seconds between two attempts to get a lock
+
+
+@contextmanager
+def reserve_devices(cfg: DictConfig) -> Iterator[None]:
+    """Wait until enough GPUs or cores are free, and let the processes started meanwhile see only those.
+
+    With a launcher that runs one job after the other, each job has all devices.
+    """
+    if HydraConfig.get().launcher._target_.endswith("BasicLauncher"):
+        yield
+    elif cfg.trainer.accelerator == "cpu":
+        with _reserve_cores(device_count(cfg.trainer)):
+            yield
+    else:
+        with _reserve_gpus(cfg.trainer.devices):
+            yield
+
+
+@contextmanager
+def _reserve_cores(count: int) -> Iterator[None]:
+    """Reserve one core for each process, or all cores if there are fewer."""
+    before = usable_cores()
+    with _acquire_locks([f"core {core}" for core in before], min(count, len(before))) as locks:
+        if sys.platform != "linux":  # macOS cannot restrict a process to some cores
+            yield
+            return
+        os.sched_setaffinity(0, [int(name.split()[1]) for name in locks])
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def _reserve_gpus(devices: int | list[int]) -> Iterator[None]:
+    """Reserve a number of GPUs, or the listed ones.
+
+    The locks use the numbers that the GPUs have without CUDA_VISIBLE_DEVICES.
+    """
+    before = os.environ.get(_VISIBLE)
+    visible = before.split(",") if before else [str(index) for index in range(torch.accelerator.device_count())]
+    if not isinstance(devices, int):
+        # CUDA_VISIBLE_DEVICES stays as it is, because the listed indices refer to it.
+        with _acquire_locks([f"gpu {visible[index]}" for index in devices], len(devices)):
+            yield
+        return
+    with _acquire_locks([f"gpu {gpu}" for gpu in visible], devices) as locks:
+        os.environ[_VISIBLE] = ",".join(name.split()[1] for name in locks)
+        try:
+            yield
+        finally:
+            os.environ.pop(_VISIBLE)
+            if before is not None:
+                os.environ[_VISIBLE] = before
+
+
+@contextmanager
+def _acquire_locks(names: list[str], count: int) -> Iterator[list[str]]:
+    """Wait until `count` of the named locks are free, hold them, and yield their names.
+
+    Only one process at a time acquires locks, which prevents a deadlock.
+    """
+    acquired: list[str] = []
+    with ExitStack() as stack:
+        with named_lock("gathering"):
+            while len(acquired) < count:
+                for name in names:
+                    if name not in acquired and len(acquired) < count:
+                        with suppress(Timeout):  # another process holds it
+                            stack.enter_context(named_lock(name).acquire(blocking=False))
+                            acquired.append(name)
+                if len(acquired) < count:
+                    time.sleep(_PAUSE)
+        yield sorted(acquired, key=names.index)

@@ -1,0 +1,205 @@
+"""The fingerprint of an experiment: two runs with one fingerprint have one curve, on any hardware."""
+
+import ast
+import hashlib
+import inspect
+import json
+import logging
+import sys
+import sysconfig
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+from torch import Tensor
+
+from onecurve.errors import CheckpointUserError, as_typed
+from onecurve.identity.option_kinds import CONTINUABLE, default_value, experiment_options, matches
+from onecurve.targets import locate, target_nodes
+
+_log = logging.getLogger(__name__)
+_CONTINUED, _DATA = "continued from", "training data"
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)  # nodes that can have a docstring
+_ENGINE = ("onecurve.data.", "onecurve.random.", "onecurve.run.module")  # what of the engine computes the experiment
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a run computes, as plain values that a checkpoint keeps.
+
+    Attributes:
+        options: the options of the experiment by name; `data.batch_size` is the global batch, and `training data` has
+            the number of samples and a hash of their indices and labels. `continued from` names the experiment that the
+            run was before its options or its code changed: no other run has its curve.
+        code: a hash of the source code of the classes that the options name.
+    """
+
+    options: dict[str, Any]
+    code: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Six hexadecimal digits. Versions of libraries have no part in it, so that a change of their numbers shows."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=str).encode()).hexdigest()[:6]
+
+
+def describe_experiment(config: DictConfig, data: Any) -> Experiment:
+    """Return the experiment of a resolved configuration and its data, set up for training; equal on all ranks."""
+    options = experiment_options(config)
+    targets = [f"{type(data).__module__}.{type(data).__name__}"]
+    targets += [value for name, value in options.items() if name.endswith("_target_")]
+    targets += [node["_target_"] for _, node in target_nodes(list(options.values()))]
+    code = code_version(targets)
+    options |= {"data.batch_size": data.global_batch_size, _DATA: _training_facts(data.training_samples)}
+    # Each rank computes something of its own with these: statistics, weights between two averages, a part of the batch.
+    is_local = options.get("strategy.comm_hook") == "post_local_sgd" or "strategy._target_" in options
+    if is_local or not (config.trainer.sync_batchnorm or config.bit_exact):
+        options["ranks x micro-batches"] = (
+            f"{data.parallel.dp_size} x {data.accumulate * data.parallel.num_microbatches}"
+        )
+    return Experiment(options, code)
+
+
+def _training_facts(samples: Iterable[tuple[Any, int | None, str | None]]) -> str:
+    """Return what identifies the training samples: their number, and a hash of their indices and labels.
+
+    Args:
+        samples: the dataset of each loader, its number of samples, and a hash of a stream's first samples.
+    """
+    content, counts = hashlib.sha256(), []
+    for dataset, count, digest in samples:
+        content.update((digest or "").encode())
+        while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # a Subset, perhaps of another one
+            content.update(_bytes_of(dataset.indices))
+            dataset = dataset.dataset
+        content.update(_bytes_of(getattr(dataset, "labels", getattr(dataset, "targets", []))))
+        counts.append("a stream of" if count is None else str(count))
+    return f"{' + '.join(counts)} samples, SHA-256 {content.hexdigest()[:12]}"
+
+
+def _bytes_of(values: Any) -> bytes:
+    """Return bytes that identify indices or labels: numbers in an array, a tensor or a list, or anything else."""
+    try:
+        array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    except ValueError:  # lists of different lengths
+        array = np.asarray(0)
+    return repr(values).encode() if array.dtype == object else array.tobytes()
+
+
+def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config: DictConfig) -> Experiment:
+    """Return the experiment of a run that continues the one of a checkpoint; log if it is another one.
+
+    Args:
+        checkpoint: the checkpoint.
+        current: the experiment of the configuration.
+        config: the resolved configuration.
+
+    Raises:
+        CheckpointUserError: if an option differs that a continued run cannot change, or the training data; or if plain
+            Lightning wrote the checkpoint.
+    """
+    if not checkpoint.get("experiment"):
+        raise CheckpointUserError(
+            f"ckpt_path={config.ckpt_path} has no position in the data, as files of plain Lightning, or of weights: "
+            f"init_from={config.ckpt_path} starts a new run with its weights"
+        )
+    before = Experiment(**checkpoint["experiment"])
+    # The weights come from the checkpoint, and so the initial weights stay those of the earlier run.
+    kept = {name: value for name, value in current.options.items() if name != "init_from"}
+    inherited = {name: before.options[name] for name in ("init_from", _CONTINUED) if name in before.options}
+    now = replace(current, options=kept | inherited)
+    changes = _changes(before.options, now.options, config)
+    if fixed := [name for name in changes if not matches(name, CONTINUABLE)]:
+        named = [changes[name] for name in fixed if name != _DATA] or [changes[_DATA]]  # an option may explain the data
+        raise CheckpointUserError(
+            f"the run in ckpt_path had {', '.join(named)}: that is another experiment; set it back, or start a new run"
+        )
+    if before.fingerprint != now.fingerprint:
+        origin = f"{before.fingerprint}, step {checkpoint['position']['steps']}"
+        now = replace(now, options=now.options | {_CONTINUED: origin})
+        reason = ", ".join(changes.values()) or "the code of its classes was edited"
+        level = logging.INFO if changes else logging.WARNING
+        _log.log(level, "the run goes on as experiment %s, before %s: %s", now.fingerprint, before.fingerprint, reason)
+    return now
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any], config: DictConfig) -> dict[str, str]:
+    """Return each option that differs by name, with both values; an absent option has its default."""
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    values = {name: [part.get(name, default_value(config, name)) for part in (before, now)] for name in names}
+    return {name: f"{name}={as_typed(old)} (now {as_typed(new)})" for name, (old, new) in values.items()}
+
+
+def code_version(targets: Iterable[str]) -> str:
+    """Return a hash of the source files of classes and functions, without comments and docstrings.
+
+    A file counts with the files of its folder, of the folders in it, and of the parts of the engine that compute the
+    experiment, from which it imports anything. Installed libraries do not count. Of a script only the classes
+    count, because it also has options of the hardware.
+    """
+    names, codes = set[str](), dict[str, str]()
+    for target in targets:
+        found = locate("_target_", target)
+        if found.__module__ == "__main__":
+            with suppress(OSError, TypeError):  # a prompt keeps no source
+                codes[target] = _without_comments(inspect.getsource(found))
+        else:
+            names |= _with_imports(found.__module__, found.__module__.rpartition(".")[0], set())
+    codes |= {name: _code(name) for name in names}
+    return hashlib.sha256("".join(f"{name}\n{codes[name]}\n" for name in sorted(codes)).encode()).hexdigest()
+
+
+def _with_imports(name: str, package: str, found: set[str]) -> set[str]:
+    """Return `found` with a module and the modules of the package from which it imports, directly or not."""
+    file = _file(name)
+    is_library = file.startswith(_LIBRARIES) and not name.startswith("onecurve.")  # which may be installed, or not
+    if name not in found and file.endswith(".py") and not is_library:
+        found.add(name)
+        values = vars(sys.modules[name]).values() if name in sys.modules else ()
+        for origin in {str(getattr(value, "__module__", None)) for value in values} | _imported(name, file):
+            is_beside = not package and origin in sys.modules and not origin.startswith(("src.", "onecurve."))
+            if is_beside or origin.startswith((f"{package}.", *_ENGINE)):
+                _with_imports(origin, package, found)
+    return found
+
+
+def _file(name: str) -> str:
+    """Return the path of a module's source, also of one that a function imports later; "" if it is no module."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__file__", None) or ""
+    with suppress(ImportError, ValueError):
+        return getattr(find_spec(name), "origin", None) or ""
+    return ""
+
+
+def _imported(name: str, file: str) -> set[str]:
+    """Return the names that the import statements of a file give, of which some are modules."""
+    package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(Path(file).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            origin = resolve_name("." * node.level + (node.module or ""), package)
+            found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@cache
+def _code(name: str) -> str:
+    return _without_comments(Path(_file(name)).read_text())
+
+
+def _without_comments(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)

@@ -1,0 +1,77 @@
+"""Computing with modules without a trace: in another mode, without logs, with their state restored."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from onecurve.network.tensors import to_local
+
+_INTERNAL = vars(nn.Module()).keys()  # attributes of torch's own
+
+
+@contextmanager
+def set_mode(net: nn.Module, training: bool) -> Iterator[None]:
+    """Set the mode of all modules, and restore each module's own mode."""
+    before = {module: module.training for module in net.modules()}
+    net.train(training)
+    try:
+        yield
+    finally:
+        for module, was_training in before.items():
+            module.training = was_training
+
+
+def without_log(module: L.LightningModule) -> Any:
+    """Return a context in which the module can log although no trainer's loop runs."""
+    return mock.patch.multiple(module, log=mock.Mock(), log_dict=mock.Mock())
+
+
+@contextmanager
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the attributes of modules, such as the states of metrics, their buffers, and frozen weights.
+
+    Lists and dictionaries get their elements back; what other objects hold is not restored. A buffer keeps its shape.
+    """
+    attributes = [(part, {name: _copy(value) for name, value in _attributes(part)}) for part in modules]
+    tensors = []
+    for part, _ in attributes:
+        frozen = [weight for weight in part.parameters(recurse=False) if not weight.requires_grad]
+        tensors += [(tensor, tensor.clone()) for tensor in map(to_local, [*frozen, *part.buffers(recurse=False)])]
+    try:
+        yield
+    finally:
+        for part, before in attributes:
+            for name in dict(_attributes(part)).keys() - before.keys():
+                vars(part).pop(name)
+            for name, value in before.items():
+                _restore(part, name, value)
+        with torch.no_grad():
+            for tensor, values in tensors:
+                tensor.copy_(values)
+
+
+def _attributes(part: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(part).items() if name not in _INTERNAL]
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return type(value)(value) if type(value) in (list, dict, set) else value
+
+
+def _restore(part: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute; a list or dictionary stays the same object, which others may hold."""
+    now = vars(part).get(name)
+    if type(value) is list and type(now) is list:
+        now[:] = value
+    elif type(value) in (dict, set) and type(now) is type(value):
+        now.clear()
+        now.update(value)
+    else:
+        vars(part)[name] = value

@@ -1,0 +1,201 @@
+"""A rank's process: who started it, its log, its memory, and the timeouts and the end of its process groups."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import torch
+import torch.distributed as dist
+
+from onecurve.errors import UserError
+from onecurve.process.ranks import is_started_by_srun, is_started_by_torchrun
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.environments import ClusterEnvironment
+
+REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of a rank's report
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # the constants of glibc's malloc.h
+_RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
+_PAUSE = 0.05  # seconds, so that gloo's threads can take the GIL
+_MARGIN = timedelta(minutes=5)
+# This advice does not apply here: the data is in memory, and the sampler, not the loader, resumes an epoch.
+_IGNORED_WARNINGS = [
+    "does not have many workers",
+    "dataloader is not resumable",
+    "Checkpoint directory .* exists",
+    "smaller than the logging interval",  # the first and the last step are logged anyway
+    "The dirpath has changed",  # for an evaluation, which has a folder of its own
+    "callbacks used to create the checkpoint need to be provided",  # a continued run may have other callbacks
+    "LeafSpec",
+    "The `srun` command is available",
+    "torch.distributed is disabled, unavailable or uninitialized",
+    "Couldn't infer the batch indices",  # a batch has the indices of its samples
+    "torch.distributed.nn.functional.all_gather is deprecated",  # Lightning calls it
+    "You have overridden `.*` in both `LightningModule` and",  # OrderedData calls the user's, wherever it is
+    "Total length of `list` across ranks is zero",  # a loader that is an empty list: validation is off on purpose
+]
+
+# The terminal shows the messages of these loggers; of others, only warnings. ModelSummary logs its table.
+_SHOWN = ("onecurve.", "src.", "lightning.pytorch.callbacks.model_summary")
+
+
+def detect_cluster_environment() -> ClusterEnvironment | None:
+    """Return the environment of torchrun or SLURM, or None if neither started this process as one of several ranks."""
+    if not (is_started_by_torchrun() or is_started_by_srun()):
+        return None
+    from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+
+    if is_started_by_torchrun():
+        return TorchElasticEnvironment()
+    if "SLURM_NTASKS_PER_NODE" not in os.environ:  # which Lightning requires
+        raise UserError("srun started several tasks: give it --ntasks-per-node in place of --ntasks")
+    return SLURMEnvironment(auto_requeue=False)
+
+
+def log_file(run_dir: str | Path, rank: int) -> Path:
+    """Return the path of a rank's log."""
+    return Path(run_dir) / "logs" / f"rank{rank}.log"
+
+
+def report_error(error: Exception) -> bool:
+    """Write the first error of this rank where its launcher reads it; return whether torch's elastic launcher does."""
+    if REPORT_FILE not in os.environ:
+        return False
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if not Path(os.environ[REPORT_FILE]).exists():
+        get_error_handler().record_exception(error)
+    return True
+
+
+def log_to_folder(run_dir: str | Path, rank: int) -> None:
+    """Send the log of this process to `run_dir/logs/rankN.log`, and above rank zero also its stdout and stderr."""
+    file = log_file(run_dir, rank)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handlers: list[logging.Handler] = [logging.FileHandler(file)]
+    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    if rank == 0:
+        handlers.append(TerminalHandler())
+    else:
+        _redirect_output(file)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=handlers, force=True)
+    logging.captureWarnings(True)
+    for pattern in _IGNORED_WARNINGS:
+        warnings.filterwarnings("ignore", f".*{pattern}")
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).propagate = True
+
+
+def _redirect_output(file: Path) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
+
+
+class TerminalHandler(logging.StreamHandler[TextIO]):
+    """Handler that looks up stdout for each message, because a progress bar replaces it, to print above the bar."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.name.startswith(_SHOWN) or record.levelno >= logging.WARNING
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stdout
+        if type(self.stream).__module__ != "rich.file_proxy":
+            super().emit(record)
+            return
+        from rich import get_console
+
+        # The stream of a rich progress bar would break a path that is longer than a line.
+        get_console().print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
+
+
+def connect_debugger(rank: int) -> None:
+    """Let `breakpoint()` in rank zero read the terminal, which multiprocessing closes; the other ranks pass over it."""
+    if not os.isatty(0):
+        return
+    if rank == 0:
+        sys.stdin = os.fdopen(0, closefd=False)
+    else:
+        os.environ.setdefault("PYTHONBREAKPOINT", "0")
+
+
+def cores_per_rank(ranks: int) -> int:
+    """Return the CPU cores for each of the ranks of this node; torch would use all of them in each process.
+
+    GPU ranks need them as well, for data that is read or transformed on the host. A rank that SLURM started has cores
+    of its own.
+    """
+    if "SLURM_CPUS_PER_TASK" in os.environ and not is_started_by_torchrun():
+        return int(os.environ["SLURM_CPUS_PER_TASK"])
+    return len(usable_cores()) // ranks
+
+
+def usable_cores() -> list[int]:
+    """Return the numbers of the CPU cores that this process may use; on macOS all, because it does not tell."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
+
+
+def tune_malloc() -> bool:
+    """Let glibc's malloc reuse large blocks; return whether it accepted both options.
+
+    By default it maps each large block anew, and the kernel fills its pages with zeros. For the activations of a
+    network this takes a fifth of each step or more. The price is fragmentation: up to a fifth more memory was measured.
+    """
+    return _mallopt(_MMAP_MAX, 0) and _mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def map_large_blocks() -> bool:
+    """Let glibc's malloc map blocks of 32 MiB and more again; return whether it accepted both options.
+
+    FSDP gathers and frees weights of many sizes, which leaves holes in memory that is kept: a process of two with
+    180 MiB of weights grew from 1.2 to 2.8 GiB in sixty steps.
+    """
+    return _mallopt(_MMAP_THRESHOLD, 2**25) and _mallopt(_MMAP_MAX, 2**16)
+
+
+def _mallopt(option: int, value: int) -> bool:
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    return mallopt is not None and bool(mallopt(option, value))
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Return the peak of the allocated tensors on a GPU, or of the resident set size on a CPU, in MiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_BYTES / 2**20
+
+
+def set_timeouts_after(seconds: float) -> None:
+    """Let the collectives of all process groups fail some minutes after `launch.timeout` seconds.
+
+    The timer of `onecurve/run/stopping.py` then ends the rank that hangs. NCCL would end one that waits for it: by
+    default after half an hour, and after ten minutes in the subgroups of a device mesh, which take no timeout.
+    """
+    if dist.is_initialized():
+        for group in dist.distributed_c10d._world.pg_map:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds) + _MARGIN, group)
+
+
+def close_process_group() -> None:
+    """Destroy the process group. A process that exits while its gloo group exists may abort.
+
+    The pause avoids a deadlock in torch (docs/upstream/gloo_gil.md). A thread of gloo that still has to free a tensor
+    waits for the GIL, and the destructor of the group holds the GIL while it waits for that thread.
+    """
+    if dist.is_initialized():
+        time.sleep(_PAUSE)
+        dist.destroy_process_group()

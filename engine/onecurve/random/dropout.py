@@ -1,0 +1,105 @@
+"""Dropout that does not depend on the hardware: a hash of (seed, epoch, sample, layer, element) decides each element.
+
+torch's dropout uses a random generator, whose numbers depend on the rank, the micro-batch and the pipeline stage. The
+hash function follows C. Wellons, "Prospecting for hash functions" (https://nullprogram.com/blog/2018/07/31/), in
+two's-complement 32-bit arithmetic. docs/benchmarks/dropout.md has its speed.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from onecurve.network.compilation import device_constant
+
+_ODD_MULTIPLIER = 0x2545F4914F6CDD1D
+# int32 holds the constants 0x9E3779B9 and 0x846CA68B as negative numbers.
+_GOLDEN, _MIX1, _MIX2 = -0x61C88647, 0x7FEB352D, -0x7B935975
+
+
+class SampleDropout(nn.Dropout):
+    """`nn.Dropout` whose mask is a hash of the samples' keys; without a key for each row it is torch's function.
+
+    Unlike a function in place of `F.dropout`, it can be a part of a compiled network.
+
+    Attributes:
+        keys: (n,) int64, one for each sample of the batch, or None.
+        sample_hash: (n,) int32 hash of the keys and the layer.
+        salt: hash of the layer's name, so that the layers of a network have different masks.
+    """
+
+    keys: Tensor | None = None
+    sample_hash: Tensor | None = None
+    salt: int = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        has_rows = self.sample_hash is not None and len(input) == len(self.sample_hash)
+        if not (self.training and 0 < self.p < 1 and has_rows):
+            return super().forward(input)
+        assert self.sample_hash is not None
+        return input * keep_mask(self.sample_hash, input.shape, self.p) / (1 - self.p)
+
+
+class DropPath(SampleDropout):
+    """Drops the residual branch of a random subset of the samples: stochastic depth.
+
+    Huang et al., "Deep networks with stochastic depth" (2016).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return input
+        return input * super().forward(input.new_ones(len(input), *[1] * (input.ndim - 1)))
+
+
+def hash_samples(keys: Tensor, salt: int | Tensor) -> Tensor:
+    """Return int32 hashes of the (n,) keys of samples and of the salt of a layer or a call, or (layers, 1) salts."""
+    return (((keys ^ salt) * _ODD_MULTIPLIER) >> 32).int()
+
+
+def keep_mask(sample_hash: Tensor, shape: torch.Size, rate: float) -> Tensor:
+    """Return the bool mask of the elements of an (n, ...) tensor to keep, from (n,) hashes."""
+    bits = sample_hash[:, None] ^ _element_hash(shape[1:].numel(), sample_hash.device)
+    return (_mix(bits) >= int((rate - 0.5) * 2**32)).view(shape)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """Hash int32 bits, in place."""
+    bits *= _MIX1
+    bits ^= bits >> 15
+    bits *= _MIX2
+    return bits
+
+
+@device_constant
+def _element_hash(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device) * _GOLDEN
+
+
+@device_constant
+def _salts(salts: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(salts, device=device)[:, None]
+
+
+def use_sample_dropout(net: nn.Module) -> None:
+    """Replace the `nn.Dropout` layers of a network with `SampleDropout`, in place; the salt is a hash of the name."""
+    for name, part in list(net.named_modules(remove_duplicate=False)):
+        if type(part) is nn.Dropout:
+            part = SampleDropout(part.p, part.inplace)
+            net.set_submodule(name, part)
+        if isinstance(part, SampleDropout):
+            name = name.replace("_orig_mod.", "")  # of torch.compile
+            part.salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
+
+
+def dropouts(net: nn.Module) -> list[SampleDropout]:
+    """Return the layers of a network that take keys and have a probability above zero."""
+    return [part for part in net.modules() if isinstance(part, SampleDropout) and part.p > 0]
+
+
+def set_keys(layers: Sequence[SampleDropout], keys: Tensor) -> None:
+    """Set the (n,) int64 keys of the samples in the next forward pass."""
+    hashes = hash_samples(keys, _salts(tuple(layer.salt for layer in layers), keys.device))
+    for layer, sample_hash in zip(layers, hashes, strict=True):
+        layer.keys, layer.sample_hash = keys, sample_hash

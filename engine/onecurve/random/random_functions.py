@@ -1,0 +1,302 @@
+"""Random functions of a step, such as `F.dropout`, with the same numbers on any hardware; all others are refused.
+
+torch's generators do not know samples: the numbers of a sample would depend on its rank and its micro-batch. In a run,
+the functions of `_FUNCTIONS` therefore take the masks of `onecurve/random/dropout.py`, for each row of a tensor
+that has a row for each sample. Whatever else draws from torch's generators is refused where ranks or micro-batches hold
+parts of the global batch; on one process it draws as in torch.
+
+A call takes its number from the seed of torch's CPU generator, and leaves the generator with the next seed.
+torch.utils.checkpoint restores it when it computes a block again; and a generator whose state is not that of its seed
+has been used by something else.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+from unittest import mock
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onecurve.errors import UserError
+from onecurve.random.dropout import SampleDropout, dropouts, hash_samples, keep_mask, set_keys
+from onecurve.random.hashing import hash_ints, normal
+from onecurve.random.seeding import seed_generators, torch_generator_states
+
+_ATTENTION, _MULTI_HEAD_ATTENTION = F.scaled_dot_product_attention, F.multi_head_attention_forward
+_BERNOULLI, _RANDN_LIKE = Tensor.bernoulli_, torch.randn_like
+_OTHERS = "a function such as torch.randn, F.rrelu, the dropout of nn.LSTM or F.dropout in a compiled network"
+
+
+class SampleRandom:
+    """The samples for which random functions draw.
+
+    Attributes:
+        make_keys: computes `keys`, which most steps do not need; None outside of a batch.
+        device: device of the module.
+        is_divided: whether ranks or micro-batches hold parts of the global batch.
+        calls: number of calls of random functions so far.
+        shift: added to the seed of torch's CPU generator, whose number a call takes.
+    """
+
+    make_keys: Callable[[], Tensor] | None = None
+    device = torch.device("cpu")
+    is_divided = False
+    calls = 0
+    shift = 0
+    _device_states: Sequence[bytes] = ()
+
+    @functools.cached_property
+    def keys(self) -> Tensor:
+        """One number for each sample of the current (micro-)batch, (n,) int64."""
+        assert self.make_keys
+        return self.make_keys()
+
+    def begin(self, make_keys: Callable[[], Tensor], device: torch.device, is_divided: bool, shift: int = 0) -> None:
+        """Draw for other samples. The generators must have been seeded."""
+        self.make_keys, self.device, self.is_divided, self.shift = make_keys, device, is_divided, shift
+        _, *self._device_states = torch_generator_states(device.type)
+        vars(self).pop("keys", None)
+
+    @property
+    def call_seed(self) -> int:
+        """The number that the next call takes."""
+        return torch.initial_seed() + self.shift
+
+    def begin_micro_batch(self, keys: Tensor, seed: int) -> None:
+        """Draw for the samples of a micro-batch, with a seed of torch's CPU generator."""
+        self.check()
+        self.keys = keys
+        torch.default_generator.manual_seed(seed)
+
+    def end(self) -> None:
+        """Let all functions draw as in torch."""
+        self.make_keys, self.is_divided = None, False
+
+    def has_row_per_sample(self, values: Tensor, name: str) -> bool:
+        """Return whether a function draws for the rows of a tensor; in a compiled network torch's own draws."""
+        if self.make_keys is None or torch.compiler.is_compiling():
+            return False
+        if values.ndim and len(values) == len(self.keys):
+            return True
+        if self.is_divided:
+            raise self.refusal(f"{name} on a tensor of shape {list(values.shape)}")
+        return False
+
+    def keep_mask(self, shape: torch.Size, rate: float) -> Tensor:
+        """Return the bool mask of the elements to keep, with a row for each sample."""
+        return keep_mask(hash_samples(self.keys, self._begin_call()), shape, rate)
+
+    def normal(self, shape: torch.Size) -> Tensor:
+        """Return float32 numbers from the standard normal distribution, with a row for each sample."""
+        return normal(self.keys ^ self._begin_call(), shape[1:].numel()).view(shape)
+
+    def _begin_call(self) -> int:
+        """Return a hash of the number of the call, and leave the generator with the next number."""
+        self.check()
+        self.calls += 1
+        number = self.call_seed
+        torch.default_generator.manual_seed(torch.initial_seed() + 1)
+        return int(hash_ints(number))
+
+    def check(self) -> None:
+        """Raise a UserError if anything else has used torch's generators in a batch that is divided."""
+        if not self.is_divided:
+            return
+        state, *device_states = torch_generator_states(self.device.type)
+        fresh = torch.Generator().manual_seed(torch.initial_seed()).get_state().numpy().tobytes()
+        if state != fresh or device_states != list(self._device_states):
+            raise self.refusal(_OTHERS)
+
+    def refusal(self, name: str) -> UserError:
+        return UserError(
+            f"{name} draws numbers that would depend on the number of ranks and micro-batches: use "
+            f"nn.Dropout, F.dropout or torch.randn_like on tensors with a row for each sample ({len(self.keys)} here), "
+            "or set bit_exact=true, with which any function draws for each virtual rank"
+        )
+
+
+sample_random = SampleRandom()  # one for the process, as torch's generators
+
+
+def _dropout_of(name: str) -> Callable[..., Tensor]:
+    """Return the function in place of `F.dropout`, or in place of one that drops whole channels."""
+    original = getattr(F, name)
+
+    @functools.wraps(original)
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not (training and 0 < p < 1 and sample_random.has_row_per_sample(input, f"F.{name}")):
+            return original(input, p, training, inplace)
+        per_channel = torch.Size((*input.shape[:2], *[1] * (input.ndim - 2)))
+        mask = sample_random.keep_mask(input.shape if name == "dropout" else per_channel, p)
+        return input.mul_(mask).div_(1 - p) if inplace else input * mask / (1 - p)
+
+    return dropout
+
+
+@functools.wraps(_BERNOULLI)
+def _bernoulli_(self: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
+    if isinstance(p, float | int) and p in (0, 1):
+        return self.fill_(p)  # without a draw
+    is_plain = isinstance(p, float) and generator is None
+    if not (is_plain and sample_random.has_row_per_sample(self, "bernoulli_")):
+        return _BERNOULLI(self, p, generator=generator)
+    return self.copy_(sample_random.keep_mask(self.shape, 1 - p))
+
+
+@functools.wraps(_RANDN_LIKE)
+def _randn_like(input: Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+    if not sample_random.has_row_per_sample(input, "torch.randn_like"):
+        return _RANDN_LIKE(input, dtype=dtype, device=device, **options)
+    return sample_random.normal(input.shape).to(device or input.device, dtype or input.dtype)
+
+
+@functools.wraps(_ATTENTION)
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    if not (0 < dropout_p < 1 and sample_random.has_row_per_sample(query, "attention with dropout")):
+        return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # of the positions to attend to
+        attn_mask = query.new_zeros(attn_mask.shape).masked_fill(~attn_mask, -torch.inf)
+    compute: Any = torch.ops.aten._scaled_dot_product_attention_math
+    weights = compute(query, key, value[..., :0], attn_mask, 0.0, is_causal, None, **options)[1]
+    if options.get("enable_gqa"):
+        value = value.repeat_interleave(weights.shape[-3] // value.shape[-3], -3)
+    mask = sample_random.keep_mask(weights.shape, dropout_p)
+    return (weights * mask / (1 - dropout_p)) @ value
+
+
+@functools.wraps(_MULTI_HEAD_ATTENTION)
+def _multi_head_attention(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Drop attention weights, of which those of a sample's heads are consecutive rows."""
+    has_dropout = kwargs.get("training", True) and kwargs.get("dropout_p", *args[9:10])
+    if torch.compiler.is_compiling() or not (has_dropout and kwargs.get("need_weights", True) and query.ndim == 3):
+        return _MULTI_HEAD_ATTENTION(query, *args, **kwargs)
+
+    def dropout(weights: Tensor, p: float) -> Tensor:  # (samples * heads, targets, sources)
+        return _FUNCTIONS[F, "dropout"](weights.unflatten(0, (query.shape[1], -1)), p).flatten(0, 1)
+
+    with mock.patch.object(F, "dropout", dropout):
+        return _MULTI_HEAD_ATTENTION(query, *args, **kwargs)
+
+
+_FUNCTIONS: dict[tuple[Any, str], Any] = {
+    **{(F, name): _dropout_of(name) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")},
+    (F, "scaled_dot_product_attention"): _attention,
+    (F, "multi_head_attention_forward"): _multi_head_attention,
+    (Tensor, "bernoulli_"): _bernoulli_,
+    (torch, "randn_like"): _randn_like,
+}
+
+
+def intercept() -> None:
+    """Put the functions in the place of torch's, which they call outside of a batch."""
+    for (owner, name), function in _FUNCTIONS.items():
+        setattr(owner, name, function)
+
+
+def release() -> None:
+    """Put torch's functions back."""
+    sample_random.end()
+    for (owner, name), function in _FUNCTIONS.items():
+        setattr(owner, name, function.__wrapped__)
+
+
+class RandomNumbers(L.Callback):
+    """Lets each step draw the same numbers on any hardware, and in a resumed run.
+
+    Before each batch, torch, NumPy and Python are seeded with a hash of (seed, epoch, step), and the samples get their
+    keys.
+
+    Args:
+        seed: seed of the run.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._dropouts: list[SampleDropout] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Seed the weights that the module makes in `setup` and `configure_model`: Lightning does so on ranks only."""
+        intercept()
+        seed_generators(self._seed(), trainer.strategy.root_device.type)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._dropouts = dropouts(pl_module)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._begin_batch(trainer, batch_idx)
+        self._set_keys()
+
+    def begin_part(self, trainer: L.Trainer) -> None:
+        """Draw for the samples of a micro-batch."""
+        data: Any = trainer.datamodule
+        sample_random.keys = hash_ints(self.seed, trainer.current_epoch, data.sample_index)
+        self._set_keys()
+
+    def begin_virtual_rank(self, trainer: L.Trainer, step: int, number: int) -> None:
+        """Draw for the samples of a virtual rank, which has generators of its own.
+
+        The functions that draw for each sample have the numbers that they have without virtual ranks.
+        """
+        data, epoch, device = cast(Any, trainer.datamodule), trainer.current_epoch, trainer.lightning_module.device
+        samples, of_step, seed = data.sample_index, self._seed(epoch, step), self._seed(epoch, step, number)
+        seed_generators(seed, device.type)
+        sample_random.begin(
+            lambda: hash_ints(self.seed, epoch, samples), device, is_divided=False, shift=of_step - seed
+        )
+        self._set_keys()
+
+    def _set_keys(self) -> None:
+        if self._dropouts:
+            set_keys(self._dropouts, sample_random.keys)
+
+    def on_after_backward(self, *_: Any) -> None:
+        sample_random.check()
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        sample_random.check()  # a module with optimization of its own may call `backward` of the loss itself
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        sample_random.end()
+
+    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._begin_batch(trainer, 0)  # the number of a batch depends on the accumulation, the keys do not
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        sample_random.check()
+        sample_random.end()
+
+    def on_test_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._begin_batch(trainer, 0)
+
+    def on_test_batch_end(self, *_: Any) -> None:
+        self.on_validation_batch_end()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        release()
+
+    def on_exception(self, *_: Any) -> None:
+        release()
+
+    def _seed(self, *parts: int) -> int:
+        return int(hash_ints(self.seed, *parts)) % 2**62  # its successors are seeds as well
+
+    def _begin_batch(self, trainer: L.Trainer, number: int) -> None:
+        data: Any = trainer.datamodule
+        epoch, samples, parallel = trainer.current_epoch, data.sample_index, data.parallel
+        device = trainer.lightning_module.device
+        seed_generators(self._seed(epoch, number), device.type)
+        is_divided = not data.bit_exact and parallel.dp_size * parallel.num_microbatches * data.accumulate > 1
+        sample_random.begin(lambda: hash_ints(self.seed, epoch, samples), device, is_divided)

@@ -1,0 +1,160 @@
+"""The random numbers of a sample's transforms: the generators are seeded for each sample of any map-style dataset."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset, Subset, get_worker_info
+
+from onecurve.errors import UserError
+
+
+class SampleAxis(NamedTuple):
+    """Which size of a batch is its number of samples, or a multiple: dimension `dim` of the tensor number `leaf`."""
+
+    leaf: int
+    dim: int
+    per_sample: int
+
+    def samples_in(self, batch: Any) -> float:
+        """Return the number of samples in a batch."""
+        return tree_leaves(batch)[self.leaf].shape[self.dim] / self.per_sample
+
+
+def find_sample_axis(pairs: Sequence[Any], singles: Sequence[Any]) -> SampleAxis | None:
+    """Compare batches of two samples with batches of one: the size that doubles most often is the number of samples.
+
+    None if no size doubles more than once, by which a padded length might do so by chance.
+    """
+    doubled = Counter[SampleAxis]()
+    for pair, single in zip(pairs, singles, strict=True):
+        for leaf, (two, one) in enumerate(zip(tree_leaves(pair), tree_leaves(single), strict=False)):
+            sizes = zip(getattr(two, "shape", ()), getattr(one, "shape", ()), strict=False)
+            doubled.update(SampleAxis(leaf, dim, b) for dim, (a, b) in enumerate(sizes) if b and a == 2 * b)
+    axis, times = max(doubled.items(), key=lambda item: item[1], default=(None, 0))
+    return axis if times > 1 else None
+
+
+class SeededSamples(Dataset[Any]):
+    """Fetches batches: the positions of n samples, (n,), and what `collate` makes of the samples.
+
+    The global generators of torch, NumPy and Python are seeded with each sample's key before it is fetched, and with
+    that of the first sample before they are collated. Workers have no state: the key comes with the position.
+
+    Args:
+        dataset: the samples.
+        collate: makes a batch of samples.
+        is_divided: whether the global batch has other batches too, so that `collate` must not draw random numbers nor
+            change the number of samples.
+        axis: what has the number of samples in a batch, if it is known.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        is_divided: bool = False,
+        axis: SampleAxis | None = None,
+    ) -> None:
+        self.dataset, self.collate, self.is_divided, self.axis = dataset, collate, is_divided, axis
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, samples: Tensor) -> tuple[Tensor, Any]:
+        """Fetch the samples of (2, n) positions and keys; a dataset that has `batches` does so itself."""
+        positions, keys = samples
+        if makes_batches(self.dataset):
+            return positions, next(iter(self.dataset.batches(positions[None])))
+        with isolate_rng(include_cuda=False) if get_worker_info() is None else nullcontext():
+            items = []
+            for position, key in samples.T.tolist():
+                seed_generators(key)
+                items.append(self._fetch(position))
+            seed_generators(int(keys[0]))
+            with refuse_draws("collate_fn", self.is_divided):
+                batch = self.collate(items)
+            made = self.axis.samples_in(batch) if self.is_divided and self.axis else len(items)
+            if made != len(items):
+                raise UserError(
+                    f"collate_fn makes a batch of {made:g} samples from {len(items)}, so the curve would depend on the "
+                    "number of processes: leave samples out in the dataset, or set bit_exact=true"
+                )
+            return positions, batch
+
+    def _fetch(self, position: int) -> Any:
+        try:
+            return self.dataset[position]
+        except Exception as error:
+            if not isinstance(error, UserError) and hasattr(error, "add_note"):  # Python 3.10 has no notes
+                dataset = self.dataset
+                while isinstance(dataset, Subset):
+                    dataset, position = dataset.dataset, dataset.indices[position]
+                error.add_note(f"This is sample {position} of {type(dataset).__name__}.")
+            raise
+
+
+def seed_generators(key: int, device_type: str = "cpu") -> None:
+    """Seed the global generators of torch, NumPy and Python, with those of this process's devices of a type.
+
+    torch.manual_seed would also seed, and so use, devices that the process does not use; and it would record a stack
+    trace for each of their types, which takes half a millisecond.
+    """
+    torch.default_generator.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    if device_type == "cuda":
+        for generator in torch.cuda.default_generators:  # one process may drive several devices
+            generator.manual_seed(key)
+    elif device_type == "mps":
+        torch.mps.manual_seed(key)
+
+
+def makes_batches(dataset: Any) -> bool:
+    """Return whether a dataset makes batches of positions itself (`RankLoader`)."""
+    return hasattr(dataset, "batches") and hasattr(dataset, "move_to")
+
+
+@contextmanager
+def refuse_draws(name: str, is_divided: bool, device_type: str = "cpu") -> Iterator[None]:
+    """Raise a UserError if a function draws random numbers for a batch that is a part of the global batch."""
+    before = generator_states(device_type) if is_divided else []
+    yield
+    if is_divided and generator_states(device_type) != before:
+        raise UserError(
+            f"{name} draws random numbers for the samples of one process, so the curve would depend on the number of "
+            "processes: draw them in the dataset, for each sample, or set bit_exact=true"
+        )
+
+
+def are_equal(a: Any, b: Any) -> bool:
+    """Return whether two batches have the same arrays and tensors; parts of other types are not compared."""
+    ours, theirs = tree_leaves(a), tree_leaves(b)
+    return len(ours) == len(theirs) and all(_are_equal_leaves(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def _are_equal_leaves(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())  # NaN is equal to NaN
+    if isinstance(x, str | int | np.ndarray):
+        return np.array_equal(x, y)
+    return True
+
+
+def generator_states(device_type: str = "cpu") -> list[Any]:
+    """Return the states of the global generators of torch, NumPy and Python."""
+    numpy_state: Any = np.random.get_state()
+    return [*torch_generator_states(device_type), random.getstate(), numpy_state[1].tolist(), numpy_state[2]]
+
+
+def torch_generator_states(device_type: str = "cpu") -> list[bytes]:
+    """Return the states of torch's global generators, of the CPU and of this process's device of a type."""
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device_type == "cuda" else [])]
+    return [state.numpy().tobytes() for state in states]

@@ -1,0 +1,75 @@
+"""The events of a run, such as its starts and its end: `events.jsonl` in the run folder, a JSON object per line."""
+
+import csv
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from onecurve.records.files import append_json_line, read_json_lines
+
+_log = logging.getLogger(__name__)
+_FILE = "events.jsonl"
+
+
+def append_event(
+    run_dir: str | Path,
+    event: str,
+    step: int | None = None,
+    reason: str | None = None,
+    seconds: float | None = None,
+    **details: Any,
+) -> None:
+    """Append an event to the record of a run; only one process of the run may do so at a time.
+
+    Args:
+        run_dir: the run folder.
+        event: start, resume, stopped, failed, killed, restart, resized or finished.
+        step: optimizer steps that the run has taken.
+        reason: one line.
+        seconds: UNIX time of the event; None is now.
+        details: values that JSON can represent.
+    """
+    entry = {"time": seconds or time.time(), "event": event, "step": step, "reason": reason} | details
+    try:
+        append_json_line(Path(run_dir) / _FILE, entry)
+    except OSError as error:  # such as a full disk: the run goes on, or ends with its own error
+        _log.warning("%s lacks an event: %s", _FILE, error)
+
+
+def read_events(run_dir: str | Path) -> list[dict[str, Any]]:
+    """Return the events of a run in their order, without lines that a kill has cut; empty if there is no record."""
+    return list(read_json_lines(Path(run_dir) / _FILE))
+
+
+def append_kill(run_dir: str | Path) -> None:
+    """Append that the last process of a run was killed, if it has recorded no end; a new process calls this first."""
+    files = [Path(run_dir) / name for name in (_FILE, "metrics.csv")]
+    last_written = max((file.stat().st_mtime for file in files if file.exists()), default=None)
+    append_end(run_dir, "killed", "no end was recorded", last_written)
+
+
+def append_end(run_dir: str | Path, event: str, reason: str, seconds: float | None = None) -> None:
+    """Append the end of a run, unless its rank zero has recorded one, or it has not started."""
+    events = read_events(run_dir)
+    if events and events[-1]["event"] in ("start", "resume"):
+        append_event(run_dir, event, logged_steps(run_dir), reason, seconds)
+
+
+def append_resize(run_dir: str | Path, step: int | None, size: int) -> None:
+    """Append that a run starts with another number of processes than before, for the reason of the last event."""
+    events = read_events(run_dir)
+    sizes = [event.get("world_size") for event in events if event["event"] in ("start", "resume")]
+    if sizes and sizes[-1] not in (None, size):  # None in a run of an earlier version
+        append_event(run_dir, "resized", step, events[-1].get("reason"), **{"from": sizes[-1], "to": size})
+
+
+def logged_steps(run_dir: str | Path) -> int | None:
+    """Return the number of optimizer steps up to the last complete row of metrics.csv, or None."""
+    file = Path(run_dir) / "metrics.csv"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []  # without one that a kill has cut
+    # A test's row counts all steps, as no other does. Other rows are known by any value, as plain modules name theirs.
+    others = ("step", "epoch", "test/")
+    rows = [row for row in csv.DictReader(lines) if row["step"]]
+    rows = [row for row in rows if any(row[key] for key in row if not key.startswith(others))]
+    return int(rows[-1]["step"]) + 1 if rows else None

@@ -1,0 +1,152 @@
+"""The classes that a configuration names by `_target_`: their options are checked first, then objects are built."""
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any
+
+from hydra._internal.utils import _locate
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from onecurve.errors import UserError, suggest
+
+_OWN = ("onecurve.", "src.", "lightning.pytorch.trainer.")  # whose options a class of a project has
+_KINDS = {bool: "true or false", int: "an integer", float: "a number"}
+NOT_PASSED = "single_process"  # only the launcher reads this option of a strategy
+
+
+def build(node: DictConfig, **changes: Any) -> Any:
+    """Build the object that a configuration node describes; it receives plain lists and dictionaries.
+
+    Raises:
+        UserError: if the constructor raised it, which Hydra's own exception would hide, or needs a package that is not
+            installed.
+    """
+    try:
+        return instantiate(node, _convert_="all", **changes)
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, UserError):
+            raise cause from None
+        if isinstance(cause, ModuleNotFoundError) and not cause.name:
+            # No import failed: a class of Lightning found that an optional package is missing.
+            raise UserError(f"{node._target_}: {cause}") from error
+        raise
+
+
+def check_options(cfg: DictConfig) -> None:
+    """Check that the classes of a resolved configuration exist, take the options and lack none, before any is built."""
+    nodes = dict(target_nodes(OmegaConf.to_container(cfg, resolve=True)))
+    # `module.net` is a copy of `model`, whose options the user has set: short names come first.
+    unbuilt = tuple(f"{name}." for name, node in nodes.items() if node.get("_recursive_") is False)
+    for name in sorted(nodes, key=lambda name: name.count(".")):
+        node = nodes[name]
+        parameters = parameters_of(locate(f"{name}._target_", node["_target_"]))
+        for key in _refused_options(node, parameters):
+            hint = f"{suggest(key, parameters)} (~{name}.{key} leaves it out)"
+            raise UserError(f"{name}.{key}: {node['_target_']} has no option `{key}`; {hint}")
+        for key in [key for key in node if key in parameters]:
+            check_value(f"{name}.{key}", node[key], parameters[key].annotation)
+        missing = _missing_options(node, parameters)
+        if missing and not name.startswith(unbuilt):  # Hydra hands these on, and the user's code builds them
+            raise UserError(
+                f"{name}.{missing[0]} is missing, and {node['_target_']} has no default for it: add it to the file of "
+                "conf/ that names the class, or `_partial_: true` if code gives it later"
+            )
+
+
+def _refused_options(node: Any, parameters: dict[str, inspect.Parameter]) -> list[str]:
+    """Return the options of a node that its class, which has these parameters, does not take."""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return []
+    return [key for key in node if not key.startswith("_") and key != NOT_PASSED and key not in parameters]
+
+
+def _missing_options(node: dict[str, Any], parameters: dict[str, inspect.Parameter]) -> list[str]:
+    """Return the options without a default that a node does not give, although Hydra calls its class."""
+    if node.get("_partial_") or "_args_" in node:
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+    return [key for key in required if parameters[key].kind in named and key not in node]
+
+
+def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> None:
+    """Remove the options that a class named by an override `NODE._target_=...` does not take.
+
+    They come from the YAML of the class before it. Options on the command line stay, and are refused later.
+    """
+    given = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    for name in [option.removesuffix("._target_") for option in given if option.endswith("._target_")]:
+        node = OmegaConf.select(cfg, name)
+        if node and "_target_" in node:
+            parameters = parameters_of(locate(f"{name}._target_", node["_target_"]))
+            with open_dict(node):
+                for key in _refused_options(node, parameters):
+                    if f"{name}.{key}" not in given:
+                        del node[key]
+
+
+def check_value(option: str, value: Any, hint: Any) -> None:
+    """Check that the value is no text or list where flags or numbers are declared: `no` would count as true."""
+    from torch import Tensor  # late, because `train.py --help` imports this file
+
+    kinds = [kind for kind in typing.get_args(hint) or [hint] if kind not in (NoneType, Tensor, ...)]
+    if not kinds or not all(kind in list(_KINDS) for kind in kinds):
+        return
+    is_single = typing.get_origin(hint) in (None, typing.Union, UnionType)  # no list of flags or numbers
+    is_wrong_number = isinstance(value, float) and float not in kinds
+    if isinstance(value, str) or (is_single and (isinstance(value, list | dict) or is_wrong_number)):
+        raise UserError(f"{option}={value}: give {' or '.join(_KINDS[kind] for kind in kinds)}")
+
+
+def target_nodes(node: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the dotted name and the content of each node from which Hydra would build an object."""
+    if isinstance(node, dict) and "_target_" in node:
+        yield name, node
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in children:
+        yield from target_nodes(child, f"{name}.{key}".strip("."))
+
+
+def locate(option: str, target: str) -> Callable[..., Any]:
+    """Import the class or function `target`, which the configuration gives as `option`."""
+    try:
+        found = _locate(target)
+    except (ImportError, ValueError) as error:  # the second for a name with a dot too many
+        if isinstance(error, ImportError) and not isinstance(error.__cause__, ImportError | AttributeError | None):
+            raise  # a bug in the file
+        raise UserError(f"{option}={target}: {' '.join(str(error).split())}") from error
+    if not callable(found):
+        raise UserError(f"{option}={target}: {target} is a {type(found).__name__}; give a class or a function")
+    return found
+
+
+def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a class or function; a class written in C without a signature counts as taking any."""
+    try:
+        return dict(inspect.signature(target).parameters)
+    except ValueError:
+        return {"options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)}
+
+
+@cache
+def default_options(target: str) -> dict[str, Any]:
+    """Return the options of a class or function, with their defaults; None stands for an option without a default.
+
+    The options that a class of this project hands on to its base classes belong to it. A default that is a
+    tuple is returned as a list, as in a configuration.
+    """
+    found = locate("_target_", target)
+    parts = [part for part in getattr(found, "__mro__", ())[1:] if part.__module__.startswith(_OWN)]
+    options: dict[str, Any] = {}
+    for part in [*reversed(parts), found]:
+        for parameter in parameters_of(part).values():
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                default = None if parameter.default is parameter.empty else parameter.default
+                options[parameter.name] = list(default) if isinstance(default, tuple) else default
+    return options

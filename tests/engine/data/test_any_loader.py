@@ -1,0 +1,295 @@
+"""Any kind of loader trains the same on any hardware: streams, given batches, several loaders, unequal ranks."""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+
+from onecurve.data.loader import order_of
+from onecurve.errors import UserError
+from onecurve.run.experiment import run
+from tests.support.bits import check_equal_bits
+from tests.support.comparison import TOLERANCE, check_resumed, distances, read_rows
+from tests.support.interruption import die
+from tests.support.loaders import AnyLoader, AnyModule, StatefulStream, points
+from tests.support.pool import Pool, RankFailed
+from tests.support.runs import Record, compose, fit, fit_ranks
+
+NOTHING = ["~module", "~model", "~optimizer", "~scheduler", "callbacks=none", "test=false"]
+NOTHING += ["trainer.log_every_n_steps=1", "trainer.max_epochs=2"]
+OWN = [*NOTHING, "~data", "+data._target_=tests.support.loaders.AnyLoader"]
+OWN += ["+module._target_=tests.support.loaders.AnyModule"]
+WAYS = {"together": ["trainer.precision=64-true"], "one by one": ["bit_exact=true"]}
+SEVERAL, BATCHES = ("two", "shortest", "longest"), ("stream_of_batches", "batches")
+NOT_BY_ROW = (*SEVERAL, "several_crops")  # their batches have no row for each sample, which dropout needs
+KINDS = [
+    (way, kind) for way in WAYS for kind in ("stream", "sized_stream", "stateful_stream", "batch_sampler", *SEVERAL)
+]
+KINDS += [
+    ("one by one", "broken"),
+    ("together", "uneven"),
+    ("together", "several_crops"),
+    *(("one by one", kind) for kind in BATCHES),
+]
+PLACES = {
+    "workers": ["+data.num_workers=2"],
+    "ddp x2": ["strategy=ddp", "trainer.devices=2"],
+    "ddp x3": ["strategy=ddp", "trainer.devices=3"],
+    "fsdp x2": ["strategy=fsdp", "trainer.devices=2"],
+    "accumulated": ["trainer.accumulate_grad_batches=2"],
+}
+QUICK = {(place, "together", kind) for kind in ("stream", "batch_sampler", "uneven") for place in ("ddp x3", "workers")}
+QUICK |= {("ddp x2", "one by one", kind) for kind in ("sized_stream", "batch_sampler", "two", *BATCHES)}
+QUICK |= {("ddp x2", "together", kind) for kind in ("stateful_stream", *SEVERAL)} | {("fsdp x2", "together", "stream")}
+
+
+def _cases() -> Iterator[Any]:
+    for way, kind in KINDS:
+        for place in PLACES:
+            # Virtual ranks are not accumulated, and some batches of the sampler do not divide over micro-batches.
+            if place != "accumulated" or (way == "together" and kind != "batch_sampler"):
+                marks = () if (place, way, kind) in QUICK else pytest.mark.slow
+                yield pytest.param(place, way, kind, marks=marks)
+
+
+def words(way: str, kind: str) -> list[str]:
+    dropout = [f"+module.dropout={0.0 if kind in NOT_BY_ROW and way == 'together' else 0.1}"]
+    return [*OWN, *WAYS[way], f"+data.kind={kind}", *dropout]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Record]:
+    """Return a function that trains on one process."""
+    return functools.cache(lambda way, kind: fit(compose(tmp_path_factory.mktemp("one"), *words(way, kind))))
+
+
+def check_equal(way: str, records: list[Record], reference: Record) -> None:
+    if way == "one by one":
+        check_equal_bits(records, reference)
+        return
+    for record in records:
+        assert max(distances(record, reference)) < TOLERANCE
+    ours, theirs = (read_rows(record.file.parent) for record in (records[0], reference))
+    assert len(ours) == len(theirs)
+    for row, other in zip(ours, theirs, strict=True):
+        for name in ("train/loss", "train/of_epoch", "val/loss"):
+            assert (row.get(name) or None) == (other.get(name) or None) or float(row[name]) == pytest.approx(
+                float(other[name]), rel=TOLERANCE
+            ), (name, row["step"])
+
+
+@pytest.mark.parametrize(("place", "way", "kind"), _cases(), ids=lambda value: value.replace(" ", "-"))
+def test_trains_the_same(
+    place: str, way: str, kind: str, one_process: Callable[[str, str], Record], pool: Pool, folder: Path
+) -> None:
+    cfg = compose(folder, *words(way, kind), *PLACES[place])
+    check_equal(way, fit_ranks(cfg, pool), one_process(way, kind))
+
+
+@pytest.mark.parametrize("kind", ["stream", "stateful_stream", "forgetful_stream", "batch_sampler", "two", "shortest"])
+def test_resumes_within_an_epoch_elsewhere(kind: str, pool: Pool, folder: Path) -> None:
+    whole = fit(compose(folder / "whole", *words("together", kind)))
+    cfg = compose(folder, *words("together", kind), *PLACES["ddp x2"])
+    pool.run(2, die, cfg, "on_train_batch_end", len(whole.losses) // 2 + 2)
+    cfg = compose(folder, *words("together", kind), *PLACES["workers"], f"ckpt_path={folder}/died.ckpt")
+    check_resumed(fit_ranks(cfg, pool), whole, len(whole.losses) // 2 + 2)
+
+
+def test_reads_past_what_is_trained_unless_the_state_is_exact(folder: Path) -> None:
+    reads = {}
+    for kind in ("stateful_stream", "forgetful_stream"):
+        cfg = compose(folder / kind, *words("together", kind), "trainer.max_epochs=1")
+        die(cfg, "on_train_batch_end", 4)
+        StatefulStream.reads.zero_()
+        cfg.ckpt_path = f"{cfg.run_dir}/died.ckpt"
+        fit(cfg)
+        reads[kind] = int(StatefulStream.reads)
+    assert reads["forgetful_stream"] - reads["stateful_stream"] >= 48, "the state of a stream saves nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("own_random_stream", PLACES["ddp x2"], "OwnRandomStream yields other samples when .* so each process"),
+        ("stream_of_batches", [], "has batch_size=None, and a batch that the dataset makes cannot be divided: set bit"),
+        ("broken", PLACES["ddp x2"], "collate_fn makes a batch of . samples from 6, so .* or set bit_exact=true"),
+        ("broken", PLACES["accumulated"], "collate_fn makes a batch of . samples from 6"),
+        ("early_stream", [], "EarlyStream has ended after 3 of 5 batches: correct its __len__"),
+        ("stream", ["trainer.limit_train_batches=0.5"], "limit_train_batches=0.5, but a stream has no length"),
+        ("stream", ["trainer.limit_train_batches=9"], "Stream has ended after 5 of 9 batches: .*limit_train_batches"),
+        ("one_after_the_other", [], "combines loaders in the mode sequential: training takes a batch of each"),
+        ("longest_stream", [], "a stream without a length cannot be combined in the mode max_size_cycle: give it"),
+        ("two", ["+data.batch_size=13", *PLACES["ddp x2"]], "different numbers of samples of one of its loaders: set"),
+    ],
+)
+def test_says_what_it_cannot_train(kind: str, options: list[str], message: str, pool: Pool, folder: Path) -> None:
+    with pytest.raises((UserError, RankFailed), match=message):
+        fit_ranks(compose(folder, *words("together", kind), *options), pool)
+
+
+class Normalizing(AnyModule):
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        self.net.insert(1, torch.nn.BatchNorm1d(16))
+
+
+@pytest.mark.parametrize("kind", ["two", "batch_sampler"])
+def test_refuses_normalization_groups_of_unequal_batches(kind: str, folder: Path) -> None:
+    task = [*words("together", kind), f"module._target_={__name__}.Normalizing"]
+    with pytest.raises(UserError, match="several loaders give batches of different sizes: set bit_exact=true"):
+        fit(compose(folder, *task))
+    fit(compose(folder, *task, "bit_exact=true", "trainer.precision=32-true"))
+
+
+class Manual(AnyModule):
+    automatic_optimization = False
+
+
+def test_refuses_to_weight_a_loss_that_it_does_not_see(pool: Pool, folder: Path) -> None:
+    cfg = compose(folder, *words("together", "uneven"), f"module._target_={__name__}.Manual", *PLACES["ddp x3"])
+    with pytest.raises(RankFailed, match="Manual averages over the batch of its own process, but the 3 processes have"):
+        fit_ranks(cfg, pool)
+
+
+def test_warns_of_a_stream_that_does_not_repeat_itself(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(compose(folder, *words("together", "clock_stream")))
+    assert "so a resumed run would read others" in caplog.text
+
+
+class Scheduled(AnyModule):
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.datamodule.total_steps == 6
+        return super().configure_optimizers()
+
+
+def test_a_schedule_asks_for_the_length_of_a_stream(folder: Path) -> None:
+    cfg = compose(folder, *words("together", "stream"), f"module._target_={__name__}.Scheduled")
+    with pytest.raises(UserError, match="a schedule needs the number of steps: set"):
+        fit(cfg)
+    cfg = compose(folder, *words("together", "stream"), f"module._target_={__name__}.Scheduled", "trainer.max_steps=6")
+    assert len(fit(cfg).losses) == 6
+
+
+class WithLoaders(BoringModel):
+    """Makes its dataset in `setup`, and a layer that depends on it."""
+
+    def setup(self, stage: str) -> None:
+        assert not hasattr(self, "dataset")
+        self.dataset = points(64, 0)
+        self.layer = torch.nn.Linear(len(self.dataset[0][0]), 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.mse_loss(self.layer(batch[0]), batch[1])
+        self.log("train/loss", loss, sync_dist=True)
+        return loss
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.dataset, 8, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_takes_the_loaders_of_the_module(way: str, pool: Pool, folder: Path) -> None:
+    task = [*NOTHING, "data=module", *WAYS[way], "virtual_ranks=2", f"+module._target_={__name__}.WithLoaders"]
+    alone = fit(compose(folder / "one", *task))
+    check_equal(way, fit_ranks(compose(folder, *task, *PLACES["ddp x2"]), pool), alone)
+
+
+def test_trains_the_module_of_lightnings_own_tests(folder: Path) -> None:
+    task = [*NOTHING, "data=module", "+module._target_=lightning.pytorch.demos.boring_classes.BoringModel"]
+    record = fit(compose(folder, *task, "trainer.limit_train_batches=5"), test=True)
+    assert not record.final["layer.weight"].equal(record.initial["layer.weight"])
+
+
+@pytest.mark.parametrize("moment", ["on_train_batch_start", "on_train_epoch_end", "on_validation_end"])
+def test_resumes_at_the_end_of_an_epoch_without_a_length(moment: str, folder: Path) -> None:
+    """Lightning knows the last batch before it is trained, and calls it the last until the next epoch begins."""
+    task = words("together", "stream")
+    whole = fit(compose(folder / "whole", *task))
+    cfg = compose(folder, *task)
+    die(cfg, moment, 4 if moment == "on_train_batch_start" else 5)
+    cfg.ckpt_path = f"{folder}/died.ckpt"
+    check_resumed([fit(cfg)], whole, 4 if moment == "on_train_batch_start" else 5)
+
+
+def test_goes_on_after_the_shorter_loader_has_ended(folder: Path) -> None:
+    task = words("together", "longest")
+    whole, cfg = fit(compose(folder / "whole", *task)), compose(folder, *task)
+    die(cfg, "on_train_batch_end", 3)
+    cfg.ckpt_path = f"{folder}/died.ckpt"
+    check_resumed([fit(cfg)], whole, 3)
+
+
+def test_predicts_the_samples_of_any_loader(pool: Pool, folder: Path) -> None:
+    task = [*words("together", "uneven"), "fit=false", "predict=true"]
+    run(compose(folder / "one", *task))
+    pool.run(2, run, compose(folder / "two", *task, *PLACES["ddp x2"]))
+    alone, together = (torch.load(folder / place / "predictions.pt") for place in ("one", "two"))
+    for seed, own, other in zip((2, 3), alone, together, strict=True):
+        assert own["sample_index"].equal(torch.arange(41 if seed == 2 else 10))
+        assert own["predictions"]["x"].equal(points(len(own["sample_index"]), seed).tensors[0].double())
+        assert other["sample_index"].equal(own["sample_index"])
+        torch.testing.assert_close(other["predictions"], own["predictions"])
+
+
+class FewerLater(Sampler[list[int]]):
+    """Gives a batch less in each later epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter([[8 * number + row for row in range(8)] for number in range(4 - self.epoch)])
+
+
+class Fewer(AnyLoader):
+    def uneven(self) -> Any:
+        return DataLoader(points(70, 0), batch_sampler=FewerLater())
+
+    def two(self) -> Any:
+        return [DataLoader(points(70, 0), 8), DataLoader(points(15, 1), batch_sampler=[[0, 1, 2, 3], [4, 5, 6]])]
+
+
+def test_refuses_later_epochs_with_fewer_batches(folder: Path) -> None:
+    task = [*words("together", "uneven"), f"data._target_={__name__}.Fewer"]
+    with pytest.raises(UserError, match="FewerLater gives less in epoch 1 than in the first one"):
+        fit(compose(folder, *task))
+    assert len(fit(compose(folder, *task, "trainer.limit_train_batches=3")).losses) == 6
+
+
+def test_refuses_a_later_batch_that_divides_unevenly(pool: Pool, folder: Path) -> None:
+    task = [*words("together", "two"), f"data._target_={__name__}.Fewer", f"module._target_={__name__}.First"]
+    with pytest.raises(RankFailed, match="the loaders of a step divide unevenly among the processes"):
+        fit_ranks(compose(folder, *task, *PLACES["ddp x2"]), pool)
+
+
+class First(AnyModule):
+    """Trains the first of several loaders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0], batch_idx)
+
+
+def test_sets_the_epoch_of_a_sampler_in_a_batch_sampler() -> None:
+    loader = DataLoader(points(70, 0), batch_sampler=BatchSampler(Shifted(), 4, drop_last=False))
+    assert [int(order_of(loader, 0, epoch)[0][0]) for epoch in (0, 1)] == [0, 1]
+
+
+class Shifted(Sampler[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter(range(self.epoch, 60))

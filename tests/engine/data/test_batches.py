@@ -1,0 +1,202 @@
+"""The batches of each rank in training and evaluation, by values that were worked out by hand."""
+
+from itertools import islice
+
+import pytest
+import torch
+from torch import Tensor
+
+from onecurve.data.layout import DataParallelInfo
+from onecurve.data.sampler import EvaluationBatches, GivenBatches, Place, TrainingBatches
+from onecurve.errors import UserError
+
+GIVEN = [torch.tensor([5, 6, 7, 8]), torch.tensor([9, 0]), torch.tensor([1, 2, 3])]  # of one epoch
+
+
+def order(epoch: int) -> Tensor:
+    """Return the samples of an epoch: 100 to 109 in the first, 200 to 209 in the next."""
+    return torch.arange(10) + 100 * (epoch + 1)
+
+
+def training(positions: list[list[int]], **options: float) -> TrainingBatches:
+    return TrainingBatches(4, torch.tensor(positions), 2, order, **options)
+
+
+def evens(size: int) -> Tensor:
+    return torch.arange(size)[None, ::2]
+
+
+def given(epoch: int) -> list[Tensor]:
+    return [batch + 10 * epoch for batch in GIVEN]
+
+
+def evaluation(count: int, batch: int, shares: tuple[int, ...], rank: int, *ranks: int) -> EvaluationBatches:
+    """Return the batches of `count` samples, which are 50, 51, and so on."""
+    parallel = DataParallelInfo(len(shares), rank, shares=shares)
+    return EvaluationBatches(torch.arange(50, 50 + count), batch, parallel, ranks or None)
+
+
+def test_another_epoch_begins_at_its_first_step() -> None:
+    place = Place()
+    assert (place.epoch, place.start) == (0, 0)
+    place.start = 3
+    place.set_epoch(0)
+    assert (place.epoch, place.start) == (0, 3), "a resumed epoch keeps its start"
+    place.set_epoch(2)
+    assert (place.epoch, place.start) == (2, 0)
+    place.start = 5
+    place.set_epoch(1)
+    assert (place.epoch, place.start) == (1, 0)
+
+
+def test_a_large_epoch_keeps_its_start() -> None:
+    place = Place()
+    place.set_epoch(int("5000"))
+    place.start = 3
+    place.set_epoch(int("5000"))
+    assert place.start == 3
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [
+        ([[0, 1, 2, 3]], [[100, 101, 102, 103], [104, 105, 106, 107]]),
+        ([[1, 3]], [[101, 103], [105, 107]]),
+        ([[0], [2]], [[100], [102], [104], [106]]),
+    ],
+)
+def test_training_batches_of_a_rank(positions: list[list[int]], expected: list[list[int]]) -> None:
+    batches = training(positions)
+    assert [batch.tolist() for batch in batches] == batches.table().tolist() == expected
+    assert len(batches) == len(expected)
+
+
+@pytest.mark.parametrize(("start", "expected"), [(0, [0, 1, 4, 5]), (1, [4, 5]), (2, []), (3, [])])
+def test_a_resumed_epoch_begins_at_its_start(start: int, expected: list[int]) -> None:
+    batches = training([[0, 1]])
+    batches.start = start
+    assert batches.places().flatten().tolist() == expected
+    assert batches.table().flatten().tolist() == [100 + place for place in expected]
+    assert len(batches) == 2, "it counts the whole epoch"
+
+
+def test_training_batches_of_the_next_epoch() -> None:
+    batches = training([[0, 3]])
+    batches.set_epoch(1)
+    assert batches.table().tolist() == [[200, 203], [204, 207]]
+
+
+def test_weights_of_training_batches() -> None:
+    assert list(islice(training([[0]]).weights(), 3)) == [1.0, 1.0, 1.0]
+    assert list(islice(training([[0]], weight=1.5).weights(), 3)) == [1.5, 1.5, 1.5]
+
+
+def test_given_batches_are_divided_by_positions() -> None:
+    batches = GivenBatches(given, evens, sharing=2, steps=3)
+    assert [places.tolist() for places in batches.places()] == [[0, 2], [4], [6, 8]]
+    assert [batch.tolist() for batch in batches] == [[5, 7], [9], [1, 3]]
+    assert list(batches.weights()) == [2 * 2 / 4, 1 * 2 / 2, 2 * 2 / 3]
+    assert len(batches) == 3
+    batches.set_epoch(1)
+    assert [batch.tolist() for batch in batches] == [[15, 17], [19], [11, 13]]
+
+
+def test_given_batches_of_several_parts() -> None:
+    """Each rank has a sample in each of two micro-batches."""
+    batches = GivenBatches(given, lambda size: torch.tensor([[0], [1]]), sharing=4, steps=2)
+    assert [batch.tolist() for batch in batches] == [[5], [6], [9], [0]]
+    assert list(batches.weights()) == [1.0, 1.0, 2.0, 2.0]
+    assert len(batches) == 4
+
+
+def test_one_given_batch_in_an_epoch() -> None:
+    batches = GivenBatches(lambda epoch: GIVEN[:1], evens, sharing=2, steps=1)
+    assert [batch.tolist() for batch in batches] == [[5, 7]]
+    assert len(batches) == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "steps", "expected"), [(1, 3, [[9], [1, 3]]), (0, 2, [[5, 7], [9]]), (1, 2, [[9]]), (2, 2, [])]
+)
+def test_given_batches_of_a_resumed_epoch(start: int, steps: int, expected: list[list[int]]) -> None:
+    batches = GivenBatches(given, evens, sharing=2, steps=steps)
+    batches.start = start
+    assert [batch.tolist() for batch in batches.table()] == expected
+    assert len(list(batches.weights())) == len(expected)
+
+
+@pytest.mark.parametrize(("own", "expected"), [([0], [[5], [7]]), ([1], [[6], [8]]), ([0, 1], [[5], [6], [7], [8]])])
+def test_given_batches_of_virtual_ranks(own: list[int], expected: list[list[int]]) -> None:
+    single = [torch.tensor([sample]) for sample in (5, 6, 7, 8)]
+    batches = GivenBatches(lambda epoch: single, evens, sharing=1, steps=2, own=own, virtual_ranks=2)
+    assert [batch.tolist() for batch in batches] == expected
+    assert len(batches) == len(expected)
+    assert list(islice(batches.weights(), 9)) == [1.0] * 9
+
+
+def test_given_batches_are_one_virtual_rank_by_default() -> None:
+    batches = GivenBatches(given, evens, sharing=1, steps=3, own=[0])
+    assert [batch.tolist() for batch in batches] == [batch.tolist() for batch in GIVEN]
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "shares", "expected"),
+    [
+        (4, 4, (1,), [[[50, 51, 52, 53]]]),
+        (5, 4, (1,), [[[50, 52, 54], [51, 53, -1]]]),
+        (1, 4, (1,), [[[50]]]),
+        (7, 4, (1, 1), [[[50, 54], [52, 56]], [[51, 55], [53, -1]]]),
+        (7, 6, (2, 1), [[[50, 51, 56, -1], [53, 54, -1, -1]], [[52, -1], [55, -1]]]),
+        (5, 2, (1, 1, 1), [[[50], [53]], [[51], [54]], [[52], [-1]]]),
+        (3, 2, (1, 1, 1), [[[50]], [[51]], [[52]]]),
+        (12, 6, (1, 1), [[[50, 54, 58], [52, 56, 60]], [[51, 55, 59], [53, 57, 61]]]),
+        (13, 6, (1, 1), [[[50, 56, 62], [52, 58, -1], [54, 60, -1]], [[51, 57, -1], [53, 59, -1], [55, 61, -1]]]),
+    ],
+)
+def test_evaluation_batches(count: int, batch: int, shares: tuple[int, ...], expected: list[list[list[int]]]) -> None:
+    ranks = [evaluation(count, batch, shares, rank) for rank in range(len(shares))]
+    assert [rank.table().tolist() for rank in ranks] == expected
+    assert [[rows.tolist() for rows in rank] for rank in ranks] == expected
+    assert [len(rank) for rank in ranks] == [len(table) for table in expected]
+
+
+def test_evaluation_without_a_sample_has_no_batch() -> None:
+    none = evaluation(0, 4, (1, 1), 1)
+    assert len(none) == 0
+    assert list(none) == []
+    none.check_no_rank_is_empty("val")
+
+
+def test_one_process_evaluates_the_batches_of_several_ranks_in_turn() -> None:
+    batches = evaluation(7, 4, (1, 1), 0, 0, 1)
+    assert batches.table().tolist() == [[50, 54], [51, 55], [52, 56], [53, -1]]
+    assert len(batches) == 4
+    assert batches.places().tolist() == [[0, 4], [1, 5], [2, 6], [3, -1]]
+    assert evaluation(7, 4, (1, 1), 0, 1).table().tolist() == [[51, 55], [53, -1]]
+
+
+def test_equal_shares_are_the_default_in_evaluation() -> None:
+    assert EvaluationBatches(torch.arange(4), 4, DataParallelInfo(2, 1)).table().tolist() == [[1, 3]]
+
+
+def test_an_evaluation_counts_the_samples() -> None:
+    assert list(islice(evaluation(4, 4, (1,), 0).weights(), 3)) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "shares"), [(3, 4, (1, 1, 1, 1)), (5, 2, (1, 1)), (2, 9, (2, 1)), (1, 1, (1, 1))]
+)
+def test_an_evaluation_that_leaves_a_rank_empty(count: int, batch: int, shares: tuple[int, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        evaluation(count, batch, shares, 0).check_no_rank_is_empty("test")
+    assert str(caught.value) == (
+        f"the {count} samples of `test` leave a batch of a process or virtual rank empty: evaluate more of them, set "
+        "trainer.limit_test_batches=0, or use fewer trainer.devices"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "shares"), [(4, 4, (1, 1, 1, 1)), (6, 2, (1, 1)), (7, 4, (1, 1)), (1, 1, (1,))]
+)
+def test_an_evaluation_that_leaves_no_rank_empty(count: int, batch: int, shares: tuple[int, ...]) -> None:
+    evaluation(count, batch, shares, 0).check_no_rank_is_empty("test")

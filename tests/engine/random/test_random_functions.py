@@ -1,0 +1,140 @@
+"""Random functions give a sample the same numbers in any part of the batch, or are refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from onecurve.errors import UserError
+from onecurve.random.hashing import hash_ints
+from onecurve.random.random_functions import intercept, release, sample_random
+
+SAMPLES = 12
+IMAGES = torch.randn(SAMPLES, 4, 6, 6, dtype=torch.float64)
+TOKENS = torch.randn(SAMPLES, 5, 8, dtype=torch.float64)
+ATTENTION = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True).double()
+ENCODER = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True).double()
+LSTM = nn.LSTM(8, 8, 2, dropout=0.3, batch_first=True).double()
+
+
+def draw(function: Callable[[Tensor], Tensor], values: Tensor, rows: Tensor) -> Tensor:
+    """Call a function on some samples, in a batch of a run."""
+    intercept()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        sample_random.begin(lambda: hash_ints(0, 0, rows), torch.device("cpu"), is_divided=len(rows) < SAMPLES)
+        try:
+            result = function(values[rows]).detach()
+            sample_random.check()
+        finally:
+            sample_random.end()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("function", "values"),
+    [
+        (lambda x: F.dropout(x, 0.3), IMAGES),
+        (lambda x: F.dropout(x.clone(), 0.3, inplace=True), IMAGES),
+        (lambda x: F.dropout(x, 1.0), IMAGES),
+        (nn.Dropout2d(0.3), IMAGES),
+        (lambda x: x * x.new_empty(len(x), 1, 1, 1).bernoulli_(0.6), IMAGES),
+        (lambda x: x + torch.randn_like(x), IMAGES),
+        (lambda x: ATTENTION(x, x, x)[0], TOKENS),
+        (lambda x: ATTENTION(x, x, x, need_weights=False)[0], TOKENS),
+        (ENCODER, TOKENS),
+    ],
+    ids="dropout in_place all dropout2d drop_path noise weights sdpa encoder".split(),
+)
+def test_a_sample_has_its_numbers_in_any_part_of_the_batch(
+    function: Callable[[Tensor], Tensor], values: Tensor
+) -> None:
+    full = draw(function, values, torch.arange(SAMPLES))
+    for rows in (torch.arange(start, SAMPLES, 3) for start in range(3)):
+        assert torch.allclose(draw(function, values, rows), full[rows], rtol=1e-12)
+    assert not torch.allclose(full, values, rtol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": torch.rand(5, 7) > 0.4}, {"scale": 0.3}])
+def test_attention_without_dropped_weights_is_that_of_torch(options: dict[str, Any]) -> None:
+    """Its queries have twice as many heads as its keys."""
+    key, value = (torch.randn(SAMPLES, 2, 7, size, dtype=torch.float64) for size in (6, 3))
+
+    def attend(query: Tensor, rate: float = 0.0) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=rate, enable_gqa=True, **options)
+
+    query = torch.randn(SAMPLES, 4, 5, 6, dtype=torch.float64)
+    assert torch.allclose(draw(lambda x: attend(x, 1e-12), query, torch.arange(SAMPLES)), attend(query))
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.6])
+def test_drops_as_often_as_torch(rate: float) -> None:
+    """The mean of the outputs is that of the inputs, and calls have different masks."""
+    ones = torch.ones(SAMPLES, 4, 20, 20)
+    query, value = torch.zeros(SAMPLES, 4, 20, 20), torch.ones(SAMPLES, 4, 20, 1)
+    functions: list[Callable[[Tensor], Tensor]] = [
+        lambda x: F.dropout(x, rate),
+        lambda x: F.dropout2d(x.transpose(1, 2).flatten(2)[..., None], rate),
+        lambda x: x.bernoulli_(1 - rate) / (1 - rate),
+        lambda x: F.scaled_dot_product_attention(query, query, value, dropout_p=rate),
+    ]
+    for function in functions:
+        dropped = draw(function, ones, torch.arange(SAMPLES))
+        assert float(dropped.mean()) == pytest.approx(1, abs=0.15)
+        assert float(dropped.std()) > 0
+    twice = draw(lambda x: torch.stack([F.dropout(x, rate), F.dropout(x, rate)]), ones, torch.arange(SAMPLES))
+    one, other = ((twice > 0).double() - (1 - rate)) / (rate * (1 - rate)) ** 0.5
+    assert abs(float((one * other).mean())) < 5 / one.numel() ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda x: F.dropout(x.flatten(0, 1)), r"F.dropout on a tensor of shape \[20, 8\]"),
+        (lambda x: F.dropout(x.transpose(0, 1)), r"F.dropout on a tensor of shape \[5, 4, 8\]"),
+        (lambda x: x[torch.randperm(len(x))], "draws numbers that would depend"),
+        (lambda x: F.dropout(x + torch.rand_like(x)), "draws numbers that would depend"),
+        (lambda x: LSTM(x)[0], "draws numbers that would depend"),
+        (
+            torch.compile(lambda x: F.dropout(x.sin(), 0.3), backend="aot_eager"),
+            "in a compiled network draws",
+        ),
+    ],
+    ids=["flattened", "tokens first", "permutation", "before dropout", "lstm", "compiled"],
+)
+def test_refuses_numbers_that_depend_on_the_part(function: Callable[[Tensor], Tensor], name: str) -> None:
+    draw(function, TOKENS, torch.arange(SAMPLES))
+    with pytest.raises(UserError, match=name):
+        draw(function, TOKENS, torch.arange(0, SAMPLES, 3))
+
+
+def test_outside_of_a_batch_functions_are_those_of_torch() -> None:
+    intercept()
+    torch.manual_seed(0)
+    dropped = F.dropout(TOKENS, 0.3)
+    torch.manual_seed(0)
+    assert torch.equal(dropped, torch.dropout(TOKENS, 0.3, True))
+    release()
+    assert not hasattr(F.dropout, "__wrapped__")
+
+
+def test_a_block_that_is_computed_again_has_the_same_numbers() -> None:
+    weight, seen = torch.ones(8, dtype=torch.float64, requires_grad=True), []
+
+    def block(x: Tensor) -> Tensor:
+        seen.append(F.dropout(x * weight, 0.5))
+        return seen[-1].sin()
+
+    def train(x: Tensor) -> Tensor:
+        noise: Any = checkpoint(block, x, use_reentrant=False)
+        F.dropout(noise).sum().backward()
+        return noise
+
+    draw(train, TOKENS, torch.arange(SAMPLES))
+    first, again = seen
+    assert torch.equal(first, again)
+    assert 0 < (first == 0).sum() < first.numel()

@@ -1,0 +1,258 @@
+"""How samples are fetched and their generators seeded, and how the number of samples in a batch is found."""
+
+import random
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Subset
+
+from onecurve.errors import UserError
+from onecurve.random import seeding
+from onecurve.random.seeding import (
+    SampleAxis,
+    SeededSamples,
+    are_equal,
+    find_sample_axis,
+    generator_states,
+    makes_batches,
+    refuse_draws,
+    seed_generators,
+    torch_generator_states,
+)
+
+KEY = 2**40 + 2**32 + 2**31 + 7  # NumPy takes the lowest 32 bits as its seed
+
+
+def draws() -> list[float]:
+    return [float(torch.rand(())), float(np.random.rand()), random.random()]
+
+
+def expected_draws(key: int) -> list[float]:
+    """Return the first numbers that the generators of a key draw."""
+    torch_draw = float(torch.rand((), generator=torch.Generator().manual_seed(key)))
+    return [torch_draw, np.random.RandomState(key % 4294967296).rand(), random.Random(key).random()]
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+class Squares(torch.utils.data.Dataset[int]):
+    """A dataset of ten squares, of which the fourth cannot be read."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, position: int) -> int:
+        if position == 3:
+            raise OSError("cannot read")
+        if position == 4:
+            raise UserError("data.root is no folder")
+        return position**2
+
+
+class Ready:
+    """A dataset that makes its batches itself."""
+
+    move_to = None
+
+    def batches(self, positions: torch.Tensor) -> list[Any]:
+        return [("batch", positions.tolist()), "the next one"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "axis", "expected"),
+    [
+        ([zeros(6, 2)], SampleAxis(0, 0, 1), 6),
+        ([zeros(6, 2), zeros(5, 8)], SampleAxis(1, 1, 2), 4),
+        ({"a": zeros(3), "b": zeros(9)}, SampleAxis(1, 0, 6), 1.5),
+    ],
+)
+def test_samples_in_a_batch(batch: Any, axis: SampleAxis, expected: float) -> None:
+    assert axis.samples_in(batch) == expected
+
+
+@pytest.mark.parametrize(
+    ("pairs", "singles", "expected"),
+    [
+        ([[zeros(2, 3)]] * 2, [[zeros(1, 3)]] * 2, SampleAxis(0, 0, 1)),
+        ([[zeros(2, 3)]], [[zeros(1, 3)]], None),
+        ([[zeros(5, 8)]] * 2, [[zeros(5, 4)]] * 2, SampleAxis(0, 1, 4)),
+        ([["text", zeros(6)]] * 2, [["text", zeros(3)]] * 2, SampleAxis(1, 0, 3)),
+        ([[zeros(3)]] * 2, [[zeros(1)]] * 2, None),
+        ([[zeros(0, 2)]] * 2, [[zeros(0, 1)]] * 2, SampleAxis(0, 1, 1)),
+        ([[zeros(0)]] * 2, [[zeros(0)]] * 2, None),
+        ([], [], None),
+        # A padded length doubles by chance once, and the samples three times.
+        (
+            [[zeros(2, 8)], [zeros(2, 6)], [zeros(2, 6)]],
+            [[zeros(1, 4)], [zeros(1, 4)], [zeros(1, 5)]],
+            SampleAxis(0, 0, 1),
+        ),
+        # The other way around: the largest count wins, not the first axis.
+        (
+            [[zeros(8, 2)], [zeros(6, 2)], [zeros(8, 2)]],
+            [[zeros(4, 1)], [zeros(4, 1)], [zeros(4, 1)]],
+            SampleAxis(0, 1, 1),
+        ),
+        # Batches of which the second has fewer leaves or dimensions.
+        ([[zeros(2), zeros(2)]] * 2, [[zeros(1)]] * 2, SampleAxis(0, 0, 1)),
+        ([[zeros(2, 2)]] * 2, [[zeros(1)]] * 2, SampleAxis(0, 0, 1)),
+    ],
+)
+def test_axis_of_the_samples(pairs: list[Any], singles: list[Any], expected: SampleAxis | None) -> None:
+    assert find_sample_axis(pairs, singles) == expected
+
+
+def test_as_many_pairs_as_single_samples() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        find_sample_axis([[zeros(2)]] * 2, [[zeros(1)]])
+
+
+@pytest.mark.parametrize("key", [0, 3, KEY])
+def test_a_key_seeds_all_generators(key: int) -> None:
+    seed_generators(key)
+    assert draws() == expected_draws(key)
+
+
+@pytest.mark.parametrize(("device_type", "expected"), [("cpu", []), ("cuda", [5, 5]), ("mps", ["mps", 5]), ("xpu", [])])
+def test_a_key_seeds_the_generators_of_the_devices(
+    device_type: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "default_generators", [SimpleNamespace(manual_seed=seeds.append)] * 2)
+    monkeypatch.setattr(torch.mps, "manual_seed", lambda key: seeds.extend(["mps", key]))
+    seed_generators(5, device_type)
+    assert seeds == expected
+
+
+def test_each_sample_is_fetched_with_its_key() -> None:
+    class Noise(Squares):
+        def __getitem__(self, position: int) -> Any:
+            return draws()
+
+    samples = SeededSamples(Noise(), lambda items: (items, draws()))
+    positions, (items, collated) = samples.__getitems__(torch.tensor([[3, 4], [KEY, 8]]))
+    assert positions.tolist() == [3, 4]
+    assert items == [expected_draws(KEY), expected_draws(8)]
+    assert collated == expected_draws(KEY)
+    assert len(samples) == 10
+
+
+@pytest.mark.parametrize("is_worker", [True, False])
+def test_only_a_process_without_workers_keeps_its_generators(is_worker: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeding, "get_worker_info", lambda: object() if is_worker else None)
+    monkeypatch.delattr(torch.cuda, "set_rng_state_all")  # samples leave the generators of GPUs alone
+    seed_generators(1)
+    SeededSamples(Squares(), list).__getitems__(torch.tensor([[0], [2]]))
+    assert draws() == expected_draws(2 if is_worker else 1)
+
+
+def test_a_dataset_may_make_its_batches() -> None:
+    assert makes_batches(Ready())
+    assert not makes_batches(SimpleNamespace(batches=1))
+    assert not makes_batches(SimpleNamespace(move_to=1))
+    positions, batch = SeededSamples(Ready(), list).__getitems__(torch.tensor([[3, 4], [7, 8]]))
+    assert positions.tolist() == [3, 4]
+    assert batch == ("batch", [[3, 4]])
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_part_of_a_batch_must_keep_its_samples(width: int) -> None:
+    """The message has the number of samples that the axis finds; without an axis or parts nothing is checked."""
+    batches: dict[str, Any] = {"dataset": Squares(), "collate": lambda items: [zeros(2, width * len(items))]}
+    positions = torch.tensor([[0, 1], [7, 8]])
+    with pytest.raises(UserError) as caught:
+        SeededSamples(**batches, is_divided=True, axis=SampleAxis(0, 1, 2)).__getitems__(positions)
+    assert str(caught.value) == (
+        f"collate_fn makes a batch of {width} samples from 2, so the curve would depend on the number of processes: "
+        "leave samples out in the dataset, or set bit_exact=true"
+    )
+    for options in (
+        {"axis": SampleAxis(0, 1, 2)},
+        {"is_divided": True},
+        {"is_divided": True, "axis": SampleAxis(0, 1, width)},
+    ):
+        SeededSamples(**batches, **options).__getitems__(positions)
+
+
+def test_collate_must_not_draw_for_a_part() -> None:
+    samples = SeededSamples(Squares(), lambda items: draws(), is_divided=True)
+    with pytest.raises(UserError) as caught:
+        samples.__getitems__(torch.tensor([[0], [7]]))
+    assert str(caught.value) == (
+        "collate_fn draws random numbers for the samples of one process, so the curve would depend on the number of "
+        "processes: draw them in the dataset, for each sample, or set bit_exact=true"
+    )
+
+
+def test_draws_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = iter([torch.tensor([1]), torch.tensor([2]), torch.tensor([3])])
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: next(states))
+    with refuse_draws("augment", is_divided=False, device_type="cuda"):
+        next(states)
+    with pytest.raises(UserError, match=r"^augment draws"), refuse_draws("augment", True, "cuda"):
+        pass
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
+def test_an_error_names_the_sample_of_the_whole_dataset() -> None:
+    subset = Subset(Subset(Squares(), [9, 3, 5]), [2, 1])
+    with pytest.raises(OSError, match="cannot read") as caught:
+        SeededSamples(subset, list).__getitems__(torch.tensor([[1], [7]]))
+    assert caught.value.__notes__ == ["This is sample 3 of Squares."]
+
+
+def test_an_error_of_the_user_has_no_note() -> None:
+    with pytest.raises(UserError, match="is no folder") as caught:
+        SeededSamples(Squares(), list).__getitems__(torch.tensor([[4], [7]]))
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_states_of_the_generators() -> None:
+    """A first draw of NumPy changes its whole state, and a second one only its position."""
+    for draw, change in [(torch.rand, 0), (random.gammavariate, 1), (np.random.rand, 3)]:
+        np.random.rand()
+        before = generator_states()
+        assert generator_states() == before
+        draw(1, 1)  # type: ignore[operator]
+        assert [number for number in range(4) if generator_states()[number] != before[number]] == [change]
+    np.random.seed(2)
+    assert generator_states()[2] != before[2]
+    assert torch_generator_states() == [torch.get_rng_state().numpy().tobytes()]
+
+
+def test_states_of_the_generator_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor([1, 2], dtype=torch.uint8))
+    assert torch_generator_states("cuda") == [*torch_generator_states(), b"\x01\x02"]
+    assert len(torch_generator_states("mps")) == 1
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), False),
+        (torch.tensor([1.0, 2.0]), torch.tensor([2.0, 3.0]), False),
+        (torch.tensor([2.0, 3.0]), torch.tensor([1.0, 2.0]), False),
+        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]), True),
+        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), False),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.nan]), False),
+        (torch.tensor([[1.0], [1.0]]), torch.tensor([1.0, 1.0]), False),
+        (torch.tensor([1.0]), torch.tensor([1.0, 1.0]), False),
+        (torch.tensor([1.0]), np.array([1.0]), True),
+        (torch.tensor([1.0]), 2.0, True),
+        ([1, 2], [1, 2], True),
+        ([1, 2], [1, 3], False),
+        ([1, 2], [1], False),
+        ([1], [1, 2], False),
+        ([1, "a"], [1, "b"], False),
+        (np.array([1]), np.array([2]), False),
+        (1.5, 2.5, True),
+    ],
+)
+def test_equal_batches(a: Any, b: Any, expected: bool) -> None:
+    assert are_equal(a, b) is expected
