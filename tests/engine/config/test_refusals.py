@@ -191,7 +191,7 @@ TARGETS = [
     ("model._target_=torch.float32", "model._target_=torch.float32: .* is a dtype; give a class or a function"),
     ("model._target_=src.models", "model._target_=src.models: .* is a module; give a class or a function"),
     ("+optimizer.lrr=0.1", "optimizer.lrr: torch.optim.SGD has no option `lrr`; did you mean lr"),
-    ("+trainer.max_epoch=1", "lightning.Trainer has no option `max_epoch`; did you mean max_epochs"),
+    ("+trainer.max_epoch=1", "onecurve.Trainer has no option `max_epoch`; did you mean max_epochs"),
     ("~model.num_classes", "model.num_classes is missing, and src.models.*resnet9 has no default for it: add it"),
     ("~optimizer._partial_", "optimizer.params is missing, .* or `_partial_: true` if code gives it later"),
     ("optimizer._target_=torch.optim.LBFGS", "`optimizer` cannot be built"),

@@ -22,10 +22,10 @@ def test_warns_of_an_evaluation_of_random_weights(small: list[str], tmp_path: Pa
     assert "warning: fit=false without ckpt_path or init_from: the weights are random" in err.splitlines()
 
 
-def test_says_that_hydra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hydra", None)  # as if it were not installed
+def test_says_that_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onecurve", None)  # as if it were not installed
     _, err = run_here(code=1)
-    assert "has no Hydra: run `make install`, then `source .venv/bin/activate`" in error_line(err)
+    assert "has no onecurve: run `make install`, then `source .venv/bin/activate`" in error_line(err)
 
 
 def test_default_folders_are_those_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
