@@ -61,8 +61,10 @@ def _draw_constants(draws: tuple[int, ...], highs: tuple[int, ...], device: torc
 def normal(keys: Tensor, count: int) -> Tensor:
     """Return (n, count) float32 numbers from the standard normal distribution, `count` for each of (n,) keys."""
     steps = torch.arange(1, count + 1, device=keys.device) * _GOLDEN
-    probabilities = (_shift_right(_mix(keys[:, None] + steps), 40).double() + 0.5) * 2.0**-24
-    return torch.special.ndtri(probabilities).float()
+    bits = _shift_right(_mix(keys[:, None] + steps), 40)
+    place = "cpu" if keys.device.type == "mps" else keys.device  # Apple's GPUs have no float64
+    probabilities = (bits.to(place).double() + 0.5) * 2.0**-24
+    return torch.special.ndtri(probabilities).float().to(keys.device)
 
 
 def permutation(count: int, *parts: int) -> Tensor:
