@@ -36,8 +36,8 @@ class ModuleData(L.LightningDataModule):
         return self.trainer.lightning_module
 
 
-class GivenLoaders(L.LightningDataModule):
-    """Hands out loaders that a script has given to the trainer.
+class GivenLoaders(ModuleData):
+    """Hands out loaders that a script has given to the trainer, and those of the module for others.
 
     Args:
         loaders: a loader, a list or dictionary of several, or None, by `train`, `val`, `test` and `predict`.
@@ -45,16 +45,8 @@ class GivenLoaders(L.LightningDataModule):
 
     def __init__(self, loaders: dict[str, Any]) -> None:
         super().__init__()
-        self.loaders = loaders
+        self._given = {f"{name}_dataloader": loader for name, loader in loaders.items()}
 
-    def train_dataloader(self) -> Any:
-        return self.loaders.get("train")
-
-    def val_dataloader(self) -> Any:
-        return self.loaders.get("val")
-
-    def test_dataloader(self) -> Any:
-        return self.loaders.get("test")
-
-    def predict_dataloader(self) -> Any:
-        return self.loaders.get("predict")
+    def _loaders(self, name: str) -> Any:
+        given = self._given.get(name)
+        return super()._loaders(name) if given is None else given

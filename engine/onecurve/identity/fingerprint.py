@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import sysconfig
+import textwrap
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -141,15 +142,15 @@ def code_version(targets: Iterable[str]) -> str:
     """Return a hash of the source files of classes and functions, without comments and docstrings.
 
     A file counts with the files of its folder, of the folders in it, and of the parts of the engine that compute the
-    experiment, from which it imports anything. Installed libraries do not count. Of a script only the classes
-    count, because it also has options of the hardware.
+    experiment, from which it imports anything. Installed libraries do not count. In a script only the source of the
+    named classes counts, because the rest may set hardware.
     """
     names, codes = set[str](), dict[str, str]()
     for target in targets:
         found = locate("_target_", target)
-        if found.__module__ == "__main__":
+        if found.__module__ in ("__main__", "__mp_main__"):  # the second in a process that was spawned
             with suppress(OSError, TypeError):  # a prompt keeps no source
-                codes[target] = _without_comments(inspect.getsource(found))
+                codes[target] = _without_comments(textwrap.dedent(inspect.getsource(found)))
         else:
             names |= _with_imports(found.__module__, found.__module__.rpartition(".")[0], set())
     codes |= {name: _code(name) for name in names}

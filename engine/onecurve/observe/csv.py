@@ -47,9 +47,16 @@ class CSVLogger(Logger):
     def save_dir(self) -> str:
         return str(self.folder)
 
+    @property
+    def has_config(self) -> bool:
+        """Whether the configuration of a run is there already."""
+        return (self.folder / "config.yaml").exists()
+
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Write the resolved configuration, from which the run can be resumed."""
+        """Write the resolved configuration, from which the run can be resumed; those of a module do not replace it."""
+        if self.has_config and "runtime" not in params:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.folder / "config.yaml") as temporary:
             temporary.write_text(yaml.safe_dump(params, sort_keys=False))

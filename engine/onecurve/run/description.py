@@ -43,6 +43,11 @@ class RunDescription(L.Callback):
         self._num_parameters = 0
         self._experiment: Experiment | None = None  # None without training data
 
+    def begin(self) -> None:
+        """Forget the experiment of an earlier fit of the same trainer."""
+        self._resumed_at, self._num_parameters, self._experiment = 0, 0, None
+        self._restored_metrics, self._numerics = {}, {}
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not self._num_parameters:  # a later setup may find the network sharded or split
             self._num_parameters = sum(weight.numel() for weight in pl_module.parameters())
@@ -82,6 +87,10 @@ class RunDescription(L.Callback):
             width = max(map(len, banner))
             _log.info("\n".join(f"  {name:<{width}}  {value}" for name, value in banner.items()))
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == "validate":  # not the validation of a fit
+            self._start(trainer, pl_module, is_first_stage=not self.config.fit)
+
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._start(trainer, pl_module, is_first_stage=not self.config.fit)
 
@@ -107,7 +116,9 @@ class RunDescription(L.Callback):
         settings["runtime"] |= {"resized": resizes} if resizes else {}
         settings |= {VERSION_KEY: VERSION, "experiment": self._fingerprint, "numerics": numerics(module)}
         for logger in trainer.loggers:
-            logger.log_hyperparams(settings)
+            # An evaluation by a script leaves the configuration of the run in whose folder it is.
+            if self._experiment or not isinstance(logger, CSVLogger) or not logger.has_config:
+                logger.log_hyperparams(settings)
         if not (is_first_stage and trainer.is_global_zero):
             return
         config, runtime = self.config, settings["runtime"]

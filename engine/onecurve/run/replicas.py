@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from onecurve.errors import UserError
 from onecurve.network.tensors import to_local
@@ -22,6 +23,26 @@ from onecurve.run.hidden_state import attributes
 _log = logging.getLogger(__name__)
 _WAY_OUT = "Register it as a buffer and set bit_exact=true, or reduce what changes it over the ranks (self.all_gather)"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
+
+
+class EqualWeights(L.Callback):
+    """Checks that the ranks of a script begin with the same weights, before a strategy shards or splits them.
+
+    Raises:
+        UserError: if they differ, as those of a module that was built before the trainer.
+    """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit" or not dist.is_initialized() or isinstance(next(pl_module.parameters(), None), DTensor):
+            return
+        weights = [weight for weight in pl_module.parameters() if not is_lazy(weight)]
+        own = [float(weight.detach().float().sum()) for weight in weights]
+        all_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_ranks, own)
+        if any(other != own for other in all_ranks):
+            raise UserError(
+                "the ranks begin with different weights: build the module after the trainer, which seeds the generators"
+            )
 
 
 class ReplicaCheck(L.Callback):

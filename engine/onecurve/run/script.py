@@ -4,9 +4,11 @@ import sys
 from typing import Any
 
 import lightning as L
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 _PLAIN = (bool, int, float, str, type(None))
+_NOT_PLAIN = object()
 
 
 def describe_script(
@@ -63,7 +65,7 @@ def describe_script(
 
 def _describe(part: Any) -> dict[str, Any]:
     """Return the class of a module or DataModule with its saved hyper-parameters; none of a class in a function."""
-    name = _name(type(part))
+    name = _name(type(part)).replace("__mp_main__", "__main__")
     return _plain(dict(part.hparams)) | ({} if "<locals>" in name else {"_target_": name})
 
 
@@ -71,10 +73,13 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers, texts and flags, and lists of them."""
-
-    def is_plain(value: Any) -> bool:
-        return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
-
-    return {name: value for name, value in values.items() if is_plain(value)}
+def _plain(value: Any) -> Any:
+    """Return what YAML can hold of a value: numbers, texts, flags, and lists and dictionaries of them."""
+    if isinstance(value, dict):
+        plain = {str(name): _plain(item) for name, item in value.items()}
+        return {name: item for name, item in plain.items() if item is not _NOT_PLAIN}
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return _NOT_PLAIN if any(item is _NOT_PLAIN for item in items) else items
+    value = value.item() if isinstance(value, np.generic) else value
+    return value if type(value) in _PLAIN else _NOT_PLAIN

@@ -2,8 +2,11 @@
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from signal import SIGINT, getsignal
 from typing import Any, cast
 
 import lightning as L
@@ -11,10 +14,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     Checkpoint,
-    GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
 )
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
@@ -23,32 +25,39 @@ from omegaconf import DictConfig
 
 from onecurve.checkpoint.io import AtomicCheckpointIO
 from onecurve.checkpoint.resumption import ExactResumption
-from onecurve.checkpoint.run_files import CHECKPOINTS, LAST
+from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, checkpoint_file
 from onecurve.data.module_data import GivenLoaders, ModuleData
 from onecurve.data.ordered_data import OrderedData
-from onecurve.errors import UserError
+from onecurve.errors import CheckpointUserError, UserError
 from onecurve.observe.csv import CSVLogger
 from onecurve.parallel.compatibility import check_callbacks, check_can_train, check_parts, resolve_strategy
 from onecurve.parallel.norm_groups import NormGroups
+from onecurve.process import signals
 from onecurve.process.devices import resolve_devices
 from onecurve.process.rank import tune_malloc
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.random_functions import RandomNumbers
+from onecurve.run.arguments import (
+    acts_after_validation,
+    as_list,
+    check_arguments,
+    check_callbacks_are_possible,
+    has_kind,
+    named,
+)
 from onecurve.run.bit_exact import BitExactness, num_threads
 from onecurve.run.checkpoint import LastCheckpoint
 from onecurve.run.description import RunDescription
 from onecurve.run.division import DivisionCheck
 from onecurve.run.metrics import MetricStates, VirtualMetrics
 from onecurve.run.module_trainer import ExperimentWorld
-from onecurve.run.replicas import BufferCheck, GatheredWeightCheck, ReplicaCheck
+from onecurve.run.replicas import BufferCheck, EqualWeights, GatheredWeightCheck, ReplicaCheck
 from onecurve.run.script import describe_script
 from onecurve.run.stopping import PreemptionHandler, Watchdog
 from onecurve.run.training_loop import FiniteCheck, MonitorCheck, OptimizerSteps, patch_trainer
 
 _log = logging.getLogger(__name__)
 _FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs
-# What `Trainer` itself gives to Lightning, or what has no meaning here.
-_OWN_ARGUMENTS = ["use_distributed_sampler", "enable_autolog_hparams", "overfit_batches", "fast_dev_run"]
 
 
 class Trainer(L.Trainer):
@@ -58,8 +67,8 @@ class Trainer(L.Trainer):
     loaders, in the order of samples that `seed` and the epoch determine. Build the module after the trainer, because
     the trainer seeds the generators from which its weights are drawn.
 
-    `metrics.csv`, `config.yaml`, `events.jsonl`, the logs of the ranks and `checkpoints/last.ckpt` go to
-    `default_root_dir`.
+    `metrics.csv`, `config.yaml`, `events.jsonl`, `checkpoints/` with `last.ckpt`, and in `logs/` the stacks of a rank
+    that hung go to `default_root_dir`.
 
     Args:
         strategy: `auto`, `ddp`, `ddp_spawn`, `fsdp`, `pipeline`, or a strategy of onecurve or Lightning.
@@ -72,7 +81,7 @@ class Trainer(L.Trainer):
             otherwise over what a process has in memory.
         accumulate_grad_batches: micro-batches of a step. A step has the samples of one batch of the loader.
         timeout: seconds; a rank that takes no step for so long counts as hung, and is ended.
-        callbacks: a list of callbacks, or a dictionary by the names that errors give them.
+        callbacks: a list of callbacks, or a dictionary of them, whose keys name them in errors.
         logger: loggers besides metrics.csv.
         default_root_dir: the folder of the run; None for `onecurve_logs`.
         config: the resolved configuration of the run, if there is one.
@@ -103,15 +112,16 @@ class Trainer(L.Trainer):
         config: DictConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_arguments(seed, virtual_ranks, bit_exact, kwargs)
+        check_arguments(seed, virtual_ranks, bit_exact, kwargs)
         self.seed, self.virtual_ranks, self.bit_exact = seed, virtual_ranks, bit_exact
         self.accumulate, self.sync_batchnorm = accumulate_grad_batches, sync_batchnorm
         # OrderedData applies these limits, because Lightning would count micro-batches.
         self.limits = {name: kwargs.pop(f"limit_{name}_batches", None) for name in ("train", "val", "test")}
         self.final_metrics: dict[str, Any] = {}
         self._data: OrderedData | None = None  # of the last stage
+        self._fitted: L.LightningDataModule | None = None  # the user's data of the last fit
         self._is_script = config is None
-        self._given = {"timeout": timeout, **kwargs}
+        self._arguments = {"timeout": timeout, **kwargs}
         folder = Path(default_root_dir or _FOLDER)
         if bit_exact:
             torch.set_num_threads(num_threads())
@@ -122,16 +132,20 @@ class Trainer(L.Trainer):
         plugins = [
             AtomicCheckpointIO(),
             *([DoublePrecision()] if is_double else []),
-            *_as_list(kwargs.pop("plugins", None)),
+            *as_list(kwargs.pop("plugins", None)),
         ]
-        own = _named(callbacks)
-        if kwargs.pop("enable_checkpointing", None) is not False and not _has(own, Checkpoint):
+        own = named(callbacks)
+        needed = LastCheckpoint if self._is_script else Checkpoint  # the template chooses its own
+        if kwargs.pop("enable_checkpointing", None) is not False and not has_kind(own, needed):
             own["checkpoint"] = LastCheckpoint(str(folder / CHECKPOINTS))
+        for one in own.values():
+            if isinstance(one, ModelCheckpoint) and one.dirpath is None:
+                one.dirpath = str(folder / CHECKPOINTS)
         # The last of them saves the state of all others.
         own = dict(sorted(own.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
-        _check_callbacks_are_possible(own)
+        check_callbacks_are_possible(own)
         self._virtual = VirtualMetrics() if bit_exact else None
-        loggers = _as_list(None if isinstance(logger, bool) else logger)
+        loggers = as_list(None if isinstance(logger, bool) else logger)
         self._description = RunDescription(config, loggers)
         super().__init__(
             strategy=resolve_strategy(strategy, devices, kwargs.get("num_nodes", 1)),
@@ -141,7 +155,7 @@ class Trainer(L.Trainer):
             logger=CSVLogger(folder),  # RunDescription puts the others before it, when it starts them
             plugins=plugins,
             default_root_dir=folder,
-            enable_checkpointing=_has(own, Checkpoint),
+            enable_checkpointing=has_kind(own, Checkpoint),
             limit_train_batches=1.0,
             limit_val_batches=1.0,
             limit_test_batches=1.0,
@@ -171,6 +185,7 @@ class Trainer(L.Trainer):
             Watchdog(folder, timeout),
             PreemptionHandler(folder),
             ExperimentWorld(),
+            *([EqualWeights()] if self._is_script else []),
             self._description,
             ExactResumption(),
             *([BitExactness(), virtual] if virtual else [BufferCheck(), DivisionCheck()]),
@@ -179,7 +194,7 @@ class Trainer(L.Trainer):
             MetricStates(virtual),  # after ExactResumption, which saves the position
             RandomNumbers(self.seed),
             OptimizerSteps(),
-            MonitorCheck(monitors, {name for name in monitors if _acts_after_validation(own[name])}),
+            MonitorCheck(monitors, {name for name in monitors if acts_after_validation(own[name])}),
             FiniteCheck(),
             *own.values(),
             *normalize,  # last: `throughput` counts the FLOPs of a few samples, without groups
@@ -196,30 +211,64 @@ class Trainer(L.Trainer):
     ) -> None:
         """Fit the module, from the beginning or from a checkpoint.
 
-        `ckpt_path="last"` is the last checkpoint in the run's folder, or none if there is none yet.
+        `ckpt_path` is a file, a run folder, or `last`: the last checkpoint in the folder of this run, if there is one.
+
+        Raises:
+            UserError: if the folder holds a run, which this one does not continue.
         """
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         path = self._find_checkpoint(ckpt_path)
         if path:  # which has the learning rate; the search would train a continued run from its first step
             callbacks = cast(Any, self).callbacks
             self.callbacks = [one for one in callbacks if type(one) is not LearningRateFinder]
-        elif self._is_script and rank_zero_only.rank == 0 and CSVLogger(self._folder).file.exists():
+        is_new = self._is_script and not path and ckpt_path != "last"
+        if is_new and rank_zero_only.rank == 0 and any((self._folder / CHECKPOINTS).glob("*.ckpt")):
             raise UserError(
                 f"{self._folder} holds a run: continue it by fit(ckpt_path='last'), or give Trainer another "
                 "default_root_dir"
             )
+        self._description.begin()
         data = self._prepare("fit", model, loaders, datamodule, path)
-        super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
+        self._fitted = data.plain
+        with self._interruptible():
+            super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
         self.final_metrics |= self.callback_metrics
 
-    def validate(self, model: Any = None, dataloaders: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validate", "val", model, dataloaders, *args, **kwargs)
+    def validate(
+        self,
+        model: L.LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: L.LightningDataModule | None = None,
+        weights_only: bool | None = True,
+    ) -> Any:
+        options = {"weights_only": weights_only, "verbose": verbose}
+        return self._evaluate("validate", "val", model, dataloaders, datamodule, ckpt_path, options)
 
-    def test(self, model: Any = None, dataloaders: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test", "test", model, dataloaders, *args, **kwargs)
+    def test(
+        self,
+        model: L.LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: L.LightningDataModule | None = None,
+        weights_only: bool | None = True,
+    ) -> Any:
+        options = {"weights_only": weights_only, "verbose": verbose}
+        return self._evaluate("test", "test", model, dataloaders, datamodule, ckpt_path, options)
 
-    def predict(self, model: Any = None, dataloaders: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict", "predict", model, dataloaders, *args, **kwargs)
+    def predict(
+        self,
+        model: L.LightningModule | None = None,
+        dataloaders: Any = None,
+        datamodule: L.LightningDataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = True,
+    ) -> Any:
+        options = {"weights_only": weights_only, "return_predictions": return_predictions}
+        return self._evaluate("predict", "predict", model, dataloaders, datamodule, ckpt_path, options)
 
     def _evaluate(
         self,
@@ -227,21 +276,41 @@ class Trainer(L.Trainer):
         name: str,
         model: L.LightningModule | None,
         dataloaders: Any,
-        ckpt_path: str | Path | None = None,
-        datamodule: L.LightningDataModule | None = None,
-        weights_only: bool | None = True,
-        **options: Any,
+        datamodule: L.LightningDataModule | None,
+        ckpt_path: str | Path | None,
+        options: dict[str, Any],
     ) -> Any:
-        """Run a stage of Lightning; `ckpt_path` may be `best`, the best checkpoint of this trainer's own run."""
+        """Run a stage of Lightning: without a module and a checkpoint with the best one, if a callback keeps it."""
         module = model or self.lightning_module
         if module is None:
             raise UserError(f"{stage}() has no module: give it one, or fit one before")
-        path = self._best_checkpoint() if ckpt_path == "best" else self._find_checkpoint(ckpt_path)
+        monitoring = [one for one in self.checkpoint_callbacks if getattr(one, "monitor", None)]
+        if model is None and ckpt_path is None and any(one.best_model_path for one in monitoring):
+            ckpt_path = "best"
+        path = self._best_checkpoint(monitoring) if ckpt_path == "best" else self._find_checkpoint(ckpt_path)
+        if ckpt_path and not path:
+            raise CheckpointUserError(f"{stage}(ckpt_path='last'): {self._folder} has no checkpoint: fit first")
         data = self._prepare(stage, module, {name: dataloaders}, datamodule, path)
         method = getattr(super(), stage)
-        result = method(module, datamodule=data, ckpt_path=path, weights_only=weights_only, **options)
+        with self._interruptible():
+            result = method(module, datamodule=data, ckpt_path=path, **options)
         self.final_metrics |= self.callback_metrics
         return result
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """In a notebook, let a signal end this stage, and not the later ones or the kernel."""
+        handlers: dict[int, Any] = {number: getsignal(number) for number in signals.SIGNALS}
+        try:
+            yield
+        except signals.Stopped as stopped:
+            if not (self._is_script and hasattr(sys, "ps1")):
+                raise
+            signals.forget_requests()
+            signals.restore_handlers(handlers)
+            if stopped.number == SIGINT:
+                raise KeyboardInterrupt from None
+            raise
 
     def order(self, plain: L.LightningDataModule) -> OrderedData:
         """Return the data of a run, in its order: the same object as long as the DataModule is the same."""
@@ -263,6 +332,7 @@ class Trainer(L.Trainer):
         check_parts(self, module)
         check_can_train(self.strategy, module)
         check_callbacks(self)
+        check_callbacks_are_possible(named(module.configure_callbacks()))
 
     def _prepare(
         self,
@@ -273,28 +343,33 @@ class Trainer(L.Trainer):
         ckpt_path: str | None,
     ) -> OrderedData:
         """Prepare the module, describe a run without a configuration, and return the data in its order."""
-        given = next((one for one in loaders.values() if isinstance(one, L.LightningDataModule)), datamodule)
-        if given is None and any(loader is not None for loader in loaders.values()):
-            given = GivenLoaders(loaders)
-        if given is None:  # the loaders are those of the module, or of the stage before
-            given = self._data if self._data is not None and stage != "fit" else ModuleData()
-        data = self.order(given)
+        plain = next((one for one in loaders.values() if isinstance(one, L.LightningDataModule)), datamodule)
+        if datamodule is not None and any(loader is not None for loader in loaders.values()):
+            raise UserError(f"{stage}() has both loaders and a DataModule: give one of them")
+        if plain is None and any(loader is not None for loader in loaders.values()):
+            plain = GivenLoaders(loaders)
+        if plain is None:
+            plain = self._fitted if self._fitted is not None and stage != "fit" else ModuleData()
+        data = self.order(plain)
         self.prepare_module(module)
         if self._is_script:
-            self._description.config = describe_script(self, module, data.plain, self._given, stage, ckpt_path)
+            self._description.config = describe_script(self, module, data.plain, self._arguments, stage, ckpt_path)
         return data
 
     def _find_checkpoint(self, ckpt_path: str | Path | None) -> str | None:
-        if ckpt_path != "last":
-            return str(ckpt_path) if ckpt_path else None
-        newest = self._folder / CHECKPOINTS / LAST
-        return str(newest) if newest.is_file() else None
+        if ckpt_path == "last":
+            newest = self._folder / CHECKPOINTS / LAST
+            return str(newest) if newest.is_file() else None
+        is_local = ckpt_path and Path(ckpt_path).exists()
+        return str(checkpoint_file(Path(cast(str, ckpt_path))) if is_local else ckpt_path) if ckpt_path else None
 
-    def _best_checkpoint(self) -> str:
+    def _best_checkpoint(self, monitoring: list[Any]) -> str:
         """Return the best checkpoint of this run: that of rank zero, on every rank."""
-        monitoring: list[Any] = [one for one in self.checkpoint_callbacks if getattr(one, "monitor", None)]
         if not monitoring or not monitoring[0].best_model_path:
-            raise UserError("test=best: training has kept no best checkpoint (callbacks.best): set test=true")
+            raise UserError(
+                "test=best: no ModelCheckpoint of this run has kept a best checkpoint: add callbacks.best, or test the "
+                "last weights"
+            )
         own = monitoring[0].best_model_path
         path = self.strategy.broadcast(own)
         if dist.is_initialized() and not self.strategy.reduce_boolean_decision(path == own):
@@ -308,64 +383,6 @@ class Trainer(L.Trainer):
     @property
     def _folder(self) -> Path:
         return Path(self.default_root_dir)
-
-
-def _check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[str, Any]) -> None:
-    if not isinstance(seed, int) or seed < 0:
-        raise UserError(f"seed={seed} is not a seed: give an integer of at least zero")
-    if not isinstance(virtual_ranks, int) or virtual_ranks < 1:
-        raise UserError(f"virtual_ranks={virtual_ranks}: give an integer of at least one")
-    if not isinstance(bit_exact, bool):
-        raise UserError(f"bit_exact={bit_exact}: give true or false")
-    for name in _OWN_ARGUMENTS:
-        if name in kwargs:
-            raise UserError(f"Trainer({name}={kwargs[name]}) has no meaning here: leave it out")
-    every = kwargs.get("log_every_n_steps")
-    if every is not None and every < 1:
-        raise UserError(f"trainer.log_every_n_steps={every} logs nothing and detects no NaN: set at least 1")
-    if not isinstance(kwargs.get("val_check_interval") or 1, int | float):
-        # Lightning reads each rank's own clock, so some ranks would validate while others train.
-        raise UserError(
-            f"trainer.val_check_interval={kwargs['val_check_interval']}: give a number of steps, or a fraction of an "
-            "epoch; ranks cannot validate by the clock"
-        )
-
-
-def _check_callbacks_are_possible(callbacks: dict[str, L.Callback]) -> None:
-    if _has(callbacks, GradientAccumulationScheduler):
-        raise UserError(
-            "GradientAccumulationScheduler changes the number of micro-batches while a run trains, each of which is a "
-            "part of a step here: set trainer.accumulate_grad_batches, which changes no curve"
-        )
-    if _has(callbacks, BatchSizeFinder):
-        raise UserError(
-            "BatchSizeFinder would choose the experiment by the memory of a device: leave it out, set data.batch_size, "
-            "and trainer.accumulate_grad_batches if it does not fit"
-        )
-
-
-def _acts_after_validation(callback: Any) -> bool:
-    """Return whether EarlyStopping or ModelCheckpoint is set to act there only, whatever metric it monitors."""
-    return any(getattr(callback, f"_{act}_on_train_epoch_end", None) is False for act in ("check", "save"))
-
-
-def _named(callbacks: Any) -> dict[str, L.Callback]:
-    """Return the callbacks by name; those of a list have the names of their classes."""
-    if isinstance(callbacks, Mapping):
-        return dict(callbacks)
-    named: dict[str, L.Callback] = {}
-    for one in _as_list(callbacks):
-        name = type(one).__name__
-        named[f"{name}-{len(named)}" if name in named else name] = one
-    return named
-
-
-def _has(callbacks: dict[str, L.Callback], kind: type) -> bool:
-    return any(isinstance(callback, kind) for callback in callbacks.values())
-
-
-def _as_list(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, Iterable) else [value]
 
 
 def _signature() -> inspect.Signature:

@@ -2,15 +2,17 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
@@ -18,6 +20,7 @@ import onecurve
 from onecurve.errors import UserError
 from tests.support.commands import ROOT
 from tests.support.comparison import check_last_checkpoints
+from tests.support.pool import Pool, RankFailed
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -98,6 +101,25 @@ def test_a_script_goes_on_elsewhere(demo: Path, one: Path) -> None:
     check_last_checkpoints(one, demo.parent / "continued", tolerance=0)
 
 
+def test_a_class_in_a_block_of_a_script(demo: Path) -> None:
+    """Its source is indented."""
+    lines = demo.read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("class Demo"))
+    end = next(number for number, line in enumerate(lines) if line.startswith("if __name__"))
+    block = [f"    {line}" for line in lines[start:end]]
+    script = demo.with_name("block.py")
+    script.write_text("\n".join([*lines[:start], lines[end], *block, *lines[end + 1 :]]))
+    run_demo(script, "auto", 1, "block")
+
+
+@pytest.mark.slow
+def test_a_spawned_script_is_the_same_experiment(demo: Path, one: Path) -> None:
+    """The script has another name in a spawned process."""
+    run_demo(demo, "ddp_spawn", 2, "spawned")
+    saved = [torch.load(folder / "checkpoints" / "last.ckpt") for folder in (one, demo.parent / "spawned")]
+    assert saved[0]["experiment"] == saved[1]["experiment"]
+
+
 def test_loaders_and_stages(folder: Path) -> None:
     one = trainer(folder, bit_exact=True)
     one.fit(Boring(), loader(), loader(32))
@@ -155,7 +177,7 @@ def test_the_best_checkpoint_is_tested(folder: Path) -> None:
         ({"virtual_ranks": 0}, "virtual_ranks=0: give an integer"),
         ({"bit_exact": "yes"}, "bit_exact=yes: give true or false"),
         ({"strategy": "ddpp"}, "strategy=ddpp: did you mean ddp"),
-        ({"use_distributed_sampler": True}, r"Trainer\(use_distributed_sampler=True\) has no meaning here"),
+        ({"fast_dev_run": True}, r"Trainer\(fast_dev_run=True\) has no meaning here"),
         ({"callbacks": BatchSizeFinder()}, "BatchSizeFinder would choose the experiment"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0: give a number of micro-batches"),
     ],
@@ -194,3 +216,113 @@ def test_kinds_of_errors(folder: Path) -> None:
     (folder / "weights.ckpt").write_text("no checkpoint")
     with pytest.raises(onecurve.CheckpointUserError, match="is not a complete checkpoint"):
         trainer(folder.with_name("other")).fit(Boring(), loader(), ckpt_path=folder / "weights.ckpt")
+
+
+class Interrupted(L.Callback):
+    """Sends this process a signal before its fourth step."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_notebook_goes_on_after_an_interrupt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(folder, callbacks=[Interrupted()]).fit(Boring(), loader())
+    assert signal.getsignal(signal.SIGINT) == handler
+    again = trainer(folder)
+    again.fit(Boring(), loader(), ckpt_path="last")
+    assert again.global_step == 8
+
+
+def test_last_begins_anew_where_nothing_was_saved(folder: Path) -> None:
+    class Dies(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise RuntimeError("dies")
+
+    with pytest.raises(RuntimeError, match="dies"):
+        trainer(folder, callbacks=Dies()).fit(Boring(), loader(), ckpt_path="last")
+    again = trainer(folder)
+    again.fit(Boring(), loader(), ckpt_path="last")
+    assert (folder / "metrics.csv").read_text().count("\n") == 1 + again.global_step
+    with pytest.raises(onecurve.CheckpointUserError, match=r"test\(ckpt_path='last'\): .* has no checkpoint"):
+        trainer(folder.with_name("empty")).test(Boring(), loader(), ckpt_path="last")
+
+
+def test_an_own_checkpoint_callback_leaves_the_last_one(folder: Path) -> None:
+    best = ModelCheckpoint(monitor="val_loss", filename="best")
+    one = trainer(folder, callbacks=[best], max_epochs=2)
+    one.fit(Boring(), loader(), loader(32))
+    assert {"last.ckpt", "best.ckpt"} <= {file.name for file in (folder / "checkpoints").iterdir()}
+    tested, loaded = [], one.strategy.load_checkpoint
+    one.strategy.load_checkpoint = lambda path, *a, **k: tested.append(path) or loaded(path, *a, **k)  # type: ignore
+    one.test(dataloaders=loader(32), verbose=False)  # as Lightning: without a module, the best checkpoint
+    assert Path(tested[0]).name == "best.ckpt"
+
+
+def test_loaders_that_are_not_given_are_those_of_the_module(folder: Path) -> None:
+    class WithLoaders(Boring):
+        def val_dataloader(self) -> Any:
+            return loader(16)
+
+        def test_dataloader(self) -> Any:
+            return loader(16)
+
+    one = trainer(folder)
+    one.fit(WithLoaders(), loader())
+    one.test(verbose=False)
+    assert {"val_loss", "test_loss"} <= one.final_metrics.keys()
+    with pytest.raises(UserError, match=r"fit\(\) has both loaders and a DataModule: give one of them"):
+        trainer(folder.with_name("both")).fit(Boring(), loader(), datamodule=BoringDataModule())
+
+
+def test_evaluations_keep_their_data_apart(folder: Path) -> None:
+    one = trainer(folder)
+    one.validate(Boring(), loader(16), None, False)  # before the first fit, with Lightning's positions
+    one.fit(Boring(), datamodule=BoringDataModule())
+    one.test(None, loader(16), verbose=False)
+    one.validate(verbose=False)
+    assert len(one.predict(Boring(), None, BoringDataModule())) > 0
+
+
+@pytest.mark.parametrize(("lr", "changed"), [({"lr": 1}, {"lr": 5}), (np.float64(0.1), np.float64(0.5))])
+def test_hyper_parameters_are_compared(lr: Any, changed: Any, folder: Path) -> None:
+    class Hyper(Boring):
+        def __init__(self, options: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    trainer(folder).fit(Hyper(lr), loader())
+    with pytest.raises(UserError, match=r"had module\.options"):
+        trainer(folder, max_epochs=2).fit(Hyper(changed), loader(), ckpt_path="last")
+
+
+def test_the_same_trainer_describes_each_fit(folder: Path) -> None:
+    one = trainer(folder)
+    one.fit(Boring(), loader())
+    one.fit_loop.max_epochs = 2
+    with pytest.raises(UserError, match="had training data="):
+        one.fit(Boring(), loader(72), ckpt_path="last")
+
+
+def test_callbacks_of_a_module_are_checked(folder: Path) -> None:
+    class Accumulates(Boring):
+        def configure_callbacks(self) -> Any:
+            return [GradientAccumulationScheduler({0: 4})]
+
+    with pytest.raises(UserError, match="GradientAccumulationScheduler changes the number of micro-batches"):
+        trainer(folder).fit(Accumulates(), loader())
+
+
+def fit_with_other_weights(folder: Path) -> None:
+    torch.manual_seed(int(os.environ["RANK"]))
+    module = Boring()
+    trainer(folder, strategy="fsdp", devices=2).fit(module, loader())
+
+
+def test_ranks_begin_with_the_same_weights(pool: Pool, folder: Path) -> None:
+    with pytest.raises(RankFailed, match="the ranks begin with different weights: build the module after the trainer"):
+        pool.run(2, fit_with_other_weights, folder)

@@ -1,0 +1,77 @@
+"""The arguments of `onecurve.Trainer`: what is refused, and callbacks and loggers in their various forms."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+
+from onecurve.errors import UserError
+
+# What has no meaning here, or is given to Lightning already; its own defaults may stand in a script.
+_REFUSED = {
+    "use_distributed_sampler": True,
+    "enable_autolog_hparams": True,
+    "overfit_batches": 0.0,
+    "fast_dev_run": False,
+}
+
+
+def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[str, Any]) -> None:
+    """Raise a UserError for invalid arguments; remove those that have Lightning's default and are given elsewhere."""
+    if not isinstance(seed, int) or seed < 0:
+        raise UserError(f"seed={seed} is not a seed: give an integer of at least zero")
+    if not isinstance(virtual_ranks, int) or virtual_ranks < 1:
+        raise UserError(f"virtual_ranks={virtual_ranks}: give an integer of at least one")
+    if not isinstance(bit_exact, bool):
+        raise UserError(f"bit_exact={bit_exact}: give true or false")
+    for name, default in _REFUSED.items():
+        if (value := kwargs.pop(name, default)) != default:
+            raise UserError(f"Trainer({name}={value}) has no meaning here: leave it out")
+    every = kwargs.get("log_every_n_steps")
+    if every is not None and every < 1:
+        raise UserError(f"trainer.log_every_n_steps={every} logs nothing and detects no NaN: set at least 1")
+    if not isinstance(kwargs.get("val_check_interval") or 1, int | float):
+        # Lightning reads each rank's own clock, so some ranks would validate while others train.
+        raise UserError(
+            f"trainer.val_check_interval={kwargs['val_check_interval']}: give a number of steps, or a fraction of an "
+            "epoch; ranks cannot validate by the clock"
+        )
+
+
+def check_callbacks_are_possible(callbacks: dict[str, L.Callback]) -> None:
+    """Raise a UserError for callbacks of Lightning that change the parts of a step or the experiment."""
+    if has_kind(callbacks, GradientAccumulationScheduler):
+        raise UserError(
+            "GradientAccumulationScheduler changes the number of micro-batches while a run trains, each of which is a "
+            "part of a step here: set trainer.accumulate_grad_batches, which changes no curve"
+        )
+    if has_kind(callbacks, BatchSizeFinder):
+        raise UserError(
+            "BatchSizeFinder would choose the experiment by the memory of a device: leave it out, set data.batch_size, "
+            "and trainer.accumulate_grad_batches if it does not fit"
+        )
+
+
+def acts_after_validation(callback: Any) -> bool:
+    """Return whether EarlyStopping or ModelCheckpoint is set to act there only, whatever metric it monitors."""
+    return any(getattr(callback, f"_{act}_on_train_epoch_end", None) is False for act in ("check", "save"))
+
+
+def named(callbacks: Any) -> dict[str, L.Callback]:
+    """Return the callbacks by name; those of a list have the names of their classes."""
+    if isinstance(callbacks, Mapping):
+        return dict(callbacks)
+    named: dict[str, L.Callback] = {}
+    for one in as_list(callbacks):
+        name = type(one).__name__
+        named[f"{name}-{len(named)}" if name in named else name] = one
+    return named
+
+
+def has_kind(callbacks: dict[str, L.Callback], kind: type) -> bool:
+    return any(isinstance(callback, kind) for callback in callbacks.values())
+
+
+def as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, Iterable) else [value]
