@@ -8,6 +8,7 @@ Before its time limit, or when it is preempted, it saves a checkpoint, stops, is
 
 import argparse
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,6 +92,8 @@ def main() -> None:
     if arguments.dry_run:
         print(text, end="")
         return
+    if not shutil.which("sbatch"):
+        sys.exit("error: this host has no sbatch: submit from a login node of SLURM; --dry-run prints the script")
     folder.mkdir(parents=True)
     with atomic_write(folder / "job.sh") as file:
         file.write_text(text)

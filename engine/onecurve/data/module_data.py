@@ -45,6 +45,7 @@ class GivenLoaders(ModuleData):
 
     def __init__(self, loaders: dict[str, Any]) -> None:
         super().__init__()
+        self.description = "loaders of a script"
         self._given = {f"{name}_dataloader": loader for name, loader in loaders.items()}
 
     def _loaders(self, name: str) -> Any:

@@ -89,11 +89,26 @@ def log_to_folder(run_dir: str | Path, rank: int) -> None:
         _redirect_output(file)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=handlers, force=True)
     logging.captureWarnings(True)
-    for pattern in _IGNORED_WARNINGS:
-        warnings.filterwarnings("ignore", f".*{pattern}")
+    ignore_warnings()
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
+
+
+def ignore_warnings() -> None:
+    """Ignore advice of libraries that does not apply here."""
+    for pattern in _IGNORED_WARNINGS:
+        warnings.filterwarnings("ignore", f".*{pattern}")
+
+
+def log_script(rank: int) -> None:
+    """Show what this library tells of a script's run, as Lightning does, unless it configures logging itself."""
+    ignore_warnings()
+    logger = logging.getLogger("onecurve")
+    if not (logging.getLogger().handlers or logger.handlers):
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+        logger.propagate = False
 
 
 def _redirect_output(file: Path) -> None:

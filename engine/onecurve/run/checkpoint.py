@@ -69,7 +69,7 @@ class LastCheckpoint(Checkpoint):
         """Save, unless this step is saved already. Every rank must call it."""
         if trained_steps(trainer) == self._saved_step:
             return
-        trainer.save_checkpoint(self.best_model_path)
+        trainer.save_checkpoint(self.best_model_path, weights_only=False)
         self._saved_step, self._saved_at = trained_steps(trainer), time.monotonic()
         if trainer.is_global_zero:
             for logger in trainer.loggers:

@@ -148,7 +148,7 @@ class RunDescription(L.Callback):
             "experiment": self._fingerprint,
             "strategy": f"{self._strategy_name}, {trainer.world_size} process(es) on {module.device.type}",
             "precision": trainer.precision,
-            "data": data.description,
+            "data": data.description + _left_out(data),
             "batch": self._batch_size(data),
             "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {steps}",
             "parameters": f"{self._num_parameters:,}",
@@ -173,3 +173,10 @@ class RunDescription(L.Callback):
     @property
     def _strategy_name(self) -> str:
         return str(self.config.strategy._target_).rpartition(".")[2]
+
+
+def _left_out(data: Any) -> str:
+    """Return how many samples of an epoch are not trained, because they are no whole batch."""
+    (_, count, _), *others = data.training_samples
+    rest = count % data.global_batch_size if count and not others and data.has_one_size else 0
+    return f", of which each epoch leaves out {rest}" if rest else ""

@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning as L
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from onecurve.errors import UserError
 from onecurve.network.tensors import to_local
@@ -59,7 +59,7 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     """Return the numbers and tensors that are attributes of the user's modules, by name."""
     found = {}
     for name, part in module.named_modules():
-        is_known = isinstance(part, Metric) or type(part).__module__.startswith("onecurve.")
+        is_known = isinstance(part, Metric | MetricCollection) or type(part).__module__.startswith("onecurve.")
         for key, value in {} if is_known else vars(part).items():
             if isinstance(value, int | float | Tensor) and key not in _LIGHTNINGS:
                 found[f"{name}.{key}".lstrip(".")] = value

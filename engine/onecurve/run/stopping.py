@@ -65,7 +65,7 @@ class PreemptionHandler(L.Callback):
         if not signal_number or (is_resize and not should_save):  # more ranks would begin a test again
             return
         if should_save:
-            trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST)
+            trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST, weights_only=False)
         if trainer.is_global_zero:
             if not is_resize:  # of which the launcher prints a line
                 _log.info(stop_message(signal_number, self.folder, f" at step {trained_steps(trainer)}"))

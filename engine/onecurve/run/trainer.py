@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from onecurve.parallel.compatibility import check_callbacks, check_can_train, ch
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.process import signals
 from onecurve.process.devices import resolve_devices
-from onecurve.process.rank import tune_malloc
+from onecurve.process.rank import log_script, tune_malloc
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.random_functions import RandomNumbers
 from onecurve.run.arguments import (
@@ -73,8 +74,11 @@ class Trainer(L.Trainer):
     Args:
         strategy: `auto`, `ddp`, `ddp_spawn`, `fsdp`, `pipeline`, or a strategy of onecurve or Lightning.
         accelerator, devices: as of `lightning.Trainer`.
-        seed: determines initial weights, the order of the samples, and random numbers.
-        virtual_ranks: the run is that of so many ranks, whatever the hardware that executes them.
+        seed: determines initial weights, the order of the samples, and random numbers; None for that of
+            `lightning.seed_everything`, if it was called before, or 0.
+        virtual_ranks: the run is that of so many ranks, whatever the hardware that executes them; batch normalization
+            takes its statistics over the samples of each. None for 4 with `bit_exact`, and otherwise for 1, the whole
+            batch.
         bit_exact: compute the virtual ranks one by one, which is equal to the last bit on any hardware, and works for
             code that depends on the samples of a batch together.
         sync_batchnorm: batch normalization takes its statistics over the samples of each virtual rank, on any hardware;
@@ -100,8 +104,8 @@ class Trainer(L.Trainer):
         strategy: Any = "auto",
         accelerator: str = "auto",
         devices: Any = "auto",
-        seed: int = 0,
-        virtual_ranks: int = 4,
+        seed: int | None = None,
+        virtual_ranks: int | None = None,
         bit_exact: bool = False,
         sync_batchnorm: bool = True,
         accumulate_grad_batches: int = 1,
@@ -112,6 +116,8 @@ class Trainer(L.Trainer):
         config: DictConfig | None = None,
         **kwargs: Any,
     ) -> None:
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        virtual_ranks = (4 if bit_exact else 1) if virtual_ranks is None else virtual_ranks
         check_arguments(seed, virtual_ranks, bit_exact, kwargs)
         self.seed, self.virtual_ranks, self.bit_exact = seed, virtual_ranks, bit_exact
         self.accumulate, self.sync_batchnorm = accumulate_grad_batches, sync_batchnorm
@@ -122,10 +128,12 @@ class Trainer(L.Trainer):
         self._fitted: L.LightningDataModule | None = None  # the user's data of the last fit
         self._is_script = config is None
         self._arguments = {"timeout": timeout, **kwargs}
-        folder = Path(default_root_dir or _FOLDER)
+        self._folder = folder = Path(default_root_dir or _FOLDER)
         if bit_exact:
             torch.set_num_threads(num_threads())
         L.seed_everything(seed, verbose=False)
+        if self._is_script:
+            log_script(rank_zero_only.rank)
         accelerator, devices = resolve_devices(accelerator, devices)
         needs_determinism = bit_exact and accelerator != "cpu"
         is_double = kwargs.get("precision") == "64-true"  # Lightning accepts this name with some strategies only
@@ -156,9 +164,6 @@ class Trainer(L.Trainer):
             plugins=plugins,
             default_root_dir=folder,
             enable_checkpointing=has_kind(own, Checkpoint),
-            limit_train_batches=1.0,
-            limit_val_batches=1.0,
-            limit_test_batches=1.0,
             accumulate_grad_batches=1,  # a batch of Lightning is an optimizer step: onecurve/run/parts.py
             # OrderedData divides the data itself; Lightning's wrapper would shuffle it again.
             use_distributed_sampler=False,
@@ -373,16 +378,10 @@ class Trainer(L.Trainer):
         own = monitoring[0].best_model_path
         path = self.strategy.broadcast(own)
         if dist.is_initialized() and not self.strategy.reduce_boolean_decision(path == own):
-            _log.warning(
-                "test=best: %s differs between the ranks, and rank zero's is taken: log it with sync_dist=True",
-                monitoring[0].monitor,
-            )
+            differs = f"{monitoring[0].monitor} differs between the ranks, and rank zero's is taken"
+            _log.warning("test=best: %s: log it with sync_dist=True", differs)
         _log.info("test=best: %s", path)
         return path
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.default_root_dir)
 
 
 def _signature() -> inspect.Signature:

@@ -1,5 +1,6 @@
 """`onecurve.Trainer` in scripts: any Lightning project gets one learning curve, without the template."""
 
+import logging
 import os
 import re
 import signal
@@ -12,7 +13,12 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
@@ -26,6 +32,7 @@ QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,
     "max_epochs": 1,
+    "seed": 0,
     "enable_progress_bar": False,
     "enable_model_summary": False,
     "log_every_n_steps": 1,
@@ -326,3 +333,33 @@ def fit_with_other_weights(folder: Path) -> None:
 def test_ranks_begin_with_the_same_weights(pool: Pool, folder: Path) -> None:
     with pytest.raises(RankFailed, match="the ranks begin with different weights: build the module after the trainer"):
         pool.run(2, fit_with_other_weights, folder)
+
+
+def test_the_seed_is_that_of_seed_everything(folder: Path) -> None:
+    L.seed_everything(7, verbose=False)
+    assert trainer(folder, seed=None).seed == 7
+
+
+def test_a_script_is_told_what_the_run_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("onecurve")
+    roots, logging.getLogger().handlers = logging.getLogger().handlers, []
+    try:
+        trainer(folder).fit(Boring(), loader(70))
+    finally:
+        logging.getLogger().handlers = roots
+        logger.handlers, logger.propagate = [], True
+    shown = capsys.readouterr().err
+    assert "loaders of a script, 70 samples, of which each epoch leaves out 6" in shown
+
+
+def test_learning_rates_keep_their_names(folder: Path) -> None:
+    """Of a single parameter group, as of Lightning."""
+
+    class Rates(Boring):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    monitor = LearningRateMonitor()
+    trainer(folder, callbacks=monitor).fit(Rates(), loader())
+    assert list(monitor.lrs) == ["lr-SGD"]
