@@ -96,7 +96,7 @@ def test_builds(overrides: list[str], folder: Path) -> None:
     trainer, module, data = assemble(compose(folder, "logger=wandb", *overrides))  # the default, with its options
     assert trainer.max_epochs == 1
     assert list(module.parameters())
-    assert data.source
+    assert data.plain
 
 
 @pytest.mark.parametrize("words", TRAINED)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_STYLE = Path(__file__).parents[2] / "onecurve" / "report" / "templates" / "style.css"
+_STYLE = Path(__file__).parents[2] / "onecurve" / "extras" / "report" / "templates" / "style.css"
 _PADDING = 14  # pixels between the figure and the edge
 _WIDTH = 900 - 2 * _PADDING  # pixels; a page on GitHub has 900
 _AXIS = {"gridcolor": "var(--grid)", "linecolor": "var(--line)", "zeroline": False, "automargin": True}

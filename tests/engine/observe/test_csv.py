@@ -111,9 +111,10 @@ def test_its_name_is_that_of_the_folder(tmp_path: Path) -> None:
 def test_the_configuration_keeps_its_order(tmp_path: Path) -> None:
     """Its folder and those above it may not exist yet, or exist."""
     logger = CSVLogger(tmp_path / "runs" / "run")
-    logger.log_hyperparams({"seed": 1, "fit": True})
-    logger.log_hyperparams({"seed": 2, "fit": True})
-    assert (tmp_path / "runs" / "run" / "config.yaml").read_text() == "seed: 2\nfit: true\n"
+    logger.log_hyperparams({"seed": 1, "runtime": {}})
+    logger.log_hyperparams({"seed": 2, "runtime": {}})
+    logger.log_hyperparams({"lr": 1})  # those of a module
+    assert (tmp_path / "runs" / "run" / "config.yaml").read_text() == "seed: 2\nruntime: {}\n"
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_trains_alike_or_is_refused(
 
 def _user_error(error: RankFailed) -> str:
     """Return the message of the UserError of a rank, which is the last line of its traceback; or raise the error."""
-    found = re.findall(r"^onecurve\.utils\.errors\.UserError: (.*)$", str(error), re.MULTILINE)
+    found = re.findall(r"^onecurve\.errors\.UserError: (.*)$", str(error), re.MULTILINE)
     if not found or "AssertionError" in str(error):
         raise error
     return found[0]
