@@ -110,7 +110,7 @@ def _names(own: dict[str, Any], hashes: list[list[int]]) -> list[str]:
 def _rates(trainer: L.Trainer) -> dict[str, float]:
     """Return the numbers of all parameter groups by name."""
     return {
-        f"{key} of `{group['group_name']}` of optimizer {number}": float(value)
+        f"{key} of `{group['name']}` of optimizer {number}": float(value)
         for number, optimizer in enumerate(trainer.optimizers)
         for group in optimizer.param_groups
         for key, value in group.items()

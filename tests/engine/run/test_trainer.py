@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
-    LearningRateMonitor,
     ModelCheckpoint,
 )
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
@@ -350,16 +349,3 @@ def test_a_script_is_told_what_the_run_is(folder: Path, capsys: pytest.CaptureFi
         logger.handlers, logger.propagate = [], True
     shown = capsys.readouterr().err
     assert "loaders of a script, 70 samples, of which each epoch leaves out 6" in shown
-
-
-def test_learning_rates_keep_their_names(folder: Path) -> None:
-    """Of a single parameter group, as of Lightning."""
-
-    class Rates(Boring):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), 0.1)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-    monitor = LearningRateMonitor()
-    trainer(folder, callbacks=monitor).fit(Rates(), loader())
-    assert list(monitor.lrs) == ["lr-SGD"]
