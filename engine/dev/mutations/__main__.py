@@ -22,12 +22,13 @@ import tempfile
 import time
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
-from engine.dev.mutations.mutants import Mutant, make_mutants
+if TYPE_CHECKING:
+    from engine.dev.mutations.mutants import Mutant
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "benchmarks" / "mutations.md"
@@ -92,6 +93,8 @@ def _import_instead(file: Path, code: str) -> None:
 
 def examine(name: str, tests: list[str], reasons: dict[str, str]) -> tuple[str, int]:
     """Return the section of a file, and the number of mutants that survive without a reason."""
+    from engine.dev.mutations.mutants import make_mutants  # late: --help does without Cosmic Ray
+
     file, start = ROOT / name, time.monotonic()
     source = file.read_text()
     if not tests_pass(file, source, tests):
@@ -111,7 +114,7 @@ def examine(name: str, tests: list[str], reasons: dict[str, str]) -> tuple[str, 
     return section, sum(mutant.text not in reasons for mutant in survivors)
 
 
-def _table(survivors: list[Mutant], reasons: dict[str, str]) -> list[str]:
+def _table(survivors: "list[Mutant]", reasons: dict[str, str]) -> list[str]:
     lines = ["", "| line | mutant | why no test can tell |", "| --- | --- | --- |"] if survivors else []
     for mutant in sorted(survivors, key=lambda mutant: mutant.line):
         escaped = mutant.text.replace("|", "\\|")
