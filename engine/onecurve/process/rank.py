@@ -106,8 +106,10 @@ def log_script(rank: int) -> None:
     ignore_warnings()
     logger = logging.getLogger("onecurve")
     if not (logging.getLogger().handlers or logger.handlers):
-        logger.addHandler(logging.StreamHandler())
-        logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+        handler = logging.StreamHandler()
+        handler.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
         logger.propagate = False
 
 

@@ -325,8 +325,11 @@ def test_callbacks_of_a_module_are_checked(folder: Path) -> None:
 
 def fit_with_other_weights(folder: Path) -> None:
     torch.manual_seed(int(os.environ["RANK"]))
-    module = Boring()
-    trainer(folder, strategy="fsdp", devices=2).fit(module, loader())
+    module, logger = Boring(), logging.getLogger("onecurve")
+    try:
+        trainer(folder, strategy="fsdp", devices=2).fit(module, loader())
+    finally:  # the ranks of the pool last longer than a script
+        logger.handlers, logger.propagate, logger.level = [], True, logging.NOTSET
 
 
 def test_ranks_begin_with_the_same_weights(pool: Pool, folder: Path) -> None:
