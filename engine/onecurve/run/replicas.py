@@ -32,8 +32,12 @@ class EqualWeights(L.Callback):
         UserError: if they differ, as those of a module that was built before the trainer.
     """
 
+    def __init__(self) -> None:
+        self._seen: L.LightningModule | None = None  # which a strategy may have sharded or split since
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage != "fit" or not dist.is_initialized() or isinstance(next(pl_module.parameters(), None), DTensor):
+        is_new, self._seen = self._seen is not pl_module, pl_module
+        if stage != "fit" or not is_new or not dist.is_initialized():
             return
         weights = [weight for weight in pl_module.parameters() if not is_lazy(weight)]
         own = [float(weight.detach().float().sum()) for weight in weights]

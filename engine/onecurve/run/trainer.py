@@ -137,20 +137,9 @@ class Trainer(L.Trainer):
         accelerator, devices = resolve_devices(accelerator, devices)
         needs_determinism = bit_exact and accelerator != "cpu"
         is_double = kwargs.get("precision") == "64-true"  # Lightning accepts this name with some strategies only
-        plugins = [
-            AtomicCheckpointIO(),
-            *([DoublePrecision()] if is_double else []),
-            *as_list(kwargs.pop("plugins", None)),
-        ]
-        own = named(callbacks)
-        needed = LastCheckpoint if self._is_script else Checkpoint  # the template chooses its own
-        if kwargs.pop("enable_checkpointing", None) is not False and not has_kind(own, needed):
-            own["checkpoint"] = LastCheckpoint(str(folder / CHECKPOINTS))
-        for one in own.values():
-            if isinstance(one, ModelCheckpoint) and one.dirpath is None:
-                one.dirpath = str(folder / CHECKPOINTS)
-        # The last of them saves the state of all others.
-        own = dict(sorted(own.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
+        plugins: list[Any] = [AtomicCheckpointIO(), *as_list(kwargs.pop("plugins", None))]
+        plugins += [DoublePrecision()] if is_double else []
+        own = self._with_last_checkpoint(named(callbacks), kwargs.pop("enable_checkpointing", None))
         check_callbacks_are_possible(own)
         self._virtual = VirtualMetrics() if bit_exact else None
         loggers = as_list(None if isinstance(logger, bool) else logger)
@@ -179,6 +168,17 @@ class Trainer(L.Trainer):
         patch_trainer(self, self._virtual)
         if isinstance(self.accelerator, CPUAccelerator):
             tune_malloc()
+
+    def _with_last_checkpoint(self, own: dict[str, L.Callback], is_wanted: bool | None) -> dict[str, L.Callback]:
+        """Return the given callbacks, with one that saves the last state, behind the others, whose state it saves."""
+        folder = str(self._folder / CHECKPOINTS)
+        needed = LastCheckpoint if self._is_script else Checkpoint  # the template chooses its own
+        if is_wanted is not False and not has_kind(own, needed):
+            own["checkpoint"] = LastCheckpoint(folder)
+        for one in own.values():
+            if isinstance(one, ModelCheckpoint) and one.dirpath is None:
+                one.dirpath = folder
+        return dict(sorted(own.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
 
     def _all_callbacks(self, own: dict[str, L.Callback], folder: Path, timeout: float) -> list[L.Callback]:
         """Return the callbacks of every run around `own`, in the order in which Lightning calls their hooks."""
@@ -227,7 +227,7 @@ class Trainer(L.Trainer):
             callbacks = cast(Any, self).callbacks
             self.callbacks = [one for one in callbacks if type(one) is not LearningRateFinder]
         is_new = self._is_script and not path and ckpt_path != "last"
-        if is_new and rank_zero_only.rank == 0 and any((self._folder / CHECKPOINTS).glob("*.ckpt")):
+        if is_new and any((self._folder / CHECKPOINTS).glob("*.ckpt")):  # on every rank: none has saved yet
             raise UserError(
                 f"{self._folder} holds a run: continue it by fit(ckpt_path='last'), or give Trainer another "
                 "default_root_dir"
@@ -365,8 +365,9 @@ class Trainer(L.Trainer):
         if ckpt_path == "last":
             newest = self._folder / CHECKPOINTS / LAST
             return str(newest) if newest.is_file() else None
-        is_local = ckpt_path and Path(ckpt_path).exists()
-        return str(checkpoint_file(Path(cast(str, ckpt_path))) if is_local else ckpt_path) if ckpt_path else None
+        if ckpt_path and Path(ckpt_path).exists():
+            return str(checkpoint_file(Path(ckpt_path)))
+        return str(ckpt_path) if ckpt_path else None  # such as a URL, or `best`, which Lightning knows
 
     def _best_checkpoint(self, monitoring: list[Any]) -> str:
         """Return the best checkpoint of this run: that of rank zero, on every rank."""

@@ -352,3 +352,37 @@ def test_a_script_is_told_what_the_run_is(folder: Path, capsys: pytest.CaptureFi
         logger.handlers, logger.propagate = [], True
     shown = capsys.readouterr().err
     assert "loaders of a script, 70 samples, of which each epoch leaves out 6" in shown
+
+
+class Split(Boring):
+    """Has what a pipeline asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: Any = None
+        self.net = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def loss(self, outputs: Any, batch: Any = None) -> Any:
+        return super().loss(outputs)
+
+
+def evaluate_and_fit_twice(folder: Path) -> int:
+    logger = logging.getLogger("onecurve")
+    try:
+        one = trainer(folder, strategy="pipeline", devices=2, bit_exact=True)
+        module = Split()
+        one.validate(module, loader(16), verbose=False)
+        one.fit(module, loader())
+        one.fit_loop.max_epochs = 2
+        one.fit(module, loader(), ckpt_path="last")
+    finally:
+        logger.handlers, logger.propagate, logger.level = [], True, logging.NOTSET
+    return one.global_step
+
+
+def test_a_network_that_is_split_may_be_fitted_again(pool: Pool, folder: Path) -> None:
+    """Its ranks have different weights then."""
+    assert pool.run(2, evaluate_and_fit_twice, folder) == [16, 16]

@@ -58,9 +58,8 @@ def show_plan(cfg: DictConfig) -> None:
     print(f"{content['title']}; {folder / 'plan.json'}")
     if cfg.report:
         try:
-            from onecurve.extras.report.plan_page import (
-                write_plan_page,  # late: a template without reports plans as well
-            )
+            # Here, so that a template without reports plans as well.
+            from onecurve.extras.report.plan_page import write_plan_page
 
             print(write_plan_page(folder, content))
         except ModuleNotFoundError as error:
