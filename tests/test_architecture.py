@@ -54,6 +54,7 @@ LAYERS = [  # of engine/onecurve, from the top down: each imports from those bel
     "records",  # files, and the events of a run
     "process",  # the process of a rank: who started it, signals, devices
     "targets",  # the classes that a configuration names
+    "patches",  # private names of other libraries
     "errors",
 ]
 EXTRAS = ["doctor", "sweeps", "plan", "report"]  # of the folder `extras`, likewise

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from onecurve.data.batch import Batch
@@ -21,6 +22,11 @@ class AnyClass(Protocol):
     """
 
     hardware_options: ClassVar[Sequence[str]]
+
+    @staticmethod
+    def examine(cfg: DictConfig) -> str:
+        """Check the host, for `doctor=true`: return what is fine, or raise a UserError that says what to do."""
+        ...
 
 
 class Module(Protocol):
@@ -110,6 +116,7 @@ class Strategy(Protocol):
         data_parallel: `fsdp` if it shards weights beside another division.
         shard_optimizer: whether it divides the state of the optimizer.
         virtual_ranks: the class that computes virtual ranks one by one.
+        plan: name of the class that plans a step for `plan=true`, such as `onecurve.extras.plan.strategies.Replicas`.
     """
 
     distributed_sampler_kwargs: dict[str, Any]
@@ -118,6 +125,7 @@ class Strategy(Protocol):
     data_parallel: str
     shard_optimizer: bool
     virtual_ranks: ClassVar[type]
+    plan: ClassVar[str]
 
     def check_world_size(self, world_size: int) -> None:
         """Raise a UserError for a number of processes that it cannot use; an elastic launcher asks for each."""

@@ -7,12 +7,12 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any
 
-from hydra._internal.utils import _locate
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from onecurve.errors import UserError, suggest
+from onecurve.patches import hydra as patches
 
 _OWN = ("onecurve.", "src.", "lightning.pytorch.trainer.")  # whose options a class of a project has
 _KINDS = {bool: "true or false", int: "an integer", float: "a number"}
@@ -116,7 +116,7 @@ def target_nodes(node: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any
 def locate(option: str, target: str) -> Callable[..., Any]:
     """Import the class or function `target`, which the configuration gives as `option`."""
     try:
-        found = _locate(target)
+        found = patches.locate(target)
     except (ImportError, ValueError) as error:  # the second for a name with a dot too many
         if isinstance(error, ImportError) and not isinstance(error.__cause__, ImportError | AttributeError | None):
             raise  # a bug in the file

@@ -13,14 +13,14 @@ PROTOCOLS = [kind for _, kind in CLASSES if kind.__module__ == protocols.__name_
 FILES = [file for file in (ROOT / "engine" / "onecurve").rglob("*.py") if file.name != "protocols.py"]
 # What getattr and hasattr ask of objects that are no user's: of torch, Lightning, Python and this library.
 OTHERS = """
-    CSafeLoader __dict__ __file__ __module__ __mro__ __name__ _metadata _step_supports_amp_scaling add_note
+    CSafeLoader __dict__ __file__ __module__ __mro__ __name__ add_note
     all_gather_single best_model_path experiment func generator last_step mallopt max_norm num_replicas origin ps1 run
     sampler save_weights_only scaler shape shutdown_timeout sparse
 """.split()
 
 
 def offered(kind: type) -> set[str]:
-    methods = {name for name in vars(kind) if inspect.isfunction(vars(kind)[name]) and not name.startswith("_")}
+    methods = {name for name in vars(kind) if inspect.isfunction(getattr(kind, name)) and not name.startswith("_")}
     return {*inspect.get_annotations(kind), *methods}
 
 

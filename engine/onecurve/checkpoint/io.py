@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
@@ -26,7 +25,7 @@ _PLAIN_TYPES = (type(None), str, bytes, bool, int, float, Tensor)
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint under a temporary name, syncs it and renames it."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Path | str, storage_options: Any = None) -> None:
         """Write the file. A full disk ends in a UserError, and an existing file does not change."""
         file = Path(path)
         try:
@@ -43,11 +42,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 raise
             raise write_error(file, cause) from error
 
-    def load_checkpoint(self, path: _PATH, map_location: Any = "cpu", weights_only: Any = True) -> dict[str, Any]:
+    def load_checkpoint(self, path: Path | str, map_location: Any = "cpu", weights_only: Any = True) -> dict[str, Any]:
         """Read the file; it may contain only tensors and plain containers."""
         return read_checkpoint(path, map_location=map_location)
 
-    def remove_checkpoint(self, path: _PATH) -> None:
+    def remove_checkpoint(self, path: Path | str) -> None:
         super().remove_checkpoint(path)
         sharded.remove_unused_folders(Path(path))
 
@@ -87,7 +86,7 @@ def write_error(file: Path, cause: OSError) -> CheckpointUserError:
 
 
 def read_checkpoint(
-    path: _PATH, option: str = "ckpt_path", map_location: Any = "cpu", **options: Any
+    path: Path | str, option: str = "ckpt_path", map_location: Any = "cpu", **options: Any
 ) -> dict[str, Any]:
     """Load a checkpoint, including the tensors of a sharded one; `option` is where the user gave its path."""
     try:
@@ -97,7 +96,7 @@ def read_checkpoint(
         raise _corruption_error(path, error, option) from error
 
 
-def read_run_checkpoint(path: _PATH, option: str, **options: Any) -> dict[str, Any]:
+def read_run_checkpoint(path: Path | str, option: str, **options: Any) -> dict[str, Any]:
     """Return the checkpoint in `path` after checking that a training run wrote it."""
     checkpoint = read_checkpoint(path, option, **options)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
@@ -105,7 +104,7 @@ def read_run_checkpoint(path: _PATH, option: str, **options: Any) -> dict[str, A
     return checkpoint
 
 
-def read_weights(path: _PATH, option: str, **options: Any) -> dict[str, Tensor]:
+def read_weights(path: Path | str, option: str, **options: Any) -> dict[str, Tensor]:
     """Return the `state_dict` in `path`: a checkpoint of a run, or a file that contains nothing else."""
     content = read_checkpoint(path, option, **options)
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
@@ -128,7 +127,7 @@ def check_is_complete(path: Path) -> None:
         raise _corruption_error(path, error, "ckpt_path") from error
 
 
-def _corruption_error(path: _PATH, error: Exception, option: str) -> CheckpointUserError:
+def _corruption_error(path: Path | str, error: Exception, option: str) -> CheckpointUserError:
     cause = str(error).split("\n")[0]
     return CheckpointUserError(f"{option}={path} is not a complete checkpoint ({cause}): use another")
 

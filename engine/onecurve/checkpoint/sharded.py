@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from onecurve.network.tensors import with_versions
+from onecurve.patches.torch import tree_map_only
 
 SHARDS = "shards"
 WEIGHTS = ("state_dict", "training_state_dict")  # `onecurve/run/ema.py` adds the second

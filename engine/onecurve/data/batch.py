@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from onecurve.network.compilation import device_constant
+from onecurve.patches.torch import tree_flatten, tree_unflatten
 
 
 class Batch(NamedTuple):

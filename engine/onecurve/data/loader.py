@@ -14,13 +14,14 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten
 from torch.utils.data import DataLoader, RandomSampler, Sampler, default_collate, get_worker_info
 
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.layout import alone
 from onecurve.data.sampler import Batches, EvaluationBatches
 from onecurve.errors import UserError
+from onecurve.patches.lightning_loops import combination_mode
+from onecurve.patches.torch import TreeSpec, tree_flatten
 from onecurve.process import signals
 from onecurve.random.hashing import hash_ints, permutation
 from onecurve.random.seeding import (
@@ -240,7 +241,9 @@ def loaders_of(plain: L.LightningDataModule, name: str, seed: int) -> Loaders:
             returned = getattr(plain, f"{name}_dataloader")()
     default = "max_size_cycle" if name == "train" else "sequential"
     collection, mode = (
-        (returned.iterables, returned._mode) if isinstance(returned, CombinedLoader) else (returned, default)
+        (returned.iterables, combination_mode(returned))
+        if isinstance(returned, CombinedLoader)
+        else (returned, default)
     )
     leaves, structure = tree_flatten([] if collection is None else collection)
     if (mode == "sequential") == (name == "train"):

@@ -7,7 +7,6 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from onecurve.data.batch import Batch, StepPart, StepParts, as_part, constant_weights, join
@@ -25,6 +24,7 @@ from onecurve.data.plain_data import WithPlainData
 from onecurve.data.sampler import total_steps
 from onecurve.data.training_loaders import TrainingLoaders
 from onecurve.errors import UserError
+from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import refuse_draws, seed_generators
 

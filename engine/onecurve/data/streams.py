@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from onecurve.data.batch import StepParts, as_part
@@ -25,6 +24,7 @@ from onecurve.data.layout import alone
 from onecurve.data.loader import collate_function, errors_of_workers, worker_options
 from onecurve.data.sampler import Place
 from onecurve.errors import UserError
+from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import are_equal, refuse_draws, seed_generators
 

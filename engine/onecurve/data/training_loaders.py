@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from onecurve.data.batch import StepParts, as_part
@@ -24,6 +23,7 @@ from onecurve.data.loader import (
 from onecurve.data.sampler import GivenBatches, TrainingBatches, apply_limit, limit_without_length
 from onecurve.data.streams import StreamLoader, examine, length_of_stream
 from onecurve.errors import UserError
+from onecurve.patches.torch import TreeSpec, tree_unflatten
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import SampleAxis
 

@@ -164,7 +164,8 @@ def _with_imports(name: str, package: str, found: set[str]) -> set[str]:
     if name not in found and file.endswith(".py") and not is_library:
         found.add(name)
         values = vars(sys.modules[name]).values() if name in sys.modules else ()
-        for origin in {str(getattr(value, "__module__", None)) for value in values} | _imported(name, file):
+        origins = {str(getattr(value, "__module__", None)) for value in values} | _imported(name, file)
+        for origin in {*origins, name.rpartition(".")[0]}:  # an import runs the `__init__.py` of its folder
             is_beside = not package and origin in sys.modules and not origin.startswith(("src.", "onecurve."))
             if is_beside or origin.startswith((f"{package}.", *_ENGINE)):
                 _with_imports(origin, package, found)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from onecurve.errors import UserError, suggest
+from onecurve.patches.torch import compiler_options
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -41,7 +42,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     The result is no attribute of an object, because the objects of a run are pickled for spawned ranks, and compiled
     functions cannot be. The first call compiles, and so does the first one with other shapes, types or Python values.
     """
-    known = torch._inductor.list_options()  # of this version of torch
+    known = compiler_options()  # of this version of torch
     return torch.compile(function, dynamic=False, options={name: True for name in _EAGER_ROUNDING if name in known})
 
 

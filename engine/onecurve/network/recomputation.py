@@ -12,10 +12,10 @@ from typing import Any, Optional, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from onecurve.errors import UserError
+from onecurve.patches.torch import AnyBatchNorm
 
 _T = TypeVar("_T")
 
@@ -39,7 +39,7 @@ def block_names(net: nn.Module, prefix: str = "", is_sequence: bool = False) -> 
 
 def _is_composite(module: nn.Module) -> bool:
     # A normalization layer with its activation inside, as in timm, is still one layer.
-    return next(module.children(), None) is not None and not isinstance(module, _BatchNorm)
+    return next(module.children(), None) is not None and not isinstance(module, AnyBatchNorm)
 
 
 def recompute_blocks(net: nn.Module) -> None:

@@ -30,7 +30,14 @@ def with_versions(tensors: Mapping[str, Any], source: Mapping[str, Any]) -> Orde
     `load_state_dict` passes the version to the module, which migrates the weights of an older one, or of none. A plain
     copy of a state dict loses the attribute, so that a module would migrate its present weights.
     """
-    result = OrderedDict(tensors)
-    if hasattr(source, "_metadata"):
-        result._metadata = source._metadata
+    result: OrderedDict[str, Any] = OrderedDict()
+    vars(result).update(getattr(source, "__dict__", {}))
+    result.update(tensors)
     return result
+
+
+def memory_format_of(tensor: Tensor) -> torch.memory_format:
+    """Return channels last for images that are stored so, and otherwise the contiguous format."""
+    is_last = tensor.ndim == 4 and not tensor.is_contiguous()
+    is_last = is_last and tensor.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if is_last else torch.contiguous_format

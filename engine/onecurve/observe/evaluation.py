@@ -13,6 +13,7 @@ from onecurve.data.batch import Batch
 from onecurve.errors import UserError
 from onecurve.network.tensors import upcast_half
 from onecurve.observe.steps import trained_steps
+from onecurve.patches.lightning_loops import steps_of_loggers
 from onecurve.records.files import atomic_write
 
 
@@ -89,7 +90,7 @@ class Evaluation(L.Callback):
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
         # The first is zero in a process that is spawned for the test.
-        trained = trained_steps(trainer) or trainer.fit_loop.epoch_loop._batches_that_stepped
+        trained = trained_steps(trainer) or steps_of_loggers(trainer)
         step = trained if self._loaded_step is None else self._loaded_step
         evaluation = {"step": step, "classes": data.classes, "confusion": confusion.tolist()}
         file = Path(trainer.default_root_dir) / "evaluation" / f"{stage}.json"

@@ -34,5 +34,5 @@ class GradientNorms(L.Callback):
 def _gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
     """Return the factor on the gradients: a fused optimizer divides by the loss scale of `16-mixed` in its own step."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    is_scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+    is_scaled = scaler is not None and any(group.get("fused") for group in optimizer.param_groups)
     return scaler.get_scale() if is_scaled else 1.0

@@ -4,14 +4,15 @@ from time import monotonic
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import RichProgressBar
 from rich.progress import TimeRemainingColumn
 from rich.table import Column
+
+from onecurve.patches.progress import ProgressBarWithLayout, set_layout
 
 _OTHER_COLUMNS = 38  # characters of all columns but the metrics, with a bar of 4
 
 
-class ProgressBar(RichProgressBar):
+class ProgressBar(ProgressBarWithLayout):
     """Lightning's RichProgressBar on one line, with its metrics gathered at each of the `refresh_rate` refreshes.
 
     Lightning gathers them at every step, and also shows the elapsed time and the speed. The bar takes the room that the
@@ -38,12 +39,8 @@ class ProgressBar(RichProgressBar):
         bar.bar_width = None  # what the other columns leave
         columns = [description, batches, TimeRemainingColumn()]
         for column in columns:
-            column._table_column = Column(no_wrap=True)
+            set_layout(column, Column(no_wrap=True))
         return [description, bar, *columns[1:]]
 
-    def _init_progress(self, trainer: L.Trainer) -> None:
-        super()._init_progress(trainer)
-        if self._metric_component is not None:
-            assert self._console is not None
-            room = max(1, self._console.width - _OTHER_COLUMNS)
-            self._metric_component._table_column = Column(no_wrap=True, overflow="ellipsis", max_width=room)
+    def layout_of_metrics(self, width: int) -> Column:
+        return Column(no_wrap=True, overflow="ellipsis", max_width=max(1, width - _OTHER_COLUMNS))

@@ -10,11 +10,13 @@ torch.profiler is no alternative on a GPU: once it has run, CUPTI slows down the
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import _GeneratorContextManager, contextmanager
+from contextlib import ExitStack, _GeneratorContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from onecurve.patches.fsdp import communication_in
 
 COMPUTATION, COMMUNICATION = "forward_backward", "communication"
 _Mark = Any  # a CUDA event, or seconds of `time.perf_counter`
@@ -102,12 +104,16 @@ def synchronize(device: torch.device) -> None:
 
 
 _recording: StepRecording | None = None
+_of_fsdp = ExitStack()
 
 
 def set_recording(recording: StepRecording | None) -> None:
-    """Set the recording to which the functions below add; None records nothing."""
+    """Set the recording to which the functions below, and FSDP, add; None records nothing."""
     global _recording
     _recording = recording
+    _of_fsdp.close()
+    if recording:
+        _of_fsdp.enter_context(communication_in(communication()))
 
 
 def current_recording() -> StepRecording | None:

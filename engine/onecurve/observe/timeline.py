@@ -14,7 +14,6 @@ from typing import Any
 import lightning as L
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 
 from onecurve.observe.recording import (
     COMMUNICATION,
@@ -25,6 +24,7 @@ from onecurve.observe.recording import (
     synchronize,
 )
 from onecurve.observe.steps import is_log_point, trained_steps
+from onecurve.patches.torch import call_after_backward
 from onecurve.process.rank import peak_memory_mib
 from onecurve.records.files import append_json_line
 
@@ -190,4 +190,4 @@ def _record_wait(_: Tensor) -> None:
     The engine calls back in the order of the requests after all nodes of the backward pass. This hook of the loss is
     called first, so its request precedes those of DDP and FSDP.
     """
-    Variable._execution_engine.queue_callback(partial(_switch, COMMUNICATION))
+    call_after_backward(partial(_switch, COMMUNICATION))

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from onecurve.errors import UserError, check_choice
+from onecurve.patches import lightning_strategies
 
 _log = logging.getLogger(__name__)
 _INIT_TIMEOUT = 20.0  # seconds
 
 
-class WandbLogger(loggers.WandbLogger):
+class WandbLogger(lightning_strategies.WandbLogger):
     """Lightning's WandbLogger, which goes offline if the server does not answer.
 
     A training run stays one W&B run however often it is resumed.
@@ -54,25 +54,21 @@ class WandbLogger(loggers.WandbLogger):
         super().__init__(
             name, folder, run_id, project=project, log_model=log_model, settings=settings | given, **options
         )
-        del self._wandb_init["anonymous"]  # wandb warns of it
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a spawned rank, which opens the W&B run by its id."""
-        return vars(self) | {"_experiment": None}
+        del self.init_options["anonymous"]  # wandb warns of it
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
         """The W&B run. The first use starts it, offline if its server does not answer."""
-        if self._experiment is not None:
-            return self._experiment
+        if self.started is not None:
+            return self.started
         import wandb
 
         Path(str(self.save_dir)).mkdir(parents=True, exist_ok=True)
         try:
-            mode = "offline" if self._offline else self._wandb_init.get("mode") or online_or_offline()
+            mode = "offline" if self.is_offline else self.init_options.get("mode") or online_or_offline()
             if mode == "online":
-                self._wandb_init["mode"] = mode
+                self.init_options["mode"] = mode
                 run = super().experiment
                 _log.info("wandb: %s", run.url)
                 return run
@@ -86,7 +82,7 @@ class WandbLogger(loggers.WandbLogger):
             _log.info("wandb is offline; to view or upload the run:")
             _log.info("wandb leet %s/wandb", self.save_dir)
             _log.info("wandb sync %s/wandb/offline-*", self.save_dir)
-        self._wandb_init["mode"] = mode
+        self.init_options["mode"] = mode
         return super().experiment
 
     @rank_zero_only
@@ -111,10 +107,9 @@ class WandbLogger(loggers.WandbLogger):
         )
         self.log_metrics({f"images/{stage}_confusion_matrix": chart}, evaluation["step"])
 
-    def _scan_and_log_checkpoints(self, checkpoint_callback: ModelCheckpoint) -> None:
+    def artifact_name(self, checkpoint_callback: ModelCheckpoint) -> str:
         # Lightning gives all callbacks one name, so the alias "best" would move from best.ckpt to last.ckpt.
-        self._checkpoint_name = f"model-{self.version}" + ("" if checkpoint_callback.monitor else "-last")
-        super()._scan_and_log_checkpoints(checkpoint_callback)
+        return f"model-{self.version}" + ("" if checkpoint_callback.monitor else "-last")
 
 
 def _define_metrics(run: Any) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from onecurve.checkpoint.optimizer_state import shard_like
 from onecurve.network.compilation import compiled, should_compile
 from onecurve.network.tensors import to_full_tensor, to_local
+from onecurve.patches.torch import foreach_add, foreach_add_, foreach_mul_, foreach_norm, foreach_reciprocal
 
 # Newton-Schulz coefficients of Jordan et al. (2024), chosen to raise small singular values quickly.
 _LINEAR, _CUBIC, _QUINTIC = 3.4445, -4.7750, 2.0315
@@ -111,8 +112,8 @@ class Muon(Optimizer):
         directions = compiled(_directions) if should_compile(self.compile, parameters[0]) else _directions
         updates = directions(parameters, gradients, momenta, group)
         if group["orthogonal"] and not group["unit_filters"]:
-            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+            foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        foreach_add_(parameters, updates, alpha=-group["lr"])
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -128,17 +129,17 @@ def _directions(parameters: list[Tensor], gradients: Any, momenta: list[Tensor],
     here: it changes with each step, and a compiled function would be compiled again.
     """
     if not group["orthogonal"]:
-        gradients = torch._foreach_add(gradients, parameters, alpha=group["weight_decay"])
-    torch._foreach_mul_(momenta, group["momentum"])
-    torch._foreach_add_(momenta, gradients)
-    updates: Any = torch._foreach_add(gradients, momenta, alpha=group["momentum"])
+        gradients = foreach_add(gradients, parameters, alpha=group["weight_decay"])
+    foreach_mul_(momenta, group["momentum"])
+    foreach_add_(momenta, gradients)
+    updates: Any = foreach_add(gradients, momenta, alpha=group["momentum"])
     if not group["orthogonal"]:
         return updates
     if group["unit_filters"]:
-        norms = torch._foreach_norm([to_full_tensor(parameter) for parameter in parameters])
-        scales: Any = torch._foreach_reciprocal(norms)
-        torch._foreach_mul_(scales, [len(parameter) ** 0.5 for parameter in parameters])
-        torch._foreach_mul_([to_local(parameter) for parameter in parameters], scales)
+        norms = foreach_norm([to_full_tensor(parameter) for parameter in parameters])
+        scales: Any = foreach_reciprocal(norms)
+        foreach_mul_(scales, [len(parameter) ** 0.5 for parameter in parameters])
+        foreach_mul_([to_local(parameter) for parameter in parameters], scales)
     full = orthogonalize([to_full_tensor(update) for update in updates], group["iterations"])
     return [shard_like(update, parameter) for update, parameter in zip(full, parameters, strict=True)]
 

@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from onecurve.data.layout import BatchLayout
@@ -30,6 +28,7 @@ from onecurve.network.compilation import device_constant
 from onecurve.network.recomputation import remember
 from onecurve.network.tensors import upcast_half
 from onecurve.observe.recording import communication
+from onecurve.patches.torch import AnyBatchNorm, BatchNormOfAnyShape, keep_out_of_ddp
 
 _PARAMETERS = tuple(inspect.signature(F.batch_norm).parameters)
 _ADDITIONS = (Tensor.add_, Tensor.__iadd__, Tensor.add, Tensor.__add__)
@@ -98,7 +97,7 @@ def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
 
     DistributedDataParallel, if it wraps `net`, does not broadcast their running statistics: each rank has its own.
     """
-    norms: dict[str, Any] = {name: part for name, part in net.named_modules() if isinstance(part, _BatchNorm)}
+    norms: dict[str, Any] = {name: part for name, part in net.named_modules() if isinstance(part, AnyBatchNorm)}
     for name, norm in norms.items():
         if isinstance(norm, GroupedBatchNorm):
             continue
@@ -109,8 +108,8 @@ def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
         norm.class_before, norm.groups = type(norm), groups
         norm.__class__ = _grouped_class(norm.class_before)
         norm.begin_step()
-    buffers = [f"{name}.{buffer}" for name, norm in norms.items() for buffer in norm._buffers]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, buffers)
+    buffers = [f"{name}.{buffer}" for name, norm in norms.items() for buffer, _ in norm.named_buffers(recurse=False)]
+    keep_out_of_ddp(net, buffers)
 
 
 def revert_norm_groups(net: nn.Module) -> None:
@@ -141,7 +140,7 @@ def average_statistics(net: nn.Module) -> None:
         own.copy_(mean)
 
 
-class GroupedBatchNorm(_BatchNorm):
+class GroupedBatchNorm(AnyBatchNorm):
     """Batch normalization over groups, of an (n, channels, ...) input whose samples are ordered by group.
 
     A layer keeps its own forward pass, also one such as that of timm's BatchNormAct2d: its `F.batch_norm` normalizes by
@@ -156,7 +155,7 @@ class GroupedBatchNorm(_BatchNorm):
     """
 
     groups: RankGroups
-    class_before: type[_BatchNorm]
+    class_before: type[AnyBatchNorm]
     is_first_pass: bool
     passes: int
     is_normalized: bool
@@ -279,17 +278,10 @@ class _BatchNormCalls(TorchFunctionMode):
         return self.norm.normalize(**call) if call.get("training") else func(**call)
 
 
-class _AnyBatchNorm(_BatchNorm):
-    """`nn.SyncBatchNorm` without its communication: it takes inputs of any number of dimensions."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Accept every input."""
-
-
 @functools.cache
 def _grouped_class(before: Any) -> type[GroupedBatchNorm]:
     """Return the class of a layer of class `before` that normalizes over groups."""
-    base = _AnyBatchNorm if before.forward is nn.SyncBatchNorm.forward else before
+    base = BatchNormOfAnyShape if before.forward is nn.SyncBatchNorm.forward else before
     return type(before.__name__, (GroupedBatchNorm, base), {})
 
 

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from onecurve.errors import UserError, check_choice
 from onecurve.parallel.ddp import auto
 from onecurve.parallel.sharded_state import ShardedStateStrategy
+from onecurve.patches.torch import has_gradient_hook
 from onecurve.targets import locate
 
 _STRATEGIES = {
@@ -46,7 +47,7 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
     # FSDP makes new parameters, also of the stages of a pipeline, and pickling for spawned processes drops hooks.
     if "fsdp" in (name, getattr(strategy, "data_parallel", "")) or name == "ddpspawn":
         for weight_name, weight in module.named_parameters():
-            if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            if has_gradient_hook(weight):
                 raise UserError(f"this strategy would lose the hook of the parameter {weight_name}: use strategy=ddp")
     if "fsdp" in (name, getattr(strategy, "data_parallel", "")):
         refused = [f"the scalar {name}" for name, weight in module.named_parameters() if weight.ndim == 0]

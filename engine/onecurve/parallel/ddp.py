@@ -11,7 +11,6 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -23,6 +22,8 @@ from torch.optim import Optimizer
 from onecurve.errors import UserError, check_choice
 from onecurve.observe.recording import communication
 from onecurve.parallel.gather import all_gather
+from onecurve.patches.lightning_strategies import DDPStrategy
+from onecurve.targets import locate
 
 
 def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -47,6 +48,14 @@ HOOKS: dict[str, Any] = {
 }
 
 
+def _hook(name: str) -> Any:
+    """Return a hook of torch, or the function of this name."""
+    if "." in name:
+        return locate("strategy.comm_hook", name)
+    check_choice("strategy.comm_hook", name, HOOKS)
+    return HOOKS[name]
+
+
 class DDP(DDPStrategy):
     """Gives every rank a full replica of the network and its part of the data.
 
@@ -56,7 +65,8 @@ class DDP(DDPStrategy):
             which starts anew when a run continues.
             `post_local_sgd` reduces no gradients: it averages the weights every `model_averaging_period` steps, and
             before validation and saving (Lin et al., "Don't use large mini-batches, use local SGD", 2020). A checkpoint
-            then holds the averages of the optimizer states.
+            then holds the averages of the optimizer states. The name of a function, such as `src.hooks.signs`, is a
+            hook of your own: it gets None and a `dist.GradBucket`, and returns a future of the reduced gradients.
         comm_start_step: steps with plain averaging of gradients before `powersgd` or `post_local_sgd` begins.
         matrix_approximation_rank: rank of the PowerSGD factors.
         model_averaging_period: steps between two averages of the weights under `post_local_sgd`.
@@ -83,7 +93,7 @@ class DDP(DDPStrategy):
         self.comm_hook, self.comm_start_step, self.shard_optimizer = comm_hook, comm_start_step, shard_optimizer
         self.matrix_approximation_rank, self.shares = matrix_approximation_rank, shares
         if comm_hook is not None:
-            check_choice("strategy.comm_hook", comm_hook, HOOKS)
+            _hook(comm_hook)
         if comm_start_step < 2:
             raise UserError(f"strategy.comm_start_step={comm_start_step}: DDP fixes its buckets first; give 2 or more")
         if min(matrix_approximation_rank, model_averaging_period) < 1:
@@ -129,20 +139,20 @@ class DDP(DDPStrategy):
             )
         super().setup(trainer)
 
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+    def wrap(self, model: nn.Module) -> DistributedDataParallel:
         if self._adds_virtual_ranks:
             return cast(DistributedDataParallel, model)  # `VirtualRanks` adds the gradients
         self._averaged = [(name, weight, weight.requires_grad) for name, weight in model.named_parameters()]
         # Lightning builds DDP on a side stream, for capture in a CUDA graph (strategies/ddp.py:194 in 2.6.6).
         # Gradients would then accumulate on that stream, and each backward pass would wait for the other one:
         # https://github.com/Lightning-AI/pytorch-lightning/issues/21567
-        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self.ddp_options)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin anew after weights were frozen or unfrozen: DDP averages those that it has found trainable."""
         if not self._adds_virtual_ranks and any(weight.requires_grad != was for _, weight, was in self._averaged):
-            self.model = self._setup_model(cast(nn.Module, self.lightning_module))
-            self._register_ddp_hooks()
+            self.model = self.wrap(cast(nn.Module, self.lightning_module))
+            self.register_hook()
             self.on_train_start()
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -185,20 +195,18 @@ class DDP(DDPStrategy):
             for config in self.lr_scheduler_configs:
                 config.scheduler.optimizer = self.optimizers[optimizers.index(config.scheduler.optimizer)]
 
-    def _register_ddp_hooks(self) -> None:
+    def register_hook(self) -> None:
         if self.comm_hook == "powersgd":
-            self._ddp_comm_state = PowerSGDState(None, self.matrix_approximation_rank, self.comm_start_step)
+            self.hook_state = PowerSGDState(None, self.matrix_approximation_rank, self.comm_start_step)
         elif self.comm_hook == "post_local_sgd":
-            self._ddp_comm_state = PostLocalSGDState(
-                None, None, self.comm_start_step, post_local_gradient_allreduce=False
-            )
+            self.hook_state = PostLocalSGDState(None, None, self.comm_start_step, post_local_gradient_allreduce=False)
         if self.comm_hook:
-            cast(DistributedDataParallel, self.model).register_comm_hook(self._ddp_comm_state, HOOKS[self.comm_hook])
+            cast(DistributedDataParallel, self.model).register_comm_hook(self.hook_state, _hook(self.comm_hook))
 
     def on_train_start(self) -> None:
         """Give the averaging of weights the step that it would have in an uninterrupted run."""
-        if self._model_averager is not None:
-            cast(Any, self._ddp_comm_state).iter = self._model_averager.step = self.lightning_module.trainer.global_step
+        if self.averager is not None:
+            self.hook_state.iter = self.averager.step = self.lightning_module.trainer.global_step
 
     def on_validation_start(self) -> None:
         self._average(self.lightning_module.parameters())
@@ -211,15 +219,15 @@ class DDP(DDPStrategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._model_averager is not None:
+        if self.averager is not None:
             self._average(value for moments in optimizer.state.values() for value in moments.values())
         return super().optimizer_state(optimizer)
 
     def _average(self, values: Iterable[Any]) -> None:
         """Under post-local SGD, average the tensors over all ranks, in place. Every rank must call it."""
-        if self._model_averager is not None:
+        if self.averager is not None:
             floats = [value for value in values if isinstance(value, Tensor) and value.ndim]  # no step counts
-            average_parameters(cast(Any, iter(floats)), self._model_averager.process_group)
+            average_parameters(cast(Any, iter(floats)), self.averager.process_group)
 
 
 def auto(devices: int | list[int], num_nodes: int) -> DDP | str:

@@ -2,34 +2,21 @@
 
 import multiprocessing
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch.multiprocessing as mp
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from onecurve.observe.wandb import finish_run, mark_preempted
 from onecurve.parallel.ddp import DDP
+from onecurve.patches.lightning_loops import set_steps_of_loggers, steps_of_loggers
+from onecurve.patches.lightning_strategies import SpawnLauncher
 from onecurve.process import signals
 from onecurve.process.rank import close_process_group, connect_debugger, log_to_folder, tune_malloc
 
 
-class DDPSpawn(DDP):
-    """Runs in one process, which spawns one process per device, separately for fit and for test."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(start_method="spawn", **kwargs)
-
-    def setup(self, trainer: L.Trainer) -> None:
-        if self.root_device.type == "cpu":
-            tune_malloc()
-        super().setup(trainer)
-
-    def _configure_launcher(self) -> None:
-        self._launcher = _Launcher(self, start_method="spawn")
-
-
-class _Launcher(_MultiProcessingLauncher):
+class _Launcher(SpawnLauncher):
     """Shuts each process down cleanly, and returns what a later test needs from fit to the main process.
 
     The test logs its metrics at the step and epoch of fit, and may read the best checkpoint.
@@ -47,14 +34,14 @@ class _Launcher(_MultiProcessingLauncher):
         finally:
             signals.restore_handlers(handlers)
 
-    def _wrapping_function(self, process_idx: int, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def run_rank(self, rank: int, trainer: L.Trainer, run: Callable[[], None]) -> None:
         parent: Any = multiprocessing.parent_process()
         signals.prepare_started_process(parent.pid)
-        connect_debugger(process_idx)
+        connect_debugger(rank)
         # All ranks are on this host. Lightning logs before it sets the strategy up.
-        log_to_folder(trainer.default_root_dir, rank=process_idx)
+        log_to_folder(trainer.default_root_dir, rank=rank)
         try:
-            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+            run()
         except BaseException as error:
             for logger in trainer.loggers:
                 logger.finalize("failed")  # Lightning does so only in processes that it did not spawn
@@ -69,16 +56,29 @@ class _Launcher(_MultiProcessingLauncher):
         close_process_group()
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
-        loop = trainer.fit_loop
         return super().get_extra_results(trainer) | {
-            "step": loop.epoch_loop._batches_that_stepped,
+            "step": steps_of_loggers(trainer),
             "epoch": trainer.current_epoch,
             "best": [getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks],
         }
 
     def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
-        trainer.fit_loop.epoch_loop._batches_that_stepped = extra["step"]
+        set_steps_of_loggers(trainer, extra["step"])
         trainer.fit_loop.epoch_progress.current.completed = extra["epoch"]
         for callback, path in zip(trainer.checkpoint_callbacks, extra["best"], strict=True):
             callback.best_model_path = path
+
+
+class DDPSpawn(DDP):
+    """Runs in one process, which spawns one process per device, separately for fit and for test."""
+
+    spawn_launcher = _Launcher
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(start_method="spawn", **kwargs)
+
+    def setup(self, trainer: L.Trainer) -> None:
+        if self.root_device.type == "cpu":
+            tune_malloc()
+        super().setup(trainer)

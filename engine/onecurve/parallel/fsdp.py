@@ -12,15 +12,15 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from onecurve.errors import UserError
 from onecurve.parallel.sharded_state import ShardedStateStrategy, prepare_to_shard
 from onecurve.parallel.tree_sum import TreeSum
 from onecurve.parallel.virtual_ranks import VirtualRanks
+from onecurve.patches.torch import AnyBatchNorm
 from onecurve.process.rank import map_large_blocks
 
 
@@ -120,13 +120,12 @@ class FSDP(ShardedStateStrategy):
                 "use a number of trainer.devices that does, or strategy=ddp"
             )
 
-    def setup_environment(self) -> None:
-        self._setup_distributed()
+    def make_mesh(self) -> DeviceMesh:
         self.check_world_size(self.world_size)
         shape, names = (self.replicas, self.world_size // self.replicas), ("replicate", "shard")
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-        self._device_mesh = mesh if self.replicas > 1 else mesh["shard"]
         self._shard_group = mesh["shard"].get_group()
+        return mesh if self.replicas > 1 else mesh["shard"]
 
     def parallelize(self, module: L.LightningModule) -> None:
         """Shard each network of the module; each of its blocks is gathered on its own."""
@@ -163,7 +162,7 @@ class FSDP(ShardedStateStrategy):
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.policy}
         for module in self.gathered_modules(net):
             prepare_to_shard(module)
-            is_norm = self.policy.param_dtype and isinstance(module, _BatchNorm)
+            is_norm = self.policy.param_dtype and isinstance(module, AnyBatchNorm)
             sharded = fully_shard(module, mesh=self.device_mesh, **({} if is_norm else options))
             if self.is_bit_exact:
                 sharded.set_gradient_divide_factor(1.0)
@@ -172,7 +171,7 @@ class FSDP(ShardedStateStrategy):
     def gathered_modules(self, net: nn.Module) -> list[nn.Module]:
         """Return the modules that gather their weights at once, each without the weights of those before it."""
         # Batch statistics stay in full precision, so the weights of these layers must too: no policy.
-        norms = [part for part in net.modules() if isinstance(part, _BatchNorm)] if self.policy.param_dtype else []
+        norms = [part for part in net.modules() if isinstance(part, AnyBatchNorm)] if self.policy.param_dtype else []
         # A block with tied weights, such as an embedding and the head, is gathered with the network.
         uses = _uses(net)
         blocks = [block for block in _networks(net) if all(uses[weight] == n for weight, n in _uses(block).items())]

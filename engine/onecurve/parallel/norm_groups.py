@@ -5,7 +5,6 @@ from typing import Any
 import lightning as L
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from onecurve.data.layout import BatchLayout
 from onecurve.errors import UserError
@@ -16,6 +15,7 @@ from onecurve.parallel.batch_norm import (
     rank_groups,
     revert_norm_groups,
 )
+from onecurve.patches.torch import AnyBatchNorm
 
 
 class NormGroups(L.Callback):
@@ -26,7 +26,7 @@ class NormGroups(L.Callback):
 
         It is called again when the module has made its last layers, which may be compiled already.
         """
-        norms = [part for part in pl_module.modules() if isinstance(part, _BatchNorm)]
+        norms = [part for part in pl_module.modules() if isinstance(part, AnyBatchNorm)]
         if stage != "fit" or len(norms) == len(list(grouped_norms(pl_module))):
             return
         data: Any = trainer.datamodule

@@ -7,10 +7,8 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from onecurve.checkpoint import sharded
@@ -20,10 +18,7 @@ from onecurve.errors import UserError
 from onecurve.network.tensors import to_full_tensor, with_versions
 from onecurve.observe.recording import communication
 from onecurve.parallel.gather import all_gather
-
-# In these methods FSDP2 gathers the weights of a block, or reduces its gradients.
-for _name in ("pre_forward", "pre_backward", "post_backward"):
-    setattr(FSDPParamGroup, _name, communication()(getattr(FSDPParamGroup, _name)))
+from onecurve.patches.lightning_strategies import ModelParallelStrategy
 
 
 def prepare_to_shard(part: nn.Module) -> None:
@@ -98,7 +93,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
     def lightning_restore_optimizer(self) -> bool:
         return True
 
-    def _setup_model(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         if not self._full_names:  # test after fit finds the network parallelized already
             full = model.state_dict()
             self._full_names, self._versions = list(full), with_versions({}, full)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecurve.observe.recording import communication
+from onecurve.patches.torch import foreach_add_
 
 _BUCKET = 25 << 20  # bytes that are sent at once, of which some copies are in memory
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name is deprecated
@@ -34,7 +35,7 @@ class TreeSum:
         """Add the node of `count` virtual ranks from `first` on; the tensors belong to this object from now on."""
         while (sibling := self.nodes.pop((first ^ count, count), None)) is not None:
             if tensors:
-                torch._foreach_add_(tensors, sibling)
+                foreach_add_(tensors, sibling)
             first, count = min(first, first ^ count), 2 * count
         self.nodes[first, count] = tensors
 

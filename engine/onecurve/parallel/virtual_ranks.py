@@ -108,7 +108,9 @@ class PassSums:
         weights = dict.fromkeys(weight for part in modules for weight in part.parameters(recurse=False))
         self.weights = [weight for weight in weights if weight.requires_grad]
         self._kept: list[Tensor | None] = [None] * len(self.weights)
-        self._places = [(part, name, x) for part in modules for name, x in part._buffers.items() if x is not None]
+        self._places = [
+            (part, name, x) for part in modules for name, x in part.named_buffers(recurse=False, remove_duplicate=False)
+        ]
         self._shapes = self._buffer_shapes()
         buffers = {id(buffer): buffer for *_, buffer in self._places}.values()  # a buffer may have two names
         self._floats = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
@@ -121,10 +123,14 @@ class PassSums:
         """Give the network copies of its buffers."""
         copies = {id(buffer): buffer.clone() for buffer in (*self._floats, *self._others)}
         for part, name, buffer in self._places:
-            part._buffers[name] = copies[id(buffer)]
+            setattr(part, name, copies[id(buffer)])
 
     def _buffer_shapes(self) -> list[tuple[str, torch.Size]]:
-        return [(name, x.shape) for part in self._modules for name, x in part._buffers.items() if x is not None]
+        return [
+            (name, x.shape)
+            for part in self._modules
+            for name, x in part.named_buffers(recurse=False, remove_duplicate=False)
+        ]
 
     def end_forward(self, number: int) -> None:
         """Add the buffers of a virtual rank."""
@@ -134,7 +140,7 @@ class PassSums:
                 f"bit_exact=true: the forward pass adds, removes or resizes the buffer {name}, of which virtual ranks "
                 "need a mean: give it its shape in the constructor"
             )
-        now: dict[int, Any] = {id(buffer): part._buffers[name] for part, name, buffer in self._places}
+        now: dict[int, Any] = {id(buffer): part.get_buffer(name) for part, name, buffer in self._places}
         # A sum of V masks of the smallest float would overflow, and 1/V is exact, because V is a power of two.
         self._means.add([upcast_half(now[id(buffer)]) / self.count for buffer in self._floats], number)
         if number == 0:
@@ -179,7 +185,7 @@ class PassSums:
             new = _shaped_like(gradient, weight) if has_one else None
             weight.grad = new + kept if new is not None and kept is not None else kept if new is None else new
         for part, name, buffer in self._places:
-            part._buffers[name] = buffer
+            setattr(part, name, buffer)
         for buffer, value in zip((*self._floats, *self._others), (*means, *first), strict=True):
             buffer.copy_(value.view(buffer.shape))
 

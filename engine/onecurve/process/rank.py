@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from onecurve.errors import UserError
+from onecurve.patches.torch import set_timeout_of_all_groups
 from onecurve.process.ranks import is_started_by_srun, is_started_by_torchrun
 
 if TYPE_CHECKING:
@@ -203,8 +204,7 @@ def set_timeouts_after(seconds: float) -> None:
     default after half an hour, and after ten minutes in the subgroups of a device mesh, which take no timeout.
     """
     if dist.is_initialized():
-        for group in dist.distributed_c10d._world.pg_map:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds) + _MARGIN, group)
+        set_timeout_of_all_groups(timedelta(seconds=seconds) + _MARGIN)
 
 
 def close_process_group() -> None:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onecurve.errors import UserError
+from onecurve.patches.torch import attention_weights
 from onecurve.random.dropout import SampleDropout, dropouts, hash_samples, keep_mask, set_keys
 from onecurve.random.hashing import hash_ints, normal
 from onecurve.random.seeding import seed_generators, torch_generator_states
@@ -167,8 +168,7 @@ def _attention(
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # of the positions to attend to
         attn_mask = query.new_zeros(attn_mask.shape).masked_fill(~attn_mask, -torch.inf)
-    compute: Any = torch.ops.aten._scaled_dot_product_attention_math
-    weights = compute(query, key, value[..., :0], attn_mask, 0.0, is_causal, None, **options)[1]
+    weights = attention_weights(query, key, value[..., :0], attn_mask, 0.0, is_causal, None, **options)
     if options.get("enable_gqa"):
         value = value.repeat_interleave(weights.shape[-3] // value.shape[-3], -3)
     mask = sample_random.keep_mask(weights.shape, dropout_p)

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from onecurve.errors import UserError
+from onecurve.patches.torch import tree_leaves
 
 
 class SampleAxis(NamedTuple):

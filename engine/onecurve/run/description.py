@@ -9,13 +9,13 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from onecurve.checkpoint.format import VERSION, VERSION_KEY
 from onecurve.errors import UserError
 from onecurve.identity.fingerprint import Experiment, continue_experiment, describe_experiment
 from onecurve.observe.csv import CSVLogger
 from onecurve.observe.guard import start_loggers
+from onecurve.patches.torch import AnyBatchNorm
 from onecurve.records.events import append_event, append_resize, read_events
 from onecurve.run.bit_exact import numerics
 
@@ -135,7 +135,7 @@ class RunDescription(L.Callback):
             experiment=self._fingerprint,
             onecurve=VERSION,
             numerics=settings["numerics"],
-            normalizes=any(isinstance(part, _BatchNorm) for part in module.modules()),
+            normalizes=any(isinstance(part, AnyBatchNorm) for part in module.modules()),
             device=torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else module.device.type,
         )
 

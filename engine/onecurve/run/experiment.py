@@ -16,6 +16,7 @@ from onecurve.checkpoint.io import load_initial_weights
 from onecurve.data.ordered_data import OrderedData
 from onecurve.errors import UserError, as_typed
 from onecurve.observe.wandb import finish_run, mark_preempted
+from onecurve.patches.lightning_loops import steps_of_loggers
 from onecurve.process.signals import RESIZE, Stopped
 from onecurve.records.events import append_event
 from onecurve.run.predictions import PredictionWriter, SamplePredictions
@@ -73,7 +74,7 @@ def run(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | None = None) 
     metrics = {name: float(value) for name, value in trainer.final_metrics.items()}
     if trainer.is_global_zero:
         # `ddp_spawn` restores this count in the main process, but not `global_step`.
-        steps = trainer.fit_loop.epoch_loop._batches_that_stepped
+        steps = steps_of_loggers(trainer)
         append_event(cfg.run_dir, "finished", steps if cfg.fit else None)
         _log_end(metrics, cfg.run_dir)
     if keep_trainer:

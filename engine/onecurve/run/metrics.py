@@ -10,14 +10,24 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric, MetricTracker
 from torchmetrics.utilities.data import dim_zero_mean
 
+from onecurve.patches.lightning_loops import LoggedMean, results_of
+from onecurve.patches.torch import tree_map_only
+from onecurve.patches.torchmetrics import (
+    COUNT,
+    add_states,
+    default_states,
+    forget_value,
+    has_value,
+    reductions,
+    set_states,
+)
+from onecurve.patches.torchmetrics import states as states_of
+
 _log = logging.getLogger(__name__)
-_COUNT = "_update_count"  # of a metric, beside its states
 _State = dict[str, Any]  # tensors, and lists of them, by the names of a metric's states
 
 
@@ -59,7 +69,7 @@ class VirtualMetrics(L.Callback):
         """Begin new means."""
         for name, result in self.means.items():
             self._states.pop(name, None)
-            vars(result).update(_initial_state(result))
+            set_states(result, _initial_state(result))
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._begin(trainer, pl_module)
@@ -83,23 +93,23 @@ class VirtualMetrics(L.Callback):
     def _switch(self, number: int) -> None:
         for name, metric in (self.metrics if self._trainer.training else self.metrics | self.means).items():
             states = self._states.setdefault(name, {})
-            states[self._current] = _state(metric)
+            states[self._current] = states_of(metric)
             # Without virtual rank 0 a process has its count, or `compute` would warn.
-            count = max(state[_COUNT] for state in states.values()) if number == 0 else 0
-            vars(metric).update(states.get(number) or _initial_state(metric) | {_COUNT: count})
-            metric._computed = None  # that of another virtual rank
+            count = max(state[COUNT] for state in states.values()) if number == 0 else 0
+            set_states(metric, states.get(number) or _initial_state(metric) | {COUNT: count})
+            forget_value(metric)  # that of another virtual rank
         self._current = number
 
     def states(self, name: str, metric: Any) -> dict[int, _State]:
         """Return the states of a metric on the virtual ranks of this process."""
         data: Any = self._trainer.datamodule
-        states = self._states.get(name, {}) | {self._current: _state(metric)}
+        states = self._states.get(name, {}) | {self._current: states_of(metric)}
         return {number: states.get(number) or _initial_state(metric) for number in data.own_virtual_ranks}
 
     def restore(self, name: str, metric: Any, states: list[_State]) -> None:
         """Set the states of a metric on all virtual ranks."""
         self._states[name] = dict(enumerate(states))
-        vars(metric).update(states[self._current])
+        set_states(metric, states[self._current])
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -123,17 +133,17 @@ class VirtualMetrics(L.Callback):
         if not should_sync or self.is_in_pass:
             yield
             return
-        own = _state(metric)
-        vars(metric).update(self._combined(name, metric))
+        own = states_of(metric)
+        set_states(metric, self._combined(name, metric))
         try:
             yield
         finally:
-            vars(metric).update(own)
+            set_states(metric, own)
 
     def _compute_mean(self, name: str, result: Any, compute: Callable[[], Any]) -> Any:
         """Compute a mean over all virtual ranks, in every process. The evaluation has ended."""
-        if result._computed is None:
-            vars(result).update(self._combined(name, result))
+        if not has_value(result):
+            set_states(result, self._combined(name, result))
             self._states.pop(name, None)
         return compute()
 
@@ -177,7 +187,7 @@ class MetricStates(L.Callback):
         metrics = {name: metric for name, metric in metrics.items() if name not in self._saved}
         virtual = self.virtual.metrics if self.virtual else {}
         rank = trainer.datamodule.parallel.dp_rank
-        own = {name: {rank: _state(metric)} for name, metric in metrics.items() if name not in virtual}
+        own = {name: {rank: states_of(metric)} for name, metric in metrics.items() if name not in virtual}
         for name in metrics.keys() & virtual.keys():
             own[name] = self.virtual.states(name, metrics[name])
         states: dict[str, Any] = _gather(trainer, _on_cpu(own))
@@ -200,14 +210,15 @@ class MetricStates(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Restore a value that Lightning accumulates after its first `self.log`, which begins it."""
-        results = trainer.fit_loop.epoch_loop._results
+        results = results_of(trainer.fit_loop.epoch_loop)
         for name in self._saved.keys() & results.keys():
             result, state = results[name], self._saved.pop(name)
             is_shared = trainer.datamodule.bit_exact  # by all processes
-            own = state if is_shared or trainer.datamodule.parallel.dp_rank == 0 else result._defaults
+            default = default_states(result)
+            own = state if is_shared or trainer.datamodule.parallel.dp_rank == 0 else default
             # The type is that of the value on all ranks, as the collective of Lightning's mean needs it.
-            result._reduce_states({key: own[key].to(result.value, non_blocking=True) for key in result._defaults})
-            result._computed = None
+            add_states(result, {key: own[key].to(result.value, non_blocking=True) for key in default})
+            forget_value(result)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._saved:
@@ -227,7 +238,7 @@ class MetricStates(L.Callback):
                 self.virtual.restore(name, metric, saved)
                 continue
             for key, value in saved.items():
-                is_mean = metric._reductions.get(key, dim_zero_mean) is dim_zero_mean
+                is_mean = reductions(metric).get(key, dim_zero_mean) is dim_zero_mean
                 if is_mean or trainer.datamodule.parallel.dp_rank == 0:
                     setattr(metric, key, value)
 
@@ -240,7 +251,7 @@ def _fill_trackers(module: nn.Module, saved: dict[str, _State]) -> None:
     """Let each MetricTracker have as many metrics as in the checkpoint; it adds one in each epoch, perhaps unused."""
     for name, part in module.named_modules():
         if isinstance(part, MetricTracker):
-            while any(key.startswith(f"{name}.{part.n_steps + 1}") and saved[key][_COUNT] for key in saved):
+            while any(key.startswith(f"{name}.{part.n_steps + 1}") and saved[key][COUNT] for key in saved):
                 part.increment()
 
 
@@ -248,29 +259,26 @@ def _metrics_to_save(trainer: L.Trainer, module: L.LightningModule, is_within_ep
     """Return the metrics by name, without those that Lightning resets before a resumed run would use them."""
     loop: Any = trainer.fit_loop.epoch_loop
     accumulated: dict[str, Any] = {}
-    finished = [*loop.val_loop._results.values(), *([] if is_within_epoch else loop._results.values())]
+    results = results_of(loop)
+    finished = [*results_of(loop.val_loop).values(), *([] if is_within_epoch else results.values())]
     if is_within_epoch:
         ended = "on_train_epoch_end"  # what it logged is that of the epoch before
-        items = {name: item for name, item in loop._results.items() if item.is_tensor and item.meta.fx != ended}
+        items = {name: item for name, item in results.items() if item.is_tensor and item.meta.fx != ended}
         accumulated = {name: item for name, item in items.items() if item.meta.on_epoch}
     reset = {id(item.value) for item in finished}  # metrics have an `==` of their own
     return accumulated | {name: metric for name, metric in _metrics(module).items() if id(metric) not in reset}
 
 
-def _state(metric: Any) -> _State:
-    return {name: getattr(metric, name) for name in (_COUNT, *metric._defaults)}
-
-
 def _initial_state(metric: Any) -> _State:
     defaults: _State = {
         name: default.to(_device(metric), copy=True) if isinstance(default, Tensor) else []
-        for name, default in metric._defaults.items()
+        for name, default in default_states(metric).items()
     }
-    return {_COUNT: 0} | defaults
+    return {COUNT: 0} | defaults
 
 
 def _device(metric: Any) -> torch.device:
-    return metric.value.device if isinstance(metric, _ResultMetric) else metric.device
+    return metric.value.device if isinstance(metric, LoggedMean) else metric.device
 
 
 def _on_cpu(states: Any) -> Any:
@@ -289,15 +297,15 @@ def _gather(trainer: Any, own: dict[str, dict[int, _State]]) -> dict[str, list[_
 
 def _reduce(metric: Any, states: list[_State]) -> _State:
     """Return the state of all ranks from that of each; that of the first if the run logs its value, or has no sum."""
-    is_synchronized = metric.meta.sync.should if isinstance(metric, _ResultMetric) else metric.sync_on_compute
-    has_sum = all(metric._reductions[name] or isinstance(states[0][name], list) for name in metric._defaults)
+    is_synchronized = metric.meta.sync.should if isinstance(metric, LoggedMean) else metric.sync_on_compute
+    has_sum = all(reduce or isinstance(states[0][name], list) for name, reduce in reductions(metric).items())
     return _combine(metric, states) if is_synchronized and has_sum else states[0]
 
 
 def _combine(metric: Any, states: list[_State]) -> _State:
     """Return the state of several ranks as torchmetrics synchronizes it: a state without a sum is that of each rank."""
-    combined = {_COUNT: max(state[_COUNT] for state in states)}
-    for name, reduction in metric._reductions.items():
+    combined = {COUNT: max(state[COUNT] for state in states)}
+    for name, reduction in reductions(metric).items():
         values = [state[name] for state in states]
         if isinstance(values[0], list):
             combined[name] = [item.to(_device(metric)) for part in values for item in part]

@@ -14,8 +14,6 @@ from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 import torch.nn.functional as F
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
@@ -25,6 +23,7 @@ from onecurve.observe.recording import computation
 from onecurve.observe.steps import is_log_point
 from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.virtual_ranks import VirtualRanks
+from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, gradient_sync, results_of
 from onecurve.random.random_functions import RandomNumbers, sample_random
 from onecurve.run.hidden_state import HiddenState
 from onecurve.run.metrics import VirtualMetrics
@@ -34,17 +33,17 @@ _T = TypeVar("_T")
 LOGGED_COLUMNS = 64  # processes exchange tables with a multiple of so many columns, also if they log different values
 
 
-class StepInParts(_AutomaticOptimization):
+class StepInParts(Optimization):
     """Runs `training_step` and the backward pass for each part; Lightning goes on with clipping and the optimizer."""
 
-    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
-        data, results = self.trainer.datamodule, self.trainer.fit_loop.epoch_loop._results
+    def make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
+        data, results = self.trainer.datamodule, results_of(self.trainer.fit_loop.epoch_loop)
         takes_weights = getattr(self.trainer.lightning_module, "takes_batch", False)
         results.weight = 1.0 if takes_weights else data.parts[0].weight
         results.samples = sum(len(part.samples) for part in data.parts)
         if len(data.parts) == 1 and not data.bit_exact and results.weight == 1:
-            return super()._make_closure(kwargs, optimizer, batch_idx)
-        backward, zero_grad = self._make_backward_fn(optimizer), self._make_zero_grad_fn(batch_idx, optimizer)
+            return super().make_closure(kwargs, optimizer, batch_idx)
+        backward, zero_grad = self.backward_pass(optimizer), self.gradient_reset(batch_idx, optimizer)
         kind = _VirtualRankPasses if data.bit_exact else _MicroBatchPasses
         return Closure(lambda: self._compute(kind(self.trainer, batch_idx), kwargs, zero_grad, backward))
 
@@ -57,14 +56,14 @@ class StepInParts(_AutomaticOptimization):
     ) -> ClosureResult:
         """Compute the parts; return the mean loss, and what `training_step` returned besides."""
         trainer, data, outputs = self.trainer, self.trainer.datamodule, list[Any]()
-        results, log = trainer.fit_loop.epoch_loop._results, PassLog(trainer.strategy.root_device)
+        results, log = results_of(trainer.fit_loop.epoch_loop), PassLog(trainer.strategy.root_device)
         plugin = trainer.precision_plugin
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
         with mock.patch.object(plugin, "post_backward", lambda loss, module: loss.detach()):
             for number, part in enumerate(data.parts):
                 with passes.one_pass(number, part), computation():
                     with results.divert(log):
-                        output = self._training_step(kwargs | {"batch": part.batch})
+                        output = self.forward_pass(kwargs | {"batch": part.batch})
                     if number == 0:
                         passes.reset_gradients(zero_grad)
                     if backward and output.closure_loss is not None:
@@ -97,7 +96,7 @@ class _MicroBatchPasses:
         with ExitStack() as stack:
             if not is_last:
                 stack.enter_context(isolate_rng(include_cuda=False))
-            stack.enter_context(_block_parallel_sync_behavior(self.trainer.strategy, block=not is_last))
+            stack.enter_context(gradient_sync(self.trainer.strategy, block=not is_last))
             self.trainer.datamodule.begin_part(part)
             _callback(self.trainer, RandomNumbers).begin_part(self.trainer)
             yield

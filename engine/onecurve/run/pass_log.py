@@ -6,11 +6,12 @@ from collections import Counter
 from typing import Any
 
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync
 from torch import Tensor
 from torchmetrics import Metric
 
 from onecurve.errors import UserError
+from onecurve.patches.lightning_loops import NO_SYNC
+from onecurve.patches.torchmetrics import set_step_value, step_value
 
 _FIRST_COLUMNS = 2  # of the table: the loss of a pass, and a hash of the names that it logs
 
@@ -106,7 +107,7 @@ class _Logged:
 
     def add(self, number: int, value: Any, options: dict[str, Any]) -> None:
         self.options, self.value = options, value
-        of_pass: Any = value._forward_cache if isinstance(value, Metric) else value
+        of_pass: Any = step_value(value) if isinstance(value, Metric) else value
         self.is_scalar = isinstance(of_pass, Tensor) and of_pass.numel() == 1
         # The next replay of a CUDA graph overwrites its output.
         self.of_passes[number] = (of_pass.clone() if self.is_scalar else 0.0, options["batch_size"])
@@ -120,10 +121,9 @@ class _Logged:
         """Return what the step logs, from the (passes,) values and their weights."""
         reduced = self._reduce(values, weights)
         if isinstance(self.value, Metric):
-            metric: Any = self.value
             if self.is_scalar:
-                metric._forward_cache = reduced.to(metric._forward_cache.dtype)
-            return metric
+                set_step_value(self.value, reduced.to(step_value(self.value).dtype))
+            return self.value
         dtype = self.value.dtype if self.value.is_floating_point() else torch.get_default_dtype()
         return reduced.to(self.value.device, dtype)
 
@@ -143,7 +143,7 @@ class _Logged:
         has_sizes = self.options["batch_size"] is not None
         if is_complete:  # so that no process need ask others
             size = weights.sum() if has_sizes else 1
-            return self.options | {"batch_size": size, "sync_dist": False, "sync_dist_fn": _Sync.no_op}
+            return self.options | {"batch_size": size, "sync_dist": False, "sync_dist_fn": NO_SYNC}
         return self.options | {
             "batch_size": sum(size or 0 for _, size in self.of_passes.values()) if has_sizes else None
         }

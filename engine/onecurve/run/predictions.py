@@ -13,10 +13,10 @@ import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from onecurve.data.batch import join
 from onecurve.errors import UserError
+from onecurve.patches.torch import tree_map
 from onecurve.random.seeding import makes_batches
 from onecurve.records.files import atomic_write
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from onecurve.errors import UserError
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point
+from onecurve.patches.torch import AnyBatchNorm
 from onecurve.random.seeding import are_equal
 from onecurve.run.hidden_state import attributes
 
@@ -124,7 +124,7 @@ def _rates(trainer: L.Trainer) -> dict[str, float]:
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
     """Return what no strategy averages: buffers, but those of batch normalization, and frozen weights."""
-    norms = tuple(f"{name}." for name, layer in module.named_modules() if isinstance(layer, _BatchNorm))
+    norms = tuple(f"{name}." for name, layer in module.named_modules() if isinstance(layer, AnyBatchNorm))
     weights = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
     return weights | {name: buffer for name, buffer in module.named_buffers() if not name.startswith(norms)}
 

@@ -13,11 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
-from torch.utils._pytree import tree_leaves
 
 from onecurve.checkpoint.io import read_run_checkpoint
 from onecurve.checkpoint.run_files import CHECKPOINTS
 from onecurve.errors import UserError
+from onecurve.patches.torch import tree_leaves
 from onecurve.targets import target_nodes
 
 _IMAGES_AT_ONCE = 256

@@ -1,10 +1,6 @@
-"""Changes of Lightning's training loop: steps in parts, signals, log points, metrics that a checkpoint keeps.
+"""Changes of Lightning's training loop: steps in parts, log points, metrics that a checkpoint keeps.
 
 The callbacks check monitored metrics and divergence.
-
-`patch_trainer` names Lightning's lines, relative to
-https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytorch/. When Lightning changes,
-`tests/engine/run/test_training_loop.py` or `tests/engine/test_canaries.py` fails.
 """
 
 import logging
@@ -16,9 +12,6 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
-from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -27,6 +20,16 @@ from onecurve.errors import DivergedUserError, UserError
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.parallel.norm_groups import NormGroups
+from onecurve.patches.lightning_loops import (
+    CheckpointConnector,
+    LoggedMean,
+    LoggerConnector,
+    Results,
+    leave_signals_alone,
+    replace_parts,
+    steps_of_loggers,
+)
+from onecurve.patches.torchmetrics import default_states, reductions
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.run.metrics import VirtualMetrics
 from onecurve.run.parts import StepInParts
@@ -37,30 +40,15 @@ _log = logging.getLogger(__name__)
 
 def patch_trainer(trainer: L.Trainer, virtual: VirtualMetrics | None) -> None:
     """Patch the parts of a trainer that results depend on; `virtual` is that of a run with `bit_exact`."""
-    signals: Any = trainer._signal_connector
-    loop: Any = trainer.fit_loop.epoch_loop
-    # Lightning's handler of signals broadcasts wherever the signal interrupts the process, so ranks could wait for each
-    # other forever; and every step broadcasts whether a rank received SIGTERM. `onecurve/run/stopping.py` handles
-    # signals. To replace the handler in `on_train_start` would be too late: it is active in the barrier and the sanity
-    # check before. (trainer/connectors/signal_connector.py, lines 45 and 108; loops/training_epoch_loop.py, lines 259
-    # and 300)
-    signals.register_signal_handlers = _do_nothing
-    loop._broadcast_sigterm_tensor = _do_nothing
-    loop.automatic_optimization.__class__ = StepInParts
+    leave_signals_alone(trainer)
     dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
-    loop._results = _Results(True, dtype, virtual)
-    for evaluation in (loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        evaluation._results = _Results(False, dtype, virtual)
-    trainer._checkpoint_connector.__class__ = _PreparingConnector
-    trainer._logger_connector.__class__ = _LogPointConnector
-    trainer._logger_connector.virtual = virtual
+    parts: Any = replace_parts(
+        trainer, StepInParts, lambda training: _Results(training, dtype, virtual), _PreparingConnector, _LogPoints
+    )
+    parts.virtual = virtual
 
 
-def _do_nothing(*_: Any) -> None:
-    """Replace a method of Lightning."""
-
-
-class _Results(_ResultCollection):
+class _Results(Results):
     """Counts the samples of a logged mean as floats, and names the reduction of a maximum or minimum.
 
     Lightning averages the counts over the ranks as integers, which rounds down, and declares a sum for torchmetrics,
@@ -105,21 +93,14 @@ class _Results(_ResultCollection):
             return value, options
         return value * self.weight, options | {"batch_size": (options["batch_size"] or self.samples) / self.weight}
 
-    @staticmethod
-    def _get_cache(result: _ResultMetric, on_step: bool) -> Tensor | None:
-        """Return a value; one of the progress bar stays on the CPU, or each reading would wait for the device."""
-        if on_step and result.meta.prog_bar and isinstance(result._forward_cache, Tensor):
-            result._forward_cache = result._forward_cache.cpu()
-        return _ResultCollection._get_cache(result, on_step)
-
-    def __setitem__(self, name: str, result: _ResultMetric) -> None:
+    def __setitem__(self, name: str, result: LoggedMean) -> None:
         super().__setitem__(name, result)
         if result.is_tensor and result.meta.reduce_fx in (torch.max, torch.min):
-            result._reductions["value"] = result.meta.reduce_fx
+            reductions(result)["value"] = result.meta.reduce_fx
         if self.virtual and result.is_tensor and not self.training:
             self.virtual.add_mean(name, result)
-        if "cumulated_batch_size" in result._defaults:
-            result._defaults["cumulated_batch_size"] = torch.zeros((), dtype=self.dtype)
+        if "cumulated_batch_size" in default_states(result):
+            default_states(result)["cumulated_batch_size"] = torch.zeros((), dtype=self.dtype)
             result.cumulated_batch_size = result.cumulated_batch_size.to(self.dtype)
 
 
@@ -141,14 +122,10 @@ def _check_virtual(virtual: VirtualMetrics, name: str, value: Any, options: dict
         )
 
 
-class _PreparingConnector(_CheckpointConnector):
-    """Prepares the layers that a module makes in `setup` or `configure_model`, as `_build_module` does all others.
+class _PreparingConnector(CheckpointConnector):
+    """Prepares the layers that a module makes in `setup` or `configure_model`, as `_build_module` does all others."""
 
-    A checkpoint's weights are restored next, and then the strategy wraps the module. No hook of Lightning comes
-    between. (trainer/trainer.py, line 1041)
-    """
-
-    def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_module(self) -> None:
         trainer: Any = self.trainer
         module = trainer.lightning_module
         trainer.precision_plugin.convert_module(module)
@@ -156,10 +133,9 @@ class _PreparingConnector(_CheckpointConnector):
         for callback in trainer.callbacks:
             if isinstance(callback, NormGroups):
                 callback.setup(trainer, module, trainer.state.fn)
-        super()._restore_modules_and_callbacks(*args, **kwargs)
 
 
-class _LogPointConnector(_LoggerConnector):
+class _LogPoints(LoggerConnector):
     """Passes the metrics of the first and the last step to the loggers, not only those of each interval.
 
     It also ends the passes of virtual ranks before the metrics of an evaluation are computed, which no hook precedes.
@@ -170,7 +146,7 @@ class _LogPointConnector(_LoggerConnector):
 
     @property
     def should_update_logs(self) -> bool:
-        steps = self.trainer.fit_loop.epoch_loop._batches_that_stepped
+        steps = steps_of_loggers(self.trainer)
         return super().should_update_logs or (self.trainer.training and is_log_point(self.trainer, steps + 1))
 
     def epoch_end_reached(self) -> None:

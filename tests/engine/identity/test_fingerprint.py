@@ -303,7 +303,7 @@ def test_a_file_counts_with_those_of_its_folder_that_it_imports(source_folder: P
     )
     found = module._with_imports("fp_p.net", "fp_p", set())
     own = {name for name in found if name.startswith("fp_")}
-    assert own == {"fp_p.net", "fp_p.sizes", "fp_p.later", "fp_p.sub.layers", "fp_p.deep"}
+    assert own == {"fp_p.net", "fp_p.sizes", "fp_p.later", "fp_p.sub", "fp_p.sub.layers", "fp_p.deep"}
     assert "onecurve.data.module_data" in found
     assert "onecurve.observe.steps" not in found
 

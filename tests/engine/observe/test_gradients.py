@@ -81,6 +81,6 @@ def test_same_values_under_every_strategy(
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_divides_by_the_loss_scale_of_a_fused_optimizer(is_fused: bool) -> None:
     """Other optimizers get gradients that Lightning has divided."""
-    optimizer: Any = SimpleNamespace(_step_supports_amp_scaling=is_fused)
+    optimizer: Any = SimpleNamespace(param_groups=[{}, {"fused": is_fused}])
     trainer: Any = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=SimpleNamespace(get_scale=lambda: 1024.0)))
     assert _gradient_scale(trainer, optimizer) == (1024.0 if is_fused else 1.0)

@@ -65,7 +65,7 @@ def test_refuses_a_key_among_the_options() -> None:
 
 def test_settings_of_the_user_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(loggers.WandbLogger, "experiment", property(lambda logger: logger._wandb_init["settings"]))
+    monkeypatch.setattr(loggers.WandbLogger, "experiment", property(lambda logger: logger.init_options["settings"]))
     given = {"x_disable_stats": True, "init_timeout": 5}
     used = WandbLogger("project", "id", str(tmp_path), "name", settings=given).experiment
     assert (used["x_disable_stats"], used["init_timeout"], used["console"]) == (True, 5, "off")
@@ -92,7 +92,7 @@ def test_goes_offline_if_it_cannot_log_in(
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setattr("wandb.login", login)
     monkeypatch.setattr("wandb.teardown", lambda: None)
-    monkeypatch.setattr(loggers.WandbLogger, "experiment", property(lambda logger: logger._wandb_init["mode"]))
+    monkeypatch.setattr(loggers.WandbLogger, "experiment", property(lambda logger: logger.init_options["mode"]))
     with caplog.at_level("INFO"):
         assert WandbLogger("project", "id", str(tmp_path), "name", log_model=False).experiment == "offline"
     assert caplog.messages[0] == "wandb cannot start online: no status: context deadline exceeded"

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.profiler import ProfilerActivity, profile
 
 from onecurve.parallel import ddp
@@ -74,15 +75,27 @@ def test_is_built_on_the_stream_of_the_steps(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [1])
     monkeypatch.setattr("torch.cuda.Stream", mock.Mock(side_effect=AssertionError("a side stream")))
     net = nn.Linear(3, 2)
-    assert strategy._setup_model(net) is built.return_value
+    assert strategy.wrap(net) is built.return_value
     built.assert_called_once_with(net, device_ids=[1], bucket_cap_mb=5, gradient_as_bucket_view=True)
+
+
+def halved(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A hook of a user's own, which reduces gradients in half precision."""
+    assert state is None
+    hook: Any = fp16_compress_hook
+    return hook(state, bucket)
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("hook", "bound"),
-    [(["strategy.comm_hook=fp16"], 1e-3), (POWERSGD, 1e-2), (LOCAL, 1e-2)],
-    ids=["fp16", "powersgd", "local"],
+    [
+        (["strategy.comm_hook=fp16"], 1e-3),
+        (POWERSGD, 1e-2),
+        (LOCAL, 1e-2),
+        ([f"strategy.comm_hook={__name__}.halved"], 1e-3),
+    ],
+    ids=["fp16", "powersgd", "local", "own"],
 )
 def test_lossy_communication_stays_within_tolerance(
     hook: list[str],

@@ -33,7 +33,7 @@ from onecurve.launch.start import launch
 from onecurve.process.devices import resolve_devices
 from onecurve.process.rank import detect_cluster_environment
 from onecurve.process.ranks import check_tasks_are_started, is_started_by_torchrun
-from onecurve.targets import build
+from onecurve.targets import build, locate, target_nodes
 
 _SHOWN = ("Python", "torch", "lightning", "hydra-core", "wandb")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -53,7 +53,7 @@ def examine(cfg: DictConfig) -> None:
     env = detect_cluster_environment()
     rank, local_rank = (env.global_rank(), env.local_rank()) if env else (0, 0)
     has_failed = False
-    for name, check in CHECKS.items():
+    for name, check in (CHECKS | own_checks(cfg)).items():
         if local_rank == 0 or check is check_all_reduce:
             status, text = run_check(check, cfg)
             has_failed |= status == "error"
@@ -62,6 +62,13 @@ def examine(cfg: DictConfig) -> None:
     remove_if_unused(Path(HydraConfig.get().runtime.output_dir))
     if has_failed:
         raise SystemExit(1)
+
+
+def own_checks(cfg: DictConfig) -> dict[str, Check]:
+    """Return the checks that the classes of the configuration offer, by the name of the node."""
+    nodes = dict(target_nodes(OmegaConf.to_container(cfg, resolve=True)))
+    classes = {name: locate(f"{name}._target_", node["_target_"]) for name, node in nodes.items()}
+    return {name: kind.examine for name, kind in classes.items() if hasattr(kind, "examine")}
 
 
 def run_check(check: Check, cfg: DictConfig) -> tuple[str, str]:

@@ -33,7 +33,7 @@ from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.process.devices import resolve_devices
 from onecurve.process.signals import prepare_started_process
 from onecurve.run.experiment import assemble
-from onecurve.targets import NOT_PASSED, build, check_options, check_value, drop_replaced_options
+from onecurve.targets import NOT_PASSED, build, check_options, check_value, drop_replaced_options, locate
 
 AUTO, RECOMPUTE = "strategy=auto", "module.recompute=blocks"
 _STAGES, _MICRO_BATCHES = (2, 4, 8, 16), (4, 8, 16)
@@ -214,6 +214,8 @@ def plan_step(strategy: Any, profile: Profile, job: Job) -> Estimate:
         UserError: the error with which the run would end; or if no plan for the strategy exists.
     """
     name = strategy if isinstance(strategy, str) else type(strategy).__name__
+    if own := getattr(strategy, "plan", None):
+        return locate(f"the plan of {name}", own)(strategy, profile, job).estimate()
     if name not in _PLANS:
         raise UserError(f"strategy={name.lower()} cannot be planned: take ddp, fsdp, hsdp, pipeline or hybrid")
     return _PLANS[name](strategy, profile, job).estimate()

@@ -19,18 +19,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from onecurve.errors import UserError
 from onecurve.network.recomputation import recompute_blocks
+from onecurve.network.tensors import memory_format_of
 from onecurve.parallel.batch_norm import RankGroups, apply_norm_groups, revert_norm_groups
 from onecurve.parallel.pipeline.blocks import Block, ordered_blocks
 from onecurve.parallel.pipeline.rehearsal import input_of_network
 from onecurve.parallel.pipeline.stage import extract_graph, stage_inputs
+from onecurve.patches.torch import FakeTensorMode, TorchDispatchMode, is_conversion, storage_id, tree_leaves
 from onecurve.random.dropout import dropouts, set_keys
 from onecurve.random.random_functions import sample_random
 
@@ -142,7 +140,7 @@ class Profile:
             recompute_blocks(net)
         with _in_training(net, samples, self.module.device), mode:
             inputs = self.example.new_empty(samples, *self.example.shape[1:])
-            inputs = inputs.contiguous(memory_format=suggest_memory_format(self.example))
+            inputs = inputs.contiguous(memory_format=memory_format_of(self.example))
             with _Recorder([*net.parameters()], [*net.buffers(), inputs]) as recorder:
                 return self._train(net, inputs, groups, recorder.watch)
 
@@ -244,8 +242,8 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, weights: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         super().__init__()
-        self.weights = {tensor.untyped_storage()._cdata for tensor in weights}
-        self.existing = self.weights | {tensor.untyped_storage()._cdata for tensor in others}
+        self.weights = {storage_id(tensor.untyped_storage()) for tensor in weights}
+        self.existing = self.weights | {storage_id(tensor.untyped_storage()) for tensor in others}
         self.weighted = 0  # bytes of the results of operations on weights
         self.events: list[tuple[int, int]] = []  # storage and bytes, which are negative when it is freed
         self.operations: list[Operation] = []
@@ -257,17 +255,17 @@ class _Recorder(TorchDispatchMode):
             [x for x in tree_leaves(values) if isinstance(x, Tensor)] for values in (result, (args, kwargs))
         )
         for storage in [tensor.untyped_storage() for tensor in results]:
-            if storage._cdata not in self.existing:
-                self.existing.add(storage._cdata)
-                self.events.append((storage._cdata, storage.nbytes()))
-                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+            if storage_id(storage) not in self.existing:
+                self.existing.add(storage_id(storage))
+                self.events.append((storage_id(storage), storage.nbytes()))
+                weakref.finalize(storage, self._free, storage_id(storage), storage.nbytes())
         if not func.is_view:
             packet, count = func.overloadpacket, flop_registry.get(func.overloadpacket)
             flops = count(*args, **kwargs, out_val=result) if count else 0
             nbytes = sum(tensor.nbytes for tensor in [*read, *results])
-            if any(tensor.untyped_storage()._cdata in self.weights for tensor in read):
-                if packet is torch.ops.aten._to_copy:  # a weight in the type of autocast
-                    self.weights |= {tensor.untyped_storage()._cdata for tensor in results}
+            if any(storage_id(tensor.untyped_storage()) in self.weights for tensor in read):
+                if is_conversion(packet):  # a weight in the type of autocast
+                    self.weights |= {storage_id(tensor.untyped_storage()) for tensor in results}
                 else:
                     self.weighted += sum(tensor.nbytes for tensor in results)
             self.operations.append(Operation(flops, nbytes, "convolution" in packet.__name__))
@@ -284,7 +282,7 @@ class _Recorder(TorchDispatchMode):
         self.weighted = 0
         self.operations = part.forward if kind == "F" else part.backward
         excluded: set[int] = set()
-        yield lambda found: excluded.update(x.untyped_storage()._cdata for x in found if x is not None)
+        yield lambda found: excluded.update(storage_id(x.untyped_storage()) for x in found if x is not None)
         sizes = [nbytes for storage, nbytes in self.events if storage not in excluded]
         peak = max(accumulate(sizes), default=0)
         if kind == "F":

@@ -9,9 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from onecurve.data.layout import BatchLayout, DataParallelInfo, virtual_layouts
 from onecurve.errors import UserError
@@ -21,6 +19,7 @@ from onecurve.parallel.batch_norm import ranks_that_share
 from onecurve.parallel.compatibility import check_virtual_ranks
 from onecurve.parallel.norm_groups import check_groups
 from onecurve.parallel.tree_sum import buckets, nodes_of
+from onecurve.patches.torch import AnyBatchNorm, ddp_buckets
 from onecurve.process.rank import cores_per_rank
 from onecurve.run.bit_exact import num_threads
 from onecurve.run.parts import LOGGED_COLUMNS
@@ -55,7 +54,7 @@ class OneDevice:
             samples = self._layout(0).counts.sum(1)  # of each rank in a micro-batch
             self.layout, self.count = self._layout(int(samples.argmax())), job.layout.accumulate
             self.samples = int(samples.max())
-        norms = [part for part in profile.net.modules() if isinstance(part, _BatchNorm)]
+        norms = [part for part in profile.net.modules() if isinstance(part, AnyBatchNorm)]
         self.norms = norms if job.is_synchronized and not job.is_bit_exact else []
         if self.norms:
             check_groups(self.layout)
@@ -206,9 +205,9 @@ class Replicas(OneDevice):
         super().__init__(strategy, profile, job)
 
     def collectives(self) -> list[Collective]:
-        limit, ranks = self.strategy._ddp_kwargs.get("bucket_cap_mb"), self.job.ranks
+        limit, ranks = self.strategy.ddp_options.get("bucket_cap_mb"), self.job.ranks
         weights: list[Any] = self.trained[::-1]  # in this order their gradients are ready
-        buckets, _ = dist._compute_bucket_assignment_by_size(weights, [limit << 20] if limit else _BUCKETS)
+        buckets = ddp_buckets(weights, [limit << 20] if limit else _BUCKETS)
         fraction, found = _HOOKS[self.strategy.comm_hook], []
         for number, bucket in enumerate(() if self.job.is_bit_exact else buckets, 1):
             nbytes = int(sum(weights[i].nbytes for i in bucket) * fraction)
@@ -231,7 +230,7 @@ class Replicas(OneDevice):
 
     def memory(self) -> dict[str, int]:
         memory = super().memory()
-        if not (self.job.is_bit_exact or self.strategy._ddp_kwargs["gradient_as_bucket_view"]):
+        if not (self.job.is_bit_exact or self.strategy.ddp_options["gradient_as_bucket_view"]):
             memory["buckets"] = memory["gradients"]
         return memory
 
@@ -251,7 +250,7 @@ class Shards(OneDevice):
         seen: set[int] = set()
         for module in strategy.gathered_modules(profile.net):
             if group := [weight for weight in module.parameters() if id(weight) not in seen]:
-                self.gathered.append((group, isinstance(module, _BatchNorm)))
+                self.gathered.append((group, isinstance(module, AnyBatchNorm)))
             seen |= {id(weight) for weight in group}
 
     def collectives(self) -> list[Collective]:

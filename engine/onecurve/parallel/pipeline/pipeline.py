@@ -19,10 +19,9 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from onecurve.data.batch import Batch
 from onecurve.errors import UserError, check_choice
@@ -46,6 +45,7 @@ from onecurve.parallel.pipeline.stage import (
 )
 from onecurve.parallel.pipeline.virtual_ranks import StageRanks
 from onecurve.parallel.sharded_state import ShardedStateStrategy
+from onecurve.patches.torch import tree_map_only
 from onecurve.random.dropout import dropouts
 from onecurve.random.random_functions import sample_random
 
@@ -139,16 +139,15 @@ class Pipeline(ShardedStateStrategy):
         if precision == "16-mixed":
             raise UserError("trainer.precision=16-mixed scales the loss, which a schedule does not: take bf16-mixed")
 
-    def setup_environment(self) -> None:
-        self._setup_distributed()
+    def make_mesh(self) -> DeviceMesh:
         self.check_world_size(self.world_size)
         ranks = self.stages or self.world_size
         self.check_precision(self.precision_plugin.precision)
         shape, names = (self.world_size // ranks, ranks), ("data_parallel", "pipeline")
-        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-        self._replicas = self._device_mesh["data_parallel"]  # a look-up takes two milliseconds
-        self._group = self._device_mesh["pipeline"].get_group()
-        self._pipeline_rank = self._device_mesh["pipeline"].get_local_rank()
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        self._replicas = mesh["data_parallel"]  # a look-up takes two milliseconds
+        self._group, self._pipeline_rank = mesh["pipeline"].get_group(), mesh["pipeline"].get_local_rank()
+        return mesh
 
     def parallelize(self, module: L.LightningModule) -> None:
         """Keep the blocks of this rank's stages, and replace the forward pass of the network with the pipeline."""

@@ -13,13 +13,13 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
 from onecurve.errors import UserError
 from onecurve.network.module_state import set_mode, unchanged, without_log
 from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.parallel.pipeline.stage import Stage
+from onecurve.patches.pipelining import stage_backward, stage_backward_input, stage_backward_weight
 from onecurve.random.dropout import dropouts, set_keys
 from onecurve.random.random_functions import sample_random
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch._prims_common import suggest_memory_format
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
+from onecurve.network.tensors import memory_format_of
 from onecurve.observe.recording import pipeline_pass
 from onecurve.parallel.pipeline.blocks import Block
 from onecurve.parallel.sharded_state import prepare_to_shard
@@ -134,7 +134,7 @@ class _Transit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, memory_format: torch.memory_format) -> Tensor:
-        ctx.memory_format = suggest_memory_format(value)
+        ctx.memory_format = memory_format_of(value)
         return value.contiguous(memory_format=memory_format).detach()
 
     @staticmethod
@@ -157,9 +157,12 @@ def remove_other_stages(net: nn.Module, stages: Sequence[Sequence[Block]], own: 
     removed = {net.get_submodule(name) for name in called_modules(others)} - own_modules
     own_parameters = {id(parameter) for block in kept for parameter in block.parameters.values()}
     of_others = {id(parameter) for block in others for parameter in block.parameters.values()} - own_parameters
-    for parent in [*net.modules()]:
-        for name in [name for name, module in parent._modules.items() if module in removed]:
-            setattr(parent, name, nn.Identity())
+    paths = [path for path, module in net.named_modules(remove_duplicate=False) if module in removed]
+    places = [(net.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in paths]
+    parents = [*net.modules()]
+    for parent, name in places:
+        setattr(parent, name, nn.Identity())
+    for parent in parents:
         for name, parameter in [*parent.named_parameters(recurse=False, remove_duplicate=False)]:
             if id(parameter) in of_others:
                 delattr(parent, name)

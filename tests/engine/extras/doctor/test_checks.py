@@ -77,6 +77,23 @@ def test_data_without_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert finding("disk", cfg=cfg).startswith("ok: ")
 
 
+class Disks:
+    """A class of a user's, with a check of its own."""
+
+    @staticmethod
+    def examine(cfg: DictConfig) -> str:
+        return f"{cfg.disks.count} disks"
+
+
+def test_a_class_of_the_configuration_may_offer_a_check() -> None:
+    cfg = OmegaConf.create(
+        {"disks": {"_target_": f"{__name__}.Disks", "count": 2}, "other": {"_target_": "torch.Size"}}
+    )
+    checks = examination.own_checks(cfg)
+    assert checks.keys() == {"disks"}
+    assert run_check(checks["disks"], cfg) == ("ok", "2 disks")
+
+
 def test_exceptions_become_errors() -> None:
     assert run_check(Mock(side_effect=UserError("full")), default()) == ("error", "full")
     assert run_check(Mock(side_effect=KeyError("x")), default()) == ("error", "the check failed: KeyError: 'x'")

@@ -17,6 +17,7 @@ from engine.dev.dry_gpu.collectives import describe_call
 from onecurve.extras.plan.hardware import Hardware
 from onecurve.extras.plan.plan import Candidate, begin_run, choose_again, estimate, make_plan
 from onecurve.observe.steps import RankConsensus
+from onecurve.parallel.ddp import DDP
 from onecurve.run.experiment import assemble
 from onecurve.targets import build
 from tests.support.commands import PARITY, TINY, run
@@ -134,6 +135,16 @@ def test_every_model_that_starts_without_weights_can_be_planned(folder: Path) ->
     own = planned(cfg, ["strategy=pipeline"])
     assert own.estimate, own.reason
     assert own.estimate.memory["weights"] < sum(weight.nbytes for weight in build(cfg.model).parameters())
+
+
+class MyDDP(DDP):
+    plan = "onecurve.extras.plan.strategies.Replicas"
+
+
+def test_a_strategy_of_ones_own_names_its_plan(folder: Path) -> None:
+    cfg = compose(folder, *TASK, "trainer.devices=2", "model=mlp")
+    own = planned_collectives(cfg, ["strategy=ddp", f"strategy._target_={__name__}.MyDDP"], range(2))
+    assert own == planned_collectives(cfg, ["strategy=ddp"], range(2))
 
 
 def test_the_best_fits_and_auto_is_kept_unless_another_is_clearly_faster(folder: Path) -> None:

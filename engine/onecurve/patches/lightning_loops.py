@@ -1,0 +1,130 @@
+"""Private names of the loops of Lightning 2.6, and why there is no public one.
+
+Lines are relative to https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytorch/.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior as gradient_sync
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _Sync
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as LoggedMean
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+
+from onecurve.patches import torchmetrics
+
+__all__ = ["Closure", "ClosureResult", "LoggedMean", "gradient_sync"]
+
+NO_SYNC = _Sync.no_op  # `sync_dist_fn` of a value that all processes have
+
+
+def steps_of_loggers(trainer: L.Trainer) -> int:
+    """Return the number of optimizer steps at which loggers log, which `global_step` counts for each optimizer."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def set_steps_of_loggers(trainer: L.Trainer, steps: int) -> None:
+    """Set that number, for which Lightning has no method: of a run that continues, or was trained elsewhere."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = steps
+
+
+def combination_mode(loaders: CombinedLoader) -> str:
+    """Return the mode that a CombinedLoader was given."""
+    return loaders._mode
+
+
+def do_nothing(*_: Any) -> None:
+    """Replace a method."""
+
+
+def leave_signals_alone(trainer: L.Trainer) -> None:
+    """Let a trainer neither handle signals, nor communicate at each step whether a rank received SIGTERM.
+
+    Lightning's handler broadcasts wherever the signal interrupts the process, so ranks could wait for each other
+    forever. `onecurve/run/stopping.py` handles signals. To replace the handler in `on_train_start` would be too late:
+    it is active in the barrier and the sanity check before. (trainer/connectors/signal_connector.py, lines 45 and 108;
+    loops/training_epoch_loop.py, lines 259 and 300)
+    """
+    signals: Any = trainer._signal_connector
+    loop: Any = trainer.fit_loop.epoch_loop
+    signals.register_signal_handlers = loop._broadcast_sigterm_tensor = do_nothing
+
+
+class Optimization(_AutomaticOptimization):
+    """Automatic optimization, which makes a closure for the optimizer of each batch."""
+
+    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
+        return self.make_closure(kwargs, optimizer, batch_idx)
+
+    def make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
+        """Return a closure of one forward and one backward pass."""
+        return super()._make_closure(kwargs, optimizer, batch_idx)
+
+    # What the closure calls.
+    forward_pass = _AutomaticOptimization._training_step
+    backward_pass = _AutomaticOptimization._make_backward_fn
+    gradient_reset = _AutomaticOptimization._make_zero_grad_fn
+
+
+class Results(_ResultCollection):
+    """The values that a loop has logged."""
+
+    @staticmethod
+    def _get_cache(result: LoggedMean, on_step: bool) -> Tensor | None:
+        """Return a value; one of the progress bar stays on the CPU, or each reading would wait for the device."""
+        value = torchmetrics.step_value(result)
+        if on_step and result.meta.prog_bar and isinstance(value, Tensor):
+            torchmetrics.set_step_value(result, value.cpu())
+        return _ResultCollection._get_cache(result, on_step)
+
+
+def results_of(loop: Any) -> Any:
+    """Return the values that a loop has logged; public are copies of them only, reduced over the ranks."""
+    return loop._results
+
+
+class CheckpointConnector(_CheckpointConnector):
+    """Restores the module's weights after `setup` and `configure_model`, and before the strategy wraps the module.
+
+    No hook of Lightning comes between. (trainer/trainer.py, line 1041)
+    """
+
+    def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
+        self.prepare_module()
+        super()._restore_modules_and_callbacks(*args, **kwargs)
+
+    def prepare_module(self) -> None:
+        """Change the layers that `setup` or `configure_model` has made."""
+        raise NotImplementedError
+
+
+class LoggerConnector(_LoggerConnector):
+    """Passes metrics to the loggers."""
+
+
+def replace_parts(
+    trainer: L.Trainer,
+    optimization: type[Optimization],
+    make_results: Callable[[bool], Results],
+    checkpoints: type[CheckpointConnector],
+    logging: type[LoggerConnector],
+) -> LoggerConnector:
+    """Replace parts of a trainer, whose constructor makes them; `make_results` is told whether they are of training.
+
+    Returns:
+        the trainer's logger connector.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop.automatic_optimization.__class__ = optimization
+    loop._results = make_results(True)
+    for evaluation in (loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        evaluation._results = make_results(False)
+    trainer._checkpoint_connector.__class__ = checkpoints
+    trainer._logger_connector.__class__ = logging
+    connector: Any = trainer._logger_connector
+    return connector

@@ -1,0 +1,100 @@
+"""Private names of torch 2.13, and why there is no public one.
+
+Lines are relative to https://github.com/pytorch/pytorch/blob/v2.13.0/.
+"""
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Variable
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+
+# Batches are trees of tensors: Lightning's `apply_to_collection` changes the leaves, but does not list them
+# (torch/utils/_pytree.py). The two modes are those of torch's own guides (docs/source/torch.compiler_fake_tensor.md,
+# docs/source/notes/extending.rst). Batch normalization of all dimensions has one base class, as of layers of other
+# people, which is public as `nn.SyncBatchNorm.__base__` only (torch/nn/modules/batchnorm.py, line 30).
+__all__ = [
+    "AnyBatchNorm",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+
+class BatchNormOfAnyShape(AnyBatchNorm):
+    """`nn.SyncBatchNorm` without its communication: it takes inputs of any number of dimensions."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Accept every input."""
+
+
+# One kernel for a list of tensors, as in torch.optim. The public functions launch one for each tensor.
+foreach_add: Callable[..., Any] = torch._foreach_add
+foreach_add_: Callable[..., Any] = torch._foreach_add_
+foreach_mul_: Callable[..., Any] = torch._foreach_mul_
+foreach_norm: Callable[..., Any] = torch._foreach_norm
+foreach_reciprocal: Callable[..., Any] = torch._foreach_reciprocal
+
+
+def is_conversion(operator: Any) -> bool:
+    """Return whether an operator converts the type of a tensor, as autocast does with weights."""
+    return operator is torch.ops.aten._to_copy
+
+
+def attention_weights(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Return the weights of scaled dot-product attention, which the public function keeps to itself."""
+    compute: Any = torch.ops.aten._scaled_dot_product_attention_math
+    return compute(query, key, value, *args, **options)[1]
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return a number that tells the memory of fake tensors apart, whose `data_ptr` is 0."""
+    return storage._cdata
+
+
+def compiler_options() -> list[str]:
+    """Return the options of `torch.compile` that this version of torch knows."""
+    return torch._inductor.list_options()
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call once all nodes of the present backward pass are done, in the order of the requests; DDP requests so too."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def has_gradient_hook(weight: Tensor) -> bool:
+    """Return whether something waits for the gradient of a weight."""
+    hooks: Any = weight
+    return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
+
+
+def ddp_buckets(weights: list[Tensor], limits: list[int]) -> list[list[int]]:
+    """Return the indices of the weights in each bucket of DDP, from limits in bytes."""
+    return dist._compute_bucket_assignment_by_size(weights, limits)[0]
+
+
+def keep_out_of_ddp(net: nn.Module, names: Iterable[str]) -> None:
+    """Let DDP leave parameters or buffers alone. Its public option leaves all buffers alone, or none.
+
+    (torch/nn/parallel/distributed.py, `_set_params_and_buffers_to_ignore_for_model`)
+    """
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, list(names))
+
+
+def set_timeout_of_all_groups(timeout: timedelta) -> None:
+    """Change the timeout of process groups that exist, the subgroups of device meshes among them."""
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -1,0 +1,56 @@
+"""Private names of torchmetrics 1.8: a metric's states are public, but not to set them, nor how they are reduced.
+
+A `_ResultMetric` of Lightning is such a metric. (https://github.com/Lightning-AI/torchmetrics/blob/v1.8.2/src/torchmetrics/metric.py)
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+COUNT = "_update_count"  # the name of the number of updates among the states
+
+
+def states(metric: Any) -> dict[str, Any]:
+    """Return the states of a metric by name, tensors and lists of them, and its number of updates."""
+    return {COUNT: metric.update_count, **metric.metric_state}
+
+
+def set_states(metric: Any, states: Mapping[str, Any]) -> None:
+    """Set states, or the number of updates, without the hooks of `nn.Module`."""
+    vars(metric).update(states)
+
+
+def default_states(metric: Any) -> dict[str, Any]:
+    """Return the states that `reset` sets."""
+    return metric._defaults
+
+
+def reductions(metric: Any) -> dict[str, Callable[..., Any] | None]:
+    """Return what reduces each state over ranks, if anything does."""
+    return metric._reductions
+
+
+def has_value(metric: Any) -> bool:
+    """Return whether `compute` would return a value that it has computed before."""
+    return metric._computed is not None
+
+
+def forget_value(metric: Any) -> None:
+    """Let `compute` compute again, after a change of the states that it does not notice."""
+    metric._computed = None
+
+
+def add_states(metric: Any, states: Mapping[str, Any]) -> None:
+    """Add states to those of a metric, as its reductions say."""
+    metric._reduce_states(states)
+
+
+def step_value(metric: Any) -> Any:
+    """Return the value of the batch of the latest `forward`, which is what Lightning logs of a step."""
+    return metric._forward_cache
+
+
+def set_step_value(metric: Any, value: Tensor) -> None:
+    """Replace the value of the batch."""
+    metric._forward_cache = value
