@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS ?= --constraint constraints.txt # empty: the newest versions that pyproject.toml allows
 
-.PHONY: install train doctor test test-all test-libraries parity dry-gpu bench gpu-check pictures mutations lint format clean
+.PHONY: install train doctor test test-all test-libraries parity dry-gpu bench gpu-check pictures docs mutations lint format clean
 
 install: $(STAMP)
 
@@ -54,6 +54,11 @@ gpu-check: install
 pictures: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --editable ./engine ".[pictures]"
 	$(BIN)/python -m engine.dev.pictures $(ARGS)
+
+# The pages of docs/ as a site with a search and the API, in site/; a broken link or anchor is an error.
+docs: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --editable ./engine ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Small changes of pure logic that no unit test notices, in ten minutes: writes docs/benchmarks/mutations.md.
 # ARGS=engine/onecurve/observe/steps.py examines one file.

@@ -1,4 +1,4 @@
-# A Trainer of Lightning for any project, and the strategies that do not only have a name
+# The Trainer, and what it takes
 from .run.trainer import Trainer as Trainer
 from .data.ordered_data import OrderedData as OrderedData
 from .parallel.ddp import DDP as DDP

@@ -73,7 +73,8 @@ class Trainer(L.Trainer):
 
     Args:
         strategy: `auto`, `ddp`, `ddp_spawn`, `fsdp`, `pipeline`, or a strategy of onecurve or Lightning.
-        accelerator, devices: as of `lightning.Trainer`.
+        accelerator: as of `lightning.Trainer`.
+        devices: as of `lightning.Trainer`.
         seed: determines initial weights, the order of the samples, and random numbers; None for that of
             `lightning.seed_everything`, if it was called before, or 0.
         virtual_ranks: the run is that of so many ranks, whatever the hardware that executes them; batch normalization
