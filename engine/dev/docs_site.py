@@ -66,7 +66,7 @@ def _tracked() -> list[str]:
 
 
 def outside(pages: list[str]) -> list[str]:
-    """Return the READMEs, and the files and folders that are no pages to which these pages lead, directly or through others."""
+    """Return the READMEs, and what is no page of docs/ to which these pages lead, directly or through others."""
     found = dict.fromkeys(HOMES)
     waiting = [*pages, *HOMES]
     while waiting:
