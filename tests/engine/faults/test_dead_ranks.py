@@ -37,7 +37,7 @@ def test_error_names_a_killed_rank(small: list[str], folder: Path) -> None:
     before = time.monotonic()
     code, _, err = wait_for_exit(process)
     assert code == 1
-    assert time.monotonic() - before < 30
+    assert time.monotonic() - before < 60
     assert "rank 0 died (Signal 9 (SIGKILL)" in err
     assert "rank0.log" in err
 
@@ -74,7 +74,7 @@ def test_error_names_a_stopped_rank(small: list[str], folder: Path) -> None:
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_restarts_from_the_last_checkpoint(devices: int, small: list[str], folder: Path) -> None:
     task = [*small, *PARITY, *TWO, f"trainer.devices={devices}", "callbacks.checkpoint.every_n_train_steps=1"]
-    process = start(*task, slow(0.1), "launch.max_restarts=1", f"run_dir={folder}")
+    process = start(*task, callback("WaitForKills", at=8, kills=1), "launch.max_restarts=1", f"run_dir={folder}")
     wait_for_rows(folder, 5, process)
     os.kill(ranks(process.pid)[-1], signal.SIGKILL)
     code, out, err = wait_for_exit(process)
