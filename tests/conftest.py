@@ -25,6 +25,7 @@ from tests.support.runs import Record, compose, fit_and_test, fit_ranks
 pytest_plugins = ["tests.support.report"]
 os.environ.setdefault("WANDB_MODE", "offline")
 logging.getLogger("lightning").setLevel(logging.WARNING)
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds that a worker of a forgotten loader has to end
 torch.set_num_threads(1)  # the networks are tiny, and the ranks of the pool need the other core
 
 

@@ -3,7 +3,11 @@
 A chapter needs no test of its own. `make test` runs the first mistake of each chapter, `make test-all` everything.
 """
 
+import faulthandler
+import multiprocessing as mp
+import os
 import re
+import runpy
 import shlex
 import socket
 import subprocess
@@ -12,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.guide import experiment
 from docs.guide.check import CHAPTERS, check
 from docs.guide.experiment import TOLERANCE, train_alone
 from tests.support.commands import ROOT, run, start
@@ -53,6 +58,19 @@ OTHERS = [
 def run_script(name: str, script: str = "train", *options: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", f"docs.guide.{name}.{script}", *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def run_forked(output: Path, name: str, script: str, *options: str) -> None:
+    """Run a script in this process, a fork of that of the tests, and its ranks in further forks."""
+    with output.open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    faulthandler.disable()  # it would write where pytest does
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))
+    sys.argv = [script, *options]
+    start_processes: Any = experiment.mp.start_processes
+    experiment.mp.start_processes = lambda *args, **_: start_processes(*args, start_method="fork")
+    runpy.run_module(f"docs.guide.{name}.{script}", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -100,10 +118,14 @@ def test_script_trains_the_experiment(name: str) -> None:
         for row in MISTAKES
     ],
 )
-def test_mistake_is_seen(name: str, script: str, bug: str, seen: str) -> None:
-    done = run_script(name, script, f"--bug={bug}")
-    assert done.returncode, done.stdout
-    assert seen in done.stdout + done.stderr
+def test_mistake_is_seen(name: str, script: str, bug: str, seen: str, tmp_path: Path) -> None:
+    """It needs no new process, which would take seconds to import torch, as would the ranks that it starts."""
+    output = tmp_path / "output"
+    process = mp.get_context("fork").Process(target=run_forked, args=[output, name, script, f"--bug={bug}"])
+    process.start()
+    process.join(300)
+    assert process.exitcode == 1, output.read_text()
+    assert seen in output.read_text()
 
 
 @pytest.mark.slow

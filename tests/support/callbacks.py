@@ -10,6 +10,8 @@ from typing import Any
 import lightning as L
 import torch
 
+from onecurve.process import signals
+from onecurve.records.events import read_events
 from onecurve.run.stopping import Watchdog
 
 
@@ -23,6 +25,32 @@ class Slow(L.Callback):
         time.sleep(60 if trainer.global_step == self.at else self.seconds)
 
 
+class WaitForSignal(L.Callback):
+    """On the last rank, wait in step `at` until a signal asks it to stop, if the run has this world size."""
+
+    def __init__(self, at: int, world_size: int | None = None) -> None:
+        self.at, self.world_size = at, world_size
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        is_concerned = trainer.global_rank == trainer.world_size - 1 and self.world_size in (None, trainer.world_size)
+        while is_concerned and trainer.global_step == self.at and not signals.requested():
+            time.sleep(0.05)
+
+
+class WaitForKills(L.Callback):
+    """Wait in step `at` until the run has been killed so many times."""
+
+    def __init__(self, at: int, kills: int) -> None:
+        self.at, self.kills = at, kills
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        while trainer.global_step == self.at and self._killed(trainer) < self.kills:
+            time.sleep(0.05)
+
+    def _killed(self, trainer: L.Trainer) -> int:
+        return sum(event["event"] == "killed" for event in read_events(Path(trainer.default_root_dir)))
+
+
 class Breakpoint(L.Callback):
     """Enter the debugger in the third step, on each rank."""
 
@@ -32,14 +60,15 @@ class Breakpoint(L.Callback):
 
 
 class HangOnRankOne(L.Callback):
-    """Hang in the third step, on rank one only; the timers of all ranks are short from then on."""
+    """Hang in the third step, on rank one only, whose timer is short from then on."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
-            (watchdog,) = [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]
-            watchdog.timeout, watchdog._last_start = 1.0, 0.0
-            watchdog._restart_timer()
-        while trainer.global_rank == 1 and trainer.global_step == 2:
+        if trainer.global_rank != 1 or trainer.global_step != 2:
+            return
+        (watchdog,) = [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]
+        watchdog.timeout, watchdog._last_start = 1.0, 0.0
+        watchdog._restart_timer()
+        while True:
             time.sleep(1)
 
 

@@ -136,7 +136,7 @@ def restored() -> Iterator[None]:
             root.handlers[:], lightning.handlers[:] = handlers
 
 
-def wait_for_exit(process: "subprocess.Popen[str]", timeout: float = 90.0) -> tuple[int, str, str]:
+def wait_for_exit(process: "subprocess.Popen[str]", timeout: float = 300.0) -> tuple[int, str, str]:
     """Return exit code and output; kill the process group of a command that does not end in time."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -147,12 +147,12 @@ def wait_for_exit(process: "subprocess.Popen[str]", timeout: float = 90.0) -> tu
 
 
 def kill_group(group: int) -> bool:
-    """Kill a process group that outlives its leader for 5 seconds, of which Python's resource tracker takes one.
+    """Kill a process group that outlives its leader for 30 seconds, of which Python's resource tracker takes one.
 
     Returns:
         Whether a process was left.
     """
-    if wait_until(lambda: not subprocess.run(["pgrep", "-g", str(group)], capture_output=True).stdout, 5):
+    if wait_until(lambda: not subprocess.run(["pgrep", "-g", str(group)], capture_output=True).stdout, 30):
         return False
     os.killpg(group, signal.SIGKILL)
     return True
@@ -187,7 +187,7 @@ def steps(folder: Path) -> list[int]:
 
 def wait_for_rows(folder: Path, number: int, process: "subprocess.Popen[str]") -> None:
     """Wait until the run has logged more than `number` lines."""
-    wait_until(lambda: count_lines(folder) > number or process.poll() is not None, 120)
+    wait_until(lambda: count_lines(folder) > number or process.poll() is not None, 300)
     assert count_lines(folder) > number, process.communicate(timeout=10)[1][-3000:]
 
 

@@ -181,7 +181,8 @@ def _file(name: str) -> str:
     return ""
 
 
-def _imported(name: str, file: str) -> set[str]:
+@cache
+def _imported(name: str, file: str) -> frozenset[str]:
     """Return the names that the import statements of a file give, of which some are modules."""
     package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
     found: set[str] = set()
@@ -191,7 +192,7 @@ def _imported(name: str, file: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             origin = resolve_name("." * node.level + (node.module or ""), package)
             found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
-    return found
+    return frozenset(found)
 
 
 @cache

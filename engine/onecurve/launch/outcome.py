@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from signal import SIGABRT, SIGINT, Signals
+from signal import SIGINT, Signals
 from typing import Any, NoReturn, TextIO
 
 from filelock import Timeout
@@ -23,14 +23,12 @@ from omegaconf import DictConfig
 from onecurve.config.folder import PROJECT, remove_if_unused
 from onecurve.config.jobs import is_sweep
 from onecurve.errors import UserError
+from onecurve.process.layer_calls import first_different_calls
 from onecurve.process.rank import log_file, report_error
 from onecurve.process.signals import Stopped
 from onecurve.records.events import append_end, append_event, append_kill, logged_steps
 from onecurve.records.files import named_lock, read_json_lines
 
-# NCCL and gloo abort a process whose collective differs from those of other ranks.
-_ABORTED = ". If a layer runs for some samples only, strategy=fsdp gathers it on some ranks only: take strategy=ddp"
-_ABORTED += " with bit_exact=true, or +strategy.find_unused_parameters=true"
 _EXIT_DELAY = 3.0  # seconds; torchrun and this launcher look at the ranks ten times a second
 _TIMER = "Timeout ("  # what faulthandler writes before it ends a process
 _LOCK_TIMEOUT = 5.0  # seconds in which the processes of a killed start end
@@ -105,16 +103,20 @@ def fold_frames(trace: str) -> str:
     return folded if '\n  File "' in folded else trace
 
 
-def first_failure(failed: Any, run_dir: str) -> Exception:
-    """Return the exception to raise for the rank that failed first.
+def first_failure(failed: Any, run_dir: str, reports: Path) -> Exception:
+    """Return the exception to raise for the rank that failed first, by the folder of the ranks' reports.
 
     Elastic's ChildFailedError `failed` has the rank that ended first, which may be another one.
     """
     rank, failure = failed.get_first_failure()
+    if calls := first_different_calls(reports):  # NCCL then waits or aborts, as gloo does
+        return UserError(
+            f"strategy=fsdp gathers a layer when every rank calls it: {calls}. Call the same layers for all samples, "
+            "or take strategy=ddp with bit_exact=true or +strategy.find_unused_parameters=true"
+        )
     # torch crashes with this value on CPUs.
     debug = "; unset TORCH_DISTRIBUTED_DEBUG=DETAIL" * (os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL")
-    hint = _ABORTED if failure.exitcode == -SIGABRT else ""
-    died = RankDiedError(f"rank {rank} died ({failure.message}){debug}; its log is {log_file(run_dir, rank)}{hint}")
+    died = RankDiedError(f"rank {rank} died ({failure.message}){debug}; its log is {log_file(run_dir, rank)}")
     died.dead_rank = rank
     if failure.exitcode < 0:  # killed by a signal
         return died
@@ -125,8 +127,7 @@ def first_failure(failed: Any, run_dir: str) -> Exception:
             f"a rank took no step within launch.timeout: the logs in {run_dir}/logs have the stacks of the ranks that "
             "could write them"
         )
-    reports = Path(failure.error_file).parent.parent.glob("*/error.json")
-    for file in sorted(reports, key=lambda file: file.stat().st_mtime_ns):
+    for file in sorted(reports.rglob("error.json"), key=lambda file: file.stat().st_mtime_ns):
         for line in read_json_lines(file):  # none, if the rank was killed while it wrote them
             error = line["message"]
             # Lightning's spawn launcher puts a worker's traceback before its user error.

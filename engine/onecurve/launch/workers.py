@@ -4,6 +4,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -138,22 +140,23 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
     from torch.distributed.launcher.api import elastic_launch
 
     _silence_launchers()
-    try:
-        results = elastic_launch(_elastic_config(cfg, processes), _run_worker)(cfg, os.getpid())
-    except ChildFailedError as failed:
-        if signals.requested() > signals.RESIZE:  # a signal came before the ranks could save, or a second one came
-            raise _stopped(cfg) from None
-        raise first_failure(failed, cfg.run_dir) from None
-    finally:
-        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+    with TemporaryDirectory(prefix="reports-", ignore_cleanup_errors=True) as reports:
+        try:
+            results = elastic_launch(_elastic_config(cfg, processes, reports), _run_worker)(cfg, os.getpid())
+        except ChildFailedError as failed:
+            if signals.requested() > signals.RESIZE:  # a signal came before the ranks could save, or a second one came
+                raise _stopped(cfg) from None
+            raise first_failure(failed, cfg.run_dir, Path(reports)) from None
+        finally:
+            os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
     metrics_or_signal = results[0]
     if isinstance(metrics_or_signal, int):
         raise signals.Stopped(metrics_or_signal)
     return metrics_or_signal
 
 
-def _elastic_config(cfg: DictConfig, processes: int) -> Any:
-    """Return the settings of torch's elastic launcher.
+def _elastic_config(cfg: DictConfig, processes: int, reports: str) -> Any:
+    """Return the settings of torch's elastic launcher, whose ranks write their errors into the folder `reports`.
 
     Its own restarts are off, because they would repeat user errors and hide their messages.
     """
@@ -172,7 +175,7 @@ def _elastic_config(cfg: DictConfig, processes: int) -> Any:
         max_restarts=0,
         monitor_interval=0.1,
         signals_to_handle="",  # none: onecurve/process/signals.py handles them
-        logs_specs=DefaultLogsSpecs(),
+        logs_specs=DefaultLogsSpecs(reports),
         **options,
     )
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from onecurve.errors import UserError
@@ -21,6 +21,7 @@ from onecurve.parallel.sharded_state import ShardedStateStrategy, prepare_to_sha
 from onecurve.parallel.tree_sum import TreeSum
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.torch import AnyBatchNorm
+from onecurve.process.layer_calls import record_layer_calls
 from onecurve.process.rank import map_large_blocks
 
 
@@ -141,6 +142,9 @@ class FSDP(ShardedStateStrategy):
         map_large_blocks()
         for net in networks:
             self._shard(net)
+        record_layer_calls(
+            {name: cast(nn.Module, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)}
+        )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step of the module, whose loss must not read shards: a penalty would have the gradient of a shard."""

@@ -57,7 +57,7 @@ VARIATIONS = {
     "transformer": ["~model.width", *VIT[:1], "+model.width=8", *VIT[2:], "model.dropout=0.2", "optimizer=adamw"],
 }
 QUICK = [
-    *[("sgd", world) for world in ("ddp x3", "fsdp x2", "hybrid x4", "ddp_spawn x2", "workers")],
+    *[("sgd", world) for world in ("ddp x3", "fsdp x2", "hybrid x4", "workers")],
     *[("sgd", f"pipeline x2, {name}") for name in ("1f1b", "zbv_zero_bubble")],
     *[("adamw", world) for world in ("ddp x2, ZeRO-1", "fsdp x4")],
     *[("muon", world) for world in ("fsdp x2", "pipeline x2, 1f1b")],

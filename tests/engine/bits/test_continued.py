@@ -1,5 +1,7 @@
 """With `bit_exact=true` a run that stops anywhere and goes on elsewhere has the bits of one that does not stop."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from tests.support.runs import Record, compose, fit
 
 # Metrics of every kind, values logged in each step and each epoch, and dropout.
 METRICS = ["~module", "+module._target_=tests.support.modules.Accumulates", "~model", "~optimizer", "~scheduler"]
+SHORT_TASK = [*EXACT, *SHORT, "trainer.max_steps=10"]
 TASKS = {"averaged": ["callbacks=[default,ema]", "module.channels_last=false"], "metrics": [*METRICS, "test=false"]}
 ONE = ["strategy=auto", "trainer.devices=1"]
 TWO, THREE, FOUR = (["strategy=ddp", f"trainer.devices={count}"] for count in (2, 3, 4))
@@ -26,26 +29,31 @@ ROWS = [
 ]
 
 
-def _fit(options: list[str], pool: Pool, folder: Path) -> list[Record]:
-    cfg = compose(folder, *options)
-    return run_on_ranks(pool, cfg.trainer.devices, fit, cfg)
+@pytest.fixture(scope="module")
+def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Record]:
+    """Return a function that makes the run without a stop, once for each task."""
+
+    @functools.cache
+    def run(task: str) -> Record:
+        return fit(compose(tmp_path_factory.mktemp("alone"), *small, *SHORT_TASK, *TASKS[task], *ONE))
+
+    return run
 
 
 @pytest.mark.parametrize(("task", "hook", "step", "here", "there"), ROWS)
 def test_has_the_bits_of_a_run_without_a_stop(
-    task: str, hook: str, step: int, here: list[str], there: list[str], pool: Pool, small: list[str], folder: Path
+    task: str,
+    hook: str,
+    step: int,
+    here: list[str],
+    there: list[str],
+    reference: Callable[[str], Record],
+    pool: Pool,
+    small: list[str],
+    folder: Path,
 ) -> None:
-    words = [
-        *small,
-        *EXACT,
-        *SHORT,
-        "trainer.max_steps=10",
-        *TASKS[task],
-        "module.channels_last=false" if task == "averaged" else "",
-    ]
-    words = [word for word in words if word]
-    (reference,) = _fit([*words, *ONE], pool, folder / "alone")
-    died = compose(folder / "run", *words, *here)
+    words = [*small, *SHORT_TASK, *TASKS[task]]
+    died = compose(folder, *words, *here)
     run_on_ranks(pool, died.trainer.devices, die, died, hook, step)
-    records = _fit([*words, *there, f"ckpt_path={folder}/run/died.ckpt"], pool, folder / "run")
-    check_equal_bits(records, reference)
+    resumed = compose(folder, *words, *there, f"ckpt_path={folder}/died.ckpt")
+    check_equal_bits(run_on_ranks(pool, resumed.trainer.devices, fit, resumed), reference(task))

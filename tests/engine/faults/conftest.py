@@ -13,7 +13,7 @@ import pytest
 _MARK = "STARTED_BY_TEST"
 _SHARED = Path("/dev/shm")
 _OURS = ("torch_", "sem.", "psm_")  # prefixes of torch and multiprocessing
-_TIMEOUT = 8.0  # seconds in which Python's resource tracker and wandb's service notice that they are alone
+_TIMEOUT = 60.0  # seconds in which Python's resource tracker and wandb's service notice that they are alone
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ def test_error_names_a_killed_rank(small: list[str], folder: Path) -> None:
     before = time.monotonic()
     code, _, err = wait_for_exit(process)
     assert code == 1
-    assert time.monotonic() - before < 30
+    assert time.monotonic() - before < 60
     assert "rank 0 died (Signal 9 (SIGKILL)" in err
     assert "rank0.log" in err
 
@@ -74,7 +74,7 @@ def test_error_names_a_stopped_rank(small: list[str], folder: Path) -> None:
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_restarts_from_the_last_checkpoint(devices: int, small: list[str], folder: Path) -> None:
     task = [*small, *PARITY, *TWO, f"trainer.devices={devices}", "callbacks.checkpoint.every_n_train_steps=1"]
-    process = start(*task, slow(0.1), "launch.max_restarts=1", f"run_dir={folder}")
+    process = start(*task, callback("WaitForKills", at=8, kills=1), "launch.max_restarts=1", f"run_dir={folder}")
     wait_for_rows(folder, 5, process)
     os.kill(ranks(process.pid)[-1], signal.SIGKILL)
     code, out, err = wait_for_exit(process)
@@ -140,10 +140,18 @@ def test_a_negative_number_of_restarts_is_none(monkeypatch: pytest.MonkeyPatch) 
     assert starts == [2]
 
 
+BRANCHING = ["module._target_=tests.support.modules.Branching", "callbacks=none", "test=false", "launch.timeout=30"]
+BRANCHING += ["bit_exact=true", "virtual_ranks=8"]
+
+
+def test_error_names_a_layer_that_some_ranks_call(small: list[str], folder: Path) -> None:
+    _, err = run(*small, *PARITY, *BRANCHING, *TWO, "strategy=fsdp", f"run_dir={folder}", code=1)
+    error = (
+        r"error: strategy=fsdp gathers a layer .*: rank (.) called (.*), but rank (.) called (.*)\. Call the same .*"
+    )
+    assert {*re.fullmatch(error, err.strip()).groups()} == {"0", "1", "layers.1", "head"}
+
+
 @pytest.mark.slow
-def test_a_layer_that_some_virtual_ranks_call_aborts_fsdp(small: list[str], folder: Path) -> None:
-    words = ["module._target_=tests.support.modules.Branching", "callbacks=none", "test=false", "launch.timeout=30"]
-    words += ["bit_exact=true", "virtual_ranks=8", f"run_dir={folder}"]
-    _, err = run(*small, *PARITY, *words, *TWO, "strategy=fsdp", code=1)
-    assert re.search(r"^error: rank . died .* strategy=fsdp gathers it on some ranks only: take st", err, re.M)
-    run(*small, *PARITY, *words, *TWO, f"run_dir={folder}-ddp")
+def test_a_layer_that_some_virtual_ranks_call_trains_with_ddp(small: list[str], folder: Path) -> None:
+    run(*small, *PARITY, *BRANCHING, *TWO, f"run_dir={folder}")

@@ -27,7 +27,8 @@ from tests.support.runs import compose, fit
 
 def test_shrinks_and_grows_back(small: list[str], folder: Path) -> None:
     """Rank 1 dies twice before the first checkpoint; its device returns after one."""
-    task = [*small, *PARITY, "test=false", slow(0.4), "launch.elastic=true", f"run_dir={folder}"]
+    waits = [callback("WaitForKills", at=8, kills=2), callback("WaitForSignal", at=13, world_size=2)]
+    task = [*small, *PARITY, *waits, slow(0.2), "test=false", "launch.elastic=true", f"run_dir={folder}"]
     process = start(*task, "strategy=ddp", "trainer.devices=3", ELASTIC_PAUSE="0.2")
     for number in (1, 2):
         wait_for_start(number, folder, process)
@@ -68,4 +69,4 @@ def wait_for_start(number: int, folder: Path, process: "subprocess.Popen[str]") 
         starts = sum(event["event"] in ("start", "resume") for event in read_events(folder))
         return starts == number and count_lines(folder) > 2
 
-    assert wait_until(has_started, 90), wait_for_exit(process, 1)
+    assert wait_until(has_started, 300), wait_for_exit(process, 1)

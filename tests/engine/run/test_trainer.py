@@ -85,7 +85,9 @@ def one(demo: Path) -> Path:
     return demo.parent / "one"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "pipeline", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp"))]
+)
 def test_the_script_of_the_readme_has_the_same_bits(strategy: str, demo: Path, one: Path) -> None:
     run_demo(demo, strategy, 2, strategy)
     check_last_checkpoints(one, demo.parent / strategy, tolerance=0)

@@ -69,11 +69,11 @@ def test_names_ranks_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_communication_that_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_reduce, "_TIMEOUT", 0.1)
-    monkeypatch.setattr(all_reduce, "_time_all_reduce", lambda *_: time.sleep(2))
+    monkeypatch.setattr(all_reduce, "_time_all_reduce", lambda *_: time.sleep(30))
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)  # it would end the tests
     begun = time.monotonic()
     with pytest.raises(
         UserError, match=r"the ranks on \S+ are ready, .* set NCCL_SOCKET_IFNAME .* NCCL_DEBUG=INFO shows"
     ):
         all_reduce.measure_all_reduce(OmegaConf.create({"trainer": {"accelerator": "cpu"}}))
-    assert time.monotonic() - begun < 1.5
+    assert time.monotonic() - begun < 25

@@ -20,7 +20,7 @@ from onecurve.observe.steps import RankConsensus
 from onecurve.parallel.ddp import DDP
 from onecurve.run.experiment import assemble
 from onecurve.targets import build
-from tests.support.commands import PARITY, TINY, run
+from tests.support.commands import PARITY, TINY, run, run_here
 from tests.support.comparison import check_same_rows, read_rows
 from tests.support.plans import planned_collectives
 from tests.support.pool import Pool
@@ -181,9 +181,7 @@ def test_best_strategy_trains_as_if_it_had_been_typed(small: list[str], folder: 
     assert "throughput/planned_step_ms" in (folder / "metrics.csv").read_text()
 
     typed = [word for word in chosen.runtime.overrides if word.startswith("strategy")]
-    run(*task, *typed, f"run_dir={folder}/typed")
-    saved = OmegaConf.load(folder / "typed" / "config.yaml")
-    assert saved.strategy == chosen.strategy
+    assert compose(folder / "typed", *task, *typed).strategy == chosen.strategy
 
 
 @pytest.mark.slow
@@ -222,7 +220,7 @@ def test_the_command_writes_the_plan_and_trains_nothing(small: list[str], folder
 
 
 def test_an_error_of_a_plan_is_one_line_and_leaves_no_folder(small: list[str], folder: Path) -> None:
-    _, err = run(*small, *TINY, "plan=true", "hardware=h100", "model.depht=3", f"run_dir={folder}", code=1)
+    _, err = run_here(*small, *TINY, "plan=true", "hardware=h100", "model.depht=3", f"run_dir={folder}", code=1)
     assert err.startswith("error: model.depht")
     assert err.count("\n") == 1
     assert not folder.exists()
@@ -231,5 +229,5 @@ def test_an_error_of_a_plan_is_one_line_and_leaves_no_folder(small: list[str], f
 def test_best_strategy_is_refused_before_a_plan_is_made(small: list[str], folder: Path) -> None:
     folder.mkdir()
     (folder / "config.yaml").touch()
-    _, err = run(*small, *TINY, "strategy=best", f"run_dir={folder}", code=1)
+    _, err = run_here(*small, *TINY, "strategy=best", f"run_dir={folder}", code=1)
     assert err.startswith(f"error: run_dir={folder} holds a run")
