@@ -28,7 +28,7 @@ pytest_plugins = ["tests.support.report"]
 os.environ.setdefault("WANDB_MODE", "offline")
 logging.getLogger("lightning").setLevel(logging.WARNING)
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds that a worker of a forgotten loader has to end
-yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # Hydra reads twenty files for each run
+yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # type: ignore[misc]  # Hydra reads 20 files a run
 torch.set_num_threads(1)  # the networks are tiny, and the ranks of the pool need the other core
 
 
