@@ -24,7 +24,7 @@ doctor: install
 
 # Some minutes: what every change waits for. Two processes take the test files in turn, each with one thread.
 test: install lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # About an hour: every strategy, schedule and documented command. ARGS=tests/engine/parity runs a part.
 test-all: install lint

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from PIL import Image
 
 from src.data.sources.cifar import CIFAR10, CIFAR100
@@ -22,11 +23,18 @@ from tests.support.memory import disable_malloc_tuning, release_memory
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit_and_test, fit_ranks
 
+LONGEST = ("engine/faults", "engine/extras", "engine/gpu", "engine/bits", "engine/config", "template", "guide")
 pytest_plugins = ["tests.support.report"]
 os.environ.setdefault("WANDB_MODE", "offline")
 logging.getLogger("lightning").setLevel(logging.WARNING)
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds that a worker of a forgotten loader has to end
+yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # type: ignore[misc]  # Hydra reads 20 files a run
 torch.set_num_threads(1)  # the networks are tiny, and the ranks of the pool need the other core
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the folders whose files take longest: the last files of a session leave a core idle."""
+    items.sort(key=lambda item: not str(item.path.relative_to(Path(__file__).parent)).startswith(LONGEST))
 
 
 def pytest_collection_finish() -> None:

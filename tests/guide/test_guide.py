@@ -12,6 +12,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,10 @@ def run_script(name: str, script: str = "train", *options: str) -> "subprocess.C
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+def _start_forks(start_processes: Any, *arguments: Any, start_method: str) -> None:
+    start_processes(*arguments, start_method="fork")
+
+
 def run_forked(output: Path, name: str, script: str, *options: str) -> None:
     """Run a script in this process, a fork of that of the tests, and its ranks in further forks."""
     with output.open("w") as file:
@@ -69,8 +74,8 @@ def run_forked(output: Path, name: str, script: str, *options: str) -> None:
     faulthandler.disable()  # it would write where pytest does
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))
     sys.argv = [script, *options]
-    start_processes: Any = experiment.mp.start_processes
-    experiment.mp.start_processes = lambda *args, **_: start_processes(*args, start_method="fork")
+    module: Any = experiment.mp
+    module.start_processes = partial(_start_forks, module.start_processes)
     runpy.run_module(f"docs.guide.{name}.{script}", run_name="__main__", alter_sys=True)
 
 

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from uuid import uuid4
 
@@ -32,7 +32,7 @@ def nothing_is_left() -> Iterator[None]:
 def _processes(mark: str) -> list[str]:
     """Return the command lines of processes that carry the mark, except the pool's ranks, which live on."""
     ours = {str(child.pid) for child in multiprocessing.active_children()}
-    ours |= {str(resource_tracker._resource_tracker._pid)}
+    ours |= {str(resource_tracker._resource_tracker._pid), str(forkserver._forkserver._forkserver_pid)}
     marked = [folder for folder in Path("/proc").glob("[0-9]*") if f"{_MARK}={mark}" in _text(folder / "environ")]
     return [_text(folder / "cmdline").replace("\0", " ") for folder in marked if folder.name not in ours]
 
