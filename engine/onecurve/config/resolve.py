@@ -26,7 +26,7 @@ from onecurve.config.folder import (
     remove_partial_checkpoints,
     saved_config,
 )
-from onecurve.errors import UserError, nearest_options
+from onecurve.errors import UserError, as_typed, nearest_options
 from onecurve.identity.option_kinds import flatten_config
 from onecurve.process.devices import resolve_devices
 from onecurve.targets import check_value, drop_replaced_options
@@ -197,6 +197,28 @@ def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
     runtime.strategy = ("ddp" if world_size > 1 else "single") if is_auto else choices.strategy
     runtime.world_size = world_size
     runtime.tags = list(dict.fromkeys([*cfg.tags, runtime.strategy, f"x{world_size}", runtime.model]))
+
+
+def changed_options(overrides: list[str]) -> list[str]:
+    """Return what differs from the defaults as NAME=VALUE: the overrides, then what the files of recipes set."""
+    words = [word.partition("=") for word in overrides]
+    names = {name.lstrip("+~") for name, _, _ in words}
+    recipes = [_recipe_options(CONF / name / f"{choice}.yaml") for name, _, choice in words if name in _RECIPES]
+    changes = {name: value for recipe in recipes for name, value in recipe.items() if name not in names}
+    return [*overrides, *(f"{name}={value}" for name, value in changes.items())]
+
+
+def _recipe_options(file: Path) -> dict[str, str]:
+    """Return the choices and options that a file of `experiment`, `preset` or `debug` sets, with those of its base."""
+    if not file.is_file():  # of another search path, or `_self_` among the bases
+        return {}
+    tree, options = yaml.safe_load(file.read_text()) or {}, {}
+    for entry in tree.pop("defaults", []):
+        if isinstance(entry, str):
+            options |= _recipe_options(file.with_name(f"{entry}.yaml"))
+        else:
+            options |= {name.removeprefix("override /"): as_typed(choice) for name, choice in entry.items()}
+    return options | {name: as_typed(value) for name, value in flatten_config(tree).items()}
 
 
 def run_and_sweep_id(folder: Path, is_sweep: bool) -> tuple[str, str | None]:

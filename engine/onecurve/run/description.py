@@ -1,6 +1,7 @@
 """Start the loggers, log the configuration and the start, print the banner, and cut metrics.csv when a run resumes."""
 
 import logging
+import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, cast
@@ -11,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.checkpoint.format import VERSION, VERSION_KEY
+from onecurve.config.resolve import changed_options
 from onecurve.errors import UserError
 from onecurve.identity.fingerprint import Experiment, continue_experiment, describe_experiment
 from onecurve.observe.csv import CSVLogger
@@ -20,6 +22,8 @@ from onecurve.records.events import append_event, append_resize, read_events
 from onecurve.run.bit_exact import numerics
 
 _log = logging.getLogger(__name__)
+_COLUMNS, _CHANGES_LINES = 80, 3  # of the banner
+_PATHS = ("run folder", "goes on from")
 
 
 class RunDescription(L.Callback):
@@ -76,16 +80,14 @@ class RunDescription(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for name, value in self._restored_metrics.items():
             trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
+        if trainer.is_global_zero:  # before the loggers, which print lines of their own
+            _log.info("\n".join(_rows(self._banner(trainer, pl_module))))
         self._start(trainer, pl_module, is_first_stage=True)
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 logger.cut(self._resumed_at)
         if self.config.bit_exact:
             self._compare_numerics(numerics(pl_module))
-        if trainer.is_global_zero:
-            banner = self._banner(trainer, pl_module)
-            width = max(map(len, banner))
-            _log.info("\n".join(f"  {name:<{width}}  {value}" for name, value in banner.items()))
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "validate":  # not the validation of a fit
@@ -139,32 +141,28 @@ class RunDescription(L.Callback):
             device=torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else module.device.type,
         )
 
-    def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
+    def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
         data: Any = trainer.datamodule
         group = trainer.optimizers[0].param_groups[0]
         scaling = " after scaling" if getattr(module, "lr_scaling", "none") != "none" else ""
         steps = "steps to the end of a stream" if data.last_step is None else f"{data.last_step} steps"
+        processes = f"{trainer.world_size} process{'es' * (trainer.world_size > 1)} on {module.device.type}"
+        layout = f" ({data.parallel.dp_size} data-parallel)" * (data.parallel.dp_size != trainer.world_size)
+        network = self.config.runtime.get("model") or type(module).__name__
         banner = {
-            "experiment": self._fingerprint,
-            "strategy": f"{self._strategy_name}, {trainer.world_size} process(es) on {module.device.type}",
-            "precision": trainer.precision,
-            "data": data.description + _left_out(data),
-            "batch": self._batch_size(data),
-            "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {steps}",
-            "parameters": f"{self._num_parameters:,}",
+            "changes": " ".join(changed_options(self.config.runtime.overrides)),
+            "experiment": str(self._fingerprint),
+            "virtual ranks": f"{data.virtual_ranks}, computed {'one by one' if data.bit_exact else 'together'}",
+            "strategy": f"{self._strategy_name}, {processes}{layout}, precision {trainer.precision}",
+            "batch": _batch_size(data),
+            "data": data.description,
+            "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {steps}{_left_out(data)}",
+            "network": f"{network}, {self._num_parameters:,} parameters",
             "run folder": self.config.run_dir,
         }
         if self.config.ckpt_path:
             banner["goes on from"] = f"{self.config.ckpt_path}, step {self._resumed_at}"
         return banner
-
-    def _batch_size(self, data: Any) -> str:
-        batch, count, dp_size = data.global_batch_size, data.virtual_ranks, data.parallel.dp_size
-        if data.bit_exact:
-            return f"{batch} = {count} virtual ranks x {batch // count}, one by one on {dp_size} data-parallel rank(s)"
-        micro_batches = data.layout.micro_batches
-        mean_size = batch / micro_batches / dp_size  # uneven shares are larger and smaller
-        return f"{batch} = {dp_size} x {micro_batches} micro-batches x {round(mean_size, 2):g} per device"
 
     @property
     def _fingerprint(self) -> str | None:
@@ -175,8 +173,35 @@ class RunDescription(L.Callback):
         return str(self.config.strategy._target_).rpartition(".")[2]
 
 
+def _rows(banner: dict[str, str]) -> list[str]:
+    """Return the lines of the banner in 80 columns; the changes take up to three, and a path is not broken."""
+    width, rows = max(map(len, banner)), []
+    for name, value in banner.items():
+        lines = [value]
+        if name not in _PATHS:
+            lines = textwrap.wrap(
+                value,
+                _COLUMNS - width - 4,
+                max_lines=_CHANGES_LINES if name == "changes" else 1,
+                placeholder=" ...",
+                break_on_hyphens=False,
+            )
+        rows += [f"  {label:<{width}}  {line}" for label, line in zip([name, "", ""], lines, strict=False)]
+    return rows
+
+
+def _batch_size(data: Any) -> str:
+    batch, dp_size = data.global_batch_size, data.parallel.dp_size
+    if data.bit_exact:
+        ranks = f"{dp_size} data-parallel rank{'s' * (dp_size > 1)}"
+        return f"{batch} = {data.virtual_ranks} x {batch // data.virtual_ranks} per virtual rank, on {ranks}"
+    micro_batches = data.layout.micro_batches
+    mean_size = batch / micro_batches / dp_size  # uneven shares are larger and smaller
+    return f"{batch} = {dp_size} x {micro_batches} micro-batches x {round(mean_size, 2):g} per device"
+
+
 def _left_out(data: Any) -> str:
     """Return how many samples of an epoch are not trained, because they are no whole batch."""
     (_, count, _), *others = data.training_samples
     rest = count % data.global_batch_size if count and not others and data.has_one_size else 0
-    return f", of which each epoch leaves out {rest}" if rest else ""
+    return f"; each epoch leaves out {rest} samples" if rest else ""

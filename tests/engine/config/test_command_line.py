@@ -149,7 +149,13 @@ def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     assert "Traceback" not in err
     assert ".py:" not in out + err, "no warning"
     assert "\x1b" not in out + err, "no colors in a pipe"
-    assert out.count("DDP, 2 process(es) on cpu") == 1
+    assert out.count("DDP, 2 processes on cpu, precision 32-true") == 1
+    banner = out.partition("\nwandb is offline")[0].splitlines()
+    assert banner[0].startswith(f"  changes        {small[0]} "), "before what the loggers print"
+    assert [line.split("  ")[1] for line in banner[-8:-6]] == ["experiment", "virtual ranks"]
+    assert banner[-7].endswith("4, computed together")
+    assert len(banner) <= 12
+    assert all(len(line) <= 80 for line in banner if str(tmp_path) not in line)
     for fact in ("32 = 2 x 1 micro-batches x 16 per device", "synthetic shapes", "after scaling", str(folder)):
         assert fact in out
     assert re.search(rf"^test/.*test/acc.*\ndone: everything is in\n{folder}$", out, re.MULTILINE)
