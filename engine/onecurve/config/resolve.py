@@ -212,7 +212,8 @@ def _recipe_options(file: Path) -> dict[str, str]:
     """Return the choices and options that a file of `experiment`, `preset` or `debug` sets, with those of its base."""
     if not file.is_file():  # of another search path, or `_self_` among the bases
         return {}
-    tree, options = yaml.safe_load(file.read_text()) or {}, {}
+    tree: dict[str, Any] = yaml.safe_load(file.read_text()) or {}
+    options: dict[str, str] = {}
     for entry in tree.pop("defaults", []):
         if isinstance(entry, str):
             options |= _recipe_options(file.with_name(f"{entry}.yaml"))
