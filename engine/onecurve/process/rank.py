@@ -10,8 +10,12 @@ import sys
 import time
 import warnings
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from signal import SIGKILL
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,6 +25,7 @@ from onecurve.patches.torch import set_timeout_of_all_groups
 from onecurve.process.ranks import is_started_by_srun, is_started_by_torchrun
 
 if TYPE_CHECKING:
+    import lightning as L
     from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of a rank's report
@@ -28,6 +33,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # the constants of gli
 _RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
 _PAUSE = 0.05  # seconds, so that gloo's threads can take the GIL
 _MARGIN = timedelta(minutes=5)
+_ERROR_DELAY = 3.0  # seconds in which rank zero ends the others, if all ranks have an error
+_trainers = WeakSet["L.Trainer"]()  # of a script
 # This advice does not apply here: the data is in memory, and the sampler, not the loader, resumes an epoch.
 _IGNORED_WARNINGS = [
     "does not have many workers",
@@ -112,6 +119,35 @@ def log_script(rank: int) -> None:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
+
+
+def shorten_user_errors(trainer: L.Trainer, rank: int) -> None:
+    """Let a script that catches no `UserError` end with its message alone, from rank zero.
+
+    Whatever else shows uncaught errors, such as rich or W&B, gets the error without its traceback. Rank zero ends the
+    ranks that it has started. Another rank waits for that, or for torchrun, and then shows an error of its own.
+    """
+    _trainers.add(trainer)
+    _replace_excepthook(rank)
+
+
+@cache  # once in a process, and not again if somebody else has replaced it since
+def _replace_excepthook(rank: int) -> None:
+    show = sys.excepthook
+
+    def show_shortened(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, UserError):
+            show(kind, error, trace)
+            return
+        time.sleep(_ERROR_DELAY if rank > 0 else 0)
+        error.__traceback__, error.__cause__ = None, None
+        show(kind, error, None)
+        for trainer in _trainers:
+            strategy: Any = getattr(trainer, "strategy", None)  # none if an argument of the trainer is invalid
+            if strategy and strategy.launcher:
+                strategy.launcher.kill(SIGKILL)
+
+    sys.excepthook = show_shortened
 
 
 def _redirect_output(file: Path) -> None:

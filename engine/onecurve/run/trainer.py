@@ -35,7 +35,7 @@ from onecurve.parallel.compatibility import check_callbacks, check_can_train, ch
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.process import signals
 from onecurve.process.devices import resolve_devices
-from onecurve.process.rank import log_script, tune_malloc
+from onecurve.process.rank import log_script, shorten_user_errors, tune_malloc
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.random_functions import RandomNumbers
 from onecurve.run.arguments import (
@@ -117,6 +117,9 @@ class Trainer(L.Trainer):
         config: DictConfig | None = None,
         **kwargs: Any,
     ) -> None:
+        self._is_script = config is None
+        if self._is_script:
+            shorten_user_errors(self, rank_zero_only.rank)
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         virtual_ranks = (4 if bit_exact else 1) if virtual_ranks is None else virtual_ranks
         check_arguments(seed, virtual_ranks, bit_exact, kwargs)
@@ -127,7 +130,6 @@ class Trainer(L.Trainer):
         self.final_metrics: dict[str, Any] = {}
         self._data: OrderedData | None = None  # of the last stage
         self._fitted: L.LightningDataModule | None = None  # the user's data of the last fit
-        self._is_script = config is None
         self._arguments = {"timeout": timeout, **kwargs}
         self._folder = folder = Path(default_root_dir or _FOLDER)
         if bit_exact:

@@ -1,0 +1,53 @@
+"""How a script ends that catches no `UserError`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT
+
+SCRIPT = """
+import sys
+
+import onecurve
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
+
+
+class Module(BoringModel):
+    def on_train_start(self):
+        if self.global_rank in map(int, sys.argv[2:]):
+            try:
+                raise KeyError("lr")
+            except KeyError as error:
+                raise onecurve.UserError("set lr") from error
+
+
+def show(kind, error, trace, shown=sys.excepthook):
+    print("hook of the script", file=sys.stderr)
+    shown(kind, error, trace)
+
+
+if __name__ == "__main__":
+    sys.excepthook = show
+    trainer = onecurve.Trainer(strategy=sys.argv[1], devices=2, accelerator="cpu", max_steps=1, default_root_dir="run")
+    trainer.fit(Module(), DataLoader(RandomDataset(32, 64), batch_size=8))
+"""
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), pytest.param((1,), marks=pytest.mark.slow)])
+def test_an_uncaught_user_error_is_one_line(ranks: tuple[int, ...], tmp_path: Path) -> None:
+    """Rank zero shows it, or the only rank that has it, by the hook that the script has installed."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "script.py", "ddp", *map(str, ranks)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "engine"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    lines = [line for line in done.stderr.splitlines() if line.startswith(f"[rank{ranks[0]}]")]
+    assert lines == [
+        f"[rank{ranks[0]}]: {text}" for text in ("hook of the script", "onecurve.errors.UserError: set lr")
+    ]
+    assert done.stderr.count("set lr") == 1
+    assert done.returncode == 1
