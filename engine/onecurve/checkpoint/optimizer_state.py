@@ -14,7 +14,7 @@ _IMPLEMENTATION = ("fused", "foreach")  # keys of a parameter group
 
 
 def name_parameters(optimizer: Optimizer, module: nn.Module) -> None:
-    """Add the names of the parameters in the module, and of the groups, to the optimizer, also to later groups.
+    """Add the names of the parameters in the module, and of several groups, to the optimizer, also to later groups.
 
     torch keeps `param_names` in state dicts (https://docs.pytorch.org/docs/stable/optim.html). It refuses a group
     without names beside named ones, so a callback such as BaseFinetuning could not add one.
@@ -44,9 +44,15 @@ def _name_groups(optimizer: Optimizer, module: nn.Module) -> None:
                 "make its module an attribute"
             )
         group["param_names"] = [names[parameter] for parameter in group["params"]]
-        group.setdefault("name", f"group {number:02}")
-    if len({group["name"] for group in optimizer.param_groups}) < len(optimizer.param_groups):
+        if len(optimizer.param_groups) > 1:  # Lightning's LearningRateMonitor shows the name, also of a single group
+            group.setdefault("name", f"group {number:02}")
+    if len({group_name(group) for group in optimizer.param_groups}) < len(optimizer.param_groups):
         raise UserError(f"two parameter groups of {type(optimizer).__name__} have the same `name`: give each its own")
+
+
+def group_name(group: dict[str, Any]) -> str:
+    """Return the name of a parameter group, also of a single one that has none."""
+    return str(group.get("name", "group 00"))
 
 
 def add_saved_groups(saved: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> None:
@@ -55,8 +61,8 @@ def add_saved_groups(saved: dict[str, Any], optimizer: Optimizer, module: nn.Mod
     known = {name for group in groups for name in group["param_names"]}
     for group in saved["param_groups"]:
         parameters = [own[name] for name in group["param_names"] if name in own.keys() - known]
-        if parameters and group["name"] not in [one["name"] for one in groups]:
-            optimizer.add_param_group({"params": parameters, "name": group["name"]})
+        if parameters and group_name(group) not in map(group_name, groups):
+            optimizer.add_param_group({"params": parameters, "name": group_name(group)})
 
 
 def merge(states: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
@@ -71,7 +77,7 @@ def merge(states: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
     for state in states:
         for group in state["param_groups"]:
             moments |= {name: state["state"].get(index) for name, index in _indices_by_name(group).items()}
-            merged = groups.setdefault(group["name"], group | {"param_names": []})
+            merged = groups.setdefault(group_name(group), group | {"param_names": []})
             merged["param_names"] += group["param_names"]
     merged_state: dict[str, Any] = {"state": {}, "param_groups": [group for _, group in sorted(groups.items())]}
     numbers = count()
@@ -90,12 +96,12 @@ def shard(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     by `param_names`, so their order does not matter. The implementation is that of `optimizer`, also in `saved`: torch
     takes it from the checkpoint, which may be from another device, and ZeroRedundancyOptimizer reads `saved` again.
     """
-    saved_groups = {group["name"]: group for group in saved["param_groups"]}
+    saved_groups = {group_name(group): group for group in saved["param_groups"]}
     saved_indices = {name: i for group in saved_groups.values() for name, i in _indices_by_name(group).items()}
     for group in optimizer.param_groups:
-        if group["name"] not in saved_groups or not saved_indices.keys() >= set(group["param_names"]):
+        if group_name(group) not in saved_groups or not saved_indices.keys() >= set(group["param_names"]):
             raise UserError(
-                f"the optimizer in ckpt_path has other parameters in `{group['name']}`: set it as in that run"
+                f"the optimizer in ckpt_path has other parameters in `{group_name(group)}`: set it as in that run"
             )
     state, param_groups, numbers = {}, [], count()
     for group in optimizer.param_groups:
@@ -103,7 +109,7 @@ def shard(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         for parameter, name, index in zip(group["params"], group["param_names"], indices, strict=True):
             if moments := saved["state"].get(saved_indices[name]):
                 state[index] = {key: shard_like(value, parameter) for key, value in moments.items()}
-        saved_group = saved_groups[group["name"]]
+        saved_group = saved_groups[group_name(group)]
         saved_group |= {key: group[key] for key in _IMPLEMENTATION if key in group}
         param_groups.append(saved_group | {"params": indices, "param_names": group["param_names"]})
     return {"state": state, "param_groups": param_groups}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from onecurve.checkpoint.optimizer_state import group_name
 from onecurve.errors import UserError
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point
@@ -114,7 +115,7 @@ def _names(own: dict[str, Any], hashes: list[list[int]]) -> list[str]:
 def _rates(trainer: L.Trainer) -> dict[str, float]:
     """Return the numbers of all parameter groups by name."""
     return {
-        f"{key} of `{group['name']}` of optimizer {number}": float(value)
+        f"{key} of `{group_name(group)}` of optimizer {number}": float(value)
         for number, optimizer in enumerate(trainer.optimizers)
         for group in optimizer.param_groups
         for key, value in group.items()

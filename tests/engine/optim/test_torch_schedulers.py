@@ -1,12 +1,17 @@
 """Schedulers of torch, by `_target_`, learn the same after a restart; tests/engine/parity has them on any hardware."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import nn
+from torch.utils.data import DataLoader
 
-from onecurve.checkpoint.optimizer_state import name_parameters
+import onecurve
+from onecurve.checkpoint.optimizer_state import merge, name_parameters, shard
 from onecurve.errors import UserError
 from onecurve.run.experiment import run
 from tests.support.comparison import check_resumed
@@ -49,3 +54,49 @@ def test_names_refuse_what_no_checkpoint_could_restore() -> None:
     net, other = nn.Linear(2, 2), nn.Linear(2, 2)
     with pytest.raises(UserError, match="group 0 of SGD has a parameter that is not in Linear"):
         name_parameters(torch.optim.SGD(other.parameters(), lr=1.0), net)
+
+
+class Groups(BoringModel):
+    """Has a parameter group for each of its weights, or a single one."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def configure_optimizers(self) -> Any:
+        weights = [*self.parameters()]
+        return torch.optim.SGD(
+            [{"params": weights}] if self.count == 1 else [{"params": [one]} for one in weights], 0.1
+        )
+
+
+@pytest.mark.parametrize(("count", "names"), [(1, ["lr-SGD"]), (2, ["lr-SGD/group 00", "lr-SGD/group 01"])])
+def test_the_rate_of_a_single_group_has_the_name_that_lightning_gives(
+    count: int, names: list[str], folder: Path
+) -> None:
+    trainer = onecurve.Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        callbacks=LearningRateMonitor(),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(Groups(count), DataLoader(RandomDataset(32, 8), batch_size=8))
+    assert [name for name in trainer.callback_metrics if name.startswith("lr")] == names
+
+
+@pytest.mark.parametrize("saved", [{}, {"name": "group 00"}], ids=["now", "before"])
+def test_the_state_of_a_single_group_travels(saved: dict[str, str]) -> None:
+    """Files of earlier versions name it, and a stage of a pipeline may have a second group."""
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": [module.weight]}], lr=1.0)
+    name_parameters(optimizer, module)
+    state = optimizer.state_dict()
+    state["param_groups"][0] |= saved
+    assert [group["param_names"] for group in shard(state, optimizer)["param_groups"]] == [["weight"]]
+    longer = nn.Sequential(nn.Linear(2, 2))
+    other = torch.optim.SGD([{"params": [longer[0].weight]}, {"params": [longer[0].bias]}], lr=1.0)
+    name_parameters(other, longer)
+    merged = merge([state, other.state_dict()], ["weight", "0.weight", "0.bias"])
+    assert [group["param_names"] for group in merged["param_groups"]] == [["weight", "0.weight"], ["0.bias"]]
