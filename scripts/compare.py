@@ -1,8 +1,9 @@
 """Print the curves of several runs side by side, and say whether runs of one experiment have one curve.
 
 Each argument is a run folder; files are left out, so that runs/* may hold pages as well. A row is a step at which all
-runs have the metric. The last rows are the differences from the first run. The exit status is 1 if two runs of one
-experiment part by more than rounding in their precision explains.
+runs have the metric. The last rows are the differences from the first run, also those of train/loss. Below them are
+the options by which experiments differ. The exit status is 1 if two runs of one experiment part by more than rounding
+in their precision explains.
 """
 
 import argparse
@@ -12,23 +13,46 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from onecurve.errors import as_typed
 from onecurve.extras.report.agreement import shared_metrics, verdicts
 from onecurve.extras.report.run_folder import RunFolder
+
+_SHOWN = 8  # options that differ, of each run
 
 
 def table(runs: list[RunFolder], metric: str) -> Table:
     """Return a table with a numbered column per run and a row for each step that all runs have."""
-    logged = [dict(zip(*run.curves[metric], strict=True)) for run in runs]
-    steps = sorted(set.intersection(*({*values} for values in logged)))
+    steps, logged = shared_values(runs, metric)
     result = Table("step", *map(str, range(1, len(runs) + 1)), title=metric)
-    for step in steps:
-        result.add_row(f"{step:.0f}", *(f"{values[step]:.4f}" for values in logged))
+    for step, values in zip(steps, zip(*logged, strict=True), strict=True):
+        result.add_row(f"{step:.0f}", *(f"{value:.4f}" for value in values))
+    for name in dict.fromkeys([metric, "train/loss"]):
+        if all(name in run.curves for run in runs):
+            _, logged = shared_values(runs, name)
+            gaps = [[abs(value - first) for value, first in zip(values, logged[0], strict=True)] for values in logged]
+            result.add_section()
+            suffix = f", {name}" if name != metric else ""
+            result.add_row(f"mean gap{suffix}", *(f"{sum(gap) / max(1, len(gap)):.4f}" for gap in gaps))
+            result.add_row(f"largest gap{suffix}", *(f"{max(gap, default=0.0):.4f}" for gap in gaps))
     result.add_section()
-    gaps = [[abs(values[step] - logged[0][step]) for step in steps] for values in logged]
-    result.add_row("mean gap", *(f"{sum(gap) / max(1, len(gap)):.4f}" for gap in gaps))
-    result.add_row("largest gap", *(f"{max(gap, default=0.0):.4f}" for gap in gaps))
     result.add_row("experiment", *(run.experiment or "unknown" for run in runs))
     return result
+
+
+def shared_values(runs: list[RunFolder], metric: str) -> tuple[list[float], list[list[float]]]:
+    """Return the steps at which all runs have logged the metric, and its values there, for each run."""
+    logged = [dict(zip(*run.curves[metric], strict=True)) for run in runs]
+    steps = sorted(set.intersection(*({*values} for values in logged)))
+    return steps, [[values[step] for step in steps] for values in logged]
+
+
+def changes(run: RunFolder, first: RunFolder) -> str:
+    """Return the options by which the experiment of a run differs from that of another run, with both values."""
+    names = run.experiment_options.keys() | first.experiment_options.keys()
+    changed = [name for name in sorted(names) if run.config.get(name) != first.config.get(name)]
+    values = [f"{name}={as_typed(run.config.get(name))} ({as_typed(first.config.get(name))})" for name in changed]
+    rest = [f"and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
+    return ", ".join(values[:_SHOWN] + rest) or "no option, but its code or its training data"
 
 
 def main() -> None:
@@ -54,6 +78,9 @@ def main() -> None:
     Console().print(table(runs, metric))
     if len({run.experiment for run in runs}) > 1:
         print("Runs of different experiments are not held to one curve.")
+    for number, run in enumerate(runs, 1):
+        if run.experiment and runs[0].experiment and run.experiment != runs[0].experiment:
+            print(f"{number} differs from 1 in {changes(run, runs[0])}.")
     found = verdicts(runs, [str(folder) for folder in folders])
     for verdict in found:
         print(verdict.sentence)

@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 from numpy.typing import NDArray
+from omegaconf import OmegaConf
 
-from onecurve.identity.option_kinds import flatten_config
+from onecurve.checkpoint.format import VERSION_KEY
+from onecurve.errors import UserError
+from onecurve.identity.option_kinds import HARDWARE, OWN_HARDWARE, experiment_options, flatten_config, matches
 from onecurve.records.events import read_events
 from onecurve.records.files import read_json_lines
 
 Floats = NDArray[np.float64]
+_RECORDED = ("data_source", "experiment", "numerics", VERSION_KEY)  # beside the options in config.yaml
 ENDS = ("finished", "stopped", "failed", "killed")
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -76,6 +80,17 @@ class RunFolder:
     def config(self) -> dict[str, Any]:
         """The resolved configuration, by dotted name."""
         return flatten_config(read_mapping(self.path / "config.yaml"))
+
+    @cached_property
+    def experiment_options(self) -> dict[str, Any]:
+        """The options of its experiment, by dotted name; of a class that cannot be imported, all but known hardware."""
+        config = read_mapping(self.path / "config.yaml")
+        options = {name: node for name, node in config.items() if name not in _RECORDED}
+        try:
+            return experiment_options(OmegaConf.create(options))
+        except UserError:  # such as a class of a script
+            flat = flatten_config(options)
+            return {name: value for name, value in flat.items() if not matches(name, HARDWARE + OWN_HARDWARE)}
 
     @cached_property
     def curves(self) -> dict[str, Curve]:

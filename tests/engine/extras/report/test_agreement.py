@@ -122,7 +122,10 @@ def test_page_and_command_say_where_runs_part(
 ) -> None:
     first, same, other = (write_run(tmp_path / name) for name in ("first", "same", "other"))
     config = yaml.safe_load((other / "config.yaml").read_text())
-    (other / "config.yaml").write_text(json.dumps(config | {"experiment": "000000"}))
+    changed = config["strategy"] | {"microbatches": 8}  # hardware
+    (other / "config.yaml").write_text(
+        json.dumps(config | {"experiment": "000000", "optimizer": {"lr": 0.2}, "strategy": changed})
+    )
     (first / "config.yaml").write_text(json.dumps(config | {"optimized_metric": "val/loss"}))
     apart = write_run(tmp_path / "apart", gap=1e-6)
     page = write([first, same, other, apart], None, single_file=False).read_text()
@@ -140,8 +143,18 @@ def test_page_and_command_say_where_runs_part(
     out = capsys.readouterr().out
     assert f"1: {first}\n2: {same}\n3: {other}\n" in out
     assert out.count("val/loss") == 2, "the metric of the first run's sweeps"
+    gaps = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "gap" in line]
+    names = ["mean gap", "largest gap"]
+    assert [row[0] for row in gaps] == 2 * [*names, *(f"{name}, train/loss" for name in names)]
+    assert "3 differs from 1 in optimizer.lr=0.2 (0.1).\n" in out
     assert max(len(line) for line in out.splitlines() if line.startswith(("┃", "│"))) <= 80
     assert "Runs of different experiments are not held to one curve." in out
     assert "have one curve, up to rounding (60 log points)" in out
     assert "000000" in out
     assert f"{apart} parts from {first} at step 0: train/loss differs by" in out
+
+
+def test_the_options_of_an_experiment_whose_class_is_in_a_script(tmp_path: Path) -> None:
+    config = {"module": {"_target_": "__main__.Demo", "lr": 0.1}, "trainer": {"devices": 2}, "experiment": "5f3a9c"}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    assert RunFolder(tmp_path).experiment_options == {"module._target_": "__main__.Demo", "module.lr": 0.1}
