@@ -10,6 +10,7 @@ CONSTRAINTS ?= --constraint constraints.txt # empty: the newest versions that py
 install: $(STAMP)
 
 $(STAMP): pyproject.toml engine/pyproject.toml constraints.txt
+	@echo "Installing PyTorch and the other packages in $(VENV), once: this takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) \
 		--editable ./engine ".[dev,tensorboard,sweeps,report,dashboard]"

@@ -159,6 +159,22 @@ def test_make_targets_exist() -> None:
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
 
 
+def test_make_says_first_that_it_installs(tmp_path: Path) -> None:
+    """pip is quiet for minutes; here a program stands in for it."""
+    (tmp_path / "engine").mkdir()
+    for name in ("pyproject.toml", "engine/pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text("#!/bin/sh\necho called with $1 $2 $3\n")
+    python.chmod(0o755)
+    command = ["make", "--file", str(ROOT / "Makefile"), "train"]
+    lines = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[0] == "Installing PyTorch and the other packages in .venv, once: this takes some minutes."
+    assert "called with -m pip install" in lines
+    assert lines[-1] == "called with train.py experiment=quickstart"
+
+
 def test_links_exist() -> None:
     for path in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", README):
         assert (ROOT / path).exists(), path
