@@ -137,7 +137,7 @@ def test_every_model_that_starts_without_weights_can_be_planned(folder: Path) ->
 
 
 def test_the_best_fits_and_auto_is_kept_unless_another_is_clearly_faster(folder: Path) -> None:
-    cfg = compose(folder, *TASK, "trainer.devices=8", "trainer.num_nodes=2")
+    cfg = compose(folder, *TASK, "trainer.devices=2", "trainer.num_nodes=2")
     plan = make_plan(cfg, [])
     assert plan.candidates[0].reason == ""
     assert all(candidate.reason for candidate in plan.candidates[1:])
