@@ -26,6 +26,7 @@ from tests.support.pool import Pool
 from tests.support.runs import QUIET, compose
 
 TINY = ["data.batch_size=16", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.log_every_n_steps=1"]
+LIMITS = [f"trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
 PAGES = "\n".join((ROOT / "docs" / name).read_text() for name in ("extending.md", "first_hour.md", "migration.md"))
 OWN_DATA = ("data=", "experiment=brackets", "experiment=moons")
 SECTIONS = {text.splitlines()[0]: text for text in PAGES.split("\n## ")[1:] if "```" in text}
@@ -75,7 +76,7 @@ def test_the_page_of_commands_has_the_same_notebook() -> None:
 @pytest.mark.parametrize("section", SECTIONS)
 def test_recipe(section: str, project: Path, small: list[str], pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "conf").mkdir(exist_ok=True)
-    monkeypatch.setattr(notebook, "compose", partial(notebook.compose, *small, *QUIET))
+    monkeypatch.setattr(notebook, "compose", partial(notebook.compose, *small, *QUIET, *LIMITS))
     if "RUN_DIR" in "".join(re.findall(r"```.*?```", SECTIONS[section], re.S)):
         notebook.train(notebook.compose("model=mlp", *TINY, f"run_dir={project}/RUN_DIR"))
     for block in re.findall(r"```bash\n(.*?)```", SECTIONS[section], re.S):

@@ -71,7 +71,8 @@ def test_error_names_a_stopped_rank(small: list[str], folder: Path) -> None:
     assert "took no step within launch.timeout: the logs in" in err
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
 def test_restarts_from_the_last_checkpoint(devices: int, small: list[str], folder: Path) -> None:
     task = [*small, *PARITY, *TWO, f"trainer.devices={devices}", "callbacks.checkpoint.every_n_train_steps=1"]
     process = start(*task, callback("WaitForKills", at=8, kills=1), "launch.max_restarts=1", f"run_dir={folder}")

@@ -15,7 +15,6 @@ QUICK = [
     "auto, rank 0 of 4",
     "fsdp, rank 1 of 4",
     "pipeline, 1f1b, rank 3 of 4",
-    "hsdp, 128 replicas, rank 513 of 1,024",
 ]
 SABOTAGES = ["ItemInLoss", "MaskInAugmentation", "MaskedAssignment", "CopyToDevice"]
 

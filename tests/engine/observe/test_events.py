@@ -51,7 +51,7 @@ def _start(folder: Path, seconds: float) -> None:
 
 def test_refuses_a_second_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onecurve.launch.outcome._LOCK_TIMEOUT", 0.2)
-    first = mp.get_context("spawn").Process(target=_start, args=(tmp_path, 100))
+    first = mp.get_context("fork").Process(target=_start, args=(tmp_path, 100))
     first.start()
     while not (tmp_path / "began").exists():
         time.sleep(0.05)

@@ -22,7 +22,7 @@ from onecurve.extras.sweeps.table import report
 from onecurve.launch import workers
 from onecurve.records.files import named_lock
 
-SPAWN = mp.get_context("spawn")
+FORK = mp.get_context("fork")  # whose processes import nothing anew
 
 
 def hold_gpus(count: int, seconds: float, found: Any) -> None:
@@ -36,9 +36,9 @@ def test_parallel_jobs_see_different_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     """Four jobs of one or two devices on four fictitious GPUs: no two jobs hold the same one at a time."""
     names = [f"{os.getpid()}-{letter}" for letter in "abcd"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
-    found = SPAWN.Queue()
+    found = FORK.Queue()
     wanted = [1, 2, 1, 2]
-    jobs = [SPAWN.Process(target=hold_gpus, args=(count, 1.5, found)) for count in wanted]
+    jobs = [FORK.Process(target=hold_gpus, args=(count, 1.5, found)) for count in wanted]
     for job in jobs:
         job.start()
     spans = [found.get(timeout=100) for _ in jobs]
@@ -58,8 +58,8 @@ def hold(name: str, held: Any) -> None:
 
 
 def test_lock_ends_with_its_process() -> None:
-    name, held = f"test {os.getpid()}", SPAWN.Event()
-    holder = SPAWN.Process(target=hold, args=(name, held))
+    name, held = f"test {os.getpid()}", FORK.Event()
+    holder = FORK.Process(target=hold, args=(name, held))
     holder.start()
     assert held.wait(60)
     with pytest.raises(Timeout):
