@@ -96,5 +96,7 @@ def keep_out_of_ddp(net: nn.Module, names: Iterable[str]) -> None:
 
 def set_timeout_of_all_groups(timeout: timedelta) -> None:
     """Change the timeout of process groups that exist, the subgroups of device meshes among them."""
-    for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    c10d: Any = dist.distributed_c10d
+    set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # public since torch 2.14
+    for group in c10d._world.pg_map:
+        set_timeout(timeout, group)

@@ -133,7 +133,7 @@ def check(
         assert torch.allclose(found.to(value.dtype), value, rtol, atol), name
 
 
-@pytest.mark.parametrize(("shape", "options"), zip(SHAPES.values(), OPTIONS, strict=True), ids=SHAPES)
+@pytest.mark.parametrize(("shape", "options"), [*zip(SHAPES.values(), OPTIONS, strict=True)], ids=SHAPES)
 @pytest.mark.parametrize("groups", [1, 4])
 def test_agrees_with_torch_per_group(groups: int, shape: tuple[int, ...], options: dict[str, Any], pool: Pool) -> None:
     expected = reference(layer(shape, **options), *inputs(shape), groups)
