@@ -57,7 +57,6 @@ class GAN(Module):
         return self(self._noise(torch.arange(count, device=self.device), _EVALUATION_EPOCH))
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        should_log = self.is_log_point  # of this step; the optimizers' steps below count it
         generator_loss, discriminator_loss = self._losses(batch)
         # Lightning increments global_step for each wrapped optimizer; one wrapper makes it one step per batch.
         wrapped, _ = cast(list[Any], self.optimizers())
@@ -68,7 +67,7 @@ class GAN(Module):
         self.manual_backward(loss)
         unwrapped.step()
         wrapped.step()
-        if should_log:
+        if self.is_log_point:
             metrics = {"train/loss_generator": generator_loss, "train/loss_discriminator": discriminator_loss}
             self.log_step({"train/loss": loss, **metrics})
 

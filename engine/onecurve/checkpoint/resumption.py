@@ -34,6 +34,8 @@ class ExactResumption(L.Callback):
             self._requires_grad: dict[str, bool] = {}  # by name; first that of a checkpoint, then as training begins
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Prepare the optimizers, which Lightning restores after this hook."""
+
         def restore_groups(own: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             add_saved_groups(saved, own, pl_module)
             return shard(saved, own)

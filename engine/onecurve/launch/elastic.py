@@ -1,4 +1,4 @@
-"""The devices of an elastic run: which ones remain after a failure, and which come back.
+"""The restarts that a run has left, and on which devices: an elastic run also loses and regains devices.
 
 A run restarts from its newest checkpoint, so any strategy can change its number of ranks.
 """

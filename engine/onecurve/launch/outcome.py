@@ -186,7 +186,7 @@ def write_report(folder: Path) -> None:
     """Write the page of a sweep, or of a run that has logged anything; print one line if that is not possible."""
     try:
         if is_sweep(folder) or (folder / "metrics.csv").is_file():
-            # Here, so that a template without engine/onecurve/report trains as well.
+            # Here, so that a template without engine/onecurve/extras/report trains as well.
             from onecurve.extras.report import write_page_of
 
             write_page_of(folder)

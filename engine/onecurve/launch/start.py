@@ -1,4 +1,4 @@
-"""Start the processes of a run with torch's elastic launcher, or join those that torchrun or SLURM started.
+"""Decide where the ranks run: in this process, in new ones (`workers.py`), or in those of torchrun or SLURM.
 
 The configuration is composed once, in the process that the user started. Every rank gets that very object. With several
 ranks, this process only launches them, and never touches a device. No command line is rebuilt, and a job of a sweep

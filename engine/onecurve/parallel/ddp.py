@@ -92,6 +92,7 @@ class DDP(DDPStrategy):
         super().__init__(model_averaging_period=model_averaging_period, **kwargs)
         self.comm_hook, self.comm_start_step, self.shard_optimizer = comm_hook, comm_start_step, shard_optimizer
         self.matrix_approximation_rank, self.shares = matrix_approximation_rank, shares
+        self.model_averaging_period = model_averaging_period
         if comm_hook is not None:
             _hook(comm_hook)
         if comm_start_step < 2:

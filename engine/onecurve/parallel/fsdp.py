@@ -79,6 +79,7 @@ class FSDP(ShardedStateStrategy):
     ) -> None:
         super().__init__(**kwargs)
         self.replicas, self.reshard_after_forward = replicas, reshard_after_forward
+        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self._shard_group: Any = None
         self.policy = MixedPrecisionPolicy(_dtype("param_dtype", param_dtype), _dtype("reduce_dtype", reduce_dtype))
 

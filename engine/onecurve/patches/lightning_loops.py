@@ -95,10 +95,10 @@ class CheckpointConnector(_CheckpointConnector):
     """
 
     def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
-        self.prepare_module()
+        self.prepare_late_layers()
         super()._restore_modules_and_callbacks(*args, **kwargs)
 
-    def prepare_module(self) -> None:
+    def prepare_late_layers(self) -> None:
         """Change the layers that `setup` or `configure_model` has made."""
         raise NotImplementedError
 

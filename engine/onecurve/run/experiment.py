@@ -1,4 +1,4 @@
-"""One run on one rank: build the objects that the configuration describes, fit, test and predict."""
+"""One run on one rank: call the function of train.py, record its end, and build the objects for which it asks."""
 
 import logging
 from collections.abc import Callable

@@ -6,7 +6,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from onecurve.network.tensors import upcast_half
-from onecurve.observe.steps import is_log_point
+from onecurve.observe.steps import is_log_point, trained_steps
 
 
 class Module(L.LightningModule):
@@ -27,7 +27,7 @@ class Module(L.LightningModule):
     @property
     def is_log_point(self) -> bool:
         """Whether the current step logs training metrics."""
-        return is_log_point(self.trainer, self.trainer.global_step + 1)
+        return is_log_point(self.trainer, trained_steps(self.trainer) + 1)
 
     def log_step(self, metrics: dict[str, Tensor]) -> None:
         """Log the means of a training step over the global batch, and the learning rate.

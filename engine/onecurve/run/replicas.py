@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from onecurve.checkpoint.optimizer_state import group_name
 from onecurve.errors import UserError
 from onecurve.network.tensors import to_local
-from onecurve.observe.steps import is_log_point
+from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.patches.torch import AnyBatchNorm
 from onecurve.random.seeding import are_equal
 from onecurve.run.hidden_state import attributes
@@ -61,7 +61,7 @@ class ReplicaCheck(L.Callback):
         self._has_warned = False
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if is_log_point(trainer, trainer.global_step):
+        if is_log_point(trainer, trained_steps(trainer)):
             self._compare(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

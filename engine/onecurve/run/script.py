@@ -7,6 +7,8 @@ import lightning as L
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
+from onecurve.targets import default_options
+
 _PLAIN = (bool, int, float, str, type(None))
 _NOT_PLAIN = object()
 
@@ -46,7 +48,7 @@ def describe_script(
             "trainer": {"_target_": "onecurve.Trainer", **_plain({**given, **limits, **arguments})},
             "module": _describe(module),
             "data": _describe(data),
-            "strategy": {"_target_": _name(type(trainer.strategy))},
+            "strategy": _describe_strategy(trainer.strategy),
             "launch": {"timeout": given["timeout"], "elastic": False},
             "fit": stage == "fit" or trainer.fit_loop.epoch_progress.current.ready > 0,
             "test": stage == "test",
@@ -67,6 +69,13 @@ def _describe(part: Any) -> dict[str, Any]:
     """Return the class of a module or DataModule with its saved hyper-parameters; none of a class in a function."""
     name = _name(type(part)).replace("__mp_main__", "__main__")
     return _plain(dict(part.hparams)) | ({} if "<locals>" in name else {"_target_": name})
+
+
+def _describe_strategy(strategy: Any) -> dict[str, Any]:
+    """Return the class of a strategy with the options that it keeps; those of Lightning's own are hardware."""
+    name = _name(type(strategy))
+    options = [] if name.startswith("lightning.") else default_options(name)
+    return _plain({option: getattr(strategy, option, _NOT_PLAIN) for option in options}) | {"_target_": name}
 
 
 def _name(kind: type) -> str:

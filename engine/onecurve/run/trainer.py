@@ -119,6 +119,7 @@ class Trainer(L.Trainer):
     ) -> None:
         self._is_script = config is None
         if self._is_script:
+            log_script(rank_zero_only.rank)
             shorten_user_errors(self, rank_zero_only.rank)
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         virtual_ranks = (4 if bit_exact else 1) if virtual_ranks is None else virtual_ranks
@@ -135,8 +136,6 @@ class Trainer(L.Trainer):
         if bit_exact:
             torch.set_num_threads(num_threads())
         L.seed_everything(seed, verbose=False)
-        if self._is_script:
-            log_script(rank_zero_only.rank)
         accelerator, devices = resolve_devices(accelerator, devices)
         needs_determinism = bit_exact and accelerator != "cpu"
         is_double = kwargs.get("precision") == "64-true"  # Lightning accepts this name with some strategies only

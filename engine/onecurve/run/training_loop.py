@@ -1,4 +1,4 @@
-"""Changes of Lightning's training loop: steps in parts, log points, metrics that a checkpoint keeps.
+"""Changes of Lightning's training loop: what is logged and when, and layers that a module makes late.
 
 The callbacks check monitored metrics and divergence.
 """
@@ -123,9 +123,9 @@ def _check_virtual(virtual: VirtualMetrics, name: str, value: Any, options: dict
 
 
 class _PreparingConnector(CheckpointConnector):
-    """Prepares the layers that a module makes in `setup` or `configure_model`, as `_build_module` does all others."""
+    """Prepares layers that a module makes in `setup` or `configure_model`, as `Trainer.prepare_module` the others."""
 
-    def prepare_module(self) -> None:
+    def prepare_late_layers(self) -> None:
         trainer: Any = self.trainer
         module = trainer.lightning_module
         trainer.precision_plugin.convert_module(module)

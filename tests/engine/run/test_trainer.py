@@ -19,10 +19,14 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
+from lightning.pytorch.strategies import DDPStrategy
+from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
 import onecurve
 from onecurve.errors import UserError
+from onecurve.identity.option_kinds import experiment_options
+from onecurve.run.script import _describe_strategy
 from tests.support.commands import ROOT
 from tests.support.comparison import check_last_checkpoints
 from tests.support.pool import Pool, RankFailed
@@ -388,3 +392,23 @@ def evaluate_and_fit_twice(folder: Path) -> int:
 def test_a_network_that_is_split_may_be_fitted_again(pool: Pool, folder: Path) -> None:
     """Its ranks have different weights then."""
     assert pool.run(2, evaluate_and_fit_twice, folder) == [16, 16]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (onecurve.DDP(), {}),
+        (onecurve.DDP(bucket_cap_mb=5, shares=[1, 2]), {}),
+        (onecurve.DDP(comm_hook="fp16"), {"strategy.comm_hook": "fp16"}),
+        (
+            onecurve.DDP(comm_hook="powersgd", matrix_approximation_rank=2),
+            {"strategy.comm_hook": "powersgd", "strategy.matrix_approximation_rank": 2},
+        ),
+        (onecurve.FSDP(param_dtype="bfloat16"), {"strategy.param_dtype": "bfloat16"}),
+        (onecurve.Pipeline(stages=2, microbatches=8), {}),
+        (DDPStrategy(process_group_backend="gloo"), {}),
+    ],
+)
+def test_lossy_options_of_a_strategy_are_part_of_the_experiment(strategy: Any, options: dict[str, Any]) -> None:
+    config = OmegaConf.create({"strategy": _describe_strategy(strategy)})
+    assert experiment_options(config) == options

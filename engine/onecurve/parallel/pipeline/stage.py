@@ -1,6 +1,6 @@
 """A pipeline stage as a module: consecutive blocks, with the memory formats and random numbers of their micro-batches.
 
-Sample i of a batch belongs to micro-batch i % microbatches (`onecurve/data/sampler.py`).
+Sample i of a batch belongs to micro-batch i % microbatches (`onecurve/data/layout.py`).
 """
 
 from collections.abc import Container, Iterable, Sequence
