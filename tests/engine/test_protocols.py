@@ -15,7 +15,7 @@ FILES = [file for file in (ROOT / "engine" / "onecurve").rglob("*.py") if file.n
 OTHERS = """
     CSafeLoader __dict__ __file__ __module__ __mro__ __name__ add_note
     all_gather_single best_model_path experiment func generator last_step mallopt max_norm num_replicas origin ps1 run
-    sampler save_weights_only scaler shape shutdown_timeout sparse
+    sampler save_weights_only scaler set_timeout shape shutdown_timeout sparse strategy
 """.split()
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import onecurve
-from engine.dev.docs_site import api, page_of, with_links_of_the_site
+from engine.dev.docs_site.hooks import api, page_of, with_links_of_the_site
 from tests.support.commands import ROOT
 
 

@@ -168,7 +168,7 @@ def test_make_says_first_that_it_installs(tmp_path: Path) -> None:
     python = tmp_path / ".venv" / "bin" / "python"
     python.write_text("#!/bin/sh\necho called with $1 $2 $3\n")
     python.chmod(0o755)
-    command = ["make", "--file", str(ROOT / "Makefile"), "train"]
+    command = ["make", "--no-print-directory", "--file", str(ROOT / "Makefile"), "train"]
     lines = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines[0] == "Installing PyTorch and the other packages in .venv, once: this takes some minutes."
     assert "called with -m pip install" in lines

@@ -151,7 +151,7 @@ def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     assert "\x1b" not in out + err, "no colors in a pipe"
     assert out.count("DDP, 2 processes on cpu, precision 32-true") == 1
     banner = out.partition("\nwandb is offline")[0].splitlines()
-    assert banner[0].startswith(f"  changes        {small[0]} "), "before what the loggers print"
+    assert banner[0].startswith(f"  changes        {small[0]}"), "before what the loggers print"
     assert [line.split("  ")[1] for line in banner[-8:-6]] == ["experiment", "virtual ranks"]
     assert banner[-7].endswith("4, computed together")
     assert len(banner) <= 12
