@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 import src.models
 from onecurve import notebook
 from onecurve.config.resolve import runs_in_single_process
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from tests.support.commands import ROOT, run_here
 from tests.support.pool import Pool
 from tests.support.runs import QUIET, compose
@@ -37,7 +37,7 @@ def train(cfg: DictConfig, project: Path) -> dict[str, float]:
     for search_path, folder in ((sys.path, str(project)), (src.models.__path__, f"{project}/src/models")):
         if folder not in search_path:
             search_path.insert(0, folder)
-    return run(cfg)
+    return run_experiment(cfg)
 
 
 def run_script(line: str, project: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onecurve.errors import UserError
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from tests.support.runs import STRATEGIES, compose
 
 DATA_PARALLEL = ("auto", "ddp", "ddp_spawn")
@@ -60,5 +60,5 @@ def test_refused(words: str, message: str, small: list[str], images: Path, folde
     given = shlex.split(words.format(images=images, transforms=TRANSFORMS))
     data = ["model=mlp"] if words.startswith("data=") else small
     with pytest.raises(UserError, match=message) as caught:
-        run(compose(folder, *data, "data.batch_size=16", "trainer.max_epochs=1", *given))
+        run_experiment(compose(folder, *data, "data.batch_size=16", "trainer.max_epochs=1", *given))
     assert "\n" not in str(caught.value)

@@ -27,7 +27,7 @@ CHECKPOINT_KEYS: dict[str, dict[str, str]] = {
         "OrderedData": "state of the user's DataModule",
         "MixedPrecision": "scale of the loss with trainer.precision=16-mixed",
     },
-    "run/description.py": {
+    "run/recorder.py": {
         VERSION_KEY: "version of this library",
         "config": "the resolved configuration as YAML",
         "experiment": "options of the experiment and a hash of its code, of which the fingerprint is made",

@@ -54,13 +54,13 @@ def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | N
         from onecurve.launch.all_reduce import measure_all_reduce
 
         return measure_all_reduce(cfg)
-    from onecurve.run.experiment import run  # late: it imports Lightning, which a mere launcher never uses
+    from onecurve.run.experiment import run_experiment  # late: it imports Lightning, which a mere launcher never uses
 
     log_to_folder(cfg.run_dir, rank)
     if device_count(cfg.trainer) > 1 and not runs_in_single_process(cfg):
         torch.set_num_threads(max(1, cores_per_rank(device_count(cfg.trainer))))
     try:
-        metrics = run(cfg, keep_trainer)
+        metrics = run_experiment(cfg, keep_trainer)
     except signals.Stopped:  # all ranks stop at the same step, so closing fails none of them
         close_process_group()
         raise
@@ -142,7 +142,7 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
     _silence_launchers()
     with TemporaryDirectory(prefix="reports-", ignore_cleanup_errors=True) as reports:
         try:
-            results = elastic_launch(_elastic_config(cfg, processes, reports), _run_worker)(cfg, os.getpid())
+            results = elastic_launch(_torchelastic_config(cfg, processes, reports), _run_worker)(cfg, os.getpid())
         except ChildFailedError as failed:
             if signals.requested() > signals.RESIZE:  # a signal came before the ranks could save, or a second one came
                 raise _stopped(cfg) from None
@@ -155,7 +155,7 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
     return metrics_or_signal
 
 
-def _elastic_config(cfg: DictConfig, processes: int, reports: str) -> Any:
+def _torchelastic_config(cfg: DictConfig, processes: int, reports: str) -> Any:
     """Return the settings of torch's elastic launcher, whose ranks write their errors into the folder `reports`.
 
     Its own restarts are off, because they would repeat user errors and hide their messages.

@@ -146,12 +146,12 @@ def online_or_offline() -> str:
     return mode or "online"
 
 
-def mark_preempted() -> None:
+def mark_wandb_preempted() -> None:
     """Mark this process's W&B run as preempted, so that the agent of a W&B sweep starts it again."""
     _call_wandb("mark_preempting")
 
 
-def finish_run(succeeded: bool) -> None:
+def finish_wandb(succeeded: bool) -> None:
     """End this process's W&B run, if it has one."""
     _call_wandb("finish", exit_code=0 if succeeded else 1)
 

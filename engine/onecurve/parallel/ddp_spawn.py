@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch.multiprocessing as mp
 
-from onecurve.observe.wandb import finish_run, mark_preempted
+from onecurve.observe.wandb import finish_wandb, mark_wandb_preempted
 from onecurve.parallel.ddp import DDP
 from onecurve.patches.lightning_loops import set_steps_of_loggers, steps_of_loggers
 from onecurve.patches.lightning_strategies import SpawnLauncher
@@ -47,12 +47,12 @@ class _Launcher(SpawnLauncher):
                 logger.finalize("failed")  # Lightning does so only in processes that it did not spawn
             is_preempted = isinstance(error, signals.Stopped)
             if is_preempted and error.number not in (signal.SIGINT, signals.RESIZE):
-                mark_preempted()
-            finish_run(succeeded=False)
+                mark_wandb_preempted()
+            finish_wandb(succeeded=False)
             if is_preempted:  # all ranks stop together, so no rank waits in a collective
                 close_process_group()
             raise
-        finish_run(succeeded=True)
+        finish_wandb(succeeded=True)
         close_process_group()
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from onecurve.checkpoint.io import load_initial_weights
 from onecurve.data.ordered_data import OrderedData
 from onecurve.errors import UserError, as_typed
-from onecurve.observe.wandb import finish_run, mark_preempted
+from onecurve.observe.wandb import finish_wandb, mark_wandb_preempted
 from onecurve.patches.lightning_loops import steps_of_loggers
 from onecurve.process.signals import RESIZE, Stopped
 from onecurve.records.events import append_event
@@ -41,7 +41,7 @@ _OWN_ARGUMENTS = "strategy callbacks enable_checkpointing logger default_root_di
 _OWN_ARGUMENTS += ["use_distributed_sampler", "overfit_batches", "fast_dev_run"]
 
 
-def run(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | None = None) -> dict[str, float]:
+def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | None = None) -> dict[str, float]:
     """Call the function `launch.function` on this rank; return the final metrics by name.
 
     Args:
@@ -58,7 +58,7 @@ def run(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | None = None) 
         succeeded = True
     except Stopped as stopped:
         if stopped.number not in (SIGINT, RESIZE):  # the user's own end, and the launcher's: no scheduler repeats them
-            mark_preempted()
+            mark_wandb_preempted()
         raise
     except SystemExit as interrupted:
         if isinstance(interrupted.__context__, KeyboardInterrupt):  # Lightning replaces it: call.py, line 60
@@ -70,7 +70,7 @@ def run(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | None = None) 
             raise
         raise UserError("".join(known) or f"Lightning refuses this run: {' '.join(str(error).split())}") from error
     finally:
-        finish_run(succeeded)
+        finish_wandb(succeeded)
     metrics = {name: float(value) for name, value in trainer.final_metrics.items()}
     if trainer.is_global_zero:
         # `ddp_spawn` restores this count in the main process, but not `global_step`.

@@ -39,9 +39,9 @@ class StepInParts(Optimization):
     def make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
         data, results = self.trainer.datamodule, results_of(self.trainer.fit_loop.epoch_loop)
         takes_weights = getattr(self.trainer.lightning_module, "takes_batch", False)
-        results.weight = 1.0 if takes_weights else data.parts[0].weight
+        results.rank_weight = 1.0 if takes_weights else data.parts[0].weight
         results.samples = sum(len(part.samples) for part in data.parts)
-        if len(data.parts) == 1 and not data.bit_exact and results.weight == 1:
+        if len(data.parts) == 1 and not data.bit_exact and results.rank_weight == 1:
             return super().make_closure(kwargs, optimizer, batch_idx)
         backward, zero_grad = self.backward_pass(optimizer), self.gradient_reset(batch_idx, optimizer)
         kind = _VirtualRankPasses if data.bit_exact else _MicroBatchPasses
@@ -68,7 +68,7 @@ class StepInParts(Optimization):
                         passes.reset_gradients(zero_grad)
                     if backward and output.closure_loss is not None:
                         with results.divert(log):
-                            backward(output.closure_loss * results.weight / passes.count)
+                            backward(output.closure_loss * results.rank_weight / passes.count)
                 log.end_pass(output.loss)
                 outputs.append(output.extra)
         data.end_parts()

@@ -48,10 +48,10 @@ from onecurve.run.arguments import (
 )
 from onecurve.run.bit_exact import BitExactness, num_threads
 from onecurve.run.checkpoint import LastCheckpoint
-from onecurve.run.description import RunDescription
 from onecurve.run.division import DivisionCheck
 from onecurve.run.metrics import MetricStates, VirtualMetrics
 from onecurve.run.module_trainer import ExperimentWorld
+from onecurve.run.recorder import RunRecorder
 from onecurve.run.replicas import BufferCheck, EqualWeights, GatheredWeightCheck, ReplicaCheck
 from onecurve.run.script import describe_script
 from onecurve.run.stopping import PreemptionHandler, Watchdog
@@ -145,13 +145,13 @@ class Trainer(L.Trainer):
         check_callbacks_are_possible(own)
         self._virtual = VirtualMetrics() if bit_exact else None
         loggers = as_list(None if isinstance(logger, bool) else logger)
-        self._description = RunDescription(config, loggers)
+        self._description = RunRecorder(config, loggers)
         super().__init__(
             strategy=resolve_strategy(strategy, devices, kwargs.get("num_nodes", 1)),
             accelerator=accelerator,
             devices=devices,
             callbacks=self._all_callbacks(own, folder, timeout),
-            logger=CSVLogger(folder),  # RunDescription puts the others before it, when it starts them
+            logger=CSVLogger(folder),  # RunRecorder puts the others before it, when it starts them
             plugins=plugins,
             default_root_dir=folder,
             enable_checkpointing=has_kind(own, Checkpoint),
@@ -159,7 +159,7 @@ class Trainer(L.Trainer):
             # OrderedData divides the data itself; Lightning's wrapper would shuffle it again.
             use_distributed_sampler=False,
             sync_batchnorm=False,  # NormGroups normalizes over groups of the global batch, also on one process
-            # RunDescription logs the configuration, which a module's own hyper-parameters would replace in config.yaml.
+            # RunRecorder logs the configuration, which a module's own hyper-parameters would replace in config.yaml.
             enable_autolog_hparams=False,
             **kwargs
             | {

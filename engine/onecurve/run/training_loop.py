@@ -66,7 +66,10 @@ class _Results(Results):
         super().__init__(training)
         self.dtype, self.virtual = dtype, virtual
         self._pass_log: PassLog | None = None
-        self.weight, self.samples = 1.0, 0  # of this rank's step: samples, also relative to their mean over the ranks
+        self.rank_weight, self.samples = (
+            1.0,
+            0,
+        )  # of this rank's step: samples, also relative to their mean over the ranks
 
     @contextmanager
     def divert(self, log: PassLog) -> Iterator[None]:
@@ -83,7 +86,7 @@ class _Results(Results):
             return
         if self.virtual:
             _check_virtual(self.virtual, name, value, options, self.training)
-        if self.weight != 1 and isinstance(value, Tensor) and options["sync_dist"]:
+        if self.rank_weight != 1 and isinstance(value, Tensor) and options["sync_dist"]:
             value, options = self._weighted(value, options)
         super().log(fx, name, value, **options | {"sync_dist": options["sync_dist"] and not self.virtual})
 
@@ -91,7 +94,9 @@ class _Results(Results):
         """Weight a value of unequal ranks, whose mean Lightning takes: in a step their mean, in an epoch by samples."""
         if getattr(options["reduce_fx"], "__name__", options["reduce_fx"]) != "mean":
             return value, options
-        return value * self.weight, options | {"batch_size": (options["batch_size"] or self.samples) / self.weight}
+        return value * self.rank_weight, options | {
+            "batch_size": (options["batch_size"] or self.samples) / self.rank_weight
+        }
 
     def __setitem__(self, name: str, result: LoggedMean) -> None:
         super().__setitem__(name, result)

@@ -11,7 +11,7 @@ import yaml
 
 from onecurve.checkpoint.format import CHECKPOINT_KEYS, VERSION, VERSION_KEY
 from onecurve.config.jobs import Job
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from tests.support.commands import ROOT
 from tests.support.experiments import SHORT_RUN, SMALL_MLP
 from tests.support.runs import compose
@@ -23,10 +23,10 @@ KEYS = {key: file for file, keys in CHECKPOINT_KEYS.items() for key in keys}
     "options", [[], ["callbacks=[default,ema]"], ["strategy=fsdp", "strategy.sharded_checkpoints=true"]]
 )
 def test_files_of_a_run(options: list[str], small: list[str], folder: Path) -> None:
-    run(compose(folder, *small, *SHORT_RUN, *SMALL_MLP, *options, "test=false"))
+    run_experiment(compose(folder, *small, *SHORT_RUN, *SMALL_MLP, *options, "test=false"))
     saved = torch.load(folder / "checkpoints" / "last.ckpt")
     assert saved.keys() <= KEYS.keys()
-    assert {key for key in KEYS if KEYS[key] in ("run/description.py", "checkpoint/resumption.py")} <= saved.keys()
+    assert {key for key in KEYS if KEYS[key] in ("run/recorder.py", "checkpoint/resumption.py")} <= saved.keys()
     start, *_ = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert saved[VERSION_KEY] == start[VERSION_KEY] == config[VERSION_KEY] == VERSION == version("onecurve")

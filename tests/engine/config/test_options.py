@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from onecurve.config.folder import register_resolvers
 from onecurve.config.resolve import changed_options, refuse_unknown_options
 from onecurve.errors import UserError
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from onecurve.targets import check_options, check_value
 from tests.support.commands import TINY, error_line, run_here
 from tests.support.runs import CONF, compose
@@ -86,7 +86,7 @@ def test_an_error_of_lightning_does_not_blame_an_option(
 
     monkeypatch.setattr("onecurve.run.trainer.Trainer.fit", fail)
     with pytest.raises(UserError, match=r"^Lightning refuses this run: The loader is empty\.$"):
-        run(compose(folder, *small))
+        run_experiment(compose(folder, *small))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from onecurve import Batch
 from onecurve.errors import UserError
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from src.models.classifier import ImageClassifier
 from tests.support.commands import error_line, run_here
 from tests.support.experiments import SHORT_RUN
@@ -323,7 +323,7 @@ STRATEGIES = [
 def test_refused_by_the_run(words: str, message: str, small: list[str], folder: Path) -> None:
     batch = [] if "per_device" in words else ["data.batch_size=32"]
     with pytest.raises(UserError, match=message) as caught:
-        run(compose(folder, *small, *batch, "trainer.max_epochs=1", *shlex.split(words)))
+        run_experiment(compose(folder, *small, *batch, "trainer.max_epochs=1", *shlex.split(words)))
     assert "\n" not in str(caught.value)
 
 
@@ -358,4 +358,4 @@ ON_RANKS = [
 def test_refused_by_the_ranks(words: str, message: str, pool: Pool, small: list[str], folder: Path) -> None:
     task = [] if "experiment=" in words or "_target_" in words else SHORT_RUN
     with pytest.raises(RankFailed, match=f"UserError: .*{message}"):
-        pool.run(2, run, compose(folder, *small, *task, *shlex.split(words), "trainer.devices=2"))
+        pool.run(2, run_experiment, compose(folder, *small, *task, *shlex.split(words), "trainer.devices=2"))

@@ -30,7 +30,7 @@ from onecurve.data.ordered_data import OrderedData
 from onecurve.data.sampler import TrainingBatches
 from onecurve.errors import UserError
 from onecurve.identity.fingerprint import _bytes_of
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.interruption import die
 from tests.support.pool import Pool
@@ -303,7 +303,7 @@ class AugmentsInCollate(RegressionData):
 def test_a_stage_without_a_loader_is_refused(short: list[str], folder: Path) -> None:
     words = [*short, *PROJECTS["regression"], f"data._target_={__name__}.NoTest", "fit=false"]
     with pytest.raises(UserError, match=r"NoTest has no test_dataloader: add it, or leave this stage out"):
-        run(compose(folder, *words))
+        run_experiment(compose(folder, *words))
 
 
 @pytest.mark.parametrize(

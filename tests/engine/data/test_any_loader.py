@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from onecurve.data.loader import order_of
 from onecurve.errors import UserError
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from tests.support.bits import check_equal_bits
 from tests.support.comparison import TOLERANCE, check_resumed, distances, read_rows
 from tests.support.interruption import die
@@ -230,8 +230,8 @@ def test_goes_on_after_the_shorter_loader_has_ended(folder: Path) -> None:
 
 def test_predicts_the_samples_of_any_loader(pool: Pool, folder: Path) -> None:
     task = [*words("together", "uneven"), "fit=false", "predict=true"]
-    run(compose(folder / "one", *task))
-    pool.run(2, run, compose(folder / "two", *task, *PLACES["ddp x2"]))
+    run_experiment(compose(folder / "one", *task))
+    pool.run(2, run_experiment, compose(folder / "two", *task, *PLACES["ddp x2"]))
     alone, together = (torch.load(folder / place / "predictions.pt") for place in ("one", "two"))
     for seed, own, other in zip((2, 3), alone, together, strict=True):
         assert own["sample_index"].equal(torch.arange(41 if seed == 2 else 10))

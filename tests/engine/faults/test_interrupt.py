@@ -123,7 +123,7 @@ def test_wandb_repeats_no_run_that_the_user_has_stopped(
 
     marked: list[bool] = []
     monkeypatch.setattr(experiment.Trainer, "fit", stop)
-    monkeypatch.setattr(experiment, "mark_preempted", lambda: marked.append(True))
+    monkeypatch.setattr(experiment, "mark_wandb_preempted", lambda: marked.append(True))
     with pytest.raises(signals.Stopped):
-        experiment.run(compose(folder, *small, *PARITY))
+        experiment.run_experiment(compose(folder, *small, *PARITY))
     assert bool(marked) == is_preempted

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onecurve.errors import UserError
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from tests.support.comparison import read_rows
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.modules import Plain
@@ -49,7 +49,7 @@ def last_metrics(folder: Path) -> dict[str, float]:
 
 def run_and_read(folder: Path, pool: Pool, overrides: list[str]) -> list[dict[str, Any]]:
     cfg = compose(folder, *overrides)
-    pool.run(cfg.trainer.devices, run, cfg)
+    pool.run(cfg.trainer.devices, run_experiment, cfg)
     return read(folder)
 
 
@@ -65,7 +65,7 @@ def plain(module: str, tmp_path: Path) -> list[str]:
 def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run in a single process."""
     folder = tmp_path_factory.mktemp("single") / "run"
-    run(compose(folder, *small, *EVALUATION, *CLASSIFIER))
+    run_experiment(compose(folder, *small, *EVALUATION, *CLASSIFIER))
     return folder
 
 
@@ -102,7 +102,7 @@ def test_metrics_are_those_of_the_file(reference: Path) -> None:
 def test_module_of_the_user_that_returns_its_logits(small: list[str], pool: Pool, tmp_path: Path, folder: Path) -> None:
     """Its pairs have no padding, so that the ranks evaluate different numbers of samples."""
     task = [*small, *EVALUATION, *plain("tests.engine.observe.test_evaluation.ReturnsLogits", tmp_path)]
-    run(compose(folder / "single", *task))
+    run_experiment(compose(folder / "single", *task))
     two = run_and_read(folder, pool, [*task, "strategy=ddp", "trainer.devices=2"])
     assert two == read(folder / "single")
 
@@ -111,6 +111,6 @@ def test_refuses_a_module_that_returns_no_logits(small: list[str], tmp_path: Pat
     task = [*small, *EVALUATION, *plain("tests.support.modules.Plain", tmp_path)]
     message = r"callbacks.evaluation is for classification .* let Plain.validation_step return them, .* \(10, 10\)"
     with pytest.raises(UserError, match=message):
-        run(compose(folder, *task))
+        run_experiment(compose(folder, *task))
     assert not (folder / "evaluation").exists()
     assert not list(folder.glob("checkpoints/*")), "it is refused before training"

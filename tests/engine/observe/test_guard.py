@@ -13,7 +13,7 @@ from lightning_utilities.core.imports import RequirementCache
 
 from onecurve.errors import UserError
 from onecurve.observe.guard import start_loggers
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from tests.support.runs import compose
 
 
@@ -116,7 +116,7 @@ def test_run_continues_without_a_failed_logger(
         "trainer.max_epochs=1",
         "trainer.log_every_n_steps=1",
     ]
-    assert "test/acc" in run(compose(folder, *small, *options))
+    assert "test/acc" in run_experiment(compose(folder, *small, *options))
     outcome = "TensorBoardLogger.log_metrics is not called again, and training continues"
     assert f"{outcome}: OSError: No space left on device" in caplog.messages
     assert "train/loss" in (folder / "metrics.csv").read_text()
@@ -127,6 +127,6 @@ def test_missing_package_is_one_line(small: list[str], folder: Path, monkeypatch
     monkeypatch.setattr("lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE", missing)
     cfg = compose(folder, *small, "logger=mlflow")
     with pytest.raises(UserError, match=r"MLFlowLogger: .*pip install.*a_missing_package"):
-        run(cfg)
+        run_experiment(cfg)
     options = {name: value for name, value in cfg.logger.mlflow.items() if name != "_target_"}
     inspect.signature(MLFlowLogger).bind(**options)

@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch import loggers
 
 from onecurve.errors import UserError
-from onecurve.observe.wandb import WandbLogger, finish_run, online_or_offline
-from onecurve.run.experiment import run
+from onecurve.observe.wandb import WandbLogger, finish_wandb, online_or_offline
+from onecurve.run.experiment import run_experiment
 from tests.support.commands import TINY, TWO
 from tests.support.commands import run as run_command
 from tests.support.experiments import SHORT
@@ -78,7 +78,7 @@ def test_wandb_does_not_change_how_a_run_ends(
         raise ConnectionResetError("its service died")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=object(), finish=fail))
-    finish_run(succeeded=True)
+    finish_wandb(succeeded=True)
     assert caplog.messages == ["wandb failed at the end of the run: ConnectionResetError: its service died"]
 
 
@@ -124,7 +124,7 @@ def test_published_callbacks_find_wandb_beside_tensorboard(
     published = "+callbacks.published={_target_: tests.engine.observe.test_wandb.Published}"
     options = [*small, *SHORT, "model=mlp", "model.hidden=[16]", "trainer.log_every_n_steps=4", published]
     evaluation = ["callbacks=[default,evaluation]"]
-    run(compose(folder, *options, *evaluation, *chosen, *overrides, quiet=False))
+    run_experiment(compose(folder, *options, *evaluation, *chosen, *overrides, quiet=False))
     assert "failed" not in caplog.text
     assert list(folder.glob("tensorboard/events.*"))
 

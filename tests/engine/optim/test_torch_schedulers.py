@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import onecurve
 from onecurve.checkpoint.optimizer_state import merge, name_parameters, shard
 from onecurve.errors import UserError
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from tests.support.comparison import check_resumed
 from tests.support.experiments import SHORT_EPOCH, SHORT_RUN, SMALL_MLP, TORCH_SCHEDULES
 from tests.support.runs import compose, fit
@@ -37,7 +37,7 @@ def test_resumes(schedule: str, stop: int, task: list[str], folder: Path) -> Non
 
 
 def test_the_plateau_lowers_the_learning_rate(task: list[str], folder: Path) -> None:
-    run(compose(folder, *task, *TORCH_SCHEDULES["plateau"], "trainer.max_steps=15", "trainer.max_epochs=3"))
+    run_experiment(compose(folder, *task, *TORCH_SCHEDULES["plateau"], "trainer.max_steps=15", "trainer.max_epochs=3"))
     rates = {line.split(",")[3] for line in (folder / "metrics.csv").read_text().splitlines()[1:]}
     assert len(rates) > 1
 
@@ -45,9 +45,9 @@ def test_the_plateau_lowers_the_learning_rate(task: list[str], folder: Path) -> 
 @pytest.mark.parametrize(("first", "second"), [("epoch", "plateau"), ("constant", "epoch")])
 def test_refuses_to_resume_with_another_scheduler(first: str, second: str, task: list[str], folder: Path) -> None:
     chosen = TORCH_SCHEDULES | {"constant": []}
-    run(compose(folder / "a", *task, *chosen[first], "trainer.max_steps=2"))
+    run_experiment(compose(folder / "a", *task, *chosen[first], "trainer.max_steps=2"))
     with pytest.raises(UserError, match="another kind of `scheduler`"):
-        run(compose(folder / "b", *task, *chosen[second], f"ckpt_path={folder}/a/checkpoints/last.ckpt"))
+        run_experiment(compose(folder / "b", *task, *chosen[second], f"ckpt_path={folder}/a/checkpoints/last.ckpt"))
 
 
 def test_names_refuse_what_no_checkpoint_could_restore() -> None:

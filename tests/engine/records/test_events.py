@@ -68,7 +68,8 @@ def test_an_event_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: py
         (["start", "stopped", "resume"], ["start", "stopped", "resume", "failed"]),
         (["start", "stopped"], ["start", "stopped"]),
         (["start", "finished"], ["start", "finished"]),
-        (["start", "restart"], ["start", "restart"]),
+        (["start", "killed", "restart"], ["start", "killed", "restart"]),
+        (["start", "event of a fork"], ["start", "event of a fork", "failed"]),
     ],
 )
 def test_an_end_follows_a_start(before: list[str], expected: list[str], tmp_path: Path) -> None:

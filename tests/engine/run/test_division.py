@@ -10,7 +10,7 @@ from torchmetrics import MeanMetric
 
 from onecurve.errors import UserError
 from onecurve.network.module_state import unchanged
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from tests.support.habits import Vectors
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import compose, fit, fit_ranks
@@ -37,7 +37,7 @@ def test_found(kind: str, divided: list[str], pool: Pool, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mean", *FOUND])
 def test_one_device_is_not_asked(kind: str, folder: Path) -> None:
-    run(compose(folder, *VECTORS, f"+module.kind={kind}"))
+    run_experiment(compose(folder, *VECTORS, f"+module.kind={kind}"))
 
 
 class CountsSteps(Vectors):

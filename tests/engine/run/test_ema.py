@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onecurve.config.resolve import runs_in_single_process
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from tests.support.comparison import TOLERANCE, relative
 from tests.support.experiments import SHORT, SHORT_STEPS
 from tests.support.interruption import die
@@ -52,7 +52,7 @@ def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def alone(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
     """Return the folder and the metrics of a run in a single process."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    return folder, run(compose(folder, *small, *TASK))
+    return folder, run_experiment(compose(folder, *small, *TASK))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -82,7 +82,7 @@ def test_evaluates_the_weights_in_the_checkpoint(
 ) -> None:
     """With and without the callback, and after a restart of the finished run."""
     task = [*small, "experiment=parity", *SHORT, *words, f"ckpt_path={alone[0]}/checkpoints/last.ckpt"]
-    assert run(compose(folder, *task))["test/loss"] == pytest.approx(alone[1]["test/loss"], rel=TOLERANCE)
+    assert run_experiment(compose(folder, *task))["test/loss"] == pytest.approx(alone[1]["test/loss"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_agrees_with_single_process(
     """In a run, and in the test of a finished run, where each rank may hold a part of the average."""
     two = [*small, *TASK, f"strategy={strategy}", "trainer.devices=2"]
     for cfg in (compose(folder, *two), compose(folder, *two, f"ckpt_path={alone[0]}/checkpoints/last.ckpt")):
-        metrics = run(cfg) if runs_in_single_process(cfg) else pool.run(2, run, cfg)[0]
+        metrics = run_experiment(cfg) if runs_in_single_process(cfg) else pool.run(2, run_experiment, cfg)[0]
         for name in ("val/loss", "test/loss"):
             assert metrics[name] == pytest.approx(alone[1][name], rel=1e-6)
     for kind in ("state_dict", "training_state_dict"):

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from onecurve.errors import UserError
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from tests.support.bits import rows_of
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.habits import VectorData
@@ -98,4 +98,4 @@ def test_refuses_a_changing_number_of_micro_batches(folder: Path) -> None:
     with pytest.raises(
         UserError, match=r"GradientAccumulationScheduler changes .* set trainer.accumulate_grad_batches"
     ):
-        run(compose(folder, *COUNTING, scheduler + "scheduling: {0: 2}}"))
+        run_experiment(compose(folder, *COUNTING, scheduler + "scheduling: {0: 2}}"))

@@ -10,7 +10,7 @@ import torch
 
 from onecurve.data.ordered_data import OrderedData
 from onecurve.errors import UserError
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from tests.support.comparison import TOLERANCE, check_resumed, distances, read_rows
 from tests.support.experiments import SHORT
 from tests.support.interruption import die, run_on_ranks
@@ -174,8 +174,8 @@ def test_counts_batches_of_two_optimizers(task: list[str], folder: Path) -> None
 def test_predicts(task: list[str], images: Path, pool: Pool, folder: Path) -> None:
     """Five images on two ranks leave padding, which the table omits."""
     options = [*task, "module=plain", "fit=false", "test=false", f"predict={images}/test/class 0"]
-    run(compose(folder / "one", *options))
-    pool.run(2, run, compose(folder, *options, "strategy=ddp", TWO))
+    run_experiment(compose(folder / "one", *options))
+    pool.run(2, run_experiment, compose(folder, *options, "strategy=ddp", TWO))
     table = (folder / "predictions.csv").read_text()
     assert table.count("\n") == 6
     assert table == (folder / "one" / "predictions.csv").read_text()
@@ -193,13 +193,13 @@ def test_predicts(task: list[str], images: Path, pool: Pool, folder: Path) -> No
 )
 def test_ranks_refuse(options: list[str], message: str, task: list[str], pool: Pool, folder: Path) -> None:
     with pytest.raises(RankFailed, match=message):
-        pool.run(2, run, compose(folder, *task, "module=plain", *options))
+        pool.run(2, run_experiment, compose(folder, *task, "module=plain", *options))
 
 
 def test_evaluates_on_ranks_with_different_numbers_of_samples(task: list[str], pool: Pool, folder: Path) -> None:
     evaluation = [*task, "module=plain", "fit=false"]
-    alone = run(compose(folder / "one", *evaluation))
-    for metrics in pool.run(2, run, compose(folder, *evaluation, *UNEVEN)):
+    alone = run_experiment(compose(folder / "one", *evaluation))
+    for metrics in pool.run(2, run_experiment, compose(folder, *evaluation, *UNEVEN)):
         for name in ("test/loss", "test/acc"):
             assert metrics[name] == pytest.approx(alone[name], rel=1e-6)
 
@@ -233,7 +233,7 @@ def test_weights_only_checkpoint_can_be_read(task: list[str], folder: Path) -> N
 )
 def test_refused_before_training(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=message):
-        run(compose(folder, *task, "module=plain", *overrides))
+        run_experiment(compose(folder, *task, "module=plain", *overrides))
     assert not (folder / "checkpoints").exists()
 
 

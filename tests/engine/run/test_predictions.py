@@ -10,7 +10,7 @@ from PIL import Image
 
 from onecurve.config.resolve import runs_in_single_process
 from onecurve.errors import UserError
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from onecurve.targets import build
 from src.data.sources.shapes import CLASSES
 from tests.support.commands import run_here
@@ -31,7 +31,7 @@ def trained(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def accuracy(trained: Path, small: list[str], tmp_path_factory: pytest.TempPathFactory) -> float:
     cfg = compose(tmp_path_factory.mktemp("test"), *small, *TASK, "fit=false", f"ckpt_path={trained}")
-    return run(cfg)["test/acc"]
+    return run_experiment(cfg)["test/acc"]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_predictions_match_the_accuracy(
 ) -> None:
     world = [f"strategy={strategy}", "trainer.devices=2"]
     cfg = compose(folder, *small, *TASK, *world, "fit=false", f"ckpt_path={trained}", f"predict={images}")
-    run(cfg) if runs_in_single_process(cfg) else pool.run(2, run, cfg)  # tests, then predicts
+    run_experiment(cfg) if runs_in_single_process(cfg) else pool.run(2, run_experiment, cfg)  # tests, then predicts
     rows = list(csv.DictReader((folder / "predictions.csv").open()))
     assert len({row["file"] for row in rows}) == 90
     labels = build(cfg.data).source.load(build(cfg.data).root, "test")[1].tolist()
@@ -73,7 +73,9 @@ def test_larger_images_are_cropped_and_scaled(trained: Path, small: list[str], t
     Image.new("L", (32, 32), 255).save(tmp_path / "wide" / "gray.png")
     (tmp_path / "nothing").mkdir()
     no_data = [f"data.root={tmp_path}/nothing"]
-    run(compose(folder, *small, *no_data, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}/wide"))
+    run_experiment(
+        compose(folder, *small, *no_data, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}/wide")
+    )
     assert not list((tmp_path / "nothing").iterdir()), "training data is not needed"
     gray, white = csv.DictReader((folder / "predictions.csv").open())
     assert len(list(csv.DictReader((folder / "predictions.csv").open()))) == 2
@@ -93,9 +95,9 @@ def test_shows_in_wandb_as_a_prediction(trained: Path, images: Path, small: list
 def test_refuses_files_that_are_no_images(trained: Path, small: list[str], tmp_path: Path, folder: Path) -> None:
     cfg = compose(folder, *small, *TASK, *PREDICT, f"ckpt_path={trained}", f"predict={tmp_path}")
     with pytest.raises(UserError, match="there is no such folder, or no image in it"):
-        run(cfg)
+        run_experiment(cfg)
     with pytest.raises(UserError, match="GAN has no predict_step: add it"):
-        run(compose(folder, *small, "experiment=gan", "data.batch_size=16", *PREDICT, f"predict={tmp_path}"))
+        run_experiment(compose(folder, *small, "experiment=gan", "data.batch_size=16", *PREDICT, f"predict={tmp_path}"))
     (tmp_path / "broken.png").write_bytes(b"\x89PNG and no more")
     with pytest.raises(UserError, match=r"broken.png cannot be read"):
-        run(cfg)
+        run_experiment(cfg)

@@ -15,7 +15,7 @@ from onecurve.config.command_line import complete_overrides
 from onecurve.config.folder import CONFIG
 from onecurve.errors import UserError
 from onecurve.run import trainer as trainer_file
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from tests.support.commands import run_here
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.pool import Pool
@@ -29,10 +29,10 @@ BEST_IS_FIRST = ["experiment=parity", *SHORT, "callbacks.best.monitor=lr", "sche
 def best(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """Return the best checkpoint of a run in a single process, and its test loss."""
     folder = tmp_path_factory.mktemp("single") / "run"
-    tested = run(compose(folder, *small, *BEST_IS_FIRST, "test=best"))
+    tested = run_experiment(compose(folder, *small, *BEST_IS_FIRST, "test=best"))
     file = folder / CHECKPOINTS / "best.ckpt"
     evaluation = [*small, "experiment=parity", *SHORT, "fit=false", f"ckpt_path={file}"]
-    expected = run(compose(folder.parent / "evaluation", *evaluation))
+    expected = run_experiment(compose(folder.parent / "evaluation", *evaluation))
     assert tested["test/loss"] == expected["test/loss"]
     assert tested["val/loss"] != torch.load(file)["metrics"]["val/loss"], "the last weights are others"
     return file, expected["test/loss"]
@@ -44,7 +44,7 @@ def test_tests_the_best_checkpoint(
 ) -> None:
     world = [f"strategy={strategy}", "trainer.devices=2"]
     cfg = compose(folder, *small, *BEST_IS_FIRST, *world, "test=best", "callbacks=[default,evaluation]")
-    tested = run(cfg) if strategy == "ddp_spawn" else pool.run(2, run, cfg)[0]
+    tested = run_experiment(cfg) if strategy == "ddp_spawn" else pool.run(2, run_experiment, cfg)[0]
     assert tested["test/loss"] == pytest.approx(best[1], rel=1e-9)
     assert torch.load(folder / CHECKPOINTS / "best.ckpt")["global_step"] == SHORT_EPOCH
     steps = {

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onecurve.errors import UserError
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.habits import Vectors
 from tests.support.pool import Pool, RankFailed
@@ -39,7 +39,7 @@ class Other(OfPytorchLightning):
 
 def test_a_module_of_pytorch_lightning(folder: Path) -> None:
     with pytest.raises(UserError, match=r"Other is of pytorch_lightning, another package: import lightning as pl$"):
-        run(compose(folder, *of_class(Other)))
+        run_experiment(compose(folder, *of_class(Other)))
 
 
 class Toggling(L.LightningModule):
@@ -67,7 +67,7 @@ class Toggling(L.LightningModule):
 
 def test_toggled_optimizers(pool: Pool, folder: Path) -> None:
     with pytest.raises(RankFailed, match=r"UserError: a backward pass gives .* \+strategy\.find_unused_parameters=tr"):
-        pool.run(2, run, compose(folder, *of_class(Toggling), *TWO))
+        pool.run(2, run_experiment, compose(folder, *of_class(Toggling), *TWO))
     one = fit(compose(folder / "one", *of_class(Toggling)))
     words = [*of_class(Toggling), *TWO, "+strategy.find_unused_parameters=true"]
     for record in fit_ranks(compose(folder / "two", *words), pool):
@@ -82,9 +82,9 @@ class Skipping(Vectors):
 
 
 def test_a_step_without_a_loss(pool: Pool, folder: Path) -> None:
-    run(compose(folder / "one", *of_class(Skipping)))
+    run_experiment(compose(folder / "one", *of_class(Skipping)))
     with pytest.raises(RankFailed, match=r"UserError: training_step returns None, .* a loss of zero, .*devices=1"):
-        pool.run(2, run, compose(folder, *of_class(Skipping), *TWO))
+        pool.run(2, run_experiment, compose(folder, *of_class(Skipping), *TWO))
 
 
 class OneCycle(Vectors):
@@ -100,9 +100,9 @@ class OneCycle(Vectors):
 
 def test_an_extended_cycle(folder: Path) -> None:
     words = [*of_class(OneCycle), "callbacks=default", "callbacks.best=null"]
-    run(compose(folder, *words))
+    run_experiment(compose(folder, *words))
     saved = f"{folder}/checkpoints/last.ckpt"
     with pytest.raises(UserError, match=r"make 12 steps of OneCycleLR, which ends after 8: .* init_from") as caught:
-        run(compose(folder, *words, "trainer.max_epochs=3", f"ckpt_path={saved}"))
+        run_experiment(compose(folder, *words, "trainer.max_epochs=3", f"ckpt_path={saved}"))
     assert "\n" not in str(caught.value)
-    run(compose(folder / "next", *words, "trainer.max_epochs=3", f"init_from={saved}"))
+    run_experiment(compose(folder / "next", *words, "trainer.max_epochs=3", f"init_from={saved}"))

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from onecurve.errors import UserError
-from onecurve.run.experiment import run
+from onecurve.run.experiment import run_experiment
 from onecurve.targets import build
 from src.data.sources.array_file import ArrayFile
 from src.data.sources.class_folders import ClassFolders
@@ -222,7 +222,7 @@ def test_a_worker_reports_a_corrupt_file_in_one_line(copy: Path, folder: Path) -
 def test_a_checkpoint_names_the_classes_of_predictions(in_memory: Record, images: Path, folder: Path) -> None:
     """The training data is not needed."""
     predict = [f"predict={images}/test/class 0", "fit=false", "test=false", "data.root=nowhere"]
-    run(compose(folder, *TASK, *predict, f"ckpt_path={in_memory.file.parent}/checkpoints/last.ckpt"))
+    run_experiment(compose(folder, *TASK, *predict, f"ckpt_path={in_memory.file.parent}/checkpoints/last.ckpt"))
     rows = (folder / "predictions.csv").read_text().splitlines()[1:]
     assert len(rows) == 5
     assert {row.split(",")[1] for row in rows} <= set(CLASSES)

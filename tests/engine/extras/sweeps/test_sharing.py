@@ -116,7 +116,7 @@ def test_ranks_divide_the_cores(
 ) -> None:
     numbers: list[int] = []
     monkeypatch.setattr(workers, "log_to_folder", lambda *_: None)
-    monkeypatch.setattr("onecurve.run.experiment.run", lambda *_: {})
+    monkeypatch.setattr("onecurve.run.experiment.run_experiment", lambda *_: {})
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
     for name in variables:

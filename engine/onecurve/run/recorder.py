@@ -26,7 +26,7 @@ _COLUMNS, _CHANGES_LINES = 80, 3  # of the banner
 _PATHS = ("run folder", "goes on from")
 
 
-class RunDescription(L.Callback):
+class RunRecorder(L.Callback):
     """Logs the resolved configuration, keeps it in every checkpoint as YAML, and prints the banner.
 
     Every checkpoint also keeps the metrics, and a resumed run has them until it measures its own. The rows of the steps
