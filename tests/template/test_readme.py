@@ -4,6 +4,7 @@ Each line is composed and built, and those of the README are trained; `make test
 command line, sweeps, torchrun and run folders have tests in tests/engine/launch.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -15,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from onecurve.run.experiment import assemble, run
+from onecurve.run.experiment import assemble, run_experiment
 from onecurve.targets import build
 from tests.support.commands import ROOT, run_here
 from tests.support.pool import Pool
@@ -106,7 +107,7 @@ def test_trains(overrides: list[str], pool: Pool, folder: Path) -> None:
     if cfg.fit:
         assert all("train/loss" in record.metrics for record in fit_ranks(cfg, pool))
     else:
-        metrics = run(cfg)
+        metrics = run_experiment(cfg)
         assert "test/acc" in metrics or (folder / "predictions.csv").read_text().count("\n") == 3
 
 
@@ -169,7 +170,9 @@ def test_make_says_first_that_it_installs(tmp_path: Path) -> None:
     python.write_text("#!/bin/sh\necho called with $1 $2 $3\n")
     python.chmod(0o755)
     command = ["make", "--no-print-directory", "--file", str(ROOT / "Makefile"), "train"]
-    lines = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
+    variables = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}  # of `make test ARGS=`
+    result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
+    lines = result.stdout.splitlines()
     assert lines[0] == "Installing PyTorch and the other packages in .venv, once: this takes some minutes."
     assert "called with -m pip install" in lines
     assert lines[-1] == "called with train.py experiment=quickstart"

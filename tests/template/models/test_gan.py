@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from onecurve.random.hashing import hash_ints, normal
-from onecurve.run.experiment import assemble, run
+from onecurve.run.experiment import assemble, run_experiment
 from tests.support.comparison import TOLERANCE, check_resumed, distances
 from tests.support.experiments import SHORT, SHORT_STEPS
 from tests.support.interruption import die
@@ -99,7 +99,7 @@ def test_noise_is_normal_and_fixed_by_the_sample() -> None:
 
 def test_samples_are_laid_out_in_a_square(small: list[str], folder: Path) -> None:
     cfg = compose(folder, *TASK, *small, *SHORT, "trainer.max_epochs=1", "callbacks.samples.count=16")
-    run(cfg)
+    run_experiment(cfg)
     written = np.asarray(Image.open(folder / "samples" / "step000005.png"))
     assert written.shape == (128, 128, 3)
     trainer, module, data = assemble(cfg)
