@@ -169,7 +169,7 @@ def test_make_says_first_that_it_installs(tmp_path: Path) -> None:
     python = tmp_path / ".venv" / "bin" / "python"
     python.write_text("#!/bin/sh\necho called with $1 $2 $3\n")
     python.chmod(0o755)
-    command = ["make", "--no-print-directory", "--file", str(ROOT / "Makefile"), "train"]
+    command = ["make", "--no-print-directory", "--file", str(ROOT / "Makefile"), "ARGS=", "train"]
     variables = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}  # of `make test ARGS=`
     result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
     lines = result.stdout.splitlines()
