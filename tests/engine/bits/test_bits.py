@@ -57,13 +57,13 @@ VARIATIONS = {
     "transformer": ["~model.width", *VIT[:1], "+model.width=8", *VIT[2:], "model.dropout=0.2", "optimizer=adamw"],
 }
 QUICK = [
-    *[("sgd", world) for world in ("ddp x3", "fsdp x2", "hybrid x4", "workers")],
+    *[("sgd", world) for world in ("ddp x3", "hybrid x4", "workers")],
     *[("sgd", f"pipeline x2, {name}") for name in ("1f1b", "zbv_zero_bubble")],
-    *[("adamw", world) for world in ("ddp x2, ZeRO-1", "fsdp x4")],
+    *[("adamw", world) for world in ("ddp x2, ZeRO-1", "fsdp x2")],
     *[("muon", world) for world in ("fsdp x2", "pipeline x2, 1f1b")],
     *[("mixed", world) for world in ("ddp x2, shares 3:1", "recomputed, pipeline x2")],
     *[("bf16", world) for world in ("ddp x2", "pipeline x2, 1f1b")],
-    *[("clipped, averaged", world) for world in ("ddp x3", "fsdp x2", "pipeline x2, 1f1b")],
+    *[("clipped, averaged", world) for world in ("fsdp x2", "pipeline x2, 1f1b")],
     *[("transformer", world) for world in ("recomputed, ddp x2", "pipeline x2, interleaved_1f1b")],
 ]
 ALL = [(variation, world) for variation in VARIATIONS for world in WORLDS]

@@ -127,6 +127,7 @@ def test_a_rank_that_raises_ends_all_under_torchrun(small: list[str], tmp_path: 
     assert "Traceback" in (tmp_path / "run" / "logs" / "rank1.log").read_text()
 
 
+@pytest.mark.slow
 def test_user_error_after_the_rendezvous_is_one_line_under_torchrun(small: list[str], tmp_path: Path) -> None:
     """All ranks raise it when the process group is open; rank zero must print it before torchrun ends all ranks."""
     arguments = [*small, *TINY, *TWO, "data.batch_size=63", "trainer.accumulate_grad_batches=2", "logger=none"]

@@ -25,11 +25,13 @@ from tests.support.comparison import check_last_checkpoints, check_same_rows
 from tests.support.runs import compose, fit
 
 
-def test_shrinks_and_grows_back(small: list[str], folder: Path) -> None:
+@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_shrinks_and_grows_back(devices: int, small: list[str], folder: Path) -> None:
     """Rank 1 dies twice before the first checkpoint; its device returns after one."""
-    waits = [callback("WaitForKills", at=8, kills=2), callback("WaitForSignal", at=13, world_size=2)]
+    left = devices - 1
+    waits = [callback("WaitForKills", at=8, kills=2), callback("WaitForSignal", at=13, world_size=left)]
     task = [*small, *PARITY, *waits, slow(0.2), "test=false", "launch.elastic=true", f"run_dir={folder}"]
-    process = start(*task, "strategy=ddp", "trainer.devices=3", ELASTIC_PAUSE="0.2")
+    process = start(*task, "strategy=ddp", f"trainer.devices={devices}", ELASTIC_PAUSE="0.2")
     for number in (1, 2):
         wait_for_start(number, folder, process)
         os.kill(ranks(process.pid)[1], signal.SIGKILL)
@@ -37,13 +39,13 @@ def test_shrinks_and_grows_back(small: list[str], folder: Path) -> None:
     assert code == 0, err[-3000:]
     assert err.count("rank 1 died (Signal 9 (SIGKILL)") == 2
     assert "restarting; 2 restarts left after this one" in err
-    assert "rank 1 died twice without a new checkpoint (device 1); going on with 2 of 3 devices" in err
-    assert "device 1 is usable again; going on with 3 of 3 devices" in err
+    assert f"rank 1 died twice without a new checkpoint (device 1); going on with {left} of {devices} devices" in err
+    assert f"device 1 is usable again; going on with {devices} of {devices} devices" in err
     events = read_events(folder)
     sizes = [event["world_size"] for event in events if event["event"] in ("start", "resume")]
     changes = [(event["from"], event["to"]) for event in events if event["event"] == "resized"]
-    assert sizes == [3, 3, 2, 3]
-    assert changes == [(3, 2), (2, 3)]
+    assert sizes == [devices, devices, left, devices]
+    assert changes == [(devices, left), (left, devices)]
     fit(compose(folder.parent / "undisturbed", *small, *PARITY))
     check_last_checkpoints(folder, folder.parent / "undisturbed")
     check_same_rows(folder, folder.parent / "undisturbed")

@@ -25,6 +25,7 @@ def test_error_names_a_port_in_use(small: list[str], folder: Path, monkeypatch: 
     assert "MASTER_PORT" in err
 
 
+@pytest.mark.slow
 def test_error_names_a_rank_with_another_configuration(small: list[str], folder: Path) -> None:
     port = free_port()
     rates = ["optimizer.lr=0.1", "optimizer.lr=0.2"]

@@ -66,12 +66,22 @@ def test_a_script_that_starts_a_rank_without_srun_is_refused(setenv: Any) -> Non
         ranks.check_tasks_are_started()
 
 
-def share(store: dist.Store, number: int, found: dict[int, Any]) -> None:
-    """Put what a rank gets into `found`: the configuration, or the exception."""
-    try:
-        found[number] = external.share_config(store, number, 2, OmegaConf.create({"launch": {"elastic": False}}))
-    except Exception as error:
-        found[number] = error
+def share(*configs: dict[str, Any]) -> dict[int, Any]:
+    """Return what each of the started ranks gets by its number: the configuration, or the exception."""
+    store, found = dist.HashStore(), dict[int, Any]()
+
+    def share_one(rank: int, config: dict[str, Any]) -> None:
+        try:
+            found[rank] = external.share_config(store, rank, 2, OmegaConf.create(config))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=share_one, args=each) for each in enumerate(configs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
 
 
 def test_any_error_of_rank_zero_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,22 +89,21 @@ def test_any_error_of_rank_zero_ends_the_others(monkeypatch: pytest.MonkeyPatch)
         raise ValueError("a bug")
 
     monkeypatch.setattr(external, "resolve_config", fail)
-    store, found = dist.HashStore(), dict[int, Any]()
-    threads = [threading.Thread(target=share, args=(store, number, found)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = share(*[{"launch": {"elastic": False}}] * 2)
     assert repr(found[0]) == "ValueError('a bug')"
     assert isinstance(found[1], UserError)
     assert str(found[1]) == "rank 0 failed: a bug"
 
 
+def test_an_option_that_differs_between_ranks_is_named() -> None:
+    found = share(*[{"launch": {"elastic": False}, "optimizer": {"lr": rate}} for rate in (0.1, 0.2)])
+    assert all("process 1 was started with another optimizer.lr than process 0" in str(found[rank]) for rank in (0, 1))
+
+
 def test_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(external, "_PATIENCE", timedelta(milliseconds=1))
     monkeypatch.setattr(external, "_TIMEOUT", timedelta(milliseconds=1))
-    found: dict[int, Any] = {}
-    share(dist.HashStore(), 0, found)
+    found = share({"launch": {"elastic": False}})
     assert capsys.readouterr().err == 2 * "waiting for rank 1 of 2\n"
     assert isinstance(found[0], UserError)
     assert "start all 2 ranks at once" in str(found[0])

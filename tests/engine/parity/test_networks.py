@@ -114,7 +114,7 @@ UNUSUAL: dict[str, Refusals] = {
     "ClassToken:attention_dropout_tokens_first": _on(""),
 }
 NETWORKS = ORDINARY | UNUSUAL
-QUICK = {(name, list(PLACES)[(2 * row + k) % len(PLACES)]) for row, name in enumerate(ORDINARY) for k in (0, 1)}
+QUICK = {(name, list(PLACES)[row % len(PLACES)]) for row, name in enumerate(ORDINARY)}
 QUICK |= {("Tied", "fsdp x2"), ("Tied", "pipeline x2")}
 ROWS = [
     pytest.param(name, place, id=f"{name}, {place}", marks=[] if (name, place) in QUICK else pytest.mark.slow)

@@ -78,6 +78,7 @@ def test_macos_has_no_calls_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cores_per_rank(1) == os.cpu_count()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's malloc is tuned")
 def test_freed_blocks_are_reused() -> None:
     """A process reuses large freed blocks instead of asking the kernel for new ones; not so under FSDP."""

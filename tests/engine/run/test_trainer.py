@@ -97,6 +97,7 @@ def test_the_script_of_the_readme_has_the_same_bits(strategy: str, demo: Path, o
     check_last_checkpoints(one, demo.parent / strategy, tolerance=0)
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_have_the_same_bits(demo: Path, one: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     run_demo(demo, "ddp", 2, "torchrun", launcher=torchrun)
