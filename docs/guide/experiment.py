@@ -4,6 +4,7 @@ Every chapter trains this experiment in another way, and checks that it gets the
 """
 
 import argparse
+import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,6 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+logging.getLogger("torch.multiprocessing.spawn").setLevel(
+    logging.ERROR
+)  # a rank that fails ends the others, as it should
 SEED = 0
 IMAGES, TEST_IMAGES = 120, 50
 BATCH = 24  # images per optimizer step, over all processes

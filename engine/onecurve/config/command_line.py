@@ -75,6 +75,7 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
     words = [_with_found_run(word) if word.startswith(("ckpt_path=", "init_from=")) else word for word in words]
     for index, word in enumerate(words):
         if word.startswith("ckpt_path=") and (folder := folder_of(_path(word))):
+            _check_goes_on_in_its_folder(words, folder)
             saved = saved_config(folder).runtime.overrides
             return [*words[:index], *_without_replaced(saved, words), *words[index:]]
         if word.startswith("sweep="):
@@ -83,6 +84,17 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
             restored = [*_without_replaced(_overrides_of_sweep(folder), words), f"hydra.sweep.dir={quote(folder)}"]
             return [*flags, *words[:index], *restored, *words[index + 1 :]]
     return words
+
+
+def _check_goes_on_in_its_folder(words: Sequence[str], folder: Path) -> None:
+    """Raise a UserError if `run_dir` names another folder than that of the run which goes on."""
+    is_evaluation = any(word.lower() == "fit=false" for word in words)
+    for word in words:
+        if word.startswith("run_dir=") and not is_evaluation and _path(word).expanduser().absolute() != folder:
+            raise UserError(
+                f"{word}: ckpt_path continues a run in its own folder, {folder}: leave run_dir out, or start a new run "
+                "from its weights with init_from"
+            )
 
 
 def _with_quoted_path(word: str) -> str:

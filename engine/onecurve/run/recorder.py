@@ -153,7 +153,7 @@ class RunRecorder(L.Callback):
             "changes": " ".join(changed_options(self.config.runtime.overrides)),
             "experiment": str(self._fingerprint),
             "virtual ranks": f"{data.virtual_ranks}, computed {'one by one' if data.bit_exact else 'together'}",
-            "strategy": f"{self._strategy_name}, {processes}{layout}, precision {trainer.precision}",
+            "strategy": f"{self._strategy_name}, {processes}{layout}, {trainer.precision}",
             "batch": _batch_size(data),
             "data": data.description,
             "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {steps}{_left_out(data)}",

@@ -111,6 +111,20 @@ def test_a_run_folder_restores_its_overrides(tmp_path: Path) -> None:
     assert complete_overrides([f"init_from={folder}"]) == [f"init_from={folder}"], "a new run has its own"
 
 
+def test_a_run_goes_on_in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    word = f"ckpt_path={make_run(tmp_path / 'run', 'seed=1', 'run_dir=where/it/was/before')}"
+    assert message("run_dir=other", word) == (
+        f"run_dir=other: ckpt_path continues a run in its own folder, {tmp_path}/run: "
+        "leave run_dir out, or start a new run from its weights with init_from"
+    )
+    assert complete_overrides([word, "run_dir=run"])[0] == "seed=1"
+    assert complete_overrides([word, "run_dir=other", "fit=False"])[0] == "seed=1", (
+        "an evaluation has a folder of its own"
+    )
+    assert complete_overrides([word])[0] == "seed=1", "a run may have moved"
+
+
 @pytest.mark.parametrize(
     ("saved", "words", "kept"),
     [

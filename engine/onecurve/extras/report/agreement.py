@@ -108,8 +108,11 @@ def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Ve
     beyond = np.flatnonzero(~(gap.values <= allowed))  # nan is beyond
     experiment = f"Experiment {run.experiment}:"
     if not len(beyond):
-        count = f"{len(gap.steps)} log points"
-        return Verdict(f"{experiment} {name} and {first_name} have one curve, up to rounding ({count}).", False)
+        largest = (
+            f"a largest difference of {np.max(gap.values):.1e}, relative" if np.any(gap.values) else "no difference"
+        )
+        measured = f"{len(gap.steps)} log points of {metric}, {largest}"
+        return Verdict(f"{experiment} {name} and {first_name} have one curve, up to rounding ({measured}).", False)
     at = beyond[0]
     measured = f"{metric} differs by {gap.values[at]:.1e}, relative; rounding explains {allowed[at]:.1e}"
     sentence = f"{experiment} {name} parts from {first_name} at step {gap.steps[at]:.0f}: {measured}."
