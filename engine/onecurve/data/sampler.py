@@ -127,9 +127,10 @@ class GivenBatches(Place, Sampler[Tensor]):
 class EvaluationBatches(Sampler[Tensor]):
     """Evaluation batches of one rank: each sample occurs once over all ranks, and -1 pads the last rows of a batch.
 
-    There are as few batches as `batch_size` samples over all ranks allow, of equal size. The samples are assigned in
-    turn: as many as its share to each rank's first batch, then to its second batch, and so on. So a batch has at most
-    one round of padding, and a batch of two rounds or more has a sample.
+    There are as few batches as `batch_size` samples over all ranks allow, of equal size but for padding. The samples
+    are assigned in rounds, in each of which a rank gets as many as its share. A batch has successive rounds, so a rank
+    alone keeps the order of the samples. The first batches have one round less if there are too few, because the last
+    round may be incomplete: each batch has at most one round of padding, and one of two rounds or more has a sample.
 
     Args:
         order: the samples, as positions in the dataset.
@@ -161,8 +162,11 @@ class EvaluationBatches(Sampler[Tensor]):
 
     def places(self) -> Tensor:
         """Return places in the order, (batches, n), and -1 for padding: one batch of a rank per row."""
-        rounds = torch.arange(self.batches)[:, None] + torch.arange(self.rounds) * self.batches
-        own = self.firsts[:, None] + torch.arange(self.share)
+        shorter = self.batches * self.rounds - -(-self.num_samples // self.samples_per_round)  # the first batches
+        batch, number = torch.arange(self.batches)[:, None], torch.arange(self.rounds)
+        rounds = batch * self.rounds - batch.clamp(max=shorter) + number  # (batches, rounds)
+        rounds[:shorter, self.rounds - 1 :] = self.num_samples  # beyond the samples
+        own = self.firsts[:, None] + torch.arange(self.share)  # (ranks, samples of a round)
         positions = (rounds[:, None, :, None] * self.samples_per_round + own[:, None]).flatten(2).flatten(0, 1)
         return torch.where(positions < self.num_samples, positions, -1)
 

@@ -5,6 +5,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
 
 from onecurve.errors import UserError, check_choice
 from onecurve.parallel.ddp import auto
@@ -19,6 +20,7 @@ _STRATEGIES = {
     "fsdp": "onecurve.parallel.fsdp.FSDP",
     "pipeline": "onecurve.parallel.pipeline.pipeline.Pipeline",
 }
+_UNUSED = "ddp_find_unused_parameters_"  # Lightning's names of DDP with that option, which end with true or false
 
 
 def resolve_strategy(strategy: Any, devices: int | list[int], num_nodes: int) -> Any:
@@ -27,6 +29,8 @@ def resolve_strategy(strategy: Any, devices: int | list[int], num_nodes: int) ->
         return auto(devices, num_nodes)
     if not isinstance(strategy, str):
         return strategy
+    if strategy in (f"{_UNUSED}true", f"{_UNUSED}false"):
+        return locate("strategy", _STRATEGIES["ddp"])(find_unused_parameters=strategy == f"{_UNUSED}true")
     check_choice("strategy", strategy, ["auto", *_STRATEGIES])
     return locate("strategy", _STRATEGIES[strategy])()
 
@@ -43,6 +47,11 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
         if not getattr(module, attribute, None):
             raise UserError(
                 f"strategy={name} needs {module_name}.{attribute}, {meaning}: add it, or use strategy=ddp or fsdp"
+            )
+        if attribute == "loss" and isinstance(module.loss, nn.Module):
+            raise UserError(
+                f"strategy={name} calls {module_name}.loss(outputs, batch), which is a layer: give the layer another "
+                "name, and call it in a method `loss`"
             )
     # FSDP makes new parameters, also of the stages of a pipeline, and pickling for spawned processes drops hooks.
     if "fsdp" in (name, getattr(strategy, "data_parallel", "")) or name == "ddpspawn":

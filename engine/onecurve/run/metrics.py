@@ -66,7 +66,9 @@ class VirtualMetrics(L.Callback):
     on_sanity_check_start = on_train_start = _begin
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin new means."""
+        """Begin new means; a validation outside of a fit has its own metrics, too."""
+        if trainer.state.fn == "validate":
+            self._begin(trainer, pl_module)
         for name, result in self.means.items():
             self._states.pop(name, None)
             set_states(result, _initial_state(result))
@@ -123,6 +125,7 @@ class VirtualMetrics(L.Callback):
         for metric in self.metrics.values():
             vars(metric).pop("sync_context", None)
             vars(metric).pop("reset", None)
+        self.metrics, self._states, self._current = {}, {}, 0
 
     @contextmanager
     def _reduced(self, name: str, metric: Any, *_: Any, should_sync: bool = True, **__: Any) -> Iterator[None]:

@@ -40,6 +40,7 @@ class StepInParts(Optimization):
         data, results = self.trainer.datamodule, results_of(self.trainer.fit_loop.epoch_loop)
         takes_weights = getattr(self.trainer.lightning_module, "takes_batch", False)
         results.rank_weight = 1.0 if takes_weights else data.parts[0].weight
+        results.ranks = data.parallel.dp_size
         results.samples = sum(len(part.samples) for part in data.parts)
         if len(data.parts) == 1 and not data.bit_exact and results.rank_weight == 1:
             return super().make_closure(kwargs, optimizer, batch_idx)

@@ -119,7 +119,7 @@ class RunRecorder(L.Callback):
         settings |= {VERSION_KEY: VERSION, "experiment": self._fingerprint, "numerics": numerics(module)}
         for logger in trainer.loggers:
             # An evaluation by a script leaves the configuration of the run in whose folder it is.
-            if self._experiment or not isinstance(logger, CSVLogger) or not logger.has_config:
+            if trainer.state.fn == "fit" or not isinstance(logger, CSVLogger) or not logger.has_config:
                 logger.log_hyperparams(settings)
         if not (is_first_stage and trainer.is_global_zero):
             return

@@ -43,6 +43,7 @@ from onecurve.run.arguments import (
     as_list,
     check_arguments,
     check_callbacks_are_possible,
+    check_started_ranks,
     has_kind,
     named,
 )
@@ -145,7 +146,7 @@ class Trainer(L.Trainer):
         check_callbacks_are_possible(own)
         self._virtual = VirtualMetrics() if bit_exact else None
         loggers = as_list(None if isinstance(logger, bool) else logger)
-        self._description = RunRecorder(config, loggers)
+        self._recorder = RunRecorder(config, loggers)
         super().__init__(
             strategy=resolve_strategy(strategy, devices, kwargs.get("num_nodes", 1)),
             accelerator=accelerator,
@@ -167,6 +168,8 @@ class Trainer(L.Trainer):
                 "deterministic": kwargs.get("deterministic") or needs_determinism or None,
             },
         )
+        if self._is_script:
+            check_started_ranks(self.num_devices, self.num_nodes)
         patch_trainer(self, self._virtual)
         if isinstance(self.accelerator, CPUAccelerator):
             tune_malloc()
@@ -193,7 +196,7 @@ class Trainer(L.Trainer):
             PreemptionHandler(folder),
             ExperimentWorld(),
             *([EqualWeights()] if self._is_script else []),
-            self._description,
+            self._recorder,
             ExactResumption(),
             *([BitExactness(), virtual] if virtual else [BufferCheck(), DivisionCheck()]),
             ReplicaCheck(),
@@ -234,7 +237,7 @@ class Trainer(L.Trainer):
                 f"{self._folder} holds a run: continue it by fit(ckpt_path='last'), or give Trainer another "
                 "default_root_dir"
             )
-        self._description.begin()
+        self._recorder.begin()
         data = self._prepare("fit", model, loaders, datamodule, path)
         self._fitted = data.plain
         with self._interruptible():
@@ -360,7 +363,7 @@ class Trainer(L.Trainer):
         data = self.order(plain)
         self.prepare_module(module)
         if self._is_script:
-            self._description.config = describe_script(self, module, data.plain, self._arguments, stage, ckpt_path)
+            self._recorder.config = describe_script(self, module, data.plain, self._arguments, stage, ckpt_path)
         return data
 
     def _find_checkpoint(self, ckpt_path: str | Path | None) -> str | None:
@@ -373,17 +376,18 @@ class Trainer(L.Trainer):
 
     def _best_checkpoint(self, monitoring: list[Any]) -> str:
         """Return the best checkpoint of this run: that of rank zero, on every rank."""
+        option = "ckpt_path='best'" if self._is_script else "test=best"
         if not monitoring or not monitoring[0].best_model_path:
             raise UserError(
-                "test=best: no ModelCheckpoint of this run has kept a best checkpoint: add callbacks.best, or test the "
-                "last weights"
+                f"{option}: no ModelCheckpoint of this run has kept a best checkpoint: add one with a monitor, or take "
+                "the last weights"
             )
         own = monitoring[0].best_model_path
         path = self.strategy.broadcast(own)
         if dist.is_initialized() and not self.strategy.reduce_boolean_decision(path == own):
             differs = f"{monitoring[0].monitor} differs between the ranks, and rank zero's is taken"
-            _log.warning("test=best: %s: log it with sync_dist=True", differs)
-        _log.info("test=best: %s", path)
+            _log.warning("%s: %s: log it with sync_dist=True", option, differs)
+        _log.info("%s: %s", option, path)
         return path
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
+from torchmetrics import Metric
 
 from onecurve.data.sampler import validation_interval
 from onecurve.errors import DivergedUserError, UserError
@@ -66,10 +67,9 @@ class _Results(Results):
         super().__init__(training)
         self.dtype, self.virtual = dtype, virtual
         self._pass_log: PassLog | None = None
-        self.rank_weight, self.samples = (
-            1.0,
-            0,
-        )  # of this rank's step: samples, also relative to their mean over the ranks
+        self.ranks = 1  # that divide a global batch
+        self.rank_weight, self.samples = 1.0, 0  # of this rank's step: samples, also relative to the mean of the ranks
+        self._warned = set[str]()
 
     @contextmanager
     def divert(self, log: PassLog) -> Iterator[None]:
@@ -84,11 +84,23 @@ class _Results(Results):
         if self._pass_log is not None:
             self._pass_log.add(fx, name, value, options)
             return
+        if isinstance(value, Metric) and options["on_step"] and self.training:
+            self._warn_of_share(name, value)
         if self.virtual:
             _check_virtual(self.virtual, name, value, options, self.training)
         if self.rank_weight != 1 and isinstance(value, Tensor) and options["sync_dist"]:
             value, options = self._weighted(value, options)
         super().log(fx, name, value, **options | {"sync_dist": options["sync_dist"] and not self.virtual})
+
+    def _warn_of_share(self, name: str, metric: Metric) -> None:
+        """Warn once of a metric whose value of a step, as torchmetrics computes it, is that of this rank's samples."""
+        if self.ranks > 1 and not self.virtual and not metric.dist_sync_on_step and name not in self._warned:
+            self._warned.add(name)
+            _log.warning(
+                "%s: the value of a step is that of rank zero's samples: make the metric with dist_sync_on_step=True, "
+                "log it with on_step=False, or set bit_exact=true",
+                name,
+            )
 
     def _weighted(self, value: Tensor, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Weight a value of unequal ranks, whose mean Lightning takes: in a step their mean, in an epoch by samples."""

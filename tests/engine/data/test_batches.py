@@ -143,14 +143,14 @@ def test_given_batches_are_one_virtual_rank_by_default() -> None:
     ("count", "batch", "shares", "expected"),
     [
         (4, 4, (1,), [[[50, 51, 52, 53]]]),
-        (5, 4, (1,), [[[50, 52, 54], [51, 53, -1]]]),
+        (5, 4, (1,), [[[50, 51, -1], [52, 53, 54]]]),
         (1, 4, (1,), [[[50]]]),
-        (7, 4, (1, 1), [[[50, 54], [52, 56]], [[51, 55], [53, -1]]]),
-        (7, 6, (2, 1), [[[50, 51, 56, -1], [53, 54, -1, -1]], [[52, -1], [55, -1]]]),
+        (7, 4, (1, 1), [[[50, 52], [54, 56]], [[51, 53], [55, -1]]]),
+        (7, 6, (2, 1), [[[50, 51, -1, -1], [53, 54, 56, -1]], [[52, -1], [55, -1]]]),
         (5, 2, (1, 1, 1), [[[50], [53]], [[51], [54]], [[52], [-1]]]),
         (3, 2, (1, 1, 1), [[[50]], [[51]], [[52]]]),
-        (12, 6, (1, 1), [[[50, 54, 58], [52, 56, 60]], [[51, 55, 59], [53, 57, 61]]]),
-        (13, 6, (1, 1), [[[50, 56, 62], [52, 58, -1], [54, 60, -1]], [[51, 57, -1], [53, 59, -1], [55, 61, -1]]]),
+        (12, 6, (1, 1), [[[50, 52, 54], [56, 58, 60]], [[51, 53, 55], [57, 59, 61]]]),
+        (13, 6, (1, 1), [[[50, 52, -1], [54, 56, -1], [58, 60, 62]], [[51, 53, -1], [55, 57, -1], [59, 61, -1]]]),
     ],
 )
 def test_evaluation_batches(count: int, batch: int, shares: tuple[int, ...], expected: list[list[list[int]]]) -> None:
@@ -169,10 +169,10 @@ def test_evaluation_without_a_sample_has_no_batch() -> None:
 
 def test_one_process_evaluates_the_batches_of_several_ranks_in_turn() -> None:
     batches = evaluation(7, 4, (1, 1), 0, 0, 1)
-    assert batches.table().tolist() == [[50, 54], [51, 55], [52, 56], [53, -1]]
+    assert batches.table().tolist() == [[50, 52], [51, 53], [54, 56], [55, -1]]
     assert len(batches) == 4
-    assert batches.places().tolist() == [[0, 4], [1, 5], [2, 6], [3, -1]]
-    assert evaluation(7, 4, (1, 1), 0, 1).table().tolist() == [[51, 55], [53, -1]]
+    assert batches.places().tolist() == [[0, 2], [1, 3], [4, 6], [5, -1]]
+    assert evaluation(7, 4, (1, 1), 0, 1).table().tolist() == [[51, 53], [55, -1]]
 
 
 def test_equal_shares_are_the_default_in_evaluation() -> None:

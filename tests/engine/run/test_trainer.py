@@ -1,6 +1,7 @@
 """`onecurve.Trainer` in scripts: any Lightning project gets one learning curve, without the template."""
 
-import logging
+import csv
+import logging.handlers
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
@@ -22,6 +24,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 import onecurve
 from onecurve.errors import UserError
@@ -141,6 +144,99 @@ def test_loaders_and_stages(folder: Path) -> None:
     predictions = one.predict(dataloaders=loader(16))
     assert {"train_loss", "val_loss", "test_loss"} <= one.final_metrics.keys()
     assert sum(len(batch) for batch in predictions) == 16
+
+
+class Measured(BoringModel):
+    """Has a metric, whose value of each step it logs; it predicts its input."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.mean, self.val_mean = MeanMetric(**options), MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.mean(batch[:, 0])
+        self.log("mean", self.mean, on_step=True, on_epoch=False)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_mean(batch[:, 0])
+        self.log("val_mean", self.val_mean)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[:, 0]
+
+
+def test_predictions_of_one_process_have_the_order_of_the_dataset(folder: Path) -> None:
+    inputs: Any = torch.arange(50.0)[:, None].expand(-1, 32)
+    predictions = trainer(folder).predict(Measured(), DataLoader(inputs, batch_size=8))
+    assert torch.cat(predictions).tolist() == [*range(50)]
+
+
+@pytest.mark.parametrize("bit_exact", [False, True])
+def test_a_later_validation_has_all_samples(bit_exact: bool, folder: Path) -> None:
+    """Metrics of virtual ranks begin again after a fit, whose validation has ended them."""
+    one = trainer(folder, bit_exact=bit_exact)
+    inputs: Any = torch.arange(50.0)[:, None].expand(-1, 32)
+    samples = DataLoader(inputs, batch_size=8)
+    one.fit(Measured(), loader(), samples)
+    fitted = one.callback_metrics["val_mean"].item()
+    validated = [one.validate(dataloaders=samples, verbose=False)[0]["val_mean"] for _ in range(2)]
+    assert [fitted, *validated] == [24.5] * 3
+
+
+def log_steps(folder: Path, sync: bool) -> tuple[list[float], bool]:
+    """Return the values of the steps, and whether the log has a warning."""
+    messages = logging.handlers.BufferingHandler(100)
+    logging.getLogger("onecurve").addHandler(messages)
+    try:
+        trainer(folder, strategy="ddp", devices=2).fit(Measured(dist_sync_on_step=sync), loader())
+    finally:
+        logging.getLogger("onecurve").removeHandler(messages)
+    is_warned = any("the value of a step is that of rank zero's samples" in one.msg for one in messages.buffer)
+    dist.barrier()
+    return columns(folder, "mean"), is_warned
+
+
+def columns(folder: Path, name: str) -> list[float]:
+    with (folder / "metrics.csv").open() as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+
+
+def test_a_metric_of_a_step_is_that_of_all_ranks_or_there_is_a_warning(pool: Pool, folder: Path) -> None:
+    trainer(folder / "one").fit(Measured(), loader())
+    own, warned = pool.run(2, log_steps, folder / "own", False)[0]
+    synced, warned_in_vain = pool.run(2, log_steps, folder / "synced", True)[0]
+    assert columns(folder / "one", "mean") == pytest.approx(synced, rel=1e-5)
+    assert own != pytest.approx(synced, rel=1e-2)
+    assert (warned, warned_in_vain) == (True, False)
+
+
+def test_torchrun_starts_as_many_processes_as_there_are_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        UserError, match=r"torchrun has started 2 processes, but devices=1 and num_nodes=1: give the tr"
+    ):
+        trainer(folder)
+
+
+def test_lightnings_names_of_unused_parameters(folder: Path) -> None:
+    for name, is_looked_for in (("true", True), ("false", False)):
+        one = trainer(folder, strategy=f"ddp_find_unused_parameters_{name}", devices=2)
+        assert isinstance(one.strategy, onecurve.DDP)
+        assert one.strategy.ddp_options["find_unused_parameters"] == is_looked_for
+
+
+def test_a_loss_that_is_a_layer(folder: Path) -> None:
+    class Classifier(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.loss = torch.nn.Linear(2, 2), torch.nn.CrossEntropyLoss()
+
+    with pytest.raises(
+        UserError, match=r"strategy=pipeline calls Classifier\.loss\(outputs, batch\), which is a layer"
+    ):
+        trainer(folder, strategy="pipeline", devices=2).prepare_module(Classifier())
 
 
 def test_data_modules_and_the_loaders_of_a_module(folder: Path) -> None:
