@@ -118,6 +118,7 @@ def test_a_run_goes_on_in_its_own_folder(tmp_path: Path, monkeypatch: pytest.Mon
         f"run_dir=other: ckpt_path continues a run in its own folder, {tmp_path}/run: "
         "leave run_dir out, or start a new run from its weights with init_from"
     )
+    assert message("run_dir=run/inside", word).startswith("run_dir=run/inside: ckpt_path continues a run in its own")
     assert complete_overrides([word, "run_dir=run"])[0] == "seed=1"
     assert complete_overrides([word, "run_dir=other", "fit=False"])[0] == "seed=1", (
         "an evaluation has a folder of its own"
