@@ -1,5 +1,6 @@
 """The strategy of a name; checks of what a strategy supports, with a clear message before Lightning fails."""
 
+import os
 from typing import Any
 
 import lightning as L
@@ -11,6 +12,7 @@ from onecurve.errors import UserError, check_choice
 from onecurve.parallel.ddp import auto
 from onecurve.parallel.sharded_state import ShardedStateStrategy
 from onecurve.patches.torch import has_gradient_hook
+from onecurve.process.ranks import is_started_by_torchrun
 from onecurve.targets import locate
 
 _STRATEGIES = {
@@ -60,9 +62,6 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
                 raise UserError(f"this strategy would lose the hook of the parameter {weight_name}: use strategy=ddp")
     if "fsdp" in (name, getattr(strategy, "data_parallel", "")):
         refused = [f"the scalar {name}" for name, weight in module.named_parameters() if weight.ndim == 0]
-        refused += [
-            f"{name} with sparse=True" for name, part in module.named_modules() if getattr(part, "sparse", 0) is True
-        ]
         if refused:
             raise UserError(
                 f"FSDP cannot shard {refused[0]}: give it a dense weight of one dimension, or use strategy=ddp"
@@ -81,7 +80,13 @@ def check_callbacks(trainer: L.Trainer) -> None:
 
 def check_parts(trainer: Any, module: L.LightningModule) -> None:
     """Check that the steps of a `onecurve.Trainer` can be divided into micro-batches, or virtual ranks one by one."""
-    accumulate = trainer.accumulate
+    accumulate, devices = trainer.accumulate, trainer.num_devices * trainer.num_nodes
+    started = int(os.environ["WORLD_SIZE"]) if is_started_by_torchrun() else devices
+    if started != devices:
+        raise UserError(
+            f"torchrun has started {started} processes, but devices={trainer.num_devices} and num_nodes="
+            f"{trainer.num_nodes}: give the trainer as many devices as there are processes on a node"
+        )
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise UserError(f"trainer.accumulate_grad_batches={accumulate}: give a number of micro-batches, at least one")
     if not module.automatic_optimization and (accumulate > 1 or trainer.bit_exact):
@@ -90,8 +95,14 @@ def check_parts(trainer: Any, module: L.LightningModule) -> None:
             f"{option} divides each step into parts, but {type(module).__name__} optimizes manually, and so divides "
             "its steps itself: unset it, or let the module optimize automatically"
         )
-    if trainer.bit_exact or accumulate > 1 or trainer.num_devices * trainer.num_nodes > 1:
+    if trainer.bit_exact or accumulate > 1 or devices > 1:
         for name, part in module.named_modules():
+            if getattr(part, "sparse", None) is True:
+                # With gloo, DDP of torch 2.13 divides the dense gradients twice if there is a sparse one.
+                raise UserError(
+                    f"{name} has sparse=True, and ranks, micro-batches and virtual ranks add dense gradients: set "
+                    "sparse=False, or train undivided on one device"
+                )
             if getattr(part, "max_norm", None) is not None:  # of nn.Embedding
                 raise UserError(
                     f"{name} has max_norm, so its forward pass writes into the weights of the samples that a process, "
@@ -103,7 +114,7 @@ def check_parts(trainer: Any, module: L.LightningModule) -> None:
             f"trainer.accumulate_grad_batches=1 (now {accumulate})"
         )
     if trainer.bit_exact:
-        check_virtual_ranks(trainer.strategy, trainer.virtual_ranks, trainer.num_devices * trainer.num_nodes)
+        check_virtual_ranks(trainer.strategy, trainer.virtual_ranks, devices)
 
 
 def check_virtual_ranks(strategy: Any, count: int, world_size: int) -> None:

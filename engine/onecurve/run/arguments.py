@@ -1,6 +1,5 @@
 """The arguments of `onecurve.Trainer`: what is refused, and callbacks and loggers in their various forms."""
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,7 +7,6 @@ import lightning as L
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 
 from onecurve.errors import UserError
-from onecurve.process.ranks import is_started_by_torchrun
 
 # What has no meaning here, or is given to Lightning already; its own defaults may stand in a script.
 _REFUSED = {
@@ -38,16 +36,6 @@ def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[
         raise UserError(
             f"trainer.val_check_interval={kwargs['val_check_interval']}: give a number of steps, or a fraction of an "
             "epoch; ranks cannot validate by the clock"
-        )
-
-
-def check_started_ranks(devices: int, nodes: int) -> None:
-    """Raise a UserError if torchrun has started another number of ranks than a script's trainer has devices."""
-    started = int(os.environ["WORLD_SIZE"]) if is_started_by_torchrun() else devices * nodes
-    if started != devices * nodes:
-        raise UserError(
-            f"torchrun has started {started} processes, but devices={devices} and num_nodes={nodes}: give the trainer "
-            "as many devices as there are processes on a node"
         )
 
 

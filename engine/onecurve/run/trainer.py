@@ -43,7 +43,6 @@ from onecurve.run.arguments import (
     as_list,
     check_arguments,
     check_callbacks_are_possible,
-    check_started_ranks,
     has_kind,
     named,
 )
@@ -168,8 +167,6 @@ class Trainer(L.Trainer):
                 "deterministic": kwargs.get("deterministic") or needs_determinism or None,
             },
         )
-        if self._is_script:
-            check_started_ranks(self.num_devices, self.num_nodes)
         patch_trainer(self, self._virtual)
         if isinstance(self.accelerator, CPUAccelerator):
             tune_malloc()
@@ -376,18 +373,17 @@ class Trainer(L.Trainer):
 
     def _best_checkpoint(self, monitoring: list[Any]) -> str:
         """Return the best checkpoint of this run: that of rank zero, on every rank."""
-        option = "ckpt_path='best'" if self._is_script else "test=best"
         if not monitoring or not monitoring[0].best_model_path:
             raise UserError(
-                f"{option}: no ModelCheckpoint of this run has kept a best checkpoint: add one with a monitor, or take "
+                "no ModelCheckpoint of this run has kept a best checkpoint: add one with a monitor, or take "
                 "the last weights"
             )
         own = monitoring[0].best_model_path
         path = self.strategy.broadcast(own)
         if dist.is_initialized() and not self.strategy.reduce_boolean_decision(path == own):
             differs = f"{monitoring[0].monitor} differs between the ranks, and rank zero's is taken"
-            _log.warning("%s: %s: log it with sync_dist=True", option, differs)
-        _log.info("%s: %s", option, path)
+            _log.warning("the best checkpoint: %s: log it with sync_dist=True", differs)
+        _log.info("the best checkpoint: %s", path)
         return path
 
 

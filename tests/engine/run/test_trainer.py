@@ -212,12 +212,22 @@ def test_a_metric_of_a_step_is_that_of_all_ranks_or_there_is_a_warning(pool: Poo
 
 
 def test_torchrun_starts_as_many_processes_as_there_are_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trainer(folder)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="torchrun has started 2 processes, but devices=1 and num_nodes=1: give the tr"):
+        one.prepare_module(Boring())
+
+
+@pytest.mark.parametrize("options", [{"devices": 2}, {"bit_exact": True}, {"accumulate_grad_batches": 2}])
+def test_sparse_gradients_are_refused_where_gradients_are_added(options: dict[str, Any], folder: Path) -> None:
+    module = Boring()
+    module.words = torch.nn.Embedding(4, 2, sparse=True)
+    trainer(folder).prepare_module(module)
     with pytest.raises(
-        UserError, match=r"torchrun has started 2 processes, but devices=1 and num_nodes=1: give the tr"
+        UserError, match=r"words has sparse=True, .* set sparse=False, or train undivided on one device"
     ):
-        trainer(folder)
+        trainer(folder, **options).prepare_module(module)
 
 
 def test_lightnings_names_of_unused_parameters(folder: Path) -> None:
