@@ -17,8 +17,8 @@ class ResumableEarlyStopping(EarlyStopping):
     a stopped run continues, and the next validation decides.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(check_on_train_epoch_end=False, **options)
+    def __init__(self, check_on_train_epoch_end: bool | None = False, **options: Any) -> None:
+        super().__init__(check_on_train_epoch_end=check_on_train_epoch_end, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict | {"patience": self.patience})

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import socket
 import statistics
@@ -91,7 +92,7 @@ def this_machine(price_per_hour: float | None = None) -> Hardware:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = f"{socket.gethostname()}, {gpus} GPUs, {os.cpu_count()} cores, torch {torch.__version__}"
     measured = _read_cache().get(name)
-    if not measured or "sharding_us" not in measured:  # of an earlier version
+    if not _is_complete(measured):
         measured = _measure(gpus)
         _update_cache({name: measured})
     if gpus:
@@ -100,6 +101,17 @@ def this_machine(price_per_hour: float | None = None) -> Hardware:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     devices = gpus or len(usable_cores())
     return Hardware(devices, memory / 2**30, price_per_hour=price_per_hour, overlaps=gpus > 0, **measured)
+
+
+def _is_complete(figures: Any) -> bool:
+    """Return whether an entry has the figures that `_measure` returns: a file may be edited, or of another version."""
+    try:
+        links = figures["within"], figures["between"]
+        rates = [figures["memory_gb_per_s"], *(link["gb_per_s"] for link in links)]
+        times = [figures["sharding_us"], *(link["us"] for link in links)]
+        return len(figures) == 4 and min(rates) > 0 and min(times) >= 0 and math.isfinite(sum(rates + times))
+    except (KeyError, TypeError):
+        return False
 
 
 def _measure(gpus: int) -> dict[str, Any]:

@@ -17,3 +17,38 @@ def test_an_unreadable_file_ends_no_run(text: str | None, tmp_path: Path, monkey
     assert hardware._read_cache() == {}
     hardware._update_cache({"b": 2})
     assert hardware._read_cache() == {"b": 2}
+
+
+_LINK = {"gb_per_s": 1.0, "us": 2.0}
+_FIGURES = {"within": _LINK, "between": _LINK, "memory_gb_per_s": 3.0, "sharding_us": 0.0}
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        None,
+        [],
+        {},
+        _FIGURES | {"within": 1.0},
+        _FIGURES | {"sharding_us": "0"},
+        _FIGURES | {"typo": 1.0},
+        _FIGURES | {"memory_gb_per_s": 0.0},
+    ],
+    ids=["missing", "list", "empty", "link", "text", "another", "zero"],
+)
+def test_damaged_figures_are_measured_again(figures: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "PROJECT", tmp_path)
+    monkeypatch.setattr(hardware, "_measure", lambda gpus: _FIGURES)
+    hardware.this_machine()
+    name, measured = next(iter(hardware._read_cache().items()))
+    assert measured == _FIGURES
+    hardware._update_cache({name: figures})
+    assert hardware.this_machine().memory_gb_per_s == 3.0
+
+
+def test_figures_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(hardware, "PROJECT", tmp_path)
+    monkeypatch.setattr(hardware, "_measure", lambda gpus: calls.append(gpus) or _FIGURES)
+    assert hardware.this_machine() == hardware.this_machine()
+    assert len(calls) == 1
