@@ -96,7 +96,7 @@ def run_in_terminal(*arguments: str, columns: int, typed: str = "") -> tuple[int
 def run_here(*arguments: str, code: int = 0, program: str = "train.py") -> tuple[str, str]:
     """Run train.py or a module of scripts/ inside this process, and return its output.
 
-    A new process takes seconds to import torch. The command must not start other processes.
+    A new process takes seconds to import torch. What ranks print is not part of it.
     """
     out, err = io.StringIO(), io.StringIO()
     with restored(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

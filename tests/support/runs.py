@@ -1,6 +1,8 @@
 """Training runs inside the test process or the ranks of the pool, with a record of each."""
 
+import copy
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from onecurve.config.folder import register_resolvers
 from onecurve.config.resolve import runs_in_single_process
 from onecurve.parallel.batch_norm import average_statistics
 from onecurve.run.experiment import assemble
@@ -25,17 +28,20 @@ QUIET = ["logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=
 
 def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
     """Return the resolved configuration of a run in `folder`, as the launcher passes it to the ranks."""
-    from onecurve.config.folder import register_resolvers
-
-    register_resolvers()
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = hydra.compose("train", [*(QUIET if quiet else []), *overrides])
+    cfg = copy.deepcopy(_composed(*(QUIET if quiet else []), *overrides))
     cfg.run_dir, cfg.runtime.run_id = str(folder), folder.name
     if cfg.trainer.devices == "auto":
         cfg.trainer.devices = 1
     drop_replaced_options(cfg, overrides)
     OmegaConf.resolve(cfg)
     return cfg
+
+
+@cache  # Hydra takes 80 ms, as long as many a short run
+def _composed(*overrides: str) -> DictConfig:
+    register_resolvers()
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra.compose("train", list(overrides))
 
 
 @dataclass

@@ -104,7 +104,7 @@ def test_an_error_in_the_users_code_has_a_short_traceback(
 def test_shows_the_error_of_the_rank_that_failed_first(small: list[str], tmp_path: Path) -> None:
     """Rank one raises, and the line that does is shown; the lost connection of rank zero is not."""
     arguments = [*small, *TINY, "logger=none", *TWO, callback("RaiseOnRankOne")]
-    _, err = run(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
+    _, err = run_here(*arguments, f"hydra.run.dir={tmp_path}/run", code=1)
     assert "rank 1 failed" in err
     assert "RuntimeError: only here" in err
     assert "Traceback" in err

@@ -19,6 +19,7 @@ from tests.support.commands import (
     callback,
     ranks,
     run,
+    run_here,
     slow,
     start,
     steps,
@@ -46,7 +47,7 @@ def test_error_names_a_killed_rank(small: list[str], folder: Path) -> None:
 def test_error_names_the_stacks_of_a_hang(strategy: str, small: list[str], folder: Path) -> None:
     """The other rank waits in a collective, which under FSDP raises an error when the hung rank ends first."""
     hang = [callback("HangOnRankOne"), f"strategy={strategy}"]
-    _, err = run(*small, *PARITY, *TWO, *hang, f"run_dir={folder}", code=1)
+    _, err = run_here(*small, *PARITY, *TWO, *hang, f"run_dir={folder}", code=1)
     assert "took no step within launch.timeout: the logs in" in err
     assert "Traceback" not in err
     stacks = (folder / "logs" / "rank1.log").read_text()
@@ -146,7 +147,7 @@ BRANCHING += ["bit_exact=true", "virtual_ranks=8"]
 
 
 def test_error_names_a_layer_that_some_ranks_call(small: list[str], folder: Path) -> None:
-    _, err = run(*small, *PARITY, *BRANCHING, *TWO, "strategy=fsdp", f"run_dir={folder}", code=1)
+    _, err = run_here(*small, *PARITY, *BRANCHING, *TWO, "strategy=fsdp", f"run_dir={folder}", code=1)
     error = (
         r"error: strategy=fsdp gathers a layer .*: rank (.) called (.*), but rank (.) called (.*)\. Call the same .*"
     )

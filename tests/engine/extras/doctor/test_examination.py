@@ -15,14 +15,14 @@ from onecurve.extras.doctor import examination
 from onecurve.extras.doctor.examination import check_all_reduce, run_check
 from onecurve.launch import all_reduce
 from onecurve.launch.outcome import RankFailedError
-from tests.support.commands import run, run_here
+from tests.support.commands import run_here
 
 QUICK = ["doctor=true", "trainer.accelerator=cpu", "logger=none"]
 
 
 def test_two_processes(small: list[str], tmp_path: Path) -> None:
     """Lightning would start the ranks of this strategy itself."""
-    out, _ = run(*small, *QUICK, "strategy=ddp_spawn", "trainer.devices=2", f"run_dir={tmp_path / 'run'}")
+    out, _ = run_here(*small, *QUICK, "strategy=ddp_spawn", "trainer.devices=2", f"run_dir={tmp_path / 'run'}")
     assert re.findall(r"^(\w+) +(\S+)", out, re.MULTILINE) == [("ok", name) for name in examination.CHECKS]
     assert re.search(r"2 process\(es\) on 1 host\(s\), 64 MiB in \d.* ms, \d.* GB/s", out)
     assert not (tmp_path / "run").exists()

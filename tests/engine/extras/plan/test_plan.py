@@ -172,7 +172,7 @@ def test_memory_is_that_of_a_run(name: str, model: str, pool: Pool, folder: Path
 
 def test_best_strategy_trains_as_if_it_had_been_typed(small: list[str], folder: Path) -> None:
     task = [*small, *TINY, "trainer.devices=2", "trainer.max_steps=6", "logger=none", "test=false"]
-    _, err = run(*task, "strategy=best", f"run_dir={folder}")
+    _, err = run_here(*task, "strategy=best", f"run_dir={folder}")
     chosen = OmegaConf.load(folder / "config.yaml")
     assert err.startswith("best: ") or "\nbest: " in err
     assert "strategy=best" not in chosen.runtime.overrides
@@ -210,7 +210,9 @@ def test_an_elastic_run_chooses_again(monkeypatch: pytest.MonkeyPatch, folder: P
 
 
 def test_the_command_writes_the_plan_and_trains_nothing(small: list[str], folder: Path) -> None:
-    out, _ = run(*small, *TINY, "plan=true", "report=true", "hardware=h100", "trainer.num_nodes=2", f"run_dir={folder}")
+    out, _ = run_here(
+        *small, *TINY, "plan=true", "report=true", "hardware=h100", "trainer.num_nodes=2", f"run_dir={folder}"
+    )
     assert "16 ranks, " in out
     assert sorted(path.name for path in folder.iterdir()) == ["plan.html", "plan.json"]
     best, *others = json.loads((folder / "plan.json").read_text())["candidates"]

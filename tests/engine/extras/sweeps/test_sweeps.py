@@ -65,7 +65,7 @@ def test_sweep_continues_after_a_failed_job(fate: str, error: str, small: list[s
         f"callbacks.failonlastrank.what={','.join(fates)}",
         "report=true",
     ]
-    out, err = run(*arguments, REPORT, f"hydra.sweep.dir={folder}", code=1, WANDB_MODE="offline")
+    out, err = run_here(*arguments, REPORT, f"hydra.sweep.dir={folder}", code=1)
     table = rows(folder / "sweep.csv")
     assert [row["status"] for row in table] == ["failed", "finished"]
     assert [row["overrides"] for row in table] == [f"callbacks.failonlastrank.what={what}" for what in fates]
