@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,7 @@ def this_machine(price_per_hour: float | None = None) -> Hardware:
     return Hardware(devices, memory / 2**30, price_per_hour=price_per_hour, overlaps=gpus > 0, **measured)
 
 
-def _is_complete(figures: Any) -> bool:
+def _is_complete(figures: Any) -> TypeGuard[dict[str, Any]]:
     """Return whether an entry has the figures that `_measure` returns: a file may be edited, or of another version."""
     try:
         links = figures["within"], figures["between"]

@@ -1,6 +1,7 @@
 """The file in runs/ that keeps what was measured of this machine."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,8 +48,8 @@ def test_damaged_figures_are_measured_again(figures: object, tmp_path: Path, mon
 
 
 def test_figures_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
     monkeypatch.setattr(hardware, "PROJECT", tmp_path)
-    monkeypatch.setattr(hardware, "_measure", lambda gpus: calls.append(gpus) or _FIGURES)
+    measure = Mock(return_value=_FIGURES)
+    monkeypatch.setattr(hardware, "_measure", measure)
     assert hardware.this_machine() == hardware.this_machine()
-    assert len(calls) == 1
+    measure.assert_called_once()
