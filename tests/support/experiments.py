@@ -12,7 +12,7 @@ SHORT = [  # 90 training and 10 validation samples
     "trainer.max_steps=8",
 ]
 SHORT_STEPS, SHORT_EPOCH = 8, 5
-SHORT_RUN = ["experiment=parity", *SHORT, "callbacks.throughput=null", "callbacks.best=null"]
+SHORT_RUN = ["experiment=parity", *SHORT, "callbacks.throughput=null"]
 SMALL_MLP = ["model=mlp", "~model.width", "model.hidden=[16]"]  # for runs whose network does not matter
 VIT = ["model=vit", "model.width=8", "model.depth=4", "model.heads=2", "model.patch=8"]
 EXPERIMENTS: dict[str, list[str]] = {

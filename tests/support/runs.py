@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
     return cfg
 
 
-@cache  # Hydra takes 80 ms, as long as many a short run
+@lru_cache(16)  # Hydra takes 80 ms, as long as many a short run; more objects would slow garbage collection down
 def _composed(*overrides: str) -> DictConfig:
     register_resolvers()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):

@@ -55,16 +55,16 @@ def _without_objects(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the checkpoint with those hyper-parameters of a module only that can be read without running code."""
     kept = {key: value for key, value in checkpoint.items() if key != _TYPE}
     if _HYPER_PARAMETERS in kept:
-        kept[_HYPER_PARAMETERS] = {key: value for key, value in kept[_HYPER_PARAMETERS].items() if _is_plain(value)}
+        kept[_HYPER_PARAMETERS] = {key: value for key, value in kept[_HYPER_PARAMETERS].items() if is_plain(value)}
     return kept
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Return whether torch.load reads a value with weights_only=True."""
     if type(value) is dict:
-        return all(_is_plain(item) for pair in value.items() for item in pair)
+        return all(is_plain(item) for pair in value.items() for item in pair)
     if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return type(value) in _PLAIN_TYPES
 
 
@@ -151,8 +151,7 @@ def load_initial_weights(module: nn.Module, path: str) -> None:
     saved, own = read_weights(path, "init_from"), module.state_dict()
     if not saved.keys() & own.keys():
         saved = {f"net.{name}": tensor for name, tensor in saved.items()}
-    linear_layers = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
-    head = linear_layers[-1] if linear_layers else None
+    head = next((name for name, part in reversed([*module.named_modules()]) if isinstance(part, nn.Linear)), None)
     resized = [name for name in own if name in saved and saved[name].shape != own[name].shape]
     mismatched = sorted(saved.keys() ^ own.keys())
     for name in resized:

@@ -252,17 +252,12 @@ def loaders_of(plain: L.LightningDataModule, name: str, seed: int) -> Loaders:
             + ("training takes a batch of each" if name == "train" else "an evaluation takes one after the other")
         )
     for loader in leaves:
-        check_loader(loader, method)
+        _check_loader(loader, method)
     return Loaders(method, leaves, structure, mode)
 
 
-def check_loader(loader: Any, method: str) -> None:
-    """Check that the dataset of a loader, and not the loader, decides which samples there are.
-
-    Args:
-        loader: what the DataModule returned.
-        method: the method that returned it, for error messages.
-    """
+def _check_loader(loader: Any, method: str) -> None:
+    """Check that the dataset of a loader, and not the loader, decides which samples there are."""
     if not isinstance(loader, DataLoader):
         raise UserError(f"{method} returns {type(loader).__name__}: return a torch DataLoader")
     # litdata's own __iter__ counts the samples for its state.

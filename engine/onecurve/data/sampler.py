@@ -228,27 +228,3 @@ def total_steps(max_epochs: int | None, max_steps: int, steps_per_epoch: int) ->
     if max_epochs is not None and max_epochs != -1:
         limits.append(max_epochs * steps_per_epoch)
     return min(limits, default=1000 * steps_per_epoch)
-
-
-def validation_interval(interval: int | float, steps_per_epoch: int | None, may_exceed_epoch: bool) -> int | float:
-    """Return `trainer.val_check_interval` in optimizer steps.
-
-    Args:
-        interval: the configured interval, in optimizer steps or as a fraction of an epoch.
-        steps_per_epoch: optimizer steps per epoch.
-        may_exceed_epoch: whether the interval may be longer than an epoch, which check_val_every_n_epoch=null allows.
-
-    Raises:
-        UserError: if the interval is longer than an epoch and `may_exceed_epoch` is false.
-    """
-    if isinstance(interval, float) and interval >= 1:
-        return interval  # 1.0 is the end of an epoch, and Lightning refuses any larger float
-    if steps_per_epoch is None:
-        return interval  # Lightning refuses a fraction of an unknown number
-    steps = interval if isinstance(interval, int) else max(1, int(steps_per_epoch * interval))
-    if steps > steps_per_epoch and not may_exceed_epoch:
-        raise UserError(
-            f"trainer.val_check_interval={interval} exceeds the {steps_per_epoch} steps of an epoch: "
-            "set a smaller value, or trainer.check_val_every_n_epoch=null"
-        )
-    return steps

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from onecurve.checkpoint.io import is_plain
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.layout import alone
 from onecurve.data.loader import collate_function, errors_of_workers, worker_options
@@ -120,20 +121,12 @@ class StreamLoader(Place):
             return places, collate_function(self.loader)([samples[position] for position in part.tolist()])
 
 
-class Examination(NamedTuple):
-    """What the first samples of a stream show.
-
-    Attributes:
-        digest: a hash of the samples; None if they are others each time.
-        has_exact_state: whether the stream goes on from its `state_dict` with the same samples.
-    """
-
-    digest: str | None
-    has_exact_state: bool
-
-
-def examine(loader: DataLoader[Any], seed: int) -> Examination:
+def examine(loader: DataLoader[Any], seed: int) -> tuple[str | None, bool]:
     """Read the first samples of a stream several times. Every rank must call it.
+
+    Returns:
+        A hash of the samples, None if they are others each time; and whether the stream goes on from its `state_dict`
+        with the same samples.
 
     Raises:
         UserError: if the ranks read different samples.
@@ -144,7 +137,7 @@ def examine(loader: DataLoader[Any], seed: int) -> Examination:
     has_exact_state = False
     if state is not None:
         ((resumed, *_),) = _in_worker(loader, partial(probe, _PROBED, state))
-        has_exact_state = are_equal(second, resumed) and _is_plain(state)
+        has_exact_state = are_equal(second, resumed) and is_plain(state)
     digests = [_digest([first, second])]
     if dist.is_initialized():
         digests = [""] * dist.get_world_size()
@@ -157,8 +150,8 @@ def examine(loader: DataLoader[Any], seed: int) -> Examination:
         raise UserError(message % "each process")
     if not are_equal([first, second], [again, second_again]):
         _log.warning(message, "a resumed run")
-        return Examination(None, has_exact_state)
-    return Examination(digests[0], has_exact_state)
+        return None, has_exact_state
+    return digests[0], has_exact_state
 
 
 def _probe(dataset: Any, seed: int, place: int = 0, state: Any = None) -> Iterator[tuple[list[Any], Any, list[Any]]]:
@@ -227,13 +220,6 @@ class _Reader(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         with alone():
             yield from self.function()
-
-
-def _is_plain(state: Any) -> bool:
-    """Return whether a checkpoint can hold a state, which is read without code."""
-    if isinstance(state, dict | list | tuple):
-        return all(map(_is_plain, [*state, *state.values()] if isinstance(state, dict) else state))
-    return state is None or isinstance(state, str | int | float | Tensor)
 
 
 def length_of_stream(stream: Any) -> int | None:

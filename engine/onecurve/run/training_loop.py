@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 from torchmetrics import Metric
 
-from onecurve.data.sampler import validation_interval
 from onecurve.errors import DivergedUserError, UserError
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
@@ -173,7 +172,7 @@ class _LogPoints(LoggerConnector):
 
 
 class OptimizerSteps(L.Callback):
-    """Converts the interval of validation, and makes up for steps of ReduceLROnPlateau.
+    """Checks the interval of validation, and makes up for steps of ReduceLROnPlateau.
 
     Lightning steps ReduceLROnPlateau after an epoch's checkpoint is saved, and not at all
     after the first epoch of a restart (`_FitLoop.on_advance_end` and `_TrainingEpochLoop._update_learning_rates` in
@@ -182,10 +181,13 @@ class OptimizerSteps(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule
-        if stage == "fit" and data.evaluates("val"):
-            may_cross_epochs = trainer.check_val_every_n_epoch is None
-            trainer.val_check_interval = validation_interval(
-                trainer.val_check_interval, data.steps_per_epoch, may_cross_epochs
+        if stage != "fit" or not data.evaluates("val") or trainer.check_val_every_n_epoch is None:
+            return
+        interval, steps = trainer.val_check_interval, data.steps_per_epoch
+        if isinstance(interval, int) and steps is not None and interval > steps:
+            raise UserError(
+                f"trainer.val_check_interval={interval} exceeds the {steps} steps of an epoch: "
+                "set a smaller value, or trainer.check_val_every_n_epoch=null"
             )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -216,6 +216,7 @@ BATCHES = [
     ("trainer.limit_train_batches=0.01", "trainer.limit_train_batches=0.01 leaves nothing of 11"),
     ("trainer.limit_train_batches=-1", "trainer.limit_train_batches=-1"),
     ("+trainer.val_check_interval=00:00:01:00", "ranks cannot validate by the clock"),
+    ("+trainer.val_check_interval=12", "trainer.val_check_interval=12 exceeds the 11 steps of an epoch"),
     ("trainer.accumulate_grad_batches=8", "virtual_ranks=4 does not divide .* set virtual_ranks=8"),
     ("virtual_ranks=64", "virtual_ranks=64 exceeds data.batch_size=32"),
     ("virtual_ranks=0", "virtual_ranks=0"),

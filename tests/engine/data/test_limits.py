@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from onecurve.data.sampler import apply_limit, limit_without_length, total_steps, validation_interval
+from onecurve.data.sampler import apply_limit, limit_without_length, total_steps
 from onecurve.errors import UserError
 
 OPTION = "trainer.limit_train_batches"
@@ -97,39 +97,3 @@ def test_a_limit_of_a_stream_is_a_count(limit: Any) -> None:
 )
 def test_the_limit_that_ends_a_run_first(max_epochs: int | None, max_steps: int, expected: int) -> None:
     assert total_steps(max_epochs, max_steps, steps_per_epoch=11) == expected
-
-
-@pytest.mark.parametrize(
-    ("interval", "steps_per_epoch", "may_exceed_epoch", "expected"),
-    [
-        (1.0, 11, False, 1.0),
-        (1.0, None, False, 1.0),
-        (1.5, 11, False, 1.5),
-        (0.5, 11, False, 5),
-        (0.99, 11, False, 10),
-        (0.01, 11, False, 1),
-        (0.01, 1, False, 1),
-        (0.5, None, False, 0.5),
-        (1, 11, False, 1),
-        (5, 11, False, 5),
-        (11, 11, False, 11),
-        (12, 11, True, 12),
-        (12, None, False, 12),
-        (1, 1, False, 1),
-    ],
-)
-def test_validation_interval_in_steps(
-    interval: int | float, steps_per_epoch: int | None, may_exceed_epoch: bool, expected: int | float
-) -> None:
-    found = validation_interval(interval, steps_per_epoch, may_exceed_epoch)
-    assert (found, type(found)) == (expected, type(expected))
-
-
-@pytest.mark.parametrize(("interval", "steps"), [(12, 11), (2, 1)])
-def test_a_validation_interval_is_no_longer_than_an_epoch(interval: int, steps: int) -> None:
-    with pytest.raises(UserError) as caught:
-        validation_interval(interval, steps, may_exceed_epoch=False)
-    assert str(caught.value) == (
-        f"trainer.val_check_interval={interval} exceeds the {steps} steps of an epoch: set a smaller value, or "
-        "trainer.check_val_every_n_epoch=null"
-    )
