@@ -8,16 +8,18 @@ import onecurve.run.trainer
 
 
 def disable_malloc_tuning() -> None:
-    """Disable malloc tuning, which is permanent: one large model would keep its memory in all later tests.
-
-    Objects that exist by now are excluded from garbage collection, which otherwise takes a quarter of a second.
-    """
+    """Disable malloc tuning, which is permanent: one large model would keep its memory in all later tests."""
     onecurve.run.trainer.tune_malloc = lambda: False
     gc.freeze()
 
 
 def release_memory() -> None:
-    """Return free memory to the kernel."""
+    """Return free memory to the kernel.
+
+    What is left is excluded from later collections. It is mostly code: by the end of a session there is so much that a
+    collection would take a quarter of a second.
+    """
     gc.collect()
+    gc.freeze()
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).malloc_trim(0)
