@@ -9,8 +9,8 @@ from onecurve.extras.report.comparison import comparison_figure
 from onecurve.extras.report.page import new_figure, series_color
 from onecurve.extras.report.passes import Step, draw_passes, duration, fastest_step
 from onecurve.extras.report.run_folder import RunFolder
+from onecurve.extras.report.simulation import bubble, order_of_passes, simulate
 from onecurve.parallel.pipeline.schedules import SCHEDULES
-from onecurve.parallel.pipeline.simulation import bubble, order_of_passes, simulate
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

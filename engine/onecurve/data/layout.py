@@ -179,9 +179,10 @@ class BatchLayout:
 
         Row i of a batch belongs to micro-batch i % num_microbatches. The samples of a micro-batch are ordered by group.
         """
-        per_batch = self.parallel.num_microbatches
-        own = self._slots[:, None, None] * self.micro_batches + np.arange(self.micro_batches).reshape(-1, per_batch)
-        return torch.from_numpy(own.transpose(1, 0, 2).reshape(self.accumulate, -1))
+        # Place p of micro-batch m is position p * micro_batches + m of the global batch.
+        numbers = np.arange(self.micro_batches).reshape(self.accumulate, 1, -1)  # (accumulate, 1, micro-batches)
+        positions = self._slots[:, None] * self.micro_batches + numbers  # (accumulate, samples, micro-batches)
+        return torch.from_numpy(positions.reshape(self.accumulate, -1))
 
     @cached_property
     def partners(self) -> Tensor:

@@ -94,10 +94,11 @@ class StreamLoader(Place):
 
     def _read(self) -> Iterator[tuple[list[Any], Any]]:
         """Yield the parts of each step, as places in the epoch and a batch, and the state of the stream after it."""
-        per_pass, state = self.steps_per_pass, self.state
-        if not self.start or (per_pass and self.start % per_pass == 0):
-            state = None  # the stream begins
-        first = self.start if state is not None else self.start // per_pass * per_pass if per_pass else 0
+        per_pass = self.steps_per_pass
+        first = self.start - self.start % per_pass if per_pass else 0  # of the pass in which the run goes on
+        state = self.state if self.start > first else None
+        if state is not None:
+            first = self.start
         for step in count(first) if self.steps is None else range(first, self.steps):
             if step == first or (per_pass and step % per_pass == 0):
                 cursor = _Cursor(self.dataset, self.seed, self.epoch, step * self.batch_size, state)

@@ -152,23 +152,27 @@ def code_version(targets: Iterable[str]) -> str:
             with suppress(OSError, TypeError):  # a prompt keeps no source
                 codes[target] = _without_comments(textwrap.dedent(inspect.getsource(found)))
         else:
-            names |= _with_imports(found.__module__, found.__module__.rpartition(".")[0], set())
+            names |= _module_and_its_imports(found.__module__)
     codes |= {name: _code(name) for name in names}
     return hashlib.sha256("".join(f"{name}\n{codes[name]}\n" for name in sorted(codes)).encode()).hexdigest()
 
 
-def _with_imports(name: str, package: str, found: set[str]) -> set[str]:
-    """Return `found` with a module and the modules of the package from which it imports, directly or not."""
-    file = _file(name)
-    is_library = file.startswith(_LIBRARIES) and not name.startswith("onecurve.")  # which may be installed, or not
-    if name not in found and file.endswith(".py") and not is_library:
+def _module_and_its_imports(module: str) -> set[str]:
+    """Return a module and those from which it imports, directly or not: of its package, of the engine, or beside it."""
+    package, found, waiting = module.rpartition(".")[0], set[str](), [module]
+    while waiting:
+        name = waiting.pop()
+        file = _file(name)
+        is_library = file.startswith(_LIBRARIES) and not name.startswith("onecurve.")  # which may be installed, or not
+        if name in found or is_library or not file.endswith(".py"):
+            continue
         found.add(name)
         values = vars(sys.modules[name]).values() if name in sys.modules else ()
         origins = {str(getattr(value, "__module__", None)) for value in values} | _imported(name, file)
         for origin in {*origins, name.rpartition(".")[0]}:  # an import runs the `__init__.py` of its folder
             is_beside = not package and origin in sys.modules and not origin.startswith(("src.", "onecurve."))
             if is_beside or origin.startswith((f"{package}.", *_ENGINE)):
-                _with_imports(origin, package, found)
+                waiting.append(origin)
     return found
 
 

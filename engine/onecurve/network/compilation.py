@@ -62,9 +62,15 @@ def device_constant(function: Callable[_P, _T]) -> Callable[_P, _T]:
     cached = functools.cache(function)
 
     @functools.wraps(function)
-    def constant(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def cached_unless_compiled(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         return cached(*args, **kwargs)  # type: ignore[arg-type]  # the arguments are hashable
 
-    return constant
+    return cached_unless_compiled
+
+
+@device_constant
+def constant(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of some values, which may be nested tuples."""
+    return torch.tensor(values, dtype=dtype, device=device)

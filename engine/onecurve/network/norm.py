@@ -26,11 +26,14 @@ def order_free_norm(tensors: Sequence[Tensor], device: torch.device, group: Any 
     Returns:
         The norm in float64.
     """
-    own = [_as_real(to_local(tensor)).flatten() for tensor in tensors]
+    shards = [to_local(tensor) for tensor in tensors]
+    own = [(torch.view_as_real(shard) if shard.is_complex() else shard).flatten() for shard in shards]
     if device.type == "mps":
         return nn.utils.get_total_norm(own)
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    largest = torch.stack([zero, *(_largest(tensor) for tensor in own if tensor.numel())]).max()
+    largest = torch.stack(
+        [zero, *(torch.linalg.vector_norm(tensor, torch.inf).double() for tensor in own if tensor.numel())]
+    ).max()
     largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)  # a maximum over processes may lose a NaN
     if group is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -47,13 +50,3 @@ def order_free_norm(tensors: Sequence[Tensor], device: torch.device, group: Any 
     upper, lower = halves.double() * 2.0**-_BITS
     norm = torch.ldexp((upper + lower * 2.0**-_BITS).sqrt(), exponent)
     return norm.where(largest.isfinite(), largest)
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _largest(tensor: Tensor) -> Tensor:
-    """Return the largest absolute value in float64; NaN if there is one."""
-    least, most = torch.aminmax(tensor)
-    return torch.maximum(-least, most).double()

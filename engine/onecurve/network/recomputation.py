@@ -90,14 +90,16 @@ class _Pass:
         self.buffers: list[Tensor] = []
 
     def __enter__(self) -> None:
-        self._become_current(self)
+        global _current
+        _current = self
         self.buffers = [buffer.clone() for buffer in self.block.buffers()]
         if self.first is not None:
             self.values = list(self.first.values)
             _restore_buffers(self.block, self.first.buffers)
 
     def __exit__(self, *_: object) -> None:
-        self._become_current(None)
+        global _current
+        _current = None
         if self.first is not None:
             _restore_buffers(self.block, self.buffers)
 
@@ -106,11 +108,6 @@ class _Pass:
             return self.values.pop(0)
         self.values.append(compute())
         return self.values[-1]
-
-    @staticmethod
-    def _become_current(current: Optional["_Pass"]) -> None:
-        global _current
-        _current = current
 
 
 _current: _Pass | None = None  # a backward pass may run in another thread, but never at the same time

@@ -4,15 +4,14 @@ from time import monotonic
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import RichProgressBar
 from rich.progress import TimeRemainingColumn
 from rich.table import Column
-
-from onecurve.patches.progress import ProgressBarWithLayout, set_layout
 
 _OTHER_COLUMNS = 38  # characters of all columns but the metrics, with a bar of 4
 
 
-class ProgressBar(ProgressBarWithLayout):
+class ProgressBar(RichProgressBar):
     """Lightning's RichProgressBar on one line, with its metrics gathered at each of the `refresh_rate` refreshes.
 
     Lightning gathers them at every step, and also shows the elapsed time and the speed. The bar takes the room that the
@@ -31,6 +30,9 @@ class ProgressBar(ProgressBarWithLayout):
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         """Return the metrics under short names, without the end of the run's id."""
+        if self.progress is not None:  # their column is the last
+            room = max(1, self.progress.console.width - _OTHER_COLUMNS)
+            _set_layout(self.progress.columns[-1], Column(no_wrap=True, overflow="ellipsis", max_width=room))
         metrics = super().get_metrics(trainer, pl_module)
         return {name.removeprefix("train/"): value for name, value in metrics.items() if name != "v_num"}
 
@@ -39,8 +41,10 @@ class ProgressBar(ProgressBarWithLayout):
         bar.bar_width = None  # what the other columns leave
         columns = [description, batches, TimeRemainingColumn()]
         for column in columns:
-            set_layout(column, Column(no_wrap=True))
+            _set_layout(column, Column(no_wrap=True))
         return [description, bar, *columns[1:]]
 
-    def layout_of_metrics(self, width: int) -> Column:
-        return Column(no_wrap=True, overflow="ellipsis", max_width=max(1, width - _OTHER_COLUMNS))
+
+def _set_layout(column: Any, layout: Column) -> None:
+    """Set the layout of a column that Lightning has made: the constructor of rich takes it, Lightning's do not."""
+    column.get_table_column = lambda: layout

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from onecurve.data.layout import BatchLayout
 from onecurve.errors import UserError
-from onecurve.network.compilation import device_constant
+from onecurve.network.compilation import constant
 from onecurve.network.recomputation import remember
 from onecurve.network.tensors import upcast_half
 from onecurve.observe.recording import communication
@@ -86,10 +86,12 @@ def rank_groups(layout: BatchLayout, data_parallel: Any) -> RankGroups:
 def ranks_that_share(layout: BatchLayout) -> list[int]:
     """Return this data-parallel rank, and those with which it shares groups, also through others."""
     holds = layout.counts > 0
-    is_sharing, count = np.arange(len(holds)) == layout.parallel.dp_rank, 0
-    while count < is_sharing.sum():  # add the ranks that share a group with one of these
-        count, is_sharing = is_sharing.sum(), holds[:, holds[is_sharing].any(0)].any(1)
-    return np.flatnonzero(is_sharing).tolist()
+    found, known = [layout.parallel.dp_rank], 0
+    while known < len(found):  # add the ranks that share a group with one of these
+        known = len(found)
+        groups = holds[found].any(0)
+        found = np.flatnonzero(holds[:, groups].any(1)).tolist()
+    return found
 
 
 def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
@@ -224,7 +226,7 @@ class GroupedBatchNorm(AnyBatchNorm):
         """Return the same as `_normalize_alone`, for groups that several ranks share."""
         values_per_row = input[0, 0].numel() * sum(sizes) // sum(self.groups.sizes)
         mean, var = remember(lambda: _moments_over_ranks(input.detach(), sizes, self.groups))
-        values = _constant(self.groups.totals, mean.dtype, mean.device) * values_per_row
+        values = constant(self.groups.totals, mean.dtype, mean.device)[..., None] * values_per_row
         weight = None if weight is None else weight.to(mean.dtype)
         bias = None if bias is None else bias.to(mean.dtype)
         output = _Normalize.apply(input, weight, bias, mean, var, values, eps, sizes, self.groups.sharing)
@@ -285,11 +287,6 @@ def _grouped_class(before: Any) -> type[GroupedBatchNorm]:
     return type(before.__name__, (GroupedBatchNorm, base), {})
 
 
-@device_constant
-def _constant(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)[..., None]
-
-
 def _moments_over_ranks(input: Tensor, sizes: list[int], groups: RankGroups) -> tuple[Tensor, Tensor]:
     """Return the (groups, channels) means and biased variances over the ranks that share the groups.
 
@@ -300,7 +297,7 @@ def _moments_over_ranks(input: Tensor, sizes: list[int], groups: RankGroups) -> 
     with communication():
         _all_gather(gathered, own, group=groups.sharing)
     means, variances = gathered.view(-1, *own.shape).unbind(2)  # (ranks, groups, channels)
-    counts = _constant(groups.counts, own.dtype, own.device)
+    counts = constant(groups.counts, own.dtype, own.device)[..., None]
     fractions = counts / counts.sum(0)
     mean = (fractions * means).sum(0)
     return mean, (fractions * (variances + (means - mean) ** 2)).sum(0)
@@ -363,9 +360,10 @@ class _Normalize(torch.autograd.Function):
         grads = [_backward(*part, weight, ctx.eps) for part in parts]
         grad_inputs, grad_weights, grad_biases = zip(*grads, strict=True)
         sums = torch.stack([torch.stack(grad_weights), torch.stack(grad_biases)])  # (2, groups, channels)
-        grad_weight, grad_bias = sums.sum(1)
+        grad_weight, grad_bias = sums.sum(1)  # of this rank, before the ranks add theirs
         with communication():
             dist.all_reduce(sums, group=ctx.process_group)
+        # What the moments, of which each sample is a part, add to the gradient of x: slope * x + shift.
         mean_gx, mean_g = sums / values
         inv_std = torch.rsqrt(var + ctx.eps)
         gamma = 1 if weight is None else weight

@@ -6,7 +6,7 @@ to the module. Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -19,22 +19,9 @@ from torch.distributed.tensor import DTensor
 from onecurve.errors import UserError
 from onecurve.parallel.sharded_state import ShardedStateStrategy, prepare_to_shard
 from onecurve.parallel.tree_sum import TreeSum
-from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.torch import AnyBatchNorm
 from onecurve.process.layer_calls import record_layer_calls
 from onecurve.process.rank import map_large_blocks
-
-
-class ShardedRanks(VirtualRanks):
-    """The virtual ranks of a process that has a shard of each gradient.
-
-    Every process computes a virtual rank in each round, and FSDP2 adds the gradients of a round.
-    """
-
-    def end_backward(self, number: int) -> None:
-        """Add the gradients of the round of a virtual rank."""
-        processes = len(self.of_processes)
-        self.sums[0].end_backward(number // processes * processes, processes)
 
 
 class _TreeReduceScatter:
@@ -66,8 +53,6 @@ class FSDP(ShardedStateStrategy):
         reduce_dtype: type in which gradients are reduced; null means their own type.
         **kwargs: arguments of ShardedStateStrategy.
     """
-
-    virtual_ranks: ClassVar = ShardedRanks
 
     def __init__(
         self,

@@ -61,6 +61,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
     lightning_module_state_dict = Strategy.lightning_module_state_dict
     optimizer_state = Strategy.optimizer_state
     load_optimizer_state_dict = Strategy.load_optimizer_state_dict
+    restore_checkpoint_after_setup = Strategy.restore_checkpoint_after_setup
+    lightning_restore_optimizer = Strategy.lightning_restore_optimizer
     reduce = communication()(ModelParallelStrategy.reduce)
     all_gather = communication()(all_gather)
 
@@ -84,14 +86,6 @@ class ShardedStateStrategy(ModelParallelStrategy):
         Every rank that owns state must call it.
         """
         return [own] if self.owns_state else []
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return False
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if not self._full_names:  # test after fit finds the network parallelized already

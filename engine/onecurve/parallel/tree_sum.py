@@ -78,19 +78,22 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def _sum_rows(rows: list[Tensor], nodes: list[list[tuple[int, int]]], group: Any) -> Tensor:
-    """Return the sum of the (n,) rows of all ranks, one for each of the nodes of a rank."""
-    ranks, slots, length = len(nodes), max(map(len, nodes)), len(rows[0])
+    """Return the sum of the (n,) rows of all ranks, one for each of the nodes of a rank.
+
+    Each rank adds one slice of the rows of all, and then gathers the slices.
+    """
+    ranks, most_rows, length = len(nodes), max(map(len, nodes)), len(rows[0])
     size = -(-length // ranks)  # of a slice
-    sent = rows[0].new_zeros(slots, ranks * size)
-    for slot, row in zip(sent, rows, strict=False):
-        slot[:length] = row
-    sent = sent.view(slots, ranks, size).transpose(0, 1).contiguous()
-    received = torch.empty_like(sent)
+    padded = rows[0].new_zeros(most_rows, ranks * size)
+    for number, row in enumerate(rows):
+        padded[number, :length] = row
+    sent = padded.view(most_rows, ranks, size).transpose(0, 1).contiguous()  # [i]: the slices that rank i adds
+    received = torch.empty_like(sent)  # [i]: those of the rows of rank i
     dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=group)
     tree = TreeSum()
-    for slices, keys in zip(received, nodes, strict=True):
-        for part, key in zip(slices, keys, strict=False):
-            tree.add([part], *key)
+    for rank, keys in enumerate(nodes):
+        for number, key in enumerate(keys):
+            tree.add([received[rank, number]], *key)
     ((own,),) = tree.nodes.values()
     total = own.new_empty(ranks * size)
     _all_gather(total.view(torch.uint8), own.contiguous().view(torch.uint8), group=group)

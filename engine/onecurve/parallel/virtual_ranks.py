@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from onecurve.data.batch import StepPart
 from onecurve.errors import UserError
-from onecurve.network.compilation import device_constant
+from onecurve.network.compilation import constant
 from onecurve.network.tensors import to_local, upcast_half
 from onecurve.observe.recording import communication
 from onecurve.parallel.tree_sum import TreeSum, sum_over_ranks
@@ -63,11 +63,9 @@ class VirtualRanks:
         sums.begin_forward()
         yield
         sums.end_forward(number)
-        self.end_backward(number)
-
-    def end_backward(self, number: int) -> None:
-        """Add the gradients of a virtual rank."""
-        self.sums[0].end_backward(number)
+        # Under FSDP each process computes every n-th virtual rank, and FSDP2 adds the gradients of n processes.
+        together = self.own.step
+        sums.end_backward(number // together * together, together)
 
     @communication()
     @torch.no_grad()
@@ -166,7 +164,7 @@ class PassSums:
 
     def integers(self) -> Tensor:
         """Return (n,) int64: whether each weight has a gradient, and the buffers of virtual rank 0 without a mean."""
-        flags = _constant(tuple(self._has_gradient), self._device)
+        flags = constant(tuple(self._has_gradient), torch.int64, self._device)
         return torch.cat([flags, *(buffer.flatten().long() for buffer in self._first)])
 
     def finish(self, integers: Tensor, of_processes: Sequence[range], group: Any) -> None:
@@ -182,8 +180,10 @@ class PassSums:
         # The host waits for the device only if no pass of this process has computed some gradient.
         has = self._has_gradient if all(self._has_gradient) else has_gradient.tolist()
         for weight, gradient, kept, has_one in zip(self.weights, gradients, self._kept, has, strict=True):
-            new = _shaped_like(gradient, weight) if has_one else None
-            weight.grad = new + kept if new is not None and kept is not None else kept if new is None else new
+            weight.grad = kept
+            if has_one:
+                new = _shaped_like(gradient, weight)
+                weight.grad = new if kept is None else new + kept
         for part, name, buffer in self._places:
             setattr(part, name, buffer)
         for buffer, value in zip((*self._floats, *self._others), (*means, *first), strict=True):
@@ -203,11 +203,6 @@ class PassSums:
     def _device(self) -> torch.device:
         tensors = [*self.weights, *self._floats, *self._others]
         return tensors[0].device if tensors else torch.device("cpu")
-
-
-@device_constant
-def _constant(values: tuple[bool, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def _shaped_like(local: Tensor, weight: Tensor) -> Tensor:

@@ -14,8 +14,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 
+def _public(name: str) -> Any:
+    """Return a property that reads and writes the attribute `name`."""
+    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
+
+
 class DDPStrategy(strategies.DDPStrategy):
     """DDP, with the network wrapped by `wrap`, and hooks registered by `register_hook`."""
+
+    ddp_options = _public("_ddp_kwargs")  # arguments of DistributedDataParallel
+    averager = _public("_model_averager")  # averages the weights under post-local SGD; otherwise None
+    hook_state = _public("_ddp_comm_state")
+    wrap = strategies.DDPStrategy._setup_model
+    register_hook = strategies.DDPStrategy._register_ddp_hooks
 
     def _setup_model(self, model: nn.Module) -> Any:
         return self.wrap(model)
@@ -30,33 +41,6 @@ class DDPStrategy(strategies.DDPStrategy):
             self._launcher = self.spawn_launcher(self, start_method="spawn")
 
     spawn_launcher: "type[SpawnLauncher] | None" = None  # instead of Lightning's launcher
-
-    def wrap(self, model: nn.Module) -> Any:
-        """Wrap the network."""
-        return super()._setup_model(model)
-
-    def register_hook(self) -> None:
-        """Register a hook of communication."""
-        super()._register_ddp_hooks()
-
-    @property
-    def ddp_options(self) -> dict[str, Any]:
-        """The arguments of DistributedDataParallel."""
-        return self._ddp_kwargs
-
-    @property
-    def averager(self) -> Any:
-        """What averages the weights under post-local SGD; otherwise None."""
-        return self._model_averager
-
-    @property
-    def hook_state(self) -> Any:
-        """The state of the hook."""
-        return self._ddp_comm_state
-
-    @hook_state.setter
-    def hook_state(self, state: Any) -> None:
-        self._ddp_comm_state = state
 
 
 class SpawnLauncher(_MultiProcessingLauncher):
@@ -99,23 +83,13 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
 class WandbLogger(loggers.WandbLogger):
     """Starts its run with `init_options`, which the constructor gathers, and names the artifacts of checkpoints."""
 
+    init_options = _public("_wandb_init")  # arguments of `wandb.init`
+    is_offline = _public("_offline")
+    started = _public("_experiment")  # the W&B run, if it has begun
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a spawned rank, which opens the W&B run by its id; Lightning would start the run."""
         return vars(self) | {"_experiment": None}
-
-    @property
-    def init_options(self) -> dict[str, Any]:
-        """The arguments of `wandb.init`."""
-        return self._wandb_init
-
-    @property
-    def is_offline(self) -> bool:
-        return self._offline
-
-    @property
-    def started(self) -> Any:
-        """The W&B run, if it has begun."""
-        return self._experiment
 
     def _scan_and_log_checkpoints(self, checkpoint_callback: ModelCheckpoint) -> None:
         self._checkpoint_name = self.artifact_name(checkpoint_callback)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from onecurve.network.compilation import device_constant
+from onecurve.network.compilation import constant, device_constant
 
 _ODD_MULTIPLIER = 0x2545F4914F6CDD1D
 # int32 holds the constants 0x9E3779B9 and 0x846CA68B as negative numbers.
@@ -77,11 +77,6 @@ def _element_hash(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device) * _GOLDEN
 
 
-@device_constant
-def _salts(salts: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(salts, device=device)[:, None]
-
-
 def use_sample_dropout(net: nn.Module) -> None:
     """Replace the `nn.Dropout` layers of a network with `SampleDropout`, in place; the salt is a hash of the name."""
     for name, part in list(net.named_modules(remove_duplicate=False)):
@@ -100,6 +95,7 @@ def dropouts(net: nn.Module) -> list[SampleDropout]:
 
 def set_keys(layers: Sequence[SampleDropout], keys: Tensor) -> None:
     """Set the (n,) int64 keys of the samples in the next forward pass."""
-    hashes = hash_samples(keys, _salts(tuple(layer.salt for layer in layers), keys.device))
+    salts = constant(tuple(layer.salt for layer in layers), torch.int64, keys.device)
+    hashes = hash_samples(keys, salts[:, None])
     for layer, sample_hash in zip(layers, hashes, strict=True):
         layer.keys, layer.sample_hash = keys, sample_hash

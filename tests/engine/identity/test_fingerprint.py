@@ -301,7 +301,7 @@ def test_a_file_counts_with_those_of_its_folder_that_it_imports(source_folder: P
         fp_p__deep="def g():\n    pass\n",
         fp_q="",
     )
-    found = module._with_imports("fp_p.net", "fp_p", set())
+    found = module._module_and_its_imports("fp_p.net")
     own = {name for name in found if name.startswith("fp_")}
     assert own == {"fp_p.net", "fp_p.sizes", "fp_p.later", "fp_p.sub", "fp_p.sub.layers", "fp_p.deep"}
     assert "onecurve.data.module_data" in found
@@ -321,7 +321,7 @@ def test_a_file_without_a_folder_counts_with_loaded_files_beside_it(source_folde
     write(source_folder, fp_helper="", fp_other="")
     __import__("fp_net")
     del sys.modules["fp_other"]
-    assert {name for name in module._with_imports("fp_net", "", set()) if "determinism" not in name} == {
+    assert {name for name in module._module_and_its_imports("fp_net") if "determinism" not in name} == {
         "fp_net",
         "fp_helper",
     }
@@ -333,14 +333,14 @@ def test_the_origin_of_a_name_counts(source_folder: Path) -> None:
     write(source_folder, fp_r__net="from .hub import f\n", fp_r__hub=hub)
     write(source_folder, fp_r__origin="def f():\n    pass\n")
     __import__("fp_r.net")
-    assert module._with_imports("fp_r.net", "fp_r", set()) == {"fp_r.net", "fp_r.hub", "fp_r.origin"}
+    assert module._module_and_its_imports("fp_r.net") == {"fp_r.net", "fp_r.hub", "fp_r.origin"}
 
 
 def test_modules_that_were_found_are_not_followed_again(source_folder: Path) -> None:
     write(source_folder, fp_loop="import fp_loop\n")
-    assert module._with_imports("fp_loop", "", {"fp_loop"}) == {"fp_loop"}
-    assert module._with_imports("json", "", set()) == set()
-    assert module._with_imports("no.such.module", "", set()) == set()
+    assert module._module_and_its_imports("fp_loop") == {"fp_loop"}
+    assert module._module_and_its_imports("json") == set()
+    assert module._module_and_its_imports("no.such.module") == set()
 
 
 def test_names_that_a_file_imports(source_folder: Path) -> None:

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from onecurve.errors import UserError
+from onecurve.extras.report.simulation import Action, order_of_passes
 from onecurve.parallel.pipeline.blocks import Block, ordered_blocks
 from onecurve.parallel.pipeline.pipeline import Pipeline
 from onecurve.parallel.pipeline.schedules import SCHEDULES
-from onecurve.parallel.pipeline.simulation import Action, order_of_passes
 from onecurve.parallel.pipeline.split import cut
 from onecurve.run.experiment import assemble
 from tests.support.experiments import SHORT_RUN

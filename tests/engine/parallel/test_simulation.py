@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
+from onecurve.extras.report.simulation import bubble, simulate
 from onecurve.parallel.pipeline.schedules import SCHEDULES
-from onecurve.parallel.pipeline.simulation import bubble, simulate
 
 SIZES = [(1, 2), (2, 2), (2, 8), (4, 4), (4, 8), (4, 12)]  # ranks, micro-batches
 ALL = [(schedule, *size) for schedule in SCHEDULES for size in SIZES]

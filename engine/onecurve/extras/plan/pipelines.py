@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from onecurve.extras.plan.profile import Part, Profile
 from onecurve.extras.plan.step import Collective, Estimate, Job
 from onecurve.extras.plan.strategies import OneDevice, padded, peak_bytes
+from onecurve.extras.report.simulation import Action, Pass, bubble, simulate
 from onecurve.parallel.pipeline.rehearsal import check_module
-from onecurve.parallel.pipeline.simulation import Action, Pass, bubble, simulate
 from onecurve.parallel.pipeline.split import cut
 from onecurve.parallel.pipeline.stage import called_modules
 

@@ -11,8 +11,8 @@ from markupsafe import Markup
 from onecurve.extras.report.metric_charts import CATEGORIES
 from onecurve.extras.report.page import chart, new_figure
 from onecurve.extras.report.run_folder import RunFolder
+from onecurve.extras.report.simulation import Action, Pass, bubble, order_of_passes, simulate
 from onecurve.parallel.pipeline.schedules import SCHEDULES
-from onecurve.parallel.pipeline.simulation import Action, Pass, bubble, order_of_passes, simulate
 from onecurve.records.files import read_json_lines
 
 if TYPE_CHECKING:

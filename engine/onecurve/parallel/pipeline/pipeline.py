@@ -93,20 +93,15 @@ class Pipeline(ShardedStateStrategy):
         self._batch: Any = None  # the current training batch, whose tensors are (microbatches, n, ...)
         self._input_shape = torch.Size()  # of a sample, as the network gets it
         self._sent: list[list[Tensor]] = []  # meta tensors like the outputs of each stage
-        self._micro_batch: Callable[[int], Any] = self._micro_batch_of  # of the schedule that runs, for `loss`
+        self._micro_batch: Callable[[int], Any]  # of the schedule that runs, for `loss`
         self._divisor = 1  # of their losses
-        self.outputs: list[Tensor] | None = (
-            None  # those of the network in the pass of a virtual rank, until it is called
-        )
+        # Those of the network in the pass of a virtual rank, until it is called.
+        self.outputs: list[Tensor] | None = None
         self._losses: list[Tensor] | None = None  # of the micro-batches, on the last stage's rank; None before they run
         self._has_compared = False  # the sum of these losses with that of `training_step`
         self._random_calls = 0  # calls of random functions in a forward pass of the network in training
         self._draws = False  # whether it has such calls, or dropout layers
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
-
-    @property
-    def _accumulate(self) -> int:
-        return cast(Any, self.lightning_module).trainer.datamodule.accumulate
 
     @property
     def _is_sharded(self) -> bool:
@@ -171,7 +166,13 @@ class Pipeline(ShardedStateStrategy):
         if self._is_sharded:
             for stage in self.own_stages.values():
                 shard_stage(net, stage, self._replicas)
-        self._build_schedule(stage_shapes(blocks))
+        shapes = stage_shapes(blocks)
+        self._input_shape, self._sent = shapes[0][0].shape[1:], shapes[1:]
+        built = [
+            build_stage(stage, number, shapes, self._group, self.root_device)
+            for number, stage in self.own_stages.items()
+        ]
+        self._torch_schedule = build_schedule(self.schedule, built, self.microbatches, self._loss)
         self._parameters = list(module.parameters())
         net.forward = self._forward
         if self.is_global_zero:
@@ -206,14 +207,6 @@ class Pipeline(ShardedStateStrategy):
         for number, stage in enumerate(stages):
             stage.calls_before = sum(before.calls for before in stages[:number])
         return blocks, stages
-
-    def _build_schedule(self, shapes: list[list[Tensor]]) -> None:
-        self._input_shape, self._sent = shapes[0][0].shape[1:], shapes[1:]
-        stages = [
-            build_stage(stage, number, shapes, self._group, self.root_device)
-            for number, stage in self.own_stages.items()
-        ]
-        self._torch_schedule = build_schedule(self.schedule, stages, self.microbatches, self._loss)
 
     def _example(self, module: L.LightningModule) -> tuple[Tensor, Any]:
         """Return a micro-batch of the inputs of the network, and of the data."""
@@ -252,18 +245,19 @@ class Pipeline(ShardedStateStrategy):
         self._losses = None
         return result
 
-    def compare_loss(self, own: Tensor) -> None:
+    def compare_loss(self, loss: Tensor) -> None:
         """Check the first loss that `training_step` returns: it is the trained one, and the same on every rank."""
         if self._has_compared:
             return
         self._has_compared = True
-        precision = max(torch.finfo(loss.dtype).eps for loss in (own, *(self._losses or [])))
-        trained = torch.stack(self._losses).detach().sum() if self._losses else own
-        own = torch.stack([own.double(), trained.double(), torch.full_like(own, precision, dtype=torch.float64)])
-        ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(ranks, own, group=self._group)
-        (returned, _, precisions), trained = torch.stack(ranks).T, ranks[self._stage_to_rank[-1]][1]
-        tolerance = float(precisions.max()) ** 0.75  # of a few sums; ranks differ if it reads a rank's weights
+        losses = [part.detach() for part in self._losses or [loss]]  # the last stage's rank has those of the schedule
+        eps = max(torch.finfo(part.dtype).eps for part in (loss, *losses))
+        row = torch.stack([loss, torch.stack(losses).sum(), torch.tensor(eps, device=loss.device)]).double()
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(rows, row, group=self._group)
+        table = torch.stack(rows)  # (ranks, 3)
+        returned, trained = table[:, 0], table[self._stage_to_rank[-1], 1]
+        tolerance = float(table[:, 2].max()) ** 0.75  # of a few sums; ranks differ if it reads a rank's weights
         if not torch.allclose(returned, trained, rtol=tolerance, atol=tolerance / 10, equal_nan=True):
             name = type(self.lightning_module).__name__
             raise UserError(
@@ -290,14 +284,13 @@ class Pipeline(ShardedStateStrategy):
         divisor = 1 if isinstance(self._batch, Batch) else self.microbatches
         in_order = split_samples(inputs, self.microbatches).flatten(0, 1)
         of_micro_batches = None if keys is None else split_samples(keys, self.microbatches).contiguous()
-        outputs = self.run_schedule(in_order, self._micro_batch_of, divisor, of_micro_batches)
+        batch = self._batch
+        outputs = self.run_schedule(
+            in_order, lambda number: tree_map_only(Tensor, itemgetter(number), batch), divisor, of_micro_batches
+        )
         if keys is not None:
             sample_random.begin_micro_batch(keys, seed + self._random_calls)
         return join_samples(outputs, self.microbatches)
-
-    def _micro_batch_of(self, number: int) -> Any:
-        """Return a micro-batch of the current batch."""
-        return tree_map_only(Tensor, itemgetter(number), self._batch)
 
     def run_schedule(
         self, inputs: Tensor, micro_batch: Callable[[int], Any], divisor: int, keys: Tensor | None
@@ -358,13 +351,13 @@ class Pipeline(ShardedStateStrategy):
         """Add the gradients of the schedule to the parameters, averaged over the replicas."""
         module = cast(Any, self.lightning_module)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if not (
-            self._is_sharded or self.is_bit_exact
-        ):  # FSDP2 has done it; DDP would miss the gradients that bypass its hooks
+        accumulate = module.trainer.datamodule.accumulate
+        # FSDP2 has averaged them; DDP would miss gradients that bypass its hooks.
+        if not (self._is_sharded or self.is_bit_exact):
             average_over(self._replicas.get_group(), [gradient for _, gradient in self._gradients])
         for weight, gradient in self._gradients:
-            if self._accumulate > 1:
-                gradient.div_(self._accumulate)
+            if accumulate > 1:
+                gradient.div_(accumulate)
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         self._gradients = []
         return self.precision_plugin.post_backward(closure_loss, module)

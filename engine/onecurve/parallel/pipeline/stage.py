@@ -59,7 +59,8 @@ class Stage(nn.Module):
         self.seed = 0
         self.pass_sums: PassSums | None = None
         self.first_virtual_rank = 0
-        self._formats = [_memory_format(node) for node in inputs]
+        # Of each value as it left the last stage's layers: channels last is lost when it is sent.
+        self._formats = [memory_format_of(node.meta["value"]) for node in inputs]
 
     def begin_forward(self, number: int) -> None:
         """Begin the forward pass of a micro-batch."""
@@ -114,14 +115,6 @@ def extract_graph(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: 
             copy(node)
     graph.output(tuple(graph.call_method("clone", (copies[x],)) if x in inputs else copies[x] for x in outputs))
     return graph
-
-
-def _memory_format(node: fx.Node) -> torch.memory_format:
-    """Return the format in which a value left the last stage's layers; channels last is lost when it is sent."""
-    value: Tensor = node.meta["value"]
-    if value.dim() == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last):
-        return torch.channels_last
-    return torch.contiguous_format
 
 
 class _Transit(torch.autograd.Function):
