@@ -72,6 +72,8 @@ class WandbLogger(lightning_strategies.WandbLogger):
                 run = super().experiment
                 _log.info("wandb: %s", run.url)
                 return run
+        except UserError:  # of WANDB_MODE, which wandb would refuse offline, too
+            raise
         except Exception as error:
             _log.warning("wandb cannot start online: %s", str(error).strip().split("\n")[0])
             mode = "offline"

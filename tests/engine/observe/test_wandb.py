@@ -1,6 +1,7 @@
 """W&B runs online if a key is configured and offline otherwise, without a prompt."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from lightning.pytorch import loggers
 
 from onecurve.errors import UserError
+from onecurve.observe.guard import start_loggers
 from onecurve.observe.wandb import WandbLogger, finish_wandb, online_or_offline
 from onecurve.run.experiment import run_experiment
 from tests.support.commands import TINY, TWO
@@ -27,6 +29,7 @@ from tests.support.wandb_server import KEY, stand_in
 # service, and once did so forever.
 SCRIPT = """
 import json, os, sys
+from onecurve.observe.guard import start_loggers
 from onecurve.observe.wandb import WandbLogger, online_or_offline
 WandbLogger("project", "id", "folder", "name", log_model=False)
 assert "wandb" not in sys.modules, "its import takes a second, on each rank"
@@ -176,3 +179,14 @@ def test_an_unknown_mode_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WANDB_MODE", "offlin")
     with pytest.raises(UserError, match=r"WANDB_MODE=offlin: did you mean offline\?"):
         online_or_offline()
+
+
+def test_a_logger_with_an_unknown_mode_does_not_say_that_it_is_offline(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offlin")
+    with caplog.at_level(logging.INFO):
+        assert start_loggers([WandbLogger("project", "run-1", str(tmp_path), "name")]) == []
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "UserError: WANDB_MODE=offlin: did you mean offline?"
+    ]
