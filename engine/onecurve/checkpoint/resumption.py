@@ -75,19 +75,23 @@ class ExactResumption(L.Callback):
         checkpoint["requires_grad"] = changed
 
     def _position(self, trainer: L.Trainer) -> dict[str, Any]:
+        """Return the epoch in which the next step is, the steps that it has had, and those of the run."""
         data, loop, steps = cast(Any, trainer.datamodule), trainer.fit_loop, self._steps
-        epochs, epoch_steps = loop.epoch_progress.current, self._epoch_steps
-        epoch = epochs.processed
-        if epochs.started > epochs.processed:  # within an epoch; another callback may save before this one has counted
-            epoch_steps = loop.epoch_loop.batch_progress.current.processed
+        epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+        epoch, epoch_steps = epochs.processed, self._epoch_steps
+        is_within_epoch = epochs.started > epochs.processed
+        # `ready` stays behind in a resumed run: Lightning leaves its increment out in each epoch.
+        has_stopped_within_epoch = not is_within_epoch and epochs.ready <= epochs.processed and epoch_steps > 0
+        if is_within_epoch:  # another callback may save before this one has counted
+            epoch_steps = batches.current.processed
             steps += epoch_steps - self._epoch_steps
-        elif epochs.ready <= epochs.processed and epoch_steps:  # training has stopped within an epoch
-            # `ready` stays behind in a resumed run: Lightning leaves its increment out in each epoch.
+        if has_stopped_within_epoch:
             epoch -= 1
-        batches = loop.epoch_loop.batch_progress  # whose `is_last_batch` holds from before the batch to the next epoch
-        has_ended = batches.is_last_batch and batches.current.processed == batches.current.ready
-        if epoch_steps and (has_ended if data.steps_per_epoch is None else epoch_steps == data.steps_per_epoch):
-            # The validation after the last step comes before the end of the epoch.
+        if data.steps_per_epoch is None:  # `is_last_batch` holds from before the batch to the next epoch
+            has_ended = batches.is_last_batch and batches.current.processed == batches.current.ready
+        else:
+            has_ended = epoch_steps == data.steps_per_epoch
+        if has_ended and epoch_steps:  # the validation after the last step comes before the end of the epoch
             epoch, epoch_steps = epoch + 1, 0
         return {"epoch": epoch, "epoch_steps": epoch_steps, "steps": steps, "streams": data.states_after(epoch_steps)}
 

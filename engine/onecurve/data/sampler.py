@@ -162,9 +162,11 @@ class EvaluationBatches(Sampler[Tensor]):
 
     def places(self) -> Tensor:
         """Return places in the order, (batches, n), and -1 for padding: one batch of a rank per row."""
-        shorter = self.batches * self.rounds - -(-self.num_samples // self.samples_per_round)  # the first batches
-        batch, number = torch.arange(self.batches)[:, None], torch.arange(self.rounds)
-        rounds = batch * self.rounds - batch.clamp(max=shorter) + number  # (batches, rounds)
+        # The first batches have a round less, so a batch begins earlier by the number of those before it.
+        shorter = self.batches * self.rounds - -(-self.num_samples // self.samples_per_round)
+        batch = torch.arange(self.batches)[:, None]
+        first = batch * self.rounds - batch.clamp(max=shorter)
+        rounds = first + torch.arange(self.rounds)  # (batches, rounds)
         rounds[:shorter, self.rounds - 1 :] = self.num_samples  # beyond the samples
         own = self.firsts[:, None] + torch.arange(self.share)  # (ranks, samples of a round)
         positions = (rounds[:, None, :, None] * self.samples_per_round + own[:, None]).flatten(2).flatten(0, 1)
