@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from signal import SIGKILL
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -158,7 +158,7 @@ def _redirect_output(file: Path) -> None:
     os.close(descriptor)
 
 
-class TerminalHandler(logging.StreamHandler[TextIO]):
+class TerminalHandler(logging.StreamHandler):  # no StreamHandler[TextIO] in Python 3.10
     """Handler that looks up stdout for each message, because a progress bar replaces it, to print above the bar."""
 
     def filter(self, record: logging.LogRecord) -> bool:
