@@ -143,7 +143,7 @@ def _bits(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hash(value: Any) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), signed=True)
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big", signed=True)
 
 
 class GatheredWeightCheck(L.Callback):
