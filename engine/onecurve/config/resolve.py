@@ -6,7 +6,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] 
         if not OmegaConf.select(cfg, f"{group}._target_"):
             raise UserError(f"{group} has no `_target_`: let its file in conf/{group} name a class or function")
     drop_replaced_options(cfg, hydra_cfg.overrides.task)
+    _warn_of_unused_options(cfg, hydra_cfg.overrides.task)
     refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
     _resolve_checkpoints(cfg, folder)
     if cfg.predict is True and "predict_dir" in cfg.data:
@@ -83,6 +84,18 @@ def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] 
         problem = " ".join(str(error).split())
         raise UserError(f"{problem}: set the options that refer to it, such as model.num_classes=10") from error
     return cfg
+
+
+def _warn_of_unused_options(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Warn of options of the optimizer, schedule or network on the command line that nothing reads.
+
+    A module of the user's may make its own.
+    """
+    for group in ("optimizer", "scheduler", "model"):
+        given = [word for word in overrides if re.match(rf"\+*{group}[.=]", word) and word != f"{group}=null"]
+        others = OmegaConf.masked_copy(cfg, [str(name) for name in cfg if name != group])
+        if given and f"${{{group}" not in OmegaConf.to_yaml(others):
+            print(f"warning: {' '.join(given)}: no effect, {cfg.module._target_} takes no `{group}`", file=sys.stderr)
 
 
 def _check_launch(cfg: DictConfig) -> None:

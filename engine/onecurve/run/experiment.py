@@ -35,6 +35,9 @@ _KNOWN_ERRORS = {
         "training_step returns None, and the other processes wait for its gradients: return a loss of zero, such as "
         "0 * loss, or set trainer.devices=1"
     ),
+    "Error(s) in loading state_dict": (
+        "ckpt_path contains another network than this run's: set `model`, `module` and `data` as in that run"
+    ),
 }
 # Arguments of Lightning's Trainer that `build_trainer` gives, or that have no meaning here.
 _OWN_ARGUMENTS = "strategy callbacks enable_checkpointing logger default_root_dir plugins".split()
@@ -68,7 +71,10 @@ def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | No
         known = [text for start, text in _KNOWN_ERRORS.items() if str(error).startswith(start)]
         if isinstance(error, RuntimeError) and not known:
             raise
-        raise UserError("".join(known) or f"Lightning refuses this run: {' '.join(str(error).split())}") from error
+        message = "".join(known) or f"Lightning refuses this run: {' '.join(str(error).split())}"
+        if "could not find the monitored key" in message:
+            message += " Set the `monitor` of this callback, such as callbacks.best.monitor, or callbacks.best=null"
+        raise UserError(message) from error
     finally:
         finish_wandb(succeeded)
     metrics = {name: float(value) for name, value in trainer.final_metrics.items()}
@@ -135,7 +141,9 @@ def build_module(cfg: DictConfig, trainer: Trainer) -> L.LightningModule:
     trainer.prepare_module(module)
     for stage in ("test", "predict"):
         if cfg[stage] and not is_overridden(f"{stage}_step", module):
-            raise UserError(f"{stage}={cfg[stage]}: {type(module).__name__} has no {stage}_step: add it")
+            raise UserError(
+                f"{stage}={cfg[stage]}: {type(module).__name__} has no {stage}_step: add it, or set {stage}=false"
+            )
     if cfg.init_from and not cfg.ckpt_path:
         load_initial_weights(module, cfg.init_from)
     return module

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
 from onecurve.config.folder import register_resolvers
-from onecurve.config.resolve import changed_options, refuse_unknown_options
+from onecurve.config.resolve import _warn_of_unused_options, changed_options, refuse_unknown_options
 from onecurve.errors import UserError
 from onecurve.run.experiment import run_experiment
 from onecurve.targets import check_options, check_value
@@ -119,3 +119,24 @@ def test_a_class_may_complete_its_parts_itself() -> None:
     check_options(OmegaConf.create({"own": {"_target_": "types.SimpleNamespace", "_recursive_": False, "part": part}}))
     with pytest.raises(UserError, match=r"own\.part\.params is missing"):
         check_options(OmegaConf.create({"own": {"_target_": "types.SimpleNamespace", "part": part}}))
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "warned"),
+    [
+        ("brackets", ["optimizer.lr=1", "seed=1", "+optimizer.eps=1"], "optimizer.lr=1 +optimizer.eps=1"),
+        ("brackets", ["model=mlp"], "model=mlp"),
+        ("brackets", ["optimizer=null"], ""),
+        ("classifier", ["optimizer.lr=1", "model=mlp"], ""),
+        ("gan", ["scheduler=none"], "scheduler=none"),
+    ],
+)
+def test_options_that_a_module_does_not_take(
+    module: str, words: list[str], warned: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = OmegaConf.load(CONF / "module" / f"{module}.yaml")
+    groups = {name: {"lr": 0.1} for name in ("optimizer", "scheduler", "model")}
+    _warn_of_unused_options(OmegaConf.create({"module": cfg, **groups}), words)
+    warnings = capsys.readouterr().err
+    assert warnings.startswith(f"warning: {warned}: no effect, " if warned else "")
+    assert warnings.count("\n") == bool(warned)

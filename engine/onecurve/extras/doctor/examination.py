@@ -182,8 +182,9 @@ def check_saving(cfg: DictConfig) -> str:
         seconds = time.perf_counter() - begun
     hourly, daily = (round((2 * seconds * apart) ** 0.5) for apart in (3600, 86400))
     return (
-        f"a checkpoint of {sum(tensor.nbytes for tensor in tensors) / 1e6:.0f} MB takes {seconds:.2f} s; best "
-        f"callbacks.checkpoint.train_time_interval: {hourly} with a failure each hour, {daily} with one each day"
+        f"a checkpoint of {sum(tensor.nbytes for tensor in tensors) / 1e6:.1f} MB takes {seconds:.2f} s: to save by "
+        f"time, set callbacks.checkpoint.train_time_interval to {hourly} s with a failure each hour, or {daily} s with "
+        "one each day"
     )
 
 

@@ -112,7 +112,8 @@ def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Ve
             f"a largest difference of {np.max(gap.values):.1e}, relative" if np.any(gap.values) else "no difference"
         )
         measured = f"{len(gap.steps)} log points of {metric}, {largest}"
-        return Verdict(f"{experiment} {name} and {first_name} have one curve, up to rounding ({measured}).", False)
+        reason = f"up to rounding, which training amplifies ({measured})"
+        return Verdict(f"{experiment} {name} and {first_name} have one curve, {reason}.", False)
     at = beyond[0]
     measured = f"{metric} differs by {gap.values[at]:.1e}, relative; rounding explains {allowed[at]:.1e}"
     sentence = f"{experiment} {name} parts from {first_name} at step {gap.steps[at]:.0f}: {measured}."

@@ -38,7 +38,7 @@ def test_save_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     """The interval grows with the root of the time between failures."""
     monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(runtime=SimpleNamespace(output_dir=tmp_path)))
     text = finding("saving", "model.width=8")
-    found = re.search(r"ok: a checkpoint of (\d+) MB takes (\S+) s; .*: (\d+) with .* hour, (\d+) with", text)
+    found = re.search(r"ok: a checkpoint of (\S+) MB takes (\S+) s: .* to (\d+) s with .* hour, or (\d+) s with", text)
     assert found, text
     size, seconds, hourly, daily = map(float, found.groups())
     assert size >= 1
