@@ -298,9 +298,10 @@ class Trainer(L.Trainer):
         if ckpt_path and not path:
             raise CheckpointUserError(f"{stage}(ckpt_path='last'): {self._folder} has no checkpoint: fit first")
         data = self._prepare(stage, module, {name: dataloaders}, datamodule, path)
-        method = getattr(super(), stage)
+        if path:
+            _log.info("%s: the weights of %s", stage, path)
         with self._interruptible():
-            result = method(module, datamodule=data, ckpt_path=path, **options)
+            result = getattr(super(), stage)(module, datamodule=data, ckpt_path=path, **options)
         self.final_metrics |= self.callback_metrics
         return result
 
@@ -383,7 +384,6 @@ class Trainer(L.Trainer):
         if dist.is_initialized() and not self.strategy.reduce_boolean_decision(path == own):
             differs = f"{monitoring[0].monitor} differs between the ranks, and rank zero's is taken"
             _log.warning("the best checkpoint: %s: log it with sync_dist=True", differs)
-        _log.info("the best checkpoint: %s", path)
         return path
 
 
