@@ -10,6 +10,7 @@ import pytest
 
 from onecurve.errors import UserError
 from onecurve.run.experiment import run_experiment
+from tests.support.commands import error_line, run_here
 from tests.support.runs import STRATEGIES, compose
 
 DATA_PARALLEL = ("auto", "ddp", "ddp_spawn")
@@ -62,3 +63,12 @@ def test_refused(words: str, message: str, small: list[str], images: Path, folde
     with pytest.raises(UserError, match=message) as caught:
         run_experiment(compose(folder, *data, "data.batch_size=16", "trainer.max_epochs=1", *given))
     assert "\n" not in str(caught.value)
+
+
+def test_an_evaluation_of_another_network_of_an_own_module(tmp_path: Path) -> None:
+    task = ["experiment=brackets", "data.train_size=90", "trainer.max_steps=1", "test=false", "logger=none"]
+    run_here(*task, "report=false", f"run_dir={tmp_path}/run")
+    evaluation = ["fit=false", "test=true", f"ckpt_path={tmp_path}/run", f"hydra.run.dir={tmp_path}/evaluation"]
+    _, err = run_here(*evaluation, "module.width=8", code=1)
+    assert "another network than this run's" in error_line(err)
+    assert "size mismatch for net." in error_line(err)

@@ -71,6 +71,6 @@ def device_constant(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 @device_constant
-def constant(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def constant(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of some values, which may be nested tuples."""
     return torch.tensor(values, dtype=dtype, device=device)

@@ -35,9 +35,6 @@ _KNOWN_ERRORS = {
         "training_step returns None, and the other processes wait for its gradients: return a loss of zero, such as "
         "0 * loss, or set trainer.devices=1"
     ),
-    "Error(s) in loading state_dict": (
-        "ckpt_path contains another network than this run's: set `model`, `module` and `data` as in that run"
-    ),
 }
 # Arguments of Lightning's Trainer that `build_trainer` gives, or that have no meaning here.
 _OWN_ARGUMENTS = "strategy callbacks enable_checkpointing logger default_root_dir plugins".split()
@@ -69,6 +66,9 @@ def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | No
         raise
     except (MisconfigurationException, RuntimeError) as error:
         known = [text for start, text in _KNOWN_ERRORS.items() if str(error).startswith(start)]
+        if cfg.ckpt_path and str(error).startswith("Error(s) in loading state_dict"):
+            difference = str(error).splitlines()[1].strip()  # the first line names the class alone
+            known = [f"ckpt_path contains another network than this run's; set `module` as in that run ({difference})"]
         if isinstance(error, RuntimeError) and not known:
             raise
         message = "".join(known) or f"Lightning refuses this run: {' '.join(str(error).split())}"

@@ -29,7 +29,6 @@ from tests.support.wandb_server import KEY, stand_in
 # service, and once did so forever.
 SCRIPT = """
 import json, os, sys
-from onecurve.observe.guard import start_loggers
 from onecurve.observe.wandb import WandbLogger, online_or_offline
 WandbLogger("project", "id", "folder", "name", log_model=False)
 assert "wandb" not in sys.modules, "its import takes a second, on each rank"
