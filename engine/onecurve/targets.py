@@ -1,5 +1,6 @@
 """The classes that a configuration names by `_target_`: their options are checked first, then objects are built."""
 
+import importlib
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -120,10 +121,20 @@ def locate(option: str, target: str) -> Callable[..., Any]:
     except (ImportError, ValueError) as error:  # the second for a name with a dot too many
         if isinstance(error, ImportError) and not isinstance(error.__cause__, ImportError | AttributeError | None):
             raise  # a bug in the file
-        raise UserError(f"{option}={target}: {' '.join(str(error).split())}") from error
+        raise UserError(f"{option}={target}: {_what_is_missing(target, error)}") from error
     if not callable(found):
         raise UserError(f"{option}={target}: {target} is a {type(found).__name__}; give a class or a function")
     return found
+
+
+def _what_is_missing(target: str, error: Exception) -> str:
+    """Return which part of a target does not exist, with similar names if its module does."""
+    module, _, name = target.rpartition(".")
+    try:
+        names = [known for known in vars(importlib.import_module(module)) if not known.startswith("_")]
+    except (ImportError, ValueError):
+        return " ".join(str(error.__cause__ or error).split())
+    return f"{module} has no {name}; {suggest(name, names)}"
 
 
 def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:

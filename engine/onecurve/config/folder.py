@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, PREVIOUS
-from onecurve.config.jobs import Job, read_jobs
+from onecurve.config.jobs import Job, identity, read_jobs
 from onecurve.errors import UserError
 from onecurve.process.ranks import started_rank
 
@@ -132,7 +132,7 @@ def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
         return "."  # this rank receives rank zero's folder
     overrides: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)  # as typed
     for name, job in read_jobs(Path(sweep)):
-        if sorted(job.overrides) == sorted(overrides):
+        if identity(job.overrides) == identity(overrides):
             return name
     for folder in (Path(sweep, str(free)) for free in itertools.count(int(number))):
         try:

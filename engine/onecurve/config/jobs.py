@@ -40,6 +40,11 @@ class Job:
         return Job(**json.loads((folder / JOB_FILE).read_text()))
 
 
+def identity(overrides: list[str]) -> list[str]:
+    """Return the overrides by which a job of a sweep is found again: all that the run itself depends on."""
+    return sorted(word for word in overrides if not word.startswith("optimized_metric="))
+
+
 def is_sweep(folder: Path) -> bool:
     """Return whether this is the folder of a sweep."""
     return any(folder.glob(f"*/{JOB_FILE}"))

@@ -8,13 +8,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError
 
 from onecurve.checkpoint.run_files import checkpoint_file
 from onecurve.config.folder import (
@@ -80,10 +80,19 @@ def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] 
     _set_runtime(cfg, hydra_cfg)
     try:
         OmegaConf.resolve(cfg)
-    except OmegaConfBaseException as error:  # such as model.num_classes, if a data set of one's own has no classes
-        problem = " ".join(str(error).split())
-        raise UserError(f"{problem}: set the options that refer to it, such as model.num_classes=10") from error
+    except InterpolationKeyError as error:  # such as model.num_classes, if a data set of one's own has no classes
+        raise UserError(_what_lacks(str(error).split("'")[1], cfg)) from error
     return cfg
+
+
+def _what_lacks(missing: str, cfg: DictConfig) -> str:
+    """Return the error that an option is taken from one which does not exist."""
+    values = flatten_config(cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False)))
+    option = next(name for name, value in values.items() if f"{{{missing}}}" in str(value))
+    return (
+        f"{option} is that of {missing}, which this configuration lacks: set {option}=..., or, if your `data` and "
+        f"`module` need none, leave it out with ~{option.partition('.')[0]}"
+    )
 
 
 def _warn_of_unused_options(cfg: DictConfig, overrides: Sequence[str]) -> None:

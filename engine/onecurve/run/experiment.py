@@ -181,8 +181,9 @@ def _build_each(cfg: DictConfig, group: str) -> dict[str, Any]:
 
 def _log_end(metrics: dict[str, float], run_dir: str) -> None:
     """Log the metrics, one line per stage, and the folder on its own line, which a terminal does not break."""
-    for stage in ("train/", "val/", "test/"):
-        if measured := [f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith(stage)]:
-            _log.info("%s", ", ".join(measured))
+    own = [name for name in metrics if "/" not in name and name.partition("-")[0] != "lr"]  # such as val_loss
+    stages = [[name for name in metrics if name.startswith(stage)] for stage in ("train/", "val/", "test/")]
+    for names in filter(None, [own, *stages]):
+        _log.info("%s", ", ".join(f"{name} {metrics[name]:.4f}" for name in names))
     _log.info("done: everything is in")
     _log.info("%s", run_dir)

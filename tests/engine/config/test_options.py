@@ -74,7 +74,8 @@ def test_changes_are_the_overrides_and_then_what_the_recipe_and_its_base_set() -
 def test_an_option_that_the_data_lack_is_one_line(tmp_path: Path) -> None:
     own = ["data=brackets", "module=brackets", "fit=false", "test=false", f"run_dir={tmp_path / 'run'}"]
     _, err = run_here(*own, code=1)
-    assert "Interpolation key 'data.num_classes' not found: set the options that refer to it" in error_line(err)
+    assert "model.num_classes is that of data.num_classes, which this configuration lacks: set" in error_line(err)
+    assert "~model" in error_line(err)
     run_here(*own, "~model", "~optimizer", "~scheduler")
 
 

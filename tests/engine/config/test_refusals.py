@@ -186,8 +186,11 @@ TYPES = [
 ]
 TARGETS = [
     ("model._target_=src.models.", "model._target_=src.models."),
-    ("model._target_=timn.Net", "model._target_=timn.Net: .*Are you sure that module 'timn' is installed?"),
-    ("model._target_=src.models.mlp.mpl", "'mpl' is importable"),
+    ("model._target_=timn.Net", "model._target_=timn.Net: No module named 'timn'"),
+    (
+        "model._target_=src.models.mlp.mpl",
+        r"model._target_=.*: src.models.mlp has no mpl; did you mean mlp\?",
+    ),
     ("model._target_=torch.float32", "model._target_=torch.float32: .* is a dtype; give a class or a function"),
     ("model._target_=src.models", "model._target_=src.models: .* is a module; give a class or a function"),
     ("+optimizer.lrr=0.1", "optimizer.lrr: torch.optim.SGD has no option `lrr`; did you mean lr"),

@@ -141,7 +141,7 @@ def _shared_plotly(scripts: Path) -> Path:
     """Write Plotly's JavaScript into a folder, unless it is there; return its file."""
     from plotly.offline import get_plotlyjs
 
-    file = scripts / f"plotly-{version('plotly')}.min.js"
+    file = scripts / f".plotly-{version('plotly')}.min.js"  # hidden: runs/* are the runs alone
     if not file.is_file():
         with atomic_write(file) as temporary:
             temporary.write_text(get_plotlyjs())

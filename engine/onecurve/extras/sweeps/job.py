@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from onecurve.config.jobs import DONE, Job, read_jobs
+from onecurve.config.jobs import DONE, Job, identity, read_jobs
 from onecurve.config.resolve import resolve_config
 from onecurve.errors import UserError
 from onecurve.extras.sweeps.devices import reserve_devices
@@ -38,7 +38,7 @@ def run_job(cfg: DictConfig) -> float:
     if started_rank() > 0:  # SLURM started several processes for this job
         typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
         jobs = read_jobs(Path(HydraConfig.get().sweep.dir))
-        if any(job.status in DONE and sorted(job.overrides) == sorted(typed) for _, job in jobs):
+        if any(job.status in DONE and identity(job.overrides) == identity(typed) for _, job in jobs):
             return nan
         try:
             launch(cfg)
@@ -54,6 +54,9 @@ def run_job(cfg: DictConfig) -> float:
         job = Job.read(folder)
         if job.status in DONE:
             print(f"job {folder.name} has {job.status} before")
+            if job.metric != (cfg.optimized_metric or ""):
+                _set_result(job, cfg.optimized_metric)
+                job.write(folder)
         else:
             _run(cfg, job, folder)
     return nan if job.result is None else job.result
@@ -61,7 +64,7 @@ def run_job(cfg: DictConfig) -> float:
 
 def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
     """Run the job, and write its record at the start and at the end, whatever the end is."""
-    job.status, job.error, job.metric = "running", "", cfg.optimized_metric or ""
+    job.status, job.error = "running", ""
     job.write(folder)
     began = time.monotonic()
 
@@ -74,10 +77,7 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
 
     try:
         job.metrics = launch(cfg, reserve_then_begin)
-        job.result = job.metrics.get(job.metric)
-        if job.metric and job.result is None:
-            logged = ", ".join(name for name in job.metrics if not name.startswith(("throughput/", "ranks/")))
-            print(f"warning: the job logs no {job.metric}: set optimized_metric to one of {logged}", file=sys.stderr)
+        _set_result(job, cfg.optimized_metric)
         job.status = "finished"
     except Exception as error:
         job.status = "failed"
@@ -95,6 +95,15 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
     if number := signals.requested():  # it came too late for this job, and must stop the sweep
         print(f"sweep={folder.parent} goes on with the sweep", file=sys.stderr)
         raise signals.Stopped(number)
+
+
+def _set_result(job: Job, metric: str | None) -> None:
+    """Set the optimized metric of the job and its value; warn if the job has not logged it."""
+    job.metric = metric or ""
+    job.result = job.metrics.get(job.metric)
+    if job.metric and job.result is None:
+        logged = ", ".join(name for name in job.metrics if not name.startswith(("throughput/", "ranks/")))
+        print(f"warning: the job logs no {job.metric}: set optimized_metric to one of {logged}", file=sys.stderr)
 
 
 def _is_of_every_job(error: UserError, job: Job, sweep: Path) -> bool:

@@ -72,10 +72,10 @@ def test_runs_and_jobs_share_plotly(tmp_path: Path) -> None:
     write_page_of(write_run(tmp_path / "run"))
     job = write_run(tmp_path / "sweep" / "0")
     Job(["seed=0"]).write(job)
-    for folder, link in ((job, "../../plotly-"), (tmp_path / "sweep", "../plotly-")):
+    for folder, link in ((job, "../../.plotly-"), (tmp_path / "sweep", "../.plotly-")):
         assert f'<script src="{link}' in write_page_of(folder).read_text()
     write_page_of(tmp_path / "run" / "evaluation" / "..")
-    assert len(list(tmp_path.rglob("plotly-*.js"))) == 1
+    assert len(list(tmp_path.rglob(".plotly-*.js"))) == 1
 
 
 def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:

@@ -74,12 +74,13 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def test_job_is_identified_by_its_overrides(tmp_path: Path) -> None:
-    """Order and job number do not matter, and interpolations compare as typed."""
+    """Order, job number and the metric to compare do not matter, and interpolations compare as typed."""
     typed = ["seed=0", "note=${now:%f}"]
     assert job_folder(str(tmp_path), 0, _root_=composed(*typed)) == "0"
     assert job_folder(str(tmp_path), 5, _root_=composed(*reversed(typed))) == "0"
     assert job_folder(str(tmp_path), 0, _root_=composed("seed=1")) == "1"
     assert job_folder(str(tmp_path), 1, _root_=composed("seed=2")) == "2"
+    assert job_folder(str(tmp_path), 5, _root_=composed(*typed, "optimized_metric=val/loss")) == "0"
     assert Job.read(tmp_path / "0").overrides == typed
 
 

@@ -94,6 +94,18 @@ def test_sweep_stops_if_no_job_can_start(small: list[str], tmp_path: Path) -> No
     assert err.count("there is no such file") == 4
 
 
+def test_another_metric_is_that_of_the_finished_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No job is started again: the second sweep would have no function to start one."""
+    sweep = tmp_path / "sweep"
+    monkeypatch.setattr("onecurve.extras.sweeps.job.launch", lambda *_: {"val/acc": 0.5, "val/loss": 2.0})
+    run_here("-m", "seed=0,1", f"hydra.sweep.dir={sweep}")
+    assert [row["val/acc"] for row in rows(sweep / "sweep.csv")] == ["0.5"] * 2
+    monkeypatch.setattr("onecurve.extras.sweeps.job.launch", None)
+    run_here(f"sweep={sweep}", "optimized_metric=val/loss")
+    assert list(rows(sweep / "sweep.csv")[0])[2] == "val/loss"
+    assert [row["val/loss"] for row in rows(sweep / "sweep.csv")] == ["2.0"] * 2
+
+
 @pytest.mark.slow
 def test_stopped_sweep_resumes(small: list[str], tmp_path: Path) -> None:
     """Stopped by Ctrl-C in its second job; that one goes on from its checkpoint, and a third is added."""
