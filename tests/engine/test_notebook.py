@@ -223,6 +223,10 @@ def test_own_network_needs_trust(
     torch.save(checkpoint, file)
     with pytest.raises(UserError, match=r"would run os\.system"):
         load_run(folder, trust=["ours"])
+    checkpoint["config"] = "module: {_target_: ours.modules.Own}"
+    torch.save(checkpoint, file)
+    with pytest.raises(UserError, match=r"makes its own network: load it with Own\.load_from_checkpoint"):
+        load_run(folder)
 
 
 def test_missing_checkpoint_is_a_one_line_error(result: Result, tmp_path: Path) -> None:

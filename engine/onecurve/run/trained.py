@@ -84,6 +84,9 @@ def load_run(run: str | Path, checkpoint: str = "last", trust: Sequence[str] = (
     config: Any = OmegaConf.create(saved.get("config", ""))
     if any("${" in str(value) for value in tree_leaves(OmegaConf.to_container(config))):
         raise UserError(f"refused: the configuration in run={file} has interpolations, which a run never saves")
+    if (module := OmegaConf.select(config, "module._target_")) and not OmegaConf.select(config, "module.net"):
+        name = module.rpartition(".")[2]
+        raise UserError(f"run={file}: {name} makes its own network: load it with {name}.load_from_checkpoint")
     try:
         net = _build_trusted(config.module.net, ("src.models", *trust), f"run={file}")
         consume_prefix_in_state_dict_if_present(saved["state_dict"], "net.")
