@@ -245,7 +245,8 @@ class MonitorCheck(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._after_validation and not trainer.datamodule.evaluates("val"):
             _log.warning("the run has no validation, so %s cannot act", " and ".join(self._after_validation))
-        if not {"val/loss", "val/acc"}.issuperset(self.monitors.values()):
+        known = {"val/loss", "val/acc"} if getattr(pl_module, "takes_batch", False) else set()  # of this template
+        if not known.issuperset(self.monitors.values()):
             trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
