@@ -108,12 +108,9 @@ def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Ve
     beyond = np.flatnonzero(~(gap.values <= allowed))  # nan is beyond
     experiment = f"Experiment {run.experiment}:"
     if not len(beyond):
-        largest = (
-            f"a largest difference of {np.max(gap.values):.1e}, relative" if np.any(gap.values) else "no difference"
-        )
-        measured = f"{len(gap.steps)} log points of {metric}, {largest}"
-        reason = f"up to rounding, which training amplifies ({measured})"
-        return Verdict(f"{experiment} {name} and {first_name} have one curve, {reason}.", False)
+        largest = f"differ by at most {np.max(gap.values):.1e}, relative, as rounding that training amplifies explains"
+        measured = f"{len(gap.steps)} log points of {metric} {largest if np.any(gap.values) else 'are equal'}"
+        return Verdict(f"{experiment} {name} and {first_name} have one curve: {measured}.", False)
     at = beyond[0]
     measured = f"{metric} differs by {gap.values[at]:.1e}, relative; rounding explains {allowed[at]:.1e}"
     sentence = f"{experiment} {name} parts from {first_name} at step {gap.steps[at]:.0f}: {measured}."

@@ -70,9 +70,7 @@ def test_compares_any_loss_that_both_runs_have(
         (tmp_path / name / "config.yaml").write_text("{experiment: 5f3a9c, trainer: {precision: 64-true}}")
         pair.append(RunFolder(tmp_path / name))
     (verdict,) = verdicts(pair, ["a", "b"])
-    assert verdict.sentence.endswith(
-        "have one curve, up to rounding, which training amplifies (4 log points of train_loss, no difference)."
-    )
+    assert verdict.sentence.endswith("have one curve: 4 log points of train_loss are equal.")
     monkeypatch.setattr("sys.argv", ["compare", *(str(run.path) for run in pair)])
     with pytest.raises(SystemExit) as end:
         compare()
@@ -151,9 +149,7 @@ def test_page_and_command_say_where_runs_part(
     assert "3 differs from 1 in optimizer.lr=0.2 (0.1).\n" in out
     assert max(len(line) for line in out.splitlines() if line.startswith(("┃", "│"))) <= 80
     assert "Runs of different experiments are not held to one curve." in out
-    assert (
-        "have one curve, up to rounding, which training amplifies (60 log points of train/loss, no difference)" in out
-    )
+    assert "have one curve: 60 log points of train/loss are equal." in out
     assert "000000" in out
     assert f"{apart} parts from {first} at step 0: train/loss differs by" in out
 
