@@ -115,7 +115,8 @@ class SampleRandom:
         return UserError(
             f"{name} draws numbers that would depend on the number of ranks and micro-batches: use "
             f"nn.Dropout, F.dropout or torch.randn_like on tensors with a row for each sample ({len(self.keys)} here), "
-            "or set bit_exact=true, with which any function draws for each virtual rank (not with manual optimization)"
+            "or set bit_exact=true, with which any function draws for each virtual rank (not in a pipeline, "
+            "nor with manual optimization)"
         )
 
 

@@ -9,11 +9,12 @@ from typing import Any, cast
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.checkpoint.format import VERSION, VERSION_KEY
 from onecurve.config.resolve import changed_options
-from onecurve.errors import UserError
+from onecurve.errors import UserError, as_typed
 from onecurve.identity.fingerprint import Experiment, continue_experiment, describe_experiment
 from onecurve.observe.csv import CSVLogger
 from onecurve.observe.guard import start_loggers
@@ -56,6 +57,11 @@ class RunRecorder(L.Callback):
         if not self._num_parameters:  # a later setup may find the network sharded or split
             self._num_parameters = sum(weight.numel() for weight in pl_module.parameters())
         data: Any = trainer.datamodule
+        if stage == "fit" and self.config.test and not is_overridden("test_dataloader", data.plain):
+            raise UserError(  # now, because training may take hours
+                f"test={as_typed(self.config.test)}: {type(data.plain).__name__} has no test_dataloader: add it, "
+                "or set test=false"
+            )
         if not self._experiment and data.has_training_data:
             self._experiment = describe_experiment(self.config, data)
             if self.config.launch.elastic and "ranks x micro-batches" in self._experiment.options:

@@ -219,7 +219,8 @@ def test_terminal_shows_only_lines_of_the_project(strategy: str, small: list[str
     task = [*small, *TINY, f"strategy={strategy}", f"trainer.devices={1 if strategy == 'auto' else 2}"]
     code, printed = run_in_terminal(*task, f"run_dir={tmp_path}/run", columns=80)
     assert code == 0, printed
-    banner = ["experiment", "strategy", "precision", "data", "batch", "learning rate", "parameters", "run folder"]
+    banner = ["changes", "experiment", "virtual ranks", "strategy", "batch", "data", "learning rate", "network"]
+    banner += ["run folder", "data.", "model."]  # the last two begin further lines of changes
     results = ["Epoch", "Validation", "Testing", "throughput", "train/", "val/", "test/", "done: "]
     measured = ["rank", "if it were as fast as the median", "peak_memory_mib", "samples_per_sec", "step_ms"]
     measured += ["data_fraction", "gflop_per_step"]

@@ -98,10 +98,15 @@ def _first_digit(a: float, b: float) -> int:
 
 
 def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Verdict | None:
-    """Compare the loss of training; None if the runs have no loss in common."""
-    metric = next(iter(shared_metrics([run, first])), "")
-    if "loss" not in metric:
-        return None
+    """Compare the loss of training, in float64 the other losses too; None if the runs have no loss in common."""
+    losses = [name for name in shared_metrics([run, first]) if "loss" in name]
+    if not str(run.config.get("trainer.precision")).startswith("64"):
+        losses = losses[:1]  # rounding makes the others of an evaluation differ by any amount
+    found = [_compare_loss(loss, run, name, first, first_name) for loss in losses]
+    return next((verdict for verdict in found if verdict.parts), found[0] if found else None)
+
+
+def _compare_loss(metric: str, run: RunFolder, name: str, first: RunFolder, first_name: str) -> Verdict:
     gap = difference(run.curves[metric], first.curves[metric])
     begin, most = _bounds(metric, run, first)
     allowed = np.minimum(begin * 10.0 ** np.minimum(gap.steps, 9), most)

@@ -58,6 +58,16 @@ def test_losses_that_torchmetrics_round_to_float32(gap: float, parts: bool) -> N
     assert verdicts(pair, ["a", "b"])[0].parts is parts
 
 
+def test_in_float64_every_loss_is_held_to_the_curve() -> None:
+    """As of a module that logs its validation without `sync_dist`: the value of rank zero's samples."""
+    pair = [run(Path(name), "64-true", "cpu", 0, 0, 0, 0) for name in "ab"]
+    for one, value in zip(pair, (0.5251, 0.5210), strict=True):
+        one.curves["val_loss"] = Curve(np.array([3.0]), np.array([value]))
+    (verdict,) = verdicts(pair, ["a", "b"])
+    assert verdict.parts
+    assert "b parts from a at step 3: val_loss differs by 7.8e-03" in verdict.sentence
+
+
 def test_compares_any_loss_that_both_runs_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
