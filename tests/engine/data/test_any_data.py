@@ -302,8 +302,10 @@ class AugmentsInCollate(RegressionData):
 
 
 def test_a_stage_without_a_loader_is_refused(short: list[str], folder: Path) -> None:
-    words = [*short, *PROJECTS["regression"], f"data._target_={__name__}.NoTest", "fit=false"]
+    words = [*short, *PROJECTS["regression"], f"data._target_={__name__}.NoTest", "test=true"]
     with pytest.raises(UserError, match=r"NoTest has no test_dataloader: add it, or leave this stage out"):
+        run_experiment(compose(folder, *words, "fit=false"))
+    with pytest.raises(UserError, match=r"test=true: NoTest has no test_dataloader: add it, or set test=false"):
         run_experiment(compose(folder, *words))
 
 
