@@ -262,8 +262,8 @@ class Pipeline(ShardedStateStrategy):
             name = type(self.lightning_module).__name__
             raise UserError(
                 f"strategy=pipeline trains the mean of {name}.loss(outputs, batch), {float(trained):.6g} here, but "
-                f"training_step returns {returned.tolist()} on the ranks: let it return that loss, without terms of "
-                "the weights, or use strategy=ddp or fsdp"
+                f"training_step returns {returned.tolist()} on the ranks: let it return that loss. One with class "
+                "weights or masks needs bit_exact=true, one with a penalty of the parameters strategy=ddp or fsdp"
             )
 
     def _check_constants(self) -> None:
