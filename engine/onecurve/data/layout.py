@@ -240,10 +240,13 @@ def virtual_layouts(
         UserError: if the virtual ranks do not divide the batch, or a rank would have none.
     """
     samples = 2 * count if has_pairs else count
-    if count & (count - 1) or batch_size % samples:
+    if count & (count - 1):
+        raise UserError(f"bit_exact=true: virtual_ranks={count} must be a power of two")
+    if rest := batch_size % samples:
+        sizes = [size for size in (batch_size - rest, batch_size - rest + samples) if size]
         raise UserError(
-            f"bit_exact=true: virtual_ranks={count} must be a power of two, and {samples} must divide "
-            f"data.batch_size={batch_size}: change one of them"
+            f"bit_exact=true: {samples} must divide data.batch_size={batch_size}, for virtual_ranks={count}: set the "
+            f"batch size {' or '.join(map(str, sizes))}, or other virtual_ranks"
         )
     if not all(parallel.virtual_ranks(count, rank) for rank in range(parallel.dp_size)):
         raise UserError(

@@ -263,24 +263,23 @@ def test_layouts_of_virtual_ranks() -> None:
             info(1),
             3,
             False,
-            "bit_exact=true: virtual_ranks=3 must be a power of two, and 3 must divide data.batch_size=9: change one "
-            "of them",
+            "bit_exact=true: virtual_ranks=3 must be a power of two",
         ),
         (
             6,
             info(1),
             4,
             False,
-            "bit_exact=true: virtual_ranks=4 must be a power of two, and 4 must divide data.batch_size=6: change one "
-            "of them",
+            "bit_exact=true: 4 must divide data.batch_size=6, for virtual_ranks=4: set the batch size 4 or 8, or other "
+            "virtual_ranks",
         ),
         (
             12,
             info(1),
             4,
             True,
-            "bit_exact=true: virtual_ranks=4 must be a power of two, and 8 must divide data.batch_size=12: change one "
-            "of them",
+            "bit_exact=true: 8 must divide data.batch_size=12, for virtual_ranks=4: set the batch size 8 or 16, or "
+            "other virtual_ranks",
         ),
         (
             8,
