@@ -64,7 +64,7 @@ def run_job(cfg: DictConfig) -> float:
 
 def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
     """Run the job, and write its record at the start and at the end, whatever the end is."""
-    job.status, job.error = "running", ""
+    job.status, job.error, job.metric = "running", "", cfg.optimized_metric or ""
     job.write(folder)
     began = time.monotonic()
 
