@@ -65,7 +65,8 @@ def main() -> None:
     folders = [folder for folder in arguments.runs if not folder.is_file()] or arguments.runs
     for folder in folders:
         if not (folder / "metrics.csv").is_file():
-            sys.exit(f"error: {folder} is no run folder: it has no metrics.csv")
+            is_run = (folder / "events.jsonl").is_file()
+            sys.exit(f"error: {folder} {'has logged nothing' if is_run else 'is no run folder: it has no metrics.csv'}")
     runs = [RunFolder(folder) for folder in folders]
     shared = shared_metrics(runs)
     preferred = [runs[0].config.get("optimized_metric"), *shared]

@@ -51,9 +51,20 @@ def verdicts(runs: Sequence[RunFolder], names: Sequence[str]) -> list[Verdict]:
     for run, name in zip(runs, names, strict=True):
         if run.experiment:
             groups.setdefault(run.experiment, []).append((run, name))
-    compared = [(*other, *first) for first, *others in groups.values() for other in others]
-    found = [_compare_bits(*four) if four[0].is_bit_exact else _compare(*four) for four in compared]
-    return [verdict for verdict in found if verdict]
+    found = []
+    for first, *others in groups.values():
+        for run, name in others:
+            verdict = (_compare_bits if run.is_bit_exact else _compare)(run, name, *first)
+            if verdict:
+                found.append(verdict._replace(sentence=verdict.sentence + _last_steps(run, name, *first)))
+    return found
+
+
+def _last_steps(run: RunFolder, name: str, first: RunFolder, first_name: str) -> str:
+    """Return the last step of each run, if one is longer than the other."""
+    shared = run.curves.keys() & first.curves.keys()
+    end, first_end = (max((one.curves[metric].steps[-1] for metric in shared), default=0.0) for one in (run, first))
+    return f" {name} has logged up to step {end:.0f}, {first_name} to {first_end:.0f}." if end != first_end else ""
 
 
 def _compare_bits(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Verdict:

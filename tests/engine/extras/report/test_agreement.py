@@ -58,6 +58,14 @@ def test_losses_that_torchmetrics_round_to_float32(gap: float, parts: bool) -> N
     assert verdicts(pair, ["a", "b"])[0].parts is parts
 
 
+def test_a_shorter_run_is_named() -> None:
+    pair = [run(Path(name), "64-true", "cpu", 0, 0, 0, 0) for name in "ab"]
+    pair[1].curves["train/loss"] = Curve(STEPS[:3], np.full(3, 2.0))
+    (verdict,) = verdicts(pair, ["a", "b"])
+    assert not verdict.parts
+    assert verdict.sentence.endswith("are equal. b has logged up to step 2, a to 50.")
+
+
 def test_in_float64_every_loss_is_held_to_the_curve() -> None:
     """As of a module that logs its validation without `sync_dist`: the value of rank zero's samples."""
     pair = [run(Path(name), "64-true", "cpu", 0, 0, 0, 0) for name in "ab"]
@@ -80,7 +88,9 @@ def test_compares_any_loss_that_both_runs_have(
         (tmp_path / name / "config.yaml").write_text("{experiment: 5f3a9c, trainer: {precision: 64-true}}")
         pair.append(RunFolder(tmp_path / name))
     (verdict,) = verdicts(pair, ["a", "b"])
-    assert verdict.sentence.endswith("have one curve: 4 log points of train_loss are equal.")
+    assert (
+        "have one curve: 4 log points of train_loss are equal. b has logged up to step 7, a to 6." in verdict.sentence
+    )
     monkeypatch.setattr("sys.argv", ["compare", *(str(run.path) for run in pair)])
     with pytest.raises(SystemExit) as end:
         compare()
