@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -69,6 +70,14 @@ def nearest_options(name: str, options: Iterable[str]) -> str:
     similar = {option for option in options if _similarity(key, option.rpartition(".")[2]) >= _SIMILAR}
     names = sorted(option for option in options if option.endswith(f".{name}")) or similar_names(name, similar)
     return f"did you mean {' or '.join(names)}?" if names else "python train.py --cfg job lists all"
+
+
+def in_python(message: str) -> str:
+    """Return a message whose options are those of a script: bit_exact=True in place of bit_exact=true."""
+    for typed, value in {"true": "True", "false": "False", "null": "None"}.items():
+        message = re.sub(rf"(?<==){typed}\b", value, message)
+    message = message.replace("data.batch_size", "the loader's batch_size")
+    return re.sub(r"\b(?:trainer|launch)\.(?=\w+=)", "", message)
 
 
 def as_typed(value: Any) -> str:

@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from onecurve.errors import UserError
+from onecurve.errors import UserError, in_python
 from onecurve.patches.torch import set_timeout_of_all_groups
 from onecurve.process.ranks import is_started_by_srun, is_started_by_torchrun
 
@@ -34,6 +34,7 @@ _RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_max
 _PAUSE = 0.05  # seconds, so that gloo's threads can take the GIL
 _MARGIN = timedelta(minutes=5)
 _ERROR_DELAY = 3.0  # seconds in which rank zero ends the others, if all ranks have an error
+_LOST_RANK = "gloo/transport"  # in an error of gloo
 _trainers = WeakSet["L.Trainer"]()  # of a script
 # This advice does not apply here: the data is in memory, and the sampler, not the loader, resumes an epoch.
 _IGNORED_WARNINGS = [
@@ -116,9 +117,15 @@ def log_script(rank: int) -> None:
     if not (logging.getLogger().handlers or logger.handlers):
         handler = logging.StreamHandler()
         handler.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+        handler.setFormatter(_ScriptFormatter())
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
+
+
+class _ScriptFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return in_python(super().format(record))
 
 
 def shorten_user_errors(trainer: L.Trainer, rank: int) -> None:
@@ -138,9 +145,12 @@ def _replace_excepthook(rank: int) -> None:
     def show_shortened(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, UserError):
             show(kind, error, trace)
+            if _LOST_RANK in str(error):
+                print("another rank has ended; fit(ckpt_path='last') continues the run", file=sys.stderr)
             return
         time.sleep(_ERROR_DELAY if rank > 0 else 0)
         error.__traceback__, error.__cause__ = None, None
+        error.args = (in_python(str(error)),)
         show(kind, error, None)
         for trainer in _trainers:
             strategy: Any = getattr(trainer, "strategy", None)  # none if an argument of the trainer is invalid

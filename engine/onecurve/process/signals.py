@@ -63,17 +63,21 @@ def on_signal(number: int, frame: Any) -> None:
 def record_signal(number: int) -> bool:
     """Record a signal. Return True if it is a second request, not a late copy of the first.
 
-    The process that the user started answers Ctrl-C at once. A handler may interrupt a print, so it writes to the file
-    descriptor.
+    The process that the user started answers Ctrl-C at once, not the ranks that it has started. A handler may interrupt
+    a print, so it writes to the file descriptor.
     """
     _received.append((number, time.monotonic()))
     window = _INTERRUPT_WINDOW if number == signal.SIGINT else _DUPLICATE_WINDOW
     is_second = _received[-1][1] - _received[0][1] > window
     if is_second and os.isatty(2):
         os.write(2, _SHOW_CURSOR)
-    elif number == signal.SIGINT and len(_received) == 1 and multiprocessing.current_process().name == "MainProcess":
+    elif number == signal.SIGINT and len(_received) == 1 and _is_first_process():
         os.write(2, _STOPPING)
     return is_second
+
+
+def _is_first_process() -> bool:
+    return multiprocessing.current_process().name == "MainProcess" and int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

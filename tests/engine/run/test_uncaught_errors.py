@@ -23,7 +23,7 @@ class Module(BoringModel):
             try:
                 raise KeyError("lr")
             except KeyError as error:
-                raise onecurve.UserError("set lr") from error
+                raise onecurve.UserError("set trainer.lr=null") from error
 
 
 def show(kind, error, trace, shown=sys.excepthook):
@@ -47,7 +47,7 @@ def test_an_uncaught_user_error_is_one_line(ranks: tuple[int, ...], tmp_path: Pa
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     lines = [line for line in done.stderr.splitlines() if line.startswith(f"[rank{ranks[0]}]")]
     assert lines == [
-        f"[rank{ranks[0]}]: {text}" for text in ("hook of the script", "onecurve.errors.UserError: set lr")
+        f"[rank{ranks[0]}]: {text}" for text in ("hook of the script", "onecurve.errors.UserError: set lr=None")
     ]
-    assert done.stderr.count("set lr") == 1
+    assert done.stderr.count("set lr=None") == 1
     assert done.returncode == 1
