@@ -66,13 +66,15 @@ class CSVLogger(Logger):
         rows = self._read()
         step = step if step is not None else rows[-1]["step"] if rows else 0  # a module may call it without
         row = {"step": step} | metrics
-        is_new = not rows or rows[-1]["step"] != step
+        # Mostly the last row; an evaluation of an earlier checkpoint finds the row of its step.
+        earlier = next((one for one in reversed(rows) if one["step"] <= step), {"step": -1})
+        is_new = earlier["step"] != step
         can_append = is_new and set(row) <= set(self._columns) and self.file.exists() and not self._lacks_rows
         self._columns += [name for name in row if name not in self._columns]
         if is_new:
             rows.append(row)
         else:
-            rows[-1].update(row)
+            earlier.update(row)
         try:
             if can_append:
                 with self.file.open("a", newline="") as stream:

@@ -91,12 +91,15 @@ def results_of(loop: Any) -> Any:
 class CheckpointConnector(_CheckpointConnector):
     """Restores the module's weights after `setup` and `configure_model`, and before the strategy wraps the module.
 
-    No hook of Lightning comes between. (trainer/trainer.py, line 1041)
+    No hook of Lightning comes between. (trainer/trainer.py, line 1041) What another process has trained is evaluated at
+    its step, where Lightning logs at step 0.
     """
 
     def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
         self.prepare_late_layers()
         super()._restore_modules_and_callbacks(*args, **kwargs)
+        if self._loaded_checkpoint and not steps_of_loggers(self.trainer):
+            set_steps_of_loggers(self.trainer, self._loaded_checkpoint.get("position", {}).get("steps", 0))
 
     def prepare_late_layers(self) -> None:
         """Change the layers that `setup` or `configure_model` has made."""

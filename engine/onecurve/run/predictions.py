@@ -3,8 +3,9 @@
 import csv
 import logging
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import numpy as np
@@ -23,6 +24,22 @@ from onecurve.records.files import atomic_write
 _log = logging.getLogger(__name__)
 
 
+class PredictedSamples(L.Callback):
+    """Gives each `BasePredictionWriter` the positions of its samples in the dataset, with -1 for padding.
+
+    Lightning reads them of a batch sampler of its own, which the loaders of a `onecurve.Trainer` do not have.
+    (loops/prediction_loop.py, `_get_batch_indices`)
+    """
+
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if any(isinstance(one, BasePredictionWriter) for one in trainer.callbacks):
+            loop, data = trainer.predict_loop, cast(Any, trainer.datamodule)
+            loop.current_batch_indices = data.sample_index.tolist()
+            loop.epoch_batch_indices[dataloader_idx].append(loop.current_batch_indices)
+
+
 class PredictionWriter(BasePredictionWriter):
     """Writes `predictions.csv` into the run folder: each image's file, most probable class, and its probability.
 
@@ -32,7 +49,6 @@ class PredictionWriter(BasePredictionWriter):
     def __init__(self, folder: Path) -> None:
         super().__init__("epoch")
         self.file = folder / "predictions.csv"
-        self._sample_index: list[Tensor] = []
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not makes_batches(getattr(trainer.predict_dataloaders, "dataset", None)):
@@ -40,14 +56,12 @@ class PredictionWriter(BasePredictionWriter):
                 "predict=FOLDER takes a loader of image files: set predict=true to predict those of your own"
             )
 
-    def on_predict_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._sample_index.append(trainer.datamodule.sample_index)
-
     def write_on_epoch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
         """Gather the predictions of all ranks, drop the padding, and write the table on rank zero."""
-        index, probabilities = torch.cat(self._sample_index), torch.cat(list(predictions))
+        index = torch.tensor(list(chain.from_iterable(batch_indices[0])), device=pl_module.device)
+        probabilities = torch.cat(list(predictions))
         index, probabilities = pl_module.all_gather(index).flatten(), pl_module.all_gather(probabilities).flatten(0, -2)
         if not trainer.is_global_zero:
             return

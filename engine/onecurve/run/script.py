@@ -5,12 +5,29 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.targets import default_options
 
 _PLAIN = (bool, int, float, str, type(None))
 _NOT_PLAIN = object()
+# Callbacks that change what is trained, or for how long; others observe.
+_TRAINING = (
+    BaseFinetuning,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 
 def describe_script(
@@ -48,7 +65,10 @@ def describe_script(
             "trainer": {"_target_": "onecurve.Trainer", **_plain({**given, **limits, **arguments})},
             "module": _describe(module),
             "data": _describe(data),
-            "strategy": _describe_strategy(trainer.strategy),
+            "strategy": _describe_options(trainer.strategy),
+            "callbacks": {
+                type(one).__name__: _describe_options(one) for one in trainer.callbacks if isinstance(one, _TRAINING)
+            },
             "launch": {"timeout": given["timeout"], "elastic": False},
             "fit": stage == "fit" or trainer.fit_loop.epoch_progress.current.ready > 0,
             "test": stage == "test",
@@ -66,20 +86,22 @@ def describe_script(
 
 
 def _describe(part: Any) -> dict[str, Any]:
-    """Return the class of a module or DataModule with its saved hyper-parameters; none of a class in a function."""
-    name = _name(type(part)).replace("__mp_main__", "__main__")
-    return _plain(dict(part.hparams)) | ({} if "<locals>" in name else {"_target_": name})
+    """Return the class of a module or DataModule with its saved hyper-parameters."""
+    return _plain(dict(part.hparams)) | _target(part)
 
 
-def _describe_strategy(strategy: Any) -> dict[str, Any]:
-    """Return the class of a strategy with the options that it keeps; those of Lightning's own are hardware."""
-    name = _name(type(strategy))
-    options = [] if name.startswith("lightning.") else default_options(name)
-    return _plain({option: getattr(strategy, option, _NOT_PLAIN) for option in options}) | {"_target_": name}
+def _describe_options(part: Any) -> dict[str, Any]:
+    """Return the class of a strategy or callback with the options that it keeps."""
+    target = _target(part)
+    is_hardware = type(part).__module__.startswith("lightning.pytorch.strategies.")
+    options = default_options(target["_target_"]) if target and not is_hardware else []
+    return _plain({option: getattr(part, option, _NOT_PLAIN) for option in options}) | target
 
 
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _target(part: Any) -> dict[str, str]:
+    """Return the name of a class; none of a class in a function."""
+    name = f"{type(part).__module__}.{type(part).__qualname__}".replace("__mp_main__", "__main__")
+    return {} if "<locals>" in name else {"_target_": name}
 
 
 def _plain(value: Any) -> Any:

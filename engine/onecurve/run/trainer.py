@@ -14,11 +14,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import (
-    Checkpoint,
-    LearningRateFinder,
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import Checkpoint, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities import rank_zero_only
@@ -51,6 +47,7 @@ from onecurve.run.checkpoint import LastCheckpoint
 from onecurve.run.division import DivisionCheck
 from onecurve.run.metrics import MetricStates, VirtualMetrics
 from onecurve.run.module_trainer import ExperimentWorld
+from onecurve.run.predictions import PredictedSamples
 from onecurve.run.recorder import RunRecorder
 from onecurve.run.replicas import BufferCheck, EqualWeights, GatheredWeightCheck, ReplicaCheck
 from onecurve.run.script import describe_script
@@ -201,6 +198,7 @@ class Trainer(L.Trainer):
             MetricStates(virtual),  # after ExactResumption, which saves the position
             RandomNumbers(self.seed),
             OptimizerSteps(),
+            PredictedSamples(),
             MonitorCheck(monitors, {name for name in monitors if acts_after_validation(own[name])}),
             FiniteCheck(),
             *own.values(),

@@ -239,23 +239,36 @@ class MonitorCheck(L.Callback):
     """
 
     def __init__(self, monitors: dict[str, str], after_validation: Collection[str]) -> None:
-        self.monitors = {name: monitor for name, monitor in monitors.items() if monitor.startswith("val")}
-        self._after_validation = sorted({*self.monitors, *after_validation})
+        self.monitors = monitors
+        self._after_validation = after_validation
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._after_validation and not trainer.datamodule.evaluates("val"):
-            _log.warning("the run has no validation, so %s cannot act", " and ".join(self._after_validation))
+        monitors = dict(self.monitors)
+        for config in _plateau_configs(trainer):
+            monitors |= {"ReduceLROnPlateau": config.monitor} if config.strict else {}
+        self._of_validation = {name: monitor for name, monitor in monitors.items() if monitor.startswith("val")}
+        if not trainer.datamodule.evaluates("val"):
+            self._refuse_or_warn()
         known = {"val/loss", "val/acc"} if getattr(pl_module, "takes_batch", False) else set()  # of this template
-        if not known.issuperset(self.monitors.values()):
+        if not known.issuperset(self._of_validation.values()):
             trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
+
+    def _refuse_or_warn(self) -> None:
+        if monitor := self._of_validation.get("ReduceLROnPlateau"):
+            raise UserError(
+                f"ReduceLROnPlateau monitors {monitor}, but the run has no validation: give it validation data, or let "
+                "it monitor a metric of training"
+            )
+        if waiting := sorted({*self._of_validation, *self._after_validation}):
+            _log.warning("the run has no validation, so %s cannot act", " and ".join(waiting))
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         logged = trainer.callback_metrics
-        for name, monitor in self.monitors.items():
+        for name, monitor in self._of_validation.items():
             if logged and monitor not in logged:  # a module may log nothing in the sanity check
                 raise UserError(
                     f"{name} monitors {monitor}, which validation does not log (it logs {', '.join(logged)}): "
-                    f"set its `monitor` to one of these, or {name}=null"
+                    f"set its `monitor` to one of these{f', or {name}=null' if '.' in name else ''}"
                 )
 
 

@@ -170,6 +170,14 @@ def test_metrics_of_a_large_step_share_a_row(tmp_path: Path) -> None:
     assert read(tmp_path).splitlines()[-1] == "0,,0.5,,"
 
 
+def test_an_evaluation_of_an_earlier_checkpoint_joins_the_row_of_its_step(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    for step in (10, 20, 30):
+        logger.log_metrics({"loss": 0.5}, step=step)
+    logger.log_metrics({"acc": 0.25}, step=20)
+    assert read(tmp_path) == "step,epoch,loss,acc\n10,,0.5,\n20,,0.5,0.25\n30,,0.5,\n"
+
+
 def test_rows_of_an_earlier_process_are_merged(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,epoch,loss\n1,0,0.5\n")
     logger = CSVLogger(tmp_path)

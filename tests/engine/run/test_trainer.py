@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
     BatchSizeFinder,
+    EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
 )
@@ -29,7 +31,7 @@ from torchmetrics import MeanMetric
 import onecurve
 from onecurve.errors import UserError
 from onecurve.identity.option_kinds import experiment_options
-from onecurve.run.script import _describe_strategy
+from onecurve.run.script import _describe_options
 from tests.support.commands import ROOT
 from tests.support.comparison import check_last_checkpoints
 from tests.support.pool import Pool, RankFailed
@@ -172,6 +174,28 @@ def test_predictions_of_one_process_have_the_order_of_the_dataset(folder: Path) 
     assert torch.cat(predictions).tolist() == [*range(50)]
 
 
+class Indices(BasePredictionWriter):
+    """Keeps the indices that a writer gets."""
+
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.batches: list[Any] = []
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, batch_indices: Any, *_: Any) -> None:
+        assert prediction.tolist() == batch_indices
+        self.batches.append(batch_indices)
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+        assert batch_indices == [self.batches]
+
+
+def test_a_prediction_writer_gets_the_positions_of_its_samples(folder: Path) -> None:
+    inputs: Any = torch.arange(16.0)[:, None].expand(-1, 32)
+    writer = Indices()
+    trainer(folder, callbacks=[writer]).predict(Measured(), DataLoader(inputs, batch_size=8))
+    assert writer.batches == [[*range(8)], [*range(8, 16)]]
+
+
 @pytest.mark.parametrize("bit_exact", [False, True])
 def test_a_later_validation_has_all_samples(bit_exact: bool, folder: Path) -> None:
     """Metrics of virtual ranks begin again after a fit, whose validation has ended them."""
@@ -273,6 +297,47 @@ def test_a_run_is_not_overwritten(folder: Path) -> None:
     longer.fit(Boring(), loader(), ckpt_path="last")
     assert longer.global_step == 16
     assert (folder / "metrics.csv").read_text().startswith(rows)
+
+
+def test_a_test_in_another_process_joins_the_row_of_its_step(folder: Path) -> None:
+    trainer(folder).fit(Boring(), loader())
+    assert columns(folder, "epoch")[-1] == 0
+    trainer(folder).test(Boring(), loader(32), ckpt_path="last", verbose=False)
+    rows = [*csv.DictReader((folder / "metrics.csv").open())]
+    assert [row["step"] for row in rows if row["test_loss"]] == ["8"]
+
+
+def test_early_stopping_is_part_of_the_experiment(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def stop(patience: int) -> list[L.Callback]:
+        return [EarlyStopping("val_loss", patience=patience)]
+
+    trainer(folder, callbacks=stop(1)).fit(Boring(), loader(), loader(32))
+    with caplog.at_level(logging.INFO, "onecurve"):
+        logging.getLogger("onecurve").addHandler(caplog.handler)
+        trainer(folder, callbacks=stop(2), max_epochs=2).fit(Boring(), loader(), loader(32), ckpt_path="last")
+        logging.getLogger("onecurve").removeHandler(caplog.handler)
+    assert "callbacks.EarlyStopping.patience=1 (now 2)" in caplog.text
+
+
+class Plateau(Boring):
+    """Lowers its rate by a metric of validation."""
+
+    def __init__(self, monitor: str = "val_loss") -> None:
+        super().__init__()
+        self.monitor = monitor
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": self.monitor}}
+
+
+def test_a_schedule_without_its_metric_is_found_before_the_first_epoch(folder: Path) -> None:
+    with pytest.raises(UserError, match="ReduceLROnPlateau monitors val_loss, but the run has no validation"):
+        trainer(folder, limit_val_batches=0).fit(Plateau(), loader())
+    with pytest.raises(UserError, match=r"ReduceLROnPlateau monitors val_acc, which .* `monitor` to one of these$"):
+        trainer(folder).fit(Plateau("val_acc"), loader(), loader(32))
+    assert not (folder / "checkpoints").exists()
 
 
 def test_another_experiment_is_refused(folder: Path) -> None:
@@ -518,5 +583,5 @@ def test_a_network_that_is_split_may_be_fitted_again(pool: Pool, folder: Path) -
     ],
 )
 def test_lossy_options_of_a_strategy_are_part_of_the_experiment(strategy: Any, options: dict[str, Any]) -> None:
-    config = OmegaConf.create({"strategy": _describe_strategy(strategy)})
+    config = OmegaConf.create({"strategy": _describe_options(strategy)})
     assert experiment_options(config) == options
