@@ -230,6 +230,8 @@ class MetricStates(L.Callback):
 
     def _restore(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Set each state on the first rank, and the default on the others; all of them get a mean, and the count."""
+        if not self._saved:
+            return
         _fill_trackers(module, self._saved)
         for name, metric in _metrics(module).items():
             if name not in self._saved:

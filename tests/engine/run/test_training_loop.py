@@ -8,7 +8,11 @@ from unittest.mock import patch
 
 import lightning as L
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback, Timer
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
 
+import onecurve
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit
 
@@ -56,3 +60,27 @@ def _collectives(cfg: Any) -> Counter[str]:
     finally:
         restore()
     return counted
+
+
+def test_lightning_passes_over_the_empty_hooks_of_a_step(folder: Path) -> None:
+    steps: list[str] = []
+    calling = LambdaCallback(on_train_batch_start=lambda *_: steps.append("calling"))
+    timer, own = Timer(), Own(steps)
+    trainer = onecurve.Trainer(
+        accelerator="cpu", max_steps=2, callbacks=[calling, timer, own], default_root_dir=folder, logger=False
+    )
+    trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 16), batch_size=8))
+    assert steps == ["calling", "own", "calling", "own"]
+    assert timer.on_before_backward is None
+    assert timer.time_elapsed("train") > 0  # its hooks are called
+    own.on_before_backward(trainer, BoringModel(), None)  # as code of a project may
+
+
+class Own(L.Callback):
+    """A callback of a project."""
+
+    def __init__(self, steps: list[str]) -> None:
+        self.steps = steps
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.steps.append("own")
