@@ -8,12 +8,9 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any
 
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from onecurve.errors import UserError, suggest
-from onecurve.patches import hydra as patches
 
 _OWN = ("onecurve.", "src.", "lightning.pytorch.trainer.")  # whose options a class of a project has
 _KINDS = {bool: "true or false", int: "an integer", float: "a number"}
@@ -27,6 +24,9 @@ def build(node: DictConfig, **changes: Any) -> Any:
         UserError: if the constructor raised it, which Hydra's own exception would hide, or needs a package that is not
             installed.
     """
+    from hydra.errors import InstantiationException  # late, because a script needs no Hydra
+    from hydra.utils import instantiate
+
     try:
         return instantiate(node, _convert_="all", **changes)
     except InstantiationException as error:
@@ -116,25 +116,29 @@ def target_nodes(node: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any
 
 def locate(option: str, target: str) -> Callable[..., Any]:
     """Import the class or function `target`, which the configuration gives as `option`."""
-    try:
-        found = patches.locate(target)
-    except (ImportError, ValueError) as error:  # the second for a name with a dot too many
-        if isinstance(error, ImportError) and not isinstance(error.__cause__, ImportError | AttributeError | None):
-            raise  # a bug in the file
-        raise UserError(f"{option}={target}: {_what_is_missing(target, error)}") from error
+    found, names = _import_module_of(option, target)
+    for name in names:
+        if not hasattr(found, name):
+            known = [other for other in vars(found) if not other.startswith("_")]
+            raise UserError(f"{option}={target}: {found.__name__} has no {name}; {suggest(name, known)}")
+        found = getattr(found, name)
     if not callable(found):
         raise UserError(f"{option}={target}: {target} is a {type(found).__name__}; give a class or a function")
     return found
 
 
-def _what_is_missing(target: str, error: Exception) -> str:
-    """Return which part of a target does not exist, with similar names if its module does."""
-    module, _, name = target.rpartition(".")
-    try:
-        names = [known for known in vars(importlib.import_module(module)) if not known.startswith("_")]
-    except (ImportError, ValueError):
-        return " ".join(str(error.__cause__ or error).split())
-    return f"{module} has no {name}; {suggest(name, names)}"
+def _import_module_of(option: str, target: str) -> tuple[Any, list[str]]:
+    """Import the module with which a dotted name begins; return it and the rest of the name."""
+    module, names = target, list[str]()
+    while True:
+        try:
+            return importlib.import_module(module), names
+        except (ImportError, ValueError, TypeError) as error:  # the latter two for a dot too many
+            is_no_module = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+            if not is_no_module or "." not in module:
+                raise UserError(f"{option}={target}: {' '.join(str(error).split())}") from error
+        module, _, name = module.rpartition(".")
+        names.insert(0, name)
 
 
 def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:

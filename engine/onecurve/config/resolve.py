@@ -204,7 +204,7 @@ def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
     if cfg.seed is None:
         cfg.seed = _saved_or_drawn_seed(cfg.ckpt_path, folder)
         overrides.append(f"seed={cfg.seed}")
-    runtime.overrides = overrides
+    runtime.overrides, runtime.changes = overrides, _changed_options(overrides)
     # An evaluation joins the group of its run.
     evaluated = folder_of(Path(cfg.ckpt_path)) if cfg.ckpt_path and not cfg.fit else None
     grouped = saved_config(evaluated).runtime if evaluated else runtime
@@ -221,7 +221,7 @@ def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
     runtime.tags = list(dict.fromkeys([*cfg.tags, runtime.strategy, f"x{world_size}", runtime.model]))
 
 
-def changed_options(overrides: list[str]) -> list[str]:
+def _changed_options(overrides: list[str]) -> list[str]:
     """Return what differs from the defaults as NAME=VALUE: the overrides, then what the files of recipes set."""
     words = [word.partition("=") for word in overrides]
     names = {name.lstrip("+~") for name, _, _ in words}

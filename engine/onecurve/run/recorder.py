@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.checkpoint.format import VERSION, VERSION_KEY
-from onecurve.config.resolve import changed_options
 from onecurve.errors import UserError, as_typed
 from onecurve.identity.fingerprint import Experiment, continue_experiment, describe_experiment
 from onecurve.observe.csv import CSVLogger
@@ -156,7 +155,7 @@ class RunRecorder(L.Callback):
         layout = f" ({data.parallel.dp_size} data-parallel)" * (data.parallel.dp_size != trainer.world_size)
         network = self.config.runtime.get("model") or type(module).__name__
         banner = {
-            "changes": " ".join(changed_options(self.config.runtime.overrides)),
+            "changes": " ".join(self.config.runtime.changes),
             "experiment": str(self._fingerprint),
             "virtual ranks": f"{data.virtual_ranks}, computed {'one by one' if data.bit_exact else 'together'}",
             "strategy": f"{self._strategy_name}, {processes}{layout}, {trainer.precision}",

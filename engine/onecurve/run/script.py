@@ -76,6 +76,7 @@ def describe_script(
             "run_dir": str(trainer.default_root_dir),
             "runtime": {
                 "overrides": [],
+                "changes": [],
                 "command": list(sys.argv),
                 "revision": None,
                 "modified": False,

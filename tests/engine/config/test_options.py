@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
 from onecurve.config.folder import register_resolvers
-from onecurve.config.resolve import _warn_of_unused_options, changed_options, refuse_unknown_options
+from onecurve.config.resolve import _changed_options, _warn_of_unused_options, refuse_unknown_options
 from onecurve.errors import UserError
 from onecurve.run.experiment import run_experiment
 from onecurve.targets import check_options, check_value
@@ -60,15 +60,15 @@ def test_accepts_all_recipes(recipe: str) -> None:
 
 def test_changes_are_the_overrides_and_then_what_the_recipe_and_its_base_set() -> None:
     """resnet50 chooses its model, and has the other options of resnet18."""
-    assert changed_options(["experiment=resnet50", "+trainer.max_epochs=1", "virtual_ranks=2"]) == [
+    assert _changed_options(["experiment=resnet50", "+trainer.max_epochs=1", "virtual_ranks=2"]) == [
         "experiment=resnet50",
         "+trainer.max_epochs=1",
         "virtual_ranks=2",
         "model=resnet50",
         "scheduler=multi_step",
     ]
-    assert changed_options(["debug=of_nobody"]) == ["debug=of_nobody"]
-    assert changed_options([]) == []
+    assert _changed_options(["debug=of_nobody"]) == ["debug=of_nobody"]
+    assert _changed_options([]) == []
 
 
 def test_an_option_that_the_data_lack_is_one_line(tmp_path: Path) -> None:

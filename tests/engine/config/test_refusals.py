@@ -234,7 +234,10 @@ MODULES = [
     ("module.compile=max-autotun", "module.compile=max-autotun: .* did you mean max-autotune"),
     ("scheduler=torch scheduler.scheduler._target_=torch.optim.lr_scheduler.StepLR", "StepLR: .*step_size"),
     (f"{PLATEAU} scheduler.interval=batch", "scheduler.interval=batch"),
-    (f"{PLATEAU} trainer.limit_val_batches=0 callbacks.best=null", "val/loss which is not available"),
+    (
+        f"{PLATEAU} trainer.limit_val_batches=0 callbacks.best=null",
+        "ReduceLROnPlateau monitors val/loss, but the run has no validation",
+    ),
     (f"{PLATEAU} trainer.check_val_every_n_epoch=2", "set scheduler.frequency=2"),
 ]
 CALLBACKS = [

@@ -88,6 +88,11 @@ def run_demo(file: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> 
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_a_script_needs_no_hydra() -> None:
+    code = "import sys, onecurve; onecurve.Trainer, onecurve.Pipeline; sys.exit('hydra' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 @pytest.fixture(scope="module")
 def one(demo: Path) -> Path:
     run_demo(demo, "auto", 1, "one")
