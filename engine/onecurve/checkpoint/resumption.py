@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor, ModelCheckpoint
 from torch.optim import Optimizer
 
 from onecurve.checkpoint.optimizer_state import add_saved_groups, name_parameters, shard
@@ -101,7 +101,7 @@ class ExactResumption(L.Callback):
             self._restore_position(trainer, checkpoint)
             self._requires_grad = checkpoint.get("requires_grad", {})
             for callback in trainer.callbacks if checkpoint.get("has_begun_epoch") else []:
-                if isinstance(callback, BaseFinetuning):
+                if isinstance(callback, BaseFinetuning | LearningRateMonitor):
                     _skip_epoch_start(callback)
             _restore_history(trainer, checkpoint["callbacks"])
 
@@ -121,7 +121,7 @@ class ExactResumption(L.Callback):
 
 
 def _skip_epoch_start(callback: Any) -> None:
-    """Leave out its next `on_train_epoch_start`: its state is from after that, and a rate would rise twice."""
+    """Leave out its next `on_train_epoch_start`: a rate would rise twice, or be logged twice."""
     callback.on_train_epoch_start = lambda *_: vars(callback).pop("on_train_epoch_start")
 
 

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EarlyStopping,
     GradientAccumulationScheduler,
+    LearningRateMonitor,
     ModelCheckpoint,
 )
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
@@ -310,6 +311,17 @@ def test_a_test_in_another_process_joins_the_row_of_its_step(folder: Path) -> No
     trainer(folder).test(Boring(), loader(32), ckpt_path="last", verbose=False)
     rows = [*csv.DictReader((folder / "metrics.csv").open())]
     assert [row["step"] for row in rows if row["test_loss"]] == ["8"]
+
+
+def test_the_rows_of_a_learning_rate_monitor_are_those_without_the_interruption(folder: Path) -> None:
+    texts = []
+    for name, ends in (("at-once", [16]), ("twice", [12, 16])):
+        for steps in ends:
+            one = trainer(folder / name, max_steps=steps, max_epochs=-1, callbacks=[LearningRateMonitor()])
+            one.fit(Boring(), loader(), ckpt_path="last")
+        texts.append((folder / name / "metrics.csv").read_text())
+    assert texts[0] == texts[1]
+    assert "lr-SGD" in texts[0]
 
 
 def test_early_stopping_is_part_of_the_experiment(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
