@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from onecurve.network.compilation import constant, device_constant
+from onecurve.network.compilation import constant
+from onecurve.random.hashing import hash_elements
 
 _ODD_MULTIPLIER = 0x2545F4914F6CDD1D
 # int32 holds the constants 0x9E3779B9 and 0x846CA68B as negative numbers.
@@ -60,8 +61,9 @@ def hash_samples(keys: Tensor, salt: int | Tensor) -> Tensor:
 
 def keep_mask(sample_hash: Tensor, shape: torch.Size, rate: float) -> Tensor:
     """Return the bool mask of the elements of an (n, ...) tensor to keep, from (n,) hashes."""
-    bits = sample_hash[:, None] ^ _element_hash(shape[1:].numel(), sample_hash.device)
-    return (_mix(bits) >= int((rate - 0.5) * 2**32)).view(shape)
+    elements = hash_elements(shape[1:], sample_hash.device, torch.int32, _GOLDEN, _mix)
+    bits = sample_hash.view(-1, *[1] * elements.ndim) ^ elements
+    return _mix(bits) >= int((rate - 0.5) * 2**32)
 
 
 def _mix(bits: Tensor) -> Tensor:
@@ -70,11 +72,6 @@ def _mix(bits: Tensor) -> Tensor:
     bits ^= bits >> 15
     bits *= _MIX2
     return bits
-
-
-@device_constant
-def _element_hash(count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, dtype=torch.int32, device=device) * _GOLDEN
 
 
 def use_sample_dropout(net: nn.Module) -> None:

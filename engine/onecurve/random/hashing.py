@@ -6,6 +6,7 @@ function is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable
 2014), in two's-complement 64-bit arithmetic.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,10 +59,34 @@ def _draw_constants(draws: tuple[int, ...], highs: tuple[int, ...], device: torc
     return torch.tensor(offsets, device=device)[:, None], torch.tensor(highs, device=device)[:, None]
 
 
-def normal(keys: Tensor, count: int) -> Tensor:
-    """Return (n, count) float32 numbers from the standard normal distribution, `count` for each of (n,) keys."""
-    steps = torch.arange(1, count + 1, device=keys.device) * _GOLDEN
-    bits = _shift_right(_mix(keys[:, None] + steps), 40)
+def hash_elements(
+    shape: Sequence[int], device: torch.device, dtype: torch.dtype, golden: int, mix: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return a hash of the indices of each element of a tensor of this shape, zero for the first.
+
+    The sizes have no part in it, because ranks may pad their samples to different lengths.
+    """
+    hashes = torch.zeros((), dtype=dtype, device=device)
+    for number, size in enumerate(shape, 1):
+        hashes = hashes[..., None] + _hash_indices(size, len(shape) - number, device, dtype, golden, mix)
+    return hashes
+
+
+@device_constant
+def _hash_indices(
+    size: int, times: int, device: torch.device, dtype: torch.dtype, golden: int, mix: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the multiples of `golden`, (size,), mixed as often as distinguishes the dimensions of a tensor."""
+    hashes = torch.arange(size, dtype=dtype, device=device) * golden
+    for _ in range(times):
+        hashes = mix(hashes)
+    return hashes
+
+
+def normal(keys: Tensor, *shape: int) -> Tensor:
+    """Return (n, *shape) float32 numbers from the standard normal distribution, for each of (n,) keys."""
+    elements = hash_elements(shape, keys.device, torch.int64, _GOLDEN, _mix) + _GOLDEN
+    bits = _shift_right(_mix(keys.view(-1, *[1] * len(shape)) + elements), 40)
     place = "cpu" if keys.device.type == "mps" else keys.device  # Apple's GPUs have no float64
     probabilities = (bits.to(place).double() + 0.5) * 2.0**-24
     return torch.special.ndtri(probabilities).float().to(keys.device)

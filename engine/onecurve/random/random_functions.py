@@ -92,7 +92,7 @@ class SampleRandom:
 
     def normal(self, shape: torch.Size) -> Tensor:
         """Return float32 numbers from the standard normal distribution, with a row for each sample."""
-        return normal(self.keys ^ self._begin_call(), shape[1:].numel()).view(shape)
+        return normal(self.keys ^ self._begin_call(), *shape[1:])
 
     def _begin_call(self) -> int:
         """Return a hash of the number of the call, and leave the generator with the next number."""

@@ -10,19 +10,20 @@ from onecurve.random.hashing import hash_ints
 SAMPLES, ELEMENTS, RATE = 400, 3000, 0.3
 
 
-def masks(layer: SampleDropout, epoch: int = 0) -> Tensor:
+def masks(layer: SampleDropout, shape: tuple[int, ...], epoch: int = 0) -> Tensor:
     """Return the mask of kept elements, (samples, elements)."""
     set_keys([layer], hash_ints(0, epoch, torch.arange(SAMPLES)))
-    return layer(torch.ones(SAMPLES, ELEMENTS, dtype=torch.float64)) > 0
+    return layer(torch.ones(SAMPLES, *shape, dtype=torch.float64)).flatten(1) > 0
 
 
-def test_masks_look_like_independent_draws() -> None:
+@pytest.mark.parametrize("shape", [(ELEMENTS,), (3, 100, 10), (5, 1, 24, 25)])
+def test_masks_look_like_independent_draws(shape: tuple[int, ...]) -> None:
     """Masks of different samples, elements, layers and epochs correlate only by chance."""
     net = nn.ModuleDict({"one": nn.Dropout(RATE), "two": nn.Dropout(RATE)})
     use_sample_dropout(net)
     one, two = (part for part in net.values() if isinstance(part, SampleDropout))
-    kept = (masks(one).double() - (1 - RATE)) / (RATE * (1 - RATE)) ** 0.5
-    for other in (masks(two), masks(one, epoch=1)):
+    kept = (masks(one, shape).double() - (1 - RATE)) / (RATE * (1 - RATE)) ** 0.5
+    for other in (masks(two, shape), masks(one, shape, epoch=1)):
         other = (other.double() - (1 - RATE)) / (RATE * (1 - RATE)) ** 0.5
         assert abs(float((kept * other).mean())) < 5 / (SAMPLES * ELEMENTS) ** 0.5
     assert abs(float(kept.mean())) < 5 / (SAMPLES * ELEMENTS) ** 0.5

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from onecurve.errors import UserError
+from onecurve.random.dropout import dropouts, set_keys, use_sample_dropout
 from onecurve.random.hashing import hash_ints
 from onecurve.random.random_functions import intercept, release, sample_random
 
@@ -69,6 +70,40 @@ def test_attention_without_dropped_weights_is_that_of_torch(options: dict[str, A
 
     query = torch.randn(SAMPLES, 4, 5, 6, dtype=torch.float64)
     assert torch.allclose(draw(lambda x: attend(x, 1e-12), query, torch.arange(SAMPLES)), attend(query))
+
+
+def attend(tokens: Tensor) -> Tensor:
+    """Attend to the tokens that are not padding, which is nan."""
+    is_padding = tokens[..., 0].isnan()
+    tokens = tokens.nan_to_num()
+    return ATTENTION(tokens, tokens, tokens, key_padding_mask=is_padding, need_weights=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "padding"),
+    [
+        (lambda x: F.dropout(x, 0.3), (0, 0, 0, 3)),
+        (lambda x: F.dropout(x, 0.3), (0, 3)),  # as of channels before a sequence
+        (nn.Dropout(0.3), (0, 3)),
+        (lambda x: x + torch.randn_like(x), (0, 3)),
+        (attend, (0, 0, 0, 3)),
+    ],
+    ids="tokens channels layer noise attention".split(),
+)
+def test_a_sample_has_its_numbers_at_any_length_to_which_its_batch_is_padded(
+    function: Any, padding: tuple[int, ...]
+) -> None:
+    def call(values: Tensor) -> Tensor:
+        if isinstance(function, nn.Dropout):
+            net = nn.Sequential(function)
+            use_sample_dropout(net)
+            set_keys(dropouts(net), hash_ints(0, 0, torch.arange(SAMPLES)))
+            return net(values)
+        return function(values)
+
+    padded = F.pad(TOKENS, padding, value=torch.nan)
+    expected, found = (draw(call, values, torch.arange(SAMPLES)) for values in (TOKENS, padded))
+    assert torch.allclose(found[:, : expected.shape[1], : expected.shape[2]], expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.6])
