@@ -77,6 +77,7 @@ def in_python(message: str) -> str:
     for typed, value in {"true": "True", "false": "False", "null": "None"}.items():
         message = re.sub(rf"(?<==){typed}\b", value, message)
     message = message.replace("data.batch_size", "the loader's batch_size")
+    message = re.sub(r"; ckpt_path=\S+ goes on", "; fit(ckpt_path='last') goes on", message)
     return re.sub(r"\b(?:trainer|launch)\.(?=\w+=)", "", message)
 
 

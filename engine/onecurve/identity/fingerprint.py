@@ -117,7 +117,7 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
     inherited = {name: before.options[name] for name in ("init_from", _CONTINUED) if name in before.options}
     now = replace(current, options=kept | inherited)
     changes = _changes(before.options, now.options, config)
-    if fixed := [name for name in changes if not matches(name, CONTINUABLE)]:
+    if fixed := [name for name in changes if not (matches(name, CONTINUABLE) or _is_moved(name, before, now))]:
         named = [changes[name] for name in fixed if name != _DATA] or [changes[_DATA]]  # an option may explain the data
         raise CheckpointUserError(
             f"the run in ckpt_path had {', '.join(named)}: that is another experiment; set it back, or start a new run"
@@ -129,6 +129,12 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
         level = logging.INFO if changes else logging.WARNING
         _log.log(level, "the run goes on as experiment %s, before %s: %s", now.fingerprint, before.fingerprint, reason)
     return now
+
+
+def _is_moved(name: str, before: Experiment, now: Experiment) -> bool:
+    """Return whether a class only has another module, such as one that a script has now in a file of its own."""
+    classes = [str(part.options.get(name)).rpartition(".")[2] for part in (before, now)]
+    return name.endswith("_target_") and classes[0] == classes[1]
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any], config: DictConfig) -> dict[str, str]:

@@ -29,6 +29,10 @@ class ResumableEarlyStopping(EarlyStopping):
         """Stop a run that a validation has already stopped, even if `min_epochs` postponed the end."""
         trainer.should_stop = trainer.should_stop or self.stopping_reason_message is not None
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.stopping_reason_message and trainer.is_global_zero:
+            _log.info("stopped early: %s", self.stopping_reason_message)
+
 
 class Pruning(L.Callback):
     """Reports the metric to Optuna after each validation; if Optuna prunes the trial, all ranks stop.

@@ -287,6 +287,22 @@ class MonitorCheck(L.Callback):
                     f"{name} monitors {monitor}, which validation does not log (it logs {', '.join(logged)}): "
                     f"set its `monitor` to one of these{f', or {name}=null' if '.' in name else ''}"
                 )
+        self._check_reduction({name: float(logged[name]) for name in self._of_validation.values() if name in logged})
+
+    def _check_reduction(self, own: dict[str, float]) -> None:
+        """Compare the values of the ranks: callbacks follow that of rank zero, and schedules each their own."""
+        ranks = [own]
+        if dist.is_initialized():
+            ranks = [own] * dist.get_world_size()
+            dist.all_gather_object(ranks, own)
+        for name, monitor in self._of_validation.items():
+            if len({str(rank.get(monitor)) for rank in ranks}) > 1:
+                problem = (
+                    f"{name} monitors {monitor}, which each rank has of its own samples: log it with sync_dist=True"
+                )
+                if name == "ReduceLROnPlateau":
+                    raise UserError(problem)
+                _log.warning("%s, or it follows rank zero's", problem)
 
 
 class FiniteCheck(L.Callback):

@@ -198,6 +198,7 @@ def test_an_unchanged_run_is_the_same_experiment(caplog: pytest.LogCaptureFixtur
         ({"seed": 1}, {}, "seed=1 (now 3)"),
         ({"seed": 1, "optimizer.lr": 0.2}, {}, "seed=1 (now 3)"),
         ({"b": 1, "a": None}, {"b": 2, "a": True}, "a=null (now true), b=1 (now 2)"),
+        ({"module._target_": "a.Net"}, {"module._target_": "a.Other"}, "module._target_=a.Net (now a.Other)"),
         ({"training data": "9 samples"}, {}, "training data=9 samples (now 2 samples)"),
         ({"training data": "9 samples", "seed": 1}, {}, "seed=1 (now 3)"),
         ({"training data": "9 samples", "virtual_ranks": 2}, {"virtual_ranks": 4}, "virtual_ranks=2 (now 4)"),
@@ -218,6 +219,13 @@ def test_a_continued_run_cannot_change_the_experiment(before: dict[str, Any], no
         ({"optimizer.lr": 0.2}, {}, "code", "optimizer.lr=0.2 (now 0.1)", logging.INFO),
         ({}, {"optimizer.momentum": 0.9}, "code", "optimizer.momentum=0 (now 0.9)", logging.INFO),
         ({"optimizer.momentum": 0.9}, {}, "code", "optimizer.momentum=0.9 (now 0)", logging.INFO),
+        (
+            {"module._target_": "__main__.Net"},
+            {"module._target_": "nets.Net"},
+            "code",
+            "module._target_=__main__.Net (now nets.Net)",
+            logging.INFO,
+        ),
         (
             {"optimizer.lr": 0.2, "trainer.max_steps": 5},
             {"trainer.max_steps": 8},

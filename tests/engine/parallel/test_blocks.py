@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from onecurve.errors import UserError
 from onecurve.parallel.pipeline.blocks import Block, ordered_blocks
 from onecurve.parallel.pipeline.rehearsal import check_stages
-from onecurve.parallel.pipeline.split import cut
+from onecurve.parallel.pipeline.split import cut, format_table
 from onecurve.parallel.pipeline.stage import Stage, stage_inputs
 from tests.support import zoo
 
@@ -162,3 +162,13 @@ def test_does_not_cut_where_a_size_is_passed_on() -> None:
 
     with pytest.raises(UserError, match="no cut into 2 stages"):
         cut(ordered_blocks(TwoBlocks(forward), IMAGES), 2, ["second"])
+
+
+def test_the_table_names_the_blocks_after_which_a_mask_forbids_a_cut() -> None:
+    def forward(net: TwoBlocks, x: Tensor) -> Tensor:
+        mask = x > 0
+        return net.second(net.first(x)) * mask
+
+    blocks = ordered_blocks(TwoBlocks(forward), IMAGES)
+    assert format_table([blocks], [0])[-1].startswith("  no cut after first: not all that passes there")
+    assert "no cut" not in format_table([ordered_blocks(nn.Sequential(nn.Linear(4, 4)), torch.rand(2, 4))], [0])[-1]

@@ -336,6 +336,25 @@ def test_early_stopping_is_part_of_the_experiment(folder: Path, caplog: pytest.L
     assert "callbacks.EarlyStopping.patience=1 (now 2)" in caplog.text
 
 
+def validate_unreduced(folder: Path, module: L.LightningModule) -> str:
+    """Return the messages of a run whose ranks have different values of `val_loss`."""
+    messages = logging.handlers.BufferingHandler(100)
+    logging.getLogger("onecurve").addHandler(messages)
+    try:
+        stop = EarlyStopping("val_loss")
+        trainer(folder, strategy="ddp", devices=2, callbacks=[stop]).fit(module, loader(), loader(32))
+    finally:
+        logging.getLogger("onecurve").removeHandler(messages)
+    return "\n".join(one.getMessage() for one in messages.buffer)
+
+
+def test_a_monitor_that_is_of_one_rank_is_named_before_training(pool: Pool, folder: Path) -> None:
+    expected = "EarlyStopping monitors val_loss, which each rank has of its own samples: log it with sync_dist=True"
+    assert all(expected in text for text in pool.run(2, validate_unreduced, folder, Boring()))
+    with pytest.raises(RankFailed, match="ReduceLROnPlateau monitors val_loss, which each rank has of its own samples"):
+        pool.run(2, validate_unreduced, folder / "plateau", Plateau())
+
+
 class Plateau(Boring):
     """Lowers its rate by a metric of validation."""
 

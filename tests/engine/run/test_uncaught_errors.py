@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from onecurve.errors import in_python
 from tests.support.commands import ROOT
 
 SCRIPT = """
@@ -36,6 +37,13 @@ if __name__ == "__main__":
     trainer = onecurve.Trainer(strategy=sys.argv[1], devices=2, accelerator="cpu", max_steps=1, default_root_dir="run")
     trainer.fit(Module(), DataLoader(RandomDataset(32, 64), batch_size=8))
 """
+
+
+def test_messages_of_a_script_are_in_python() -> None:
+    stopped = "stopped by SIGINT; ckpt_path=runs/a goes on; set data.batch_size=8, bit_exact=true or launch.timeout=9"
+    assert in_python(stopped) == (
+        "stopped by SIGINT; fit(ckpt_path='last') goes on; set the loader's batch_size=8, bit_exact=True or timeout=9"
+    )
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), pytest.param((1,), marks=pytest.mark.slow)])

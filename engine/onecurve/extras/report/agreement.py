@@ -137,7 +137,7 @@ def _compare_loss(metric: str, run: RunFolder, name: str, first: RunFolder, firs
 
 def _bounds(metric: str, *runs: RunFolder) -> tuple[float, float]:
     """Return the largest difference by rounding at the first step, and at any step."""
-    precision = str(runs[0].config.get("trainer.precision"))
+    precision = str(runs[0].config.get("trainer.precision") or "32-true")  # a script may leave it out
     if precision.startswith("64"):
         logged = [run.curves[metric].finite() for run in runs]
         is_rounded = all(np.array_equal(values, values.astype(np.float32)) for values in logged)

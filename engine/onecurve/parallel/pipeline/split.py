@@ -32,7 +32,8 @@ def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> lis
     if not all(_is_stage(blocks, start, end) for start, end in bounds):
         raise UserError(
             f"strategy.split={split} gives no cut into {stages} stages that leaves each a parameter to train and sends "
-            "only tensors with a row for each sample: cut elsewhere, lower trainer.devices, or use strategy=ddp or fsdp"
+            "only floating-point tensors with a row for each sample: cut elsewhere, lower trainer.devices, "
+            "or use strategy=ddp or fsdp"
         )
     parts = [list(blocks[start:end]) for start, end in bounds]
     _check_unshared(parts)
@@ -106,4 +107,9 @@ def format_table(stages: Sequence[Sequence[Block]], stage_to_rank: Sequence[int]
         sent = sum(node.meta["value"].nbytes for node in blocks[-1].outputs) / 2**20
         names = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} ... {blocks[-1].name}"
         lines.append(f"  {number:<5}  {rank:<4}  {num_parameters:<10,}  {fraction:<5.0%}  {sent:6.2f} MiB  {names}")
+    *inner, _ = [block for blocks in stages for block in blocks]
+    if uncut := [block.name for block in inner if not block.can_end_stage]:
+        lines.append(
+            f"  no cut after {', '.join(uncut)}: not all that passes there is floating-point, a row per sample"
+        )
     return lines
