@@ -134,6 +134,22 @@ def leave_out_broken(samples: list[Any]) -> Any:
     return default_collate([sample for sample in samples if sample[0][0] < 0.94])
 
 
+def pad(samples: list[Any]) -> Any:
+    """Return sequences of 1 to 7 points, padded by nan to the longest of the batch, and targets."""
+    sequences = [x.expand(1 + int(50 * y.abs()) % 7, -1) for x, y in samples]
+    return nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=torch.nan), default_collate(
+        [y for _, y in samples]
+    )
+
+
+def attend(sequences: Tensor, dropout: float) -> Tensor:
+    """Return the mean of the points of each sequence, which have attended to each other."""
+    is_point = ~sequences[..., :1].isnan()
+    x = sequences.nan_to_num()
+    x = F.scaled_dot_product_attention(x, x, x, attn_mask=is_point.transpose(1, 2), dropout_p=dropout)
+    return (x * is_point).sum(1) / is_point.sum(1)
+
+
 def take_twice(samples: list[Any]) -> Any:
     return default_collate([(sign * x, y) for x, y in samples for sign in (1, -1)])
 
@@ -162,6 +178,9 @@ class AnyLoader(L.LightningDataModule):
 
     def several_crops(self) -> Any:
         return self._loader(points(96, 0), collate_fn=take_twice)
+
+    def padded(self) -> Any:
+        return self._loader(points(96, 0), collate_fn=pad)
 
     def uneven(self) -> Any:
         return self._loader(points(70, 0), 10, shuffle=True)
@@ -230,10 +249,12 @@ class AnyModule(L.LightningModule):
 
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
+        self.dropout = dropout
         self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1))
 
     def _loss(self, batch: Any) -> Tensor:
         x, y = batch
+        x = attend(x, self.dropout if self.training else 0.0) if x.ndim == 3 else x
         return F.mse_loss(self.net(x), y)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

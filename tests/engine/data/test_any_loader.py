@@ -34,6 +34,7 @@ KINDS = [
 KINDS += [
     ("one by one", "broken"),
     ("together", "uneven"),
+    ("together", "padded"),
     ("together", "several_crops"),
     *(("one by one", kind) for kind in BATCHES),
 ]
@@ -46,7 +47,9 @@ PLACES = {
 }
 QUICK = {(place, "together", kind) for kind in ("stream", "batch_sampler", "uneven") for place in ("ddp x3", "workers")}
 QUICK |= {("ddp x2", "one by one", kind) for kind in ("sized_stream", "batch_sampler", "two", *BATCHES)}
-QUICK |= {("ddp x2", "together", kind) for kind in ("stateful_stream", *SEVERAL)} | {("fsdp x2", "together", "stream")}
+QUICK |= {("ddp x2", "together", kind) for kind in ("stateful_stream", "padded", *SEVERAL)} | {
+    ("fsdp x2", "together", "stream")
+}
 
 
 def _cases() -> Iterator[Any]:
