@@ -129,11 +129,13 @@ def locate(option: str, target: str) -> Callable[..., Any]:
 
 def _import_module_of(option: str, target: str) -> tuple[Any, list[str]]:
     """Import the module with which a dotted name begins; return it and the rest of the name."""
+    if not all(part.isidentifier() for part in target.split(".")):
+        raise UserError(f"{option}={target}: give a class or a function, as MODULE.NAME")
     module, names = target, list[str]()
     while True:
         try:
             return importlib.import_module(module), names
-        except (ImportError, ValueError, TypeError) as error:  # the latter two for a dot too many
+        except ImportError as error:
             is_no_module = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
             if not is_no_module or "." not in module:
                 raise UserError(f"{option}={target}: {' '.join(str(error).split())}") from error

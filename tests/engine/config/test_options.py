@@ -1,6 +1,6 @@
 """Options that nothing reads, that a class does not accept, or of a wrong type are refused before anything is built."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from onecurve.config.folder import register_resolvers
 from onecurve.config.resolve import _changed_options, _warn_of_unused_options, refuse_unknown_options
 from onecurve.errors import UserError
 from onecurve.run.experiment import run_experiment
-from onecurve.targets import check_options, check_value
+from onecurve.targets import check_options, check_value, locate
 from tests.support.commands import TINY, error_line, run_here
 from tests.support.runs import CONF, compose
 
@@ -141,3 +141,14 @@ def test_options_that_a_module_does_not_take(
     warnings = capsys.readouterr().err
     assert warnings.startswith(f"warning: {warned}: no effect, " if warned else "")
     assert warnings.count("\n") == bool(warned)
+
+
+def test_a_bug_in_the_file_of_a_class_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "with_a_bug.py").write_text("raise ValueError('of the file')")
+    (tmp_path / "without_a_package.py").write_text("import of_nobody")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="of the file"):
+        locate("model._target_", "with_a_bug.Net")
+    with pytest.raises(UserError, match=r"model._target_=without_a_package.Net: No module named 'of_nobody'"):
+        locate("model._target_", "without_a_package.Net")
+    assert locate("model._target_", "collections.abc.Mapping.get") is Mapping.get
