@@ -17,6 +17,14 @@ _SYNONYMS = {
 }
 
 
+# What stands for options of the template in the messages of a script.
+_IN_SCRIPTS = {
+    "data.batch_size": "the loader's batch_size",
+    "+strategy.find_unused_parameters=True": "strategy='ddp_find_unused_parameters_true'",
+    "optimizer.lr or lengthen scheduler.warmup": "the learning rate",
+}
+
+
 class UserError(Exception):
     """An error that the user can fix; the message names the option and a solution."""
 
@@ -76,7 +84,8 @@ def in_python(message: str) -> str:
     """Return a message whose options are those of a script: bit_exact=True in place of bit_exact=true."""
     for typed, value in {"true": "True", "false": "False", "null": "None"}.items():
         message = re.sub(rf"(?<==){typed}\b", value, message)
-    message = message.replace("data.batch_size", "the loader's batch_size")
+    for option, words in _IN_SCRIPTS.items():
+        message = message.replace(option, words)
     message = re.sub(r"; ckpt_path=\S+ goes on", "; fit(ckpt_path='last') goes on", message)
     return re.sub(r"\b(?:trainer|launch)\.(?=\w+=)", "", message)
 

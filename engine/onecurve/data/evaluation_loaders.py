@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from onecurve.data.layout import DataParallelInfo, Division
-from onecurve.data.loader import EVALUATION, Loaders, RankLoader, order_of, yields_batches
+from onecurve.data.loader import Loaders, RankLoader, order_of, yields_batches
 from onecurve.data.sampler import EvaluationBatches, apply_limit, limit_without_length
 from onecurve.data.streams import StreamLoader, length_of_stream
 from onecurve.errors import UserError
-from onecurve.random.seeding import makes_batches
+from onecurve.random.seeding import EVALUATION, makes_batches
 
 
 class EvaluationLoaders:

@@ -25,6 +25,7 @@ from onecurve.patches.torch import TreeSpec, tree_flatten
 from onecurve.process import signals
 from onecurve.random.hashing import hash_ints, permutation
 from onecurve.random.seeding import (
+    EVALUATION,
     SampleAxis,
     SeededSamples,
     are_equal,
@@ -34,7 +35,6 @@ from onecurve.random.seeding import (
 )
 
 _log = logging.getLogger(__name__)
-EVALUATION, SETUP = -1, -2  # in place of an epoch
 _PROBED = 8  # samples
 # What the loader of a rank takes over from the user's; what makes batches and starts workers aside.
 _OPTIONS = ("timeout", "in_order", "prefetch_factor", "persistent_workers")

@@ -19,14 +19,14 @@ from onecurve.data.layout import (
     alone,
     data_parallel_info,
 )
-from onecurve.data.loader import EVALUATION, SETUP, example, loaders_of
+from onecurve.data.loader import example, loaders_of
 from onecurve.data.plain_data import WithPlainData
 from onecurve.data.sampler import total_steps
 from onecurve.data.training_loaders import TrainingLoaders
 from onecurve.errors import UserError
 from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
-from onecurve.random.seeding import refuse_draws, seed_generators
+from onecurve.random.seeding import EVALUATION, SETUP, refuse_draws, seed_generators
 
 _LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 

@@ -98,8 +98,11 @@ class CheckpointConnector(_CheckpointConnector):
     def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
         self.prepare_late_layers()
         super()._restore_modules_and_callbacks(*args, **kwargs)
-        if self._loaded_checkpoint and not steps_of_loggers(self.trainer):
-            set_steps_of_loggers(self.trainer, self._loaded_checkpoint.get("position", {}).get("steps", 0))
+        position = self._loaded_checkpoint.get("position") if self._loaded_checkpoint else None
+        if position and not steps_of_loggers(self.trainer):
+            set_steps_of_loggers(self.trainer, position["steps"])
+            epochs = position["epoch"] + (position["epoch_steps"] > 0)
+            self.trainer.fit_loop.epoch_progress.current.completed = epochs
 
     def prepare_late_layers(self) -> None:
         """Change the layers that `setup` or `configure_model` has made."""

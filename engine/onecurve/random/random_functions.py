@@ -24,7 +24,7 @@ from onecurve.errors import UserError
 from onecurve.patches.torch import attention_weights
 from onecurve.random.dropout import SampleDropout, dropouts, hash_samples, keep_mask, set_keys
 from onecurve.random.hashing import hash_ints, normal
-from onecurve.random.seeding import seed_generators, torch_generator_states
+from onecurve.random.seeding import EVALUATION, seed_generators, torch_generator_states
 
 _ATTENTION, _MULTI_HEAD_ATTENTION = F.scaled_dot_product_attention, F.multi_head_attention_forward
 _BERNOULLI, _RANDN_LIKE = Tensor.bernoulli_, torch.randn_like
@@ -251,7 +251,7 @@ class RandomNumbers(L.Callback):
 
         The functions that draw for each sample have the numbers that they have without virtual ranks.
         """
-        data, epoch, device = cast(Any, trainer.datamodule), trainer.current_epoch, trainer.lightning_module.device
+        data, epoch, device = cast(Any, trainer.datamodule), _epoch(trainer), trainer.lightning_module.device
         samples, of_step, seed = data.sample_index, self._seed(epoch, step), self._seed(epoch, step, number)
         seed_generators(seed, device.type)
         sample_random.begin(
@@ -296,8 +296,13 @@ class RandomNumbers(L.Callback):
 
     def _begin_batch(self, trainer: L.Trainer, number: int) -> None:
         data: Any = trainer.datamodule
-        epoch, samples, parallel = trainer.current_epoch, data.sample_index, data.parallel
+        epoch, samples, parallel = _epoch(trainer), data.sample_index, data.parallel
         device = trainer.lightning_module.device
         seed_generators(self._seed(epoch, number), device.type)
         is_divided = not data.bit_exact and parallel.dp_size * parallel.num_microbatches * data.accumulate > 1
         sample_random.begin(lambda: hash_ints(self.seed, epoch, samples), device, is_divided)
+
+
+def _epoch(trainer: L.Trainer) -> int:
+    """Return the epoch by which a batch draws; evaluations of the same weights draw the same numbers at any time."""
+    return trainer.current_epoch if trainer.training else EVALUATION

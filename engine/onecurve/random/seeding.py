@@ -15,6 +15,8 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 from onecurve.errors import UserError
 from onecurve.patches.torch import tree_leaves
 
+EVALUATION, SETUP = -1, -2  # in place of an epoch
+
 
 class SampleAxis(NamedTuple):
     """Which size of a batch is its number of samples, or a multiple: dimension `dim` of the tensor number `leaf`."""

@@ -15,9 +15,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
-from onecurve.data.batch import join
 from onecurve.errors import UserError
-from onecurve.patches.torch import tree_map
 from onecurve.random.seeding import makes_batches
 from onecurve.records.files import atomic_write
 
@@ -84,7 +82,8 @@ class SamplePredictions(L.Callback):
     """Writes `predictions.pt` into the run folder: what `predict_step` returns for the samples of `predict_dataloader`.
 
     It is a list with a dictionary for each loader: `sample_index` has the (n,) positions in its dataset, in ascending
-    order, and `predictions` the outputs of all batches in one, whose tensors have a row for each of these samples.
+    order, and `predictions` the outputs of all batches in one: tensors with a row for each of these samples, or lists
+    of such rows if their sizes differ.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -115,10 +114,31 @@ class SamplePredictions(L.Callback):
 def _in_order(batches: list[tuple[Tensor, Any]]) -> dict[str, Any]:
     index = torch.cat([positions for positions, _ in batches])
     # The ranks of a pipeline have predicted the same samples.
-    unique, rows = (torch.from_numpy(values) for values in np.unique(index.numpy(), return_index=True))
-    outputs = join([outputs for _, outputs in batches])
+    unique, rows = np.unique(index.numpy(), return_index=True)
+    unique, rows = unique[unique >= 0], rows[unique >= 0]  # the others are padding
+    samples = [
+        _sample(outputs, number, len(positions)) for positions, outputs in batches for number in range(len(positions))
+    ]
+    return {"sample_index": torch.from_numpy(unique), "predictions": _stack([samples[row] for row in rows])}
 
-    def sort(value: Any) -> Any:
-        return value[rows] if isinstance(value, Tensor) and value.ndim and len(value) == len(index) else value
 
-    return {"sample_index": unique, "predictions": tree_map(sort, outputs)}
+def _sample(outputs: Any, number: int, count: int) -> Any:
+    """Return what the outputs of a batch of `count` samples say of one: its row, or what all have in common."""
+    if isinstance(outputs, dict):
+        return {name: _sample(value, number, count) for name, value in outputs.items()}
+    has_rows = outputs.ndim > 0 if isinstance(outputs, Tensor) else isinstance(outputs, list)
+    if has_rows and len(outputs) == count:
+        return outputs[number]
+    return tuple(_sample(value, number, count) for value in outputs) if isinstance(outputs, tuple) else outputs
+
+
+def _stack(samples: list[Any]) -> Any:
+    """Return the outputs of samples as one: tensors with a row for each, or lists if their sizes differ."""
+    first = samples[0]
+    if isinstance(first, dict):
+        return {name: _stack([sample[name] for sample in samples]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(_stack(list(values)) for values in zip(*samples, strict=True))
+    if isinstance(first, Tensor) and all(sample.shape == first.shape for sample in samples):
+        return torch.stack(samples)
+    return samples

@@ -374,8 +374,8 @@ class Trainer(L.Trainer):
         """Return the best checkpoint of this run: that of rank zero, on every rank."""
         if not monitoring or not monitoring[0].best_model_path:
             raise UserError(
-                "no ModelCheckpoint of this run has kept a best checkpoint: add one with a monitor, or take "
-                "the last weights"
+                "no ModelCheckpoint of this process has kept a best checkpoint: fit with one that has a monitor, give "
+                f"the path of a file in {self._folder / CHECKPOINTS}, or take the last weights"
             )
         own = monitoring[0].best_model_path
         path = self.strategy.broadcast(own)

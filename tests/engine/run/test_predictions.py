@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from PIL import Image
 from onecurve.config.resolve import runs_in_single_process
 from onecurve.errors import UserError
 from onecurve.run.experiment import run_experiment
+from onecurve.run.predictions import _in_order
 from onecurve.targets import build
 from src.data.sources.shapes import CLASSES
 from tests.support.commands import run_here
@@ -101,3 +103,21 @@ def test_refuses_files_that_are_no_images(trained: Path, small: list[str], tmp_p
     (tmp_path / "broken.png").write_bytes(b"\x89PNG and no more")
     with pytest.raises(UserError, match=r"broken.png cannot be read"):
         run_experiment(cfg)
+
+
+def test_outputs_of_different_sizes_have_the_order_of_the_dataset() -> None:
+    """Two ranks, which have padded their batches to different lengths; the second begins with padding of its own."""
+    batches: list[Any] = []
+    for positions, length in (([0, 2], 3), ([4], 2), ([-1, 3], 5), ([1, 3], 4)):
+        index = torch.tensor(positions)
+        outputs = {
+            "tags": index[:, None].expand(-1, length),
+            "names": [f"{one}" for one in positions],
+            "loss": index[0],
+        }
+        batches.append((index, (outputs, index)))
+    found = _in_order(batches)
+    outputs, index = found["predictions"]
+    assert found["sample_index"].tolist() == index.tolist() == [*range(5)]
+    assert outputs["names"] == ["0", "1", "2", "3", "4"]
+    assert [(int(row[0]), len(row)) for row in outputs["tags"]] == [(0, 3), (1, 4), (2, 3), (3, 5), (4, 2)]

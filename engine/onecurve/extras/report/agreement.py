@@ -131,7 +131,10 @@ def _compare_loss(metric: str, run: RunFolder, name: str, first: RunFolder, firs
     measured = f"{metric} differs by {gap.values[at]:.1e}, relative; rounding explains {allowed[at]:.1e}"
     sentence = f"{experiment} {name} parts from {first_name} at step {gap.steps[at]:.0f}: {measured}."
     if run.world_size != first.world_size:
-        sentence += f" A module of your own logs {metric} with sync_dist=True: without it, the value is rank zero's."
+        sentence += (
+            f" A module of your own logs {metric} with sync_dist=True, or it is rank zero's; a mean over anything but "
+            "samples, such as tokens or weighted classes, needs bit_exact=true."
+        )
     return Verdict(sentence, True)
 
 

@@ -16,7 +16,14 @@ from omegaconf import OmegaConf
 
 from onecurve.checkpoint.format import VERSION_KEY
 from onecurve.errors import UserError
-from onecurve.identity.option_kinds import HARDWARE, OWN_HARDWARE, experiment_options, flatten_config, matches
+from onecurve.identity.option_kinds import (
+    HARDWARE,
+    OWN_HARDWARE,
+    default_value,
+    experiment_options,
+    flatten_config,
+    matches,
+)
 from onecurve.records.events import read_events
 from onecurve.records.files import read_json_lines
 
@@ -86,11 +93,17 @@ class RunFolder:
         """The options of its experiment, by dotted name; of a class that cannot be imported, all but known hardware."""
         config = read_mapping(self.path / "config.yaml")
         options = {name: node for name, node in config.items() if name not in _RECORDED}
+        resolved = OmegaConf.create(options)
         try:
-            return experiment_options(OmegaConf.create(options))
+            return experiment_options(resolved)
         except UserError:  # such as a class of a script
             flat = flatten_config(options)
-            return {name: value for name, value in flat.items() if not matches(name, HARDWARE + OWN_HARDWARE)}
+        own = {name: value for name, value in flat.items() if not matches(name, HARDWARE + OWN_HARDWARE)}
+        strategy = [name for name in own if name.startswith("strategy.")]
+        if not str(flat.get("strategy._target_")).startswith("onecurve."):
+            return own
+        defaults = [name for name in strategy if own[name] == default_value(resolved, name)]
+        return {name: value for name, value in own.items() if name not in defaults}
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
