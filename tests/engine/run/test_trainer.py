@@ -310,7 +310,7 @@ def test_a_test_in_another_process_joins_the_row_of_its_step(folder: Path) -> No
     assert columns(folder, "epoch")[-1] == 0
     trainer(folder).test(Boring(), loader(32), ckpt_path="last", verbose=False)
     rows = [*csv.DictReader((folder / "metrics.csv").open())]
-    assert [row["step"] for row in rows if row["test_loss"]] == ["8"]
+    assert [(row["step"], row["epoch"]) for row in rows if row["test_loss"]] == [("8", "1")]
 
 
 def test_the_rows_of_a_learning_rate_monitor_are_those_without_the_interruption(folder: Path) -> None:
