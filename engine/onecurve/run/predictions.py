@@ -126,10 +126,18 @@ def _sample(outputs: Any, number: int, count: int) -> Any:
     """Return what the outputs of a batch of `count` samples say of one: its row, or what all have in common."""
     if isinstance(outputs, dict):
         return {name: _sample(value, number, count) for name, value in outputs.items()}
-    has_rows = outputs.ndim > 0 if isinstance(outputs, Tensor) else isinstance(outputs, list)
-    if has_rows and len(outputs) == count:
+    if _has_rows(outputs, count):
         return outputs[number]
-    return tuple(_sample(value, number, count) for value in outputs) if isinstance(outputs, tuple) else outputs
+    if not isinstance(outputs, list | tuple):
+        return outputs
+    is_of_samples = isinstance(outputs, list) and len(outputs) == count
+    if is_of_samples and not all(_has_rows(value, count) for value in outputs):  # else they are of several heads
+        return outputs[number]
+    return tuple(_sample(value, number, count) for value in outputs)
+
+
+def _has_rows(value: Any, count: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == count
 
 
 def _stack(samples: list[Any]) -> Any:
@@ -139,6 +147,7 @@ def _stack(samples: list[Any]) -> Any:
         return {name: _stack([sample[name] for sample in samples]) for name in first}
     if isinstance(first, tuple):
         return tuple(_stack(list(values)) for values in zip(*samples, strict=True))
-    if isinstance(first, Tensor) and all(sample.shape == first.shape for sample in samples):
-        return torch.stack(samples)
-    return samples
+    is_table = isinstance(first, Tensor) and all(
+        isinstance(one, Tensor) and one.shape == first.shape for one in samples
+    )
+    return torch.stack(samples) if is_table else samples

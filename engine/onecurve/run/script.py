@@ -5,14 +5,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    EarlyStopping,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch import callbacks
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.targets import default_options
@@ -21,12 +14,8 @@ _PLAIN = (bool, int, float, str, type(None))
 _NOT_PLAIN = object()
 # Callbacks that change what is trained, or for how long; others observe.
 _TRAINING = (
-    BaseFinetuning,
-    EarlyStopping,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
+    *(callbacks.EarlyStopping, callbacks.LearningRateFinder, callbacks.BaseFinetuning, callbacks.ModelPruning),
+    *(callbacks.StochasticWeightAveraging, callbacks.WeightAveraging),
 )
 
 

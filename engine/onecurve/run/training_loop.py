@@ -52,7 +52,7 @@ def patch_trainer(trainer: L.Trainer, virtual: VirtualMetrics | None) -> None:
 
 
 def skip_empty_hooks(callbacks: Iterable[L.Callback]) -> None:
-    """Let Lightning pass over hooks of a batch that a callback does not have; each call of one takes 3 microseconds.
+    """Let Lightning pass over hooks of a batch that a callback does not have (docs/benchmarks/speed.md has the gain).
 
     Lightning calls no hook that is not callable (trainer/call.py, `_call_callback_hooks`). Callbacks of a project stay
     as they are, because their code may call each other's hooks.

@@ -115,9 +115,11 @@ def test_outputs_of_different_sizes_have_the_order_of_the_dataset() -> None:
             "names": [f"{one}" for one in positions],
             "loss": index[0],
         }
-        batches.append((index, (outputs, index)))
+        batches.append((index, (outputs, index, [index, -index])))
     found = _in_order(batches)
-    outputs, index = found["predictions"]
+    outputs, index, heads = found["predictions"]
+    assert torch.equal(heads[0], index)
+    assert torch.equal(heads[1], -index)
     assert found["sample_index"].tolist() == index.tolist() == [*range(5)]
     assert outputs["names"] == ["0", "1", "2", "3", "4"]
     assert [(int(row[0]), len(row)) for row in outputs["tags"]] == [(0, 3), (1, 4), (2, 3), (3, 5), (4, 2)]
