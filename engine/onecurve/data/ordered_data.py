@@ -310,9 +310,15 @@ class OrderedData(WithPlainData):
         """The shape of one sample's first tensor."""
         return tuple(tree_leaves(self.example_batch(1)[0].batch)[0].shape[1:])
 
-    def example_batch(self, count: int, first: int = 0) -> StepParts:
-        """Return a batch of `count` samples as one part, as a loader yields it; they repeat if there are fewer."""
-        if self._training:
+    def example_batch(self, count: int, first: int = 0, evaluates: bool = False) -> StepParts:
+        """Return a batch of `count` samples as one part, as a loader yields it; they repeat if there are fewer.
+
+        Args:
+            count: number of samples.
+            first: position of the first one in the dataset.
+            evaluates: take samples of an evaluation even while there are some of training.
+        """
+        if self._training and not evaluates:
             return self._training.example_batch(count, first)
         return StepParts([as_part(*example(self._any_loader, count, first))])
 

@@ -1,16 +1,19 @@
-"""A check after the first optimizer step: does the loss of the module divide by samples?"""
+"""A check after the first optimizer step: do the loss and the metrics of the module divide by samples?"""
 
 import logging
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 from typing import Any, NamedTuple
 from unittest import mock
 
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 
 from onecurve.errors import UserError
 from onecurve.network.module_state import set_mode, unchanged, without_log
@@ -23,11 +26,15 @@ _TOLERANCES, _OTHER_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}, 1e-2
 _WAY_OUT = "Set bit_exact=true, with which each virtual rank has a pass of its own, or train undivided on one device"
 
 
-class _Loss(NamedTuple):
-    """A loss, the number of its samples, and the states of NumPy's and Python's generators after it."""
+class _Pass(NamedTuple):
+    """What a step computed of some samples.
 
-    value: float
-    samples: int
+    Attributes:
+        values: the loss, or what was logged, each with its weight in a mean.
+        states: those of NumPy's and Python's generators after it.
+    """
+
+    values: dict[str, tuple[float, int]]
     states: Any
 
 
@@ -35,8 +42,10 @@ class DivisionCheck(L.Callback):
     """Refuses a module that is another experiment on each number of processes or micro-batches.
 
     It compares the loss of some samples with the mean of those of their halves, in evaluation mode and without
-    gradients. All ranks take the same samples, and so come to the same result. A module that takes weighted batches,
-    communicates itself or raises an error in evaluation mode is not checked; a pipeline checks its losses itself.
+    gradients. It does the same with each number that `validation_step` logs, and warns of one that is no mean over
+    samples. All ranks take the same samples, and so come to the same result. A module that takes weighted batches,
+    communicates itself or raises an error in evaluation mode is not checked; nor is a pipeline, which checks its losses
+    itself.
 
     Attributes:
         is_always_due: check also if nothing is divided, as `doctor=true` does.
@@ -58,20 +67,25 @@ class DivisionCheck(L.Callback):
         count = int(data.layout.mean_samples_per_batch) if is_due and is_plain and is_divided else 0
         if count < 2 or data.parallel.num_microbatches > 1:
             return
-        with _as_before(trainer, pl_module):
+        try:
+            whole, halves = _passes(trainer, "training_step", count)
+        except Exception as error:  # the step of a module may not run in evaluation mode
+            self.result = f"not checked whether the loss divides by samples: {error}"
+            _log.info(self.result)
+        else:
+            _check_draws(pl_module, whole, halves[0])
+            _check_loss(pl_module, whole, halves, count)
+            self.result = f"the loss of {count} samples is the mean of those of their halves"
+        if data.evaluates("val") and is_overridden("validation_step", pl_module):
             try:
-                whole = _loss(trainer, 0, count)
-                halves = [_loss(trainer, 0, count // 2), _loss(trainer, count // 2, count)]
-            except Exception as error:  # the step of a module may not run in evaluation mode
-                self.result = f"not checked whether the loss divides by samples: {error}"
-                _log.info(self.result)
-                return
-        _check_draws(pl_module, whole, halves[0])
-        _check_mean(pl_module, whole, halves)
-        self.result = f"the loss of {count} samples is the mean of those of their halves"
+                whole, halves = _passes(trainer, "validation_step", count)
+            except Exception as error:  # it may take several loaders, or communicate
+                _log.info("not checked whether the metrics of a validation divide by samples: %s", error)
+            else:
+                _warn_of_metrics(pl_module, whole, halves, count)
 
 
-def _check_draws(module: L.LightningModule, whole: _Loss, half: _Loss) -> None:
+def _check_draws(module: L.LightningModule, whole: _Pass, half: _Pass) -> None:
     if not are_equal(whole.states, half.states):
         raise UserError(
             f"{type(module).__name__}.training_step draws numbers of NumPy or Python for each sample, and each process "
@@ -79,30 +93,76 @@ def _check_draws(module: L.LightningModule, whole: _Loss, half: _Loss) -> None:
         )
 
 
-def _check_mean(module: L.LightningModule, whole: _Loss, halves: list[_Loss]) -> None:
-    mean = sum(half.value * half.samples for half in halves) / whole.samples
-    weight = next(module.parameters())
-    is_precise = weight.is_cpu or weight.dtype is torch.float64
-    tolerance = _TOLERANCES.get(weight.dtype, _OTHER_TOLERANCE) if is_precise else _OTHER_TOLERANCE
-    if not np.isclose(mean, whole.value, rtol=tolerance, atol=tolerance / 10, equal_nan=True):
+def _check_loss(module: L.LightningModule, whole: _Pass, halves: list[_Pass], count: int) -> None:
+    loss, mean = whole.values["loss"][0], _mean(halves, "loss")
+    if not _are_close(module, loss, mean):
         raise UserError(
-            f"{type(module).__name__}.training_step does not divide by samples: the loss of {whole.samples} samples is "
-            f"{whole.value:.6g}, and the mean of those of their halves {mean:.6g}, as with class weights or a loss "
+            f"{type(module).__name__}.training_step does not divide by samples: the loss of {count} samples is "
+            f"{loss:.6g}, and the mean of those of their halves {mean:.6g}, as with class weights or a loss "
             f"that compares samples. So each number of processes or micro-batches is another experiment. {_WAY_OUT}"
         )
 
 
-def _loss(trainer: Any, first: int, last: int) -> _Loss:
-    """Compute the loss of the first samples of the training data from `first` to `last`."""
+def _warn_of_metrics(module: L.LightningModule, whole: _Pass, halves: list[_Pass], count: int) -> None:
+    for name in whole.values.keys() & halves[0].values.keys() & halves[1].values.keys():
+        value, mean = whole.values[name][0], _mean(halves, name)
+        if not _are_close(module, value, mean, rounded=2 / count):
+            _log.warning(
+                "%s is no mean over samples: of %d samples it is %.6g, and the mean of their halves %.6g. So it "
+                "differs a little between numbers of processes: log a metric of torchmetrics, give `self.log` the "
+                "number of what is averaged as its batch_size, or set bit_exact=true",
+                *(name, count, value, mean),
+            )
+
+
+def _mean(passes: list[_Pass], name: str) -> float:
+    weighted = [value * weight for value, weight in (each.values[name] for each in passes)]
+    return sum(weighted) / sum(each.values[name][1] for each in passes)
+
+
+def _are_close(module: L.LightningModule, value: float, mean: float, rounded: float = 0.0) -> bool:
+    """Compare two numbers; `rounded` is what imprecise weights may change in the second one besides."""
+    weight = next(module.parameters())
+    if weight.is_cpu or weight.dtype is torch.float64:
+        tolerance, rounded = _TOLERANCES.get(weight.dtype, _OTHER_TOLERANCE), 0.0
+    else:
+        tolerance = _OTHER_TOLERANCE
+    return bool(np.isclose(mean, value, rtol=tolerance, atol=tolerance / 10 + rounded, equal_nan=True))
+
+
+def _passes(trainer: Any, step: str, count: int) -> tuple[_Pass, list[_Pass]]:
+    """Return the pass of the first samples, and those of their halves, without a trace in the run."""
+    with _as_before(trainer, trainer.lightning_module):
+        halves = [(0, count // 2), (count // 2, count)]
+        return _pass(trainer, step, 0, count), [_pass(trainer, step, *half) for half in halves]
+
+
+def _pass(trainer: Any, step: str, first: int, last: int) -> _Pass:
+    """Compute a step of the module for the samples from `first` to `last` of the training or validation data."""
     data, module, plugin = trainer.datamodule, trainer.lightning_module, trainer.precision_plugin
-    batch = data.on_before_batch_transfer(plugin.convert_input(data.example_batch(last - first, first)), 0)
+    batch = data.example_batch(last - first, first, evaluates=step == "validation_step")
+    batch = data.on_before_batch_transfer(plugin.convert_input(batch), 0)
     batch = data.on_after_batch_transfer(data.transfer_batch_to_device(batch, module.device, 0), 0)
     seed_generators(0, module.device.type)
     samples = data.sample_index
     sample_random.begin(lambda: samples, module.device, is_divided=False)
-    output = module.training_step(batch, 0)
-    loss = output["loss"] if isinstance(output, Mapping) else output
-    return _Loss(float(loss), last - first, [random.getstate(), np.random.get_state()])
+    module.log.reset_mock()
+    output = getattr(module, step)(batch, 0)
+    if step == "training_step":
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        values = {"loss": (float(loss), last - first)}
+    else:
+        values = dict(_logged_means(module.log.call_args_list, last - first))
+    return _Pass(values, [random.getstate(), np.random.get_state()])
+
+
+def _logged_means(calls: list[Any], samples: int) -> Iterator[tuple[str, tuple[float, int]]]:
+    """Yield the numbers of which Lightning makes a mean, each with its weight there; a metric has sums of its own."""
+    for call in calls:
+        arguments = signature(L.LightningModule.log).bind(None, *call.args, **call.kwargs).arguments
+        value, is_mean = arguments["value"], arguments.get("reduce_fx", "mean") in ("mean", torch.mean)
+        if isinstance(value, float | int | Tensor) and is_mean:
+            yield arguments["name"], (float(value), arguments.get("batch_size") or samples)
 
 
 @contextmanager

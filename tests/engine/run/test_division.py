@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -96,3 +97,36 @@ def test_modules_are_as_before() -> None:
     assert net.numbers is held
     assert not hasattr(net, "new")
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+class Evaluates(Vectors):
+    """Logs means in a validation: over samples, over the weights of classes, and over the samples of one class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weighted = MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        outputs, weight = self.net(x), x.new_tensor([1.0, 2.0, 4.0])
+        weights, losses = weight[y], F.cross_entropy(outputs, y, weight, reduction="none")
+        self.log_dict({"val_loss": F.cross_entropy(outputs, y), "val_acc": (outputs.argmax(1) == y).float().mean()})
+        self.log("val_weighted_loss", F.cross_entropy(outputs, y, weight))
+        self.weighted.update(losses / weights, weights)
+        self.log("val_weighted_metric", self.weighted)
+        is_first = y == 0
+        self.log("val_first", losses[is_first].mean(), batch_size=int(is_first.sum()))
+        self.log("val_most", losses.max(), reduce_fx="max")
+
+
+def test_a_metric_that_is_no_mean_over_samples_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The others have the values of a run on one process."""
+    words = [*OWN, f"+module._target_={__name__}.Evaluates", "trainer.precision=64-true"]
+    one = fit(compose(folder / "one", *words)).metrics
+    assert "no mean over samples" not in caplog.text
+    two = fit(compose(folder / "two", *words, "trainer.accumulate_grad_batches=2")).metrics
+    (line,) = [line for line in caplog.messages if "no mean over samples" in line]
+    assert line.startswith("val_weighted_loss is no mean over samples: of 16 samples it is ")
+    for name in ("val_loss", "val_acc", "val_weighted_metric", "val_first", "val_most"):
+        assert float(two[name]) == pytest.approx(float(one[name]), rel=1e-9)
+    assert float(two["val_weighted_loss"]) != pytest.approx(float(one["val_weighted_loss"]), rel=1e-6)
