@@ -2,8 +2,8 @@
 
 Each argument is a run folder; files are left out, so that runs/* may hold pages as well. A row is a step at which all
 runs have the metric. The last rows are the differences from the first run, also those of train/loss. Below them are
-the options by which experiments differ. The exit status is 1 if two runs of one experiment part by more than rounding
-in their precision explains.
+the options by which experiments differ. The exit status is 1 if losses of two runs of one experiment part by more than
+rounding in their precision explains; with bit_exact=true, if any values do, whatever --metric shows.
 """
 
 import argparse

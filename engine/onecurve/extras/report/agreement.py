@@ -30,12 +30,13 @@ class Verdict(NamedTuple):
 
 
 def difference(curve: Curve, first: Curve) -> Curve:
-    """Return the relative difference of a curve from the first one, at the steps that both have."""
+    """Return the relative difference of a curve from the first one, at the steps that both have; two nan are equal."""
     steps, ours, theirs = np.intersect1d(curve.steps, first.steps, return_indices=True)
     reference = first.values[theirs]
     with np.errstate(divide="ignore", invalid="ignore"):
         gaps = np.abs(curve.values[ours] - reference) / np.abs(reference)
-    return Curve(steps, np.where(curve.values[ours] == reference, 0.0, gaps))
+    are_equal = (curve.values[ours] == reference) | (np.isnan(curve.values[ours]) & np.isnan(reference))
+    return Curve(steps, np.where(are_equal, 0.0, gaps))
 
 
 def shared_metrics(runs: Sequence[RunFolder]) -> list[str]:
@@ -123,13 +124,18 @@ def _compare_loss(metric: str, run: RunFolder, name: str, first: RunFolder, firs
     allowed = np.minimum(begin * 10.0 ** np.minimum(gap.steps, 9), most)
     beyond = np.flatnonzero(~(gap.values <= allowed))  # nan is beyond
     experiment = f"Experiment {run.experiment}:"
+    if not len(gap.steps):
+        return Verdict(f"{experiment} {name} and {first_name} have logged {metric} at no common step.", False)
     if not len(beyond):
         largest = f"differ by at most {np.max(gap.values):.1e}, relative, as rounding that training amplifies explains"
         measured = f"{len(gap.steps)} log points of {metric} {largest if np.any(gap.values) else 'are equal'}"
         return Verdict(f"{experiment} {name} and {first_name} have one curve: {measured}.", False)
     at = beyond[0]
-    measured = f"{metric} differs by {gap.values[at]:.1e}, relative; rounding explains {allowed[at]:.1e}"
-    sentence = f"{experiment} {name} parts from {first_name} at step {gap.steps[at]:.0f}: {measured}."
+    sentence = f"{experiment} {name} parts from {first_name} at step {gap.steps[at]:.0f}"
+    if not np.isfinite(gap.values[at]):
+        value, other = (dict(zip(*one.curves[metric], strict=True))[gap.steps[at]] for one in (run, first))
+        return Verdict(f"{sentence}: {metric} is {value:.4g} and {other:.4g}.", True)
+    sentence += f": {metric} differs by {gap.values[at]:.1e}, relative; rounding explains {allowed[at]:.1e}."
     if run.world_size != first.world_size:
         sentence += (
             f" A module of your own logs {metric} with sync_dist=True, or it is rank zero's; a mean over anything but "

@@ -39,7 +39,6 @@ def run(folder: Path, precision: str, device: str, *gaps: float) -> RunFolder:
         ("32-true", "NVIDIA H100", (1e-4, 1e-4, 1e-2, 0.1), None),
         ("bf16-mixed", "cpu", (1e-3, 1e-2, 1e-2, 0.1), None),
         ("bf16-mixed", "cpu", (0.1, 0, 0, 0), 0),
-        ("64-true", "cpu", (0, float("nan"), 0, 0), 1),
     ],
 )
 def test_runs_part_beyond_rounding(precision: str, device: str, gaps: tuple[float, ...], step: int | None) -> None:
@@ -56,6 +55,21 @@ def test_losses_that_torchmetrics_round_to_float32(gap: float, parts: bool) -> N
     loss = pair[1].curves["train/loss"]
     pair[1].curves["train/loss"] = loss._replace(values=loss.values.astype(np.float32).astype(float))
     assert verdicts(pair, ["a", "b"])[0].parts is parts
+
+
+def test_losses_that_are_not_finite() -> None:
+    pair = [run(Path(name), "64-true", "cpu", 0, 0, np.nan, np.nan) for name in "ab"]
+    assert "one curve" in verdicts(pair, ["a", "b"])[0].sentence
+    pair[1].curves["train/loss"].values[2] = 3.0
+    verdict = verdicts(pair, ["a", "b"])[0]
+    assert verdict.parts
+    assert verdict.sentence.endswith("b parts from a at step 2: train/loss is 3 and nan.")
+
+
+def test_a_loss_without_a_common_step() -> None:
+    pair = [run(Path(name), "64-true", "cpu", 0, 0, 0, 0) for name in "ab"]
+    pair[1].curves["train/loss"] = Curve(STEPS + 1000, np.full(4, 2.0))
+    assert "have logged train/loss at no common step" in verdicts(pair, ["a", "b"])[0].sentence
 
 
 def test_a_shorter_run_is_named() -> None:
