@@ -34,7 +34,7 @@ _RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_max
 _PAUSE = 0.05  # seconds, so that gloo's threads can take the GIL
 _MARGIN = timedelta(minutes=5)
 _ERROR_DELAY = 3.0  # seconds in which rank zero ends the others, if all ranks have an error
-_LOST_RANK = "gloo/transport"  # in an error of gloo
+_LOST_RANK = ("gloo/transport", "ncclRemoteError")  # in an error of gloo or NCCL
 _trainers = WeakSet["L.Trainer"]()  # of a script
 # This advice does not apply here: the data is in memory, and the sampler, not the loader, resumes an epoch.
 _IGNORED_WARNINGS = [
@@ -145,7 +145,7 @@ def _replace_excepthook(rank: int) -> None:
     def show_shortened(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, UserError):
             show(kind, error, trace)
-            if _LOST_RANK in str(error):
+            if any(sign in str(error) for sign in _LOST_RANK):
                 print("another rank has ended; fit(ckpt_path='last') continues the run", file=sys.stderr)
             return
         time.sleep(_ERROR_DELAY if rank > 0 else 0)
