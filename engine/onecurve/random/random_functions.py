@@ -58,7 +58,8 @@ class SampleRandom:
     def begin(self, make_keys: Callable[[], Tensor], device: torch.device, is_divided: bool, shift: int = 0) -> None:
         """Draw for other samples. The generators must have been seeded."""
         self.make_keys, self.device, self.is_divided, self.shift = make_keys, device, is_divided, shift
-        _, *self._device_states = torch_generator_states(device.type)
+        if is_divided:
+            _, *self._device_states = torch_generator_states(device.type)
         vars(self).pop("keys", None)
 
     @property

@@ -42,10 +42,10 @@ class DivisionCheck(L.Callback):
     """Refuses a module that is another experiment on each number of processes or micro-batches.
 
     It compares the loss of some samples with the mean of those of their halves, in evaluation mode and without
-    gradients. It does the same with each number that `validation_step` logs, and warns of one that is no mean over
-    samples. All ranks take the same samples, and so come to the same result. A module that takes weighted batches,
-    communicates itself or raises an error in evaluation mode is not checked; nor is a pipeline, which checks its losses
-    itself.
+    gradients. It does the same with the numbers that `validation_step` logs for the first loader, and warns of one that
+    is no mean over samples. All ranks take the same samples, and so come to the same result. A module that takes
+    weighted batches, communicates itself or raises an error in evaluation mode is not checked; nor is a pipeline, which
+    checks its losses itself.
 
     Attributes:
         is_always_due: check also if nothing is divided, as `doctor=true` does.
@@ -79,8 +79,8 @@ class DivisionCheck(L.Callback):
         if data.evaluates("val") and is_overridden("validation_step", pl_module):
             try:
                 whole, halves = _passes(trainer, "validation_step", count)
-            except Exception as error:  # it may take several loaders, or communicate
-                _log.info("not checked whether the metrics of a validation divide by samples: %s", error)
+            except Exception as error:  # it may communicate, or take a stream
+                _log.debug("not checked whether the metrics of a validation divide by samples: %s", error)
             else:
                 _warn_of_metrics(pl_module, whole, halves, count)
 
@@ -147,7 +147,8 @@ def _pass(trainer: Any, step: str, first: int, last: int) -> _Pass:
     samples = data.sample_index
     sample_random.begin(lambda: samples, module.device, is_divided=False)
     module.log.reset_mock()
-    output = getattr(module, step)(batch, 0)
+    several = step == "validation_step" and len(trainer.num_val_batches) > 1
+    output = getattr(module, step)(batch, 0, *([0] if several else []))
     if step == "training_step":
         loss = output["loss"] if isinstance(output, Mapping) else output
         values = {"loss": (float(loss), last - first)}
