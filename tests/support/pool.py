@@ -107,6 +107,7 @@ def _serve(connection: Connection) -> None:
             close_process_group()
             for name in variables:
                 os.environ.pop(name, None)
+            del args  # a callback may hold the trainer, which could not be released later
             release_memory()
 
 
