@@ -36,11 +36,13 @@ class StepPart(NamedTuple):
         samples: (n,) indices that identify the samples.
         batch: what `training_step` takes.
         weight: number of samples, relative to the mean over the parts of all ranks; 1 for a virtual rank.
+        size: number of samples; None if only the batch tells, as of one that the dataset has made.
     """
 
     samples: Tensor
     batch: Any
     weight: float = 1.0
+    size: int | None = None
 
 
 class StepParts(list[StepPart]):
@@ -51,9 +53,16 @@ class StepParts(list[StepPart]):
         return StepParts(part._replace(batch=function(part, *args)) for part in self)
 
 
-def as_part(positions: Tensor, batch: Any, weight: float = 1.0) -> StepPart:
-    """Return a part from (n,) positions in the dataset and their batch, which may have indices of its own."""
-    return StepPart(batch.sample_index if isinstance(batch, Batch) else positions, batch, weight)
+def as_part(positions: Tensor, batch: Any, weight: float = 1.0, is_made: bool = False) -> StepPart:
+    """Return a part from (n,) positions in the dataset and their batch, which may have indices of its own.
+
+    Args:
+        positions, batch, weight: as of a `StepPart`.
+        is_made: whether the dataset has made the batch, with any number of samples.
+    """
+    if isinstance(batch, Batch):
+        return StepPart(batch.sample_index, batch, weight)
+    return StepPart(positions, batch, weight, None if is_made else len(positions))
 
 
 def join(batches: Sequence[Any]) -> Any:

@@ -71,7 +71,7 @@ class RankLoader:
     ) -> None:
         self.dataset: Any = loader.dataset
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
-        self.parts = parts
+        self.parts, self._makes_batches = parts, yields_batches(loader)
         is_batched = makes_batches(self.dataset)
         is_there = is_batched and self.dataset.move_to(device) and not loader.num_workers
         self._device = device if is_there else None
@@ -85,8 +85,8 @@ class RankLoader:
 
     def __iter__(self) -> Iterator[StepParts]:
         batches, weights = self._batches(), self.sampler.weights()
-        while parts := StepParts(as_part(*batch, next(weights)) for batch in islice(batches, self.parts)):
-            yield parts
+        while several := list(islice(batches, self.parts)):
+            yield StepParts(as_part(*batch, next(weights), self._makes_batches) for batch in several)
 
     def _batches(self) -> Iterator[tuple[Tensor, Any]]:
         if self._device is None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from onecurve.checkpoint.io import is_plain
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.layout import alone
-from onecurve.data.loader import collate_function, errors_of_workers, worker_options
+from onecurve.data.loader import collate_function, errors_of_workers, worker_options, yields_batches
 from onecurve.data.sampler import Place
 from onecurve.errors import UserError
 from onecurve.patches.torch import tree_leaves
@@ -85,7 +85,8 @@ class StreamLoader(Place):
         for step, (parts, state) in enumerate(_in_worker(self.loader, self._read), self.start + 1):
             self._states[step] = state
             self._states.pop(step - _KEPT_STATES, None)
-            step_parts = StepParts(as_part(places, batch, self.weight) for places, batch in parts)
+            is_made = yields_batches(self.loader)
+            step_parts = StepParts(as_part(places, batch, self.weight, is_made) for places, batch in parts)
             yield from (StepParts([part]) for part in step_parts) if self.evaluates else (step_parts,)
 
     def state_after(self, steps: int) -> Any:

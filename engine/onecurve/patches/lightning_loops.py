@@ -110,7 +110,19 @@ class CheckpointConnector(_CheckpointConnector):
 
 
 class LoggerConnector(_LoggerConnector):
-    """Passes metrics to the loggers."""
+    """Passes metrics to the loggers, and weights a mean by the samples of each batch.
+
+    Lightning takes the size of the first tensor of the batch, which is the length of sequences that come time first.
+    (trainer/connectors/logger_connector/logger_connector.py, line 197)
+    """
+
+    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        super().on_batch_start(batch, dataloader_idx)
+        self.trainer._results.batch_size = self.samples_of_batch()
+
+    def samples_of_batch(self) -> int | None:
+        """Return the number of samples of the current batch; None for Lightning's own count."""
+        raise NotImplementedError
 
 
 def replace_parts(

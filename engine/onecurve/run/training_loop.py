@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -180,6 +180,11 @@ class _LogPoints(LoggerConnector):
     def should_update_logs(self) -> bool:
         steps = steps_of_loggers(self.trainer)
         return super().should_update_logs or (self.trainer.training and is_log_point(self.trainer, steps + 1))
+
+    def samples_of_batch(self) -> int | None:
+        data: Any = cast(Any, self.trainer).datamodule
+        sizes = [part.size for part in (data.parts[:1] if data.bit_exact else data.parts)]  # as hooks get the batch
+        return None if None in sizes else sum(sizes)
 
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()

@@ -42,8 +42,9 @@ def images_by_sample(
         batches.set_epoch(epoch)
         data = TransformedSplit(split, [transform or Noise()])
         loader: Any = DataLoader(data, 16, shuffle=True, collate_fn=join)
-        for ((_, batch, _),) in RankLoader(loader, batches, seed, torch.device("cpu")):
-            found |= dict(zip(batch.sample_index.tolist(), batch.image[:, :, 0, 0].tolist(), strict=True))
+        for (part,) in RankLoader(loader, batches, seed, torch.device("cpu")):
+            index, images = part.batch.sample_index, part.batch.image
+            found |= dict(zip(index.tolist(), images[:, :, 0, 0].tolist(), strict=True))
     return found
 
 
