@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from onecurve.errors import UserError
 from onecurve.network.module_state import unchanged
 from onecurve.run.experiment import run_experiment
-from tests.support.habits import Vectors
+from tests.support.habits import VectorData, Vectors
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import compose, fit, fit_ranks
 
@@ -130,3 +131,36 @@ def test_a_metric_that_is_no_mean_over_samples_is_named(folder: Path, caplog: py
     for name in ("val_loss", "val_acc", "val_weighted_metric", "val_first", "val_most"):
         assert float(two[name]) == pytest.approx(float(one[name]), rel=1e-9)
     assert float(two["val_weighted_loss"]) != pytest.approx(float(one["val_weighted_loss"]), rel=1e-6)
+
+
+def time_first(samples: list[Any]) -> Any:
+    """Return sequences of 1 to 7 times the same vector, (time, samples, 16), padded by nan, and targets."""
+    sequences = [x.expand(1 + int(50 * x[0].abs()) % 7, -1) for x, _ in samples]
+    return nn.utils.rnn.pad_sequence(sequences, padding_value=torch.nan), torch.stack([y for _, y in samples])
+
+
+class Sequences(VectorData):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self._samples(150, 0), self.batch_size, shuffle=True, collate_fn=time_first)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self._samples(37, 1), self.batch_size, collate_fn=time_first)
+
+
+class OfSequences(Vectors):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0].nanmean(0), batch[1]), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step((batch[0].nanmean(0), batch[1]), batch_idx)
+
+
+def test_a_mean_is_weighted_by_samples_if_sequences_come_time_first(folder: Path) -> None:
+    """Lightning's weight would be the length to which a batch is padded."""
+    words = [*OWN[:-1], f"+data._target_={__name__}.Sequences", f"+module._target_={__name__}.OfSequences"]
+    one, two = (
+        fit(compose(folder / name, *words, "trainer.precision=64-true", f"trainer.accumulate_grad_batches={parts}"))
+        for name, parts in (("one", 1), ("two", 2))
+    )
+    for name in ("train_loss_epoch", "val_loss"):
+        assert float(two.metrics[name]) == pytest.approx(float(one.metrics[name]), rel=1e-9)
