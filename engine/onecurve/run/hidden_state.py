@@ -19,7 +19,8 @@ class HiddenState:
     """What the forward pass of a virtual rank could change that no other process would see, before the pass.
 
     It is neither trained nor a buffer: frozen weights, and numbers and tensors that are attributes. Lists and what a
-    library keeps outside of the module are not found.
+    library keeps outside of the module are not found, nor frozen weights that FSDP gathers for the pass, which
+    `GatheredWeightCheck` compares.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -32,7 +33,10 @@ class HiddenState:
             UserError: if a frozen weight has changed, since replicas would have different ones.
         """
         now, weights = _hidden_state(self.module), dict(self.module.named_parameters())
-        changed = sorted(name for name, value in now.items() if not _is_same(value, self.before.get(name)))
+        known = weights.keys() & now.keys() & self.before.keys()
+        gathered = {name for name in known if now[name].shape != self.before[name].shape}
+        compared = {name: value for name, value in now.items() if name not in gathered}
+        changed = sorted(name for name, value in compared.items() if not _is_same(value, self.before.get(name)))
         for name in changed:
             if name in weights:
                 raise UserError(

@@ -60,7 +60,7 @@ QUICK = [
     *[("sgd", world) for world in ("ddp x3", "hybrid x4", "workers")],
     *[("sgd", f"pipeline x2, {name}") for name in ("1f1b", "zbv_zero_bubble")],
     *[("adamw", world) for world in ("ddp x2, ZeRO-1", "fsdp x2")],
-    *[("muon", world) for world in ("fsdp x2", "pipeline x2, 1f1b")],
+    *[("muon", world) for world in ("fsdp x4", "pipeline x2, 1f1b")],
     *[("mixed", world) for world in ("ddp x2, shares 3:1", "recomputed, pipeline x2")],
     *[("bf16", world) for world in ("ddp x2", "pipeline x2, 1f1b")],
     *[("clipped, averaged", world) for world in ("fsdp x2", "pipeline x2, 1f1b")],

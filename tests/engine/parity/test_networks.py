@@ -82,7 +82,7 @@ UNUSUAL: dict[str, Refusals] = {
     "hooked": _on("fsdp", "hybrid x4 of fsdp"),
     # Modules
     "L1Penalty": _on("fsdp") | PIPELINES,
-    "Temperature": _on("fsdp", message="temperature belongs to Temperature itself")
+    "Temperature": _on("fsdp", "hybrid x4 of fsdp", message="cannot shard the scalar temperature")
     | _on("pipeline", "hybrid", message="temperature is not one of them"),
     "HalvesImages": {},
     "OwnBackward": PIPELINES,
