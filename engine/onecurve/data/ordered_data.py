@@ -316,11 +316,12 @@ class OrderedData(WithPlainData):
         Args:
             count: number of samples.
             first: position of the first one in the dataset.
-            evaluates: take samples of an evaluation even while there are some of training.
+            evaluates: take samples of the first loader of the validation.
         """
         if self._training and not evaluates:
             return self._training.example_batch(count, first)
-        return StepParts([as_part(*example(self._any_loader, count, first))])
+        loader = self._leaves("val")[0] if evaluates else self._any_loader
+        return StepParts([as_part(*example(loader, count, first))])
 
     @property
     def training_samples(self) -> list[tuple[Any, int | None, str | None]]:

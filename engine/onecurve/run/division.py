@@ -104,7 +104,7 @@ def _check_loss(module: L.LightningModule, whole: _Pass, halves: list[_Pass], co
 
 
 def _warn_of_metrics(module: L.LightningModule, whole: _Pass, halves: list[_Pass], count: int) -> None:
-    for name in whole.values.keys() & halves[0].values.keys() & halves[1].values.keys():
+    for name in sorted(whole.values.keys() & halves[0].values.keys() & halves[1].values.keys()):
         value, mean = whole.values[name][0], _mean(halves, name)
         if not _are_close(module, value, mean, rounded=2 / count):
             _log.warning(

@@ -91,12 +91,13 @@ class WithCode(Vectors):
         self.net[4] = Coded() if is_moved else nn.Linear(32, 3).requires_grad_(False)
 
 
-@pytest.mark.parametrize("way", ["bit_exact=true", "bit_exact=false"])
-def test_a_write_into_a_gathered_weight(way: str, pool: Pool, folder: Path) -> None:
-    words = [*OWN, f"+module._target_={__name__}.WithCode", "strategy=fsdp", way]
+@pytest.mark.parametrize(("way", "devices"), [("bit_exact=true", 2), ("bit_exact=true", 4), ("bit_exact=false", 2)])
+def test_a_write_into_a_gathered_weight(way: str, devices: int, pool: Pool, folder: Path) -> None:
+    """Of four virtual ranks on four processes the weights are shards before the only pass, and gathered after it."""
+    words = [*OWN, f"+module._target_={__name__}.WithCode", "strategy=fsdp", way, f"trainer.devices={devices}"]
     with pytest.raises(RankFailed, match=r"the forward pass writes into the frozen weight net\.4\.code"):
-        pool.run(2, fit, compose(folder / "moved", *words))
-    pool.run(2, fit, compose(folder / "frozen", *words, "+module.is_moved=false"))
+        pool.run(devices, fit, compose(folder / "moved", *words))
+    pool.run(devices, fit, compose(folder / "frozen", *words, "+module.is_moved=false"))
 
 
 class FreezesFirst(L.Callback):
