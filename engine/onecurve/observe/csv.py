@@ -20,7 +20,7 @@ class CSVLogger(Logger):
     """Logger that writes `config.yaml` and `metrics.csv` to the run folder.
 
     Lightning's CSVLogger deletes the file when it opens a folder again. This one continues the file and merges the
-    metrics of one step into one row. Where it cannot append, it replaces the file atomically.
+    metrics of one step into one row, unless they differ. Where it cannot append, it replaces the file atomically.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,7 +68,9 @@ class CSVLogger(Logger):
         row = {"step": step} | metrics
         # Mostly the last row; an evaluation of an earlier checkpoint finds the row of its step.
         earlier = next((one for one in reversed(rows) if one["step"] <= step), {"step": -1})
-        is_new = earlier["step"] != step
+        # A second test of a step, such as that of other data, has a row of its own.
+        differs = any(str(earlier.get(name, value)) != str(value) for name, value in metrics.items() if name != "epoch")
+        is_new = earlier["step"] != step or differs
         can_append = is_new and set(row) <= set(self._columns) and self.file.exists() and not self._lacks_rows
         self._columns += [name for name in row if name not in self._columns]
         if is_new:

@@ -1,15 +1,20 @@
-"""Save the latest state of a run."""
+"""Save the latest state of a run, and find the best one."""
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Checkpoint
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
-from onecurve.checkpoint.run_files import LAST
+from onecurve.checkpoint.io import read_checkpoint
+from onecurve.checkpoint.run_files import CHECKPOINTS, LAST
 from onecurve.errors import UserError
 from onecurve.observe.steps import RankConsensus, trained_steps
+
+_log = logging.getLogger(__name__)
 
 
 class LastCheckpoint(Checkpoint):
@@ -77,3 +82,30 @@ class LastCheckpoint(Checkpoint):
 
     def _is_time_over(self) -> bool:
         return time.monotonic() - self._saved_at >= (self._time_interval or 0.0)
+
+
+def best_checkpoint(trainer: L.Trainer, monitoring: list[ModelCheckpoint]) -> str:
+    """Return the best checkpoint of a run, that of rank zero, on every rank; another process may have fitted it.
+
+    Args:
+        trainer: the trainer; its root directory holds the run.
+        monitoring: its ModelCheckpoints that have a monitor.
+    """
+    own = monitoring[0].best_model_path or _best_of_earlier_process(trainer, monitoring[0]) if monitoring else ""
+    if not own:
+        raise UserError(
+            f"no ModelCheckpoint has kept a best checkpoint in {trainer.default_root_dir}: fit with one that has a "
+            "monitor, give the path of a file, or take the last weights"
+        )
+    path = trainer.strategy.broadcast(own)
+    if dist.is_initialized() and not trainer.strategy.reduce_boolean_decision(path == own):
+        differs = f"{monitoring[0].monitor} differs between the ranks, and rank zero's is taken"
+        _log.warning("the best checkpoint: %s: log it with sync_dist=True", differs)
+    return path
+
+
+def _best_of_earlier_process(trainer: L.Trainer, callback: ModelCheckpoint) -> str:
+    last = Path(trainer.default_root_dir) / CHECKPOINTS / LAST
+    states = read_checkpoint(last, map_location="meta", mmap=True)["callbacks"] if last.is_file() else {}
+    best = states.get(callback.state_key, {}).get("best_model_path")
+    return str(Path(str(callback.dirpath)) / Path(best).name) if best else ""  # the folder may have moved

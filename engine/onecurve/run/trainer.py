@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Checkpoint, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
@@ -43,7 +42,7 @@ from onecurve.run.arguments import (
     named,
 )
 from onecurve.run.bit_exact import BitExactness, num_threads
-from onecurve.run.checkpoint import LastCheckpoint
+from onecurve.run.checkpoint import LastCheckpoint, best_checkpoint
 from onecurve.run.division import DivisionCheck
 from onecurve.run.metrics import MetricStates, VirtualMetrics
 from onecurve.run.module_trainer import ExperimentWorld
@@ -292,7 +291,7 @@ class Trainer(L.Trainer):
         monitoring = [one for one in self.checkpoint_callbacks if getattr(one, "monitor", None)]
         if model is None and ckpt_path is None and any(one.best_model_path for one in monitoring):
             ckpt_path = "best"
-        path = self._best_checkpoint(monitoring) if ckpt_path == "best" else self._find_checkpoint(ckpt_path)
+        path = best_checkpoint(self, monitoring) if ckpt_path == "best" else self._find_checkpoint(ckpt_path)
         if ckpt_path and not path:
             raise CheckpointUserError(f"{stage}(ckpt_path='last'): {self._folder} has no checkpoint: fit first")
         data = self._prepare(stage, module, {name: dataloaders}, datamodule, path)
@@ -369,20 +368,6 @@ class Trainer(L.Trainer):
         if ckpt_path and Path(ckpt_path).exists():
             return str(checkpoint_file(Path(ckpt_path)))
         return str(ckpt_path) if ckpt_path else None  # such as a URL, or `best`, which Lightning knows
-
-    def _best_checkpoint(self, monitoring: list[Any]) -> str:
-        """Return the best checkpoint of this run: that of rank zero, on every rank."""
-        if not monitoring or not monitoring[0].best_model_path:
-            raise UserError(
-                "no ModelCheckpoint of this process has kept a best checkpoint: fit with one that has a monitor, give "
-                f"the path of a file in {self._folder / CHECKPOINTS}, or take the last weights"
-            )
-        own = monitoring[0].best_model_path
-        path = self.strategy.broadcast(own)
-        if dist.is_initialized() and not self.strategy.reduce_boolean_decision(path == own):
-            differs = f"{monitoring[0].monitor} differs between the ranks, and rank zero's is taken"
-            _log.warning("the best checkpoint: %s: log it with sync_dist=True", differs)
-        return path
 
 
 def _signature() -> inspect.Signature:

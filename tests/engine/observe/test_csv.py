@@ -178,6 +178,15 @@ def test_an_evaluation_of_an_earlier_checkpoint_joins_the_row_of_its_step(tmp_pa
     assert read(tmp_path) == "step,epoch,loss,acc\n10,,0.5,\n20,,0.5,0.25\n30,,0.5,\n"
 
 
+def test_two_tests_of_a_step_have_two_rows(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"epoch": 0, "loss": 0.5}, step=10)
+    for epoch, loss in ((1, 0.25), (1, 0.125), (1, 0.125)):
+        logger.log_metrics({"epoch": epoch, "test_loss": loss}, step=10)
+    CSVLogger(tmp_path).log_metrics({"test_loss": 0.125}, step=10)  # again, in another process
+    assert read(tmp_path) == "step,epoch,loss,test_loss\n10,1,0.5,0.25\n10,1,,0.125\n"
+
+
 def test_rows_of_an_earlier_process_are_merged(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,epoch,loss\n1,0,0.5\n")
     logger = CSVLogger(tmp_path)

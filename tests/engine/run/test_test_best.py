@@ -14,7 +14,7 @@ from onecurve.config import folder as run_folders
 from onecurve.config.command_line import complete_overrides
 from onecurve.config.folder import CONFIG
 from onecurve.errors import UserError
-from onecurve.run import trainer as trainer_file
+from onecurve.run import checkpoint as checkpoint_file
 from onecurve.run.experiment import run_experiment
 from tests.support.commands import run_here
 from tests.support.experiments import SHORT, SHORT_EPOCH
@@ -89,6 +89,6 @@ def test_ranks_test_the_checkpoint_of_rank_zero(
     callback = SimpleNamespace(monitor="val/acc", best_model_path="acc0.5.ckpt")
     strategy = SimpleNamespace(broadcast=lambda _: "acc0.4.ckpt", reduce_boolean_decision=lambda equal: equal)
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[callback], strategy=strategy)
-    monkeypatch.setattr(trainer_file.dist, "is_initialized", lambda: True)
-    assert trainer_file.Trainer._best_checkpoint(trainer, [callback]) == "acc0.4.ckpt"
+    monkeypatch.setattr(checkpoint_file.dist, "is_initialized", lambda: True)
+    assert checkpoint_file.best_checkpoint(trainer, [callback]) == "acc0.4.ckpt"
     assert "val/acc differs between the ranks, and rank zero's is taken: log it with sync_dist=True" in caplog.text

@@ -386,8 +386,18 @@ def test_the_best_checkpoint_is_tested(folder: Path) -> None:
     best = ModelCheckpoint(folder / "checkpoints", monitor="val_loss", filename="best")
     one = trainer(folder, callbacks=[best], max_epochs=2)
     one.fit(Boring(), loader(), loader(32))
-    one.test(dataloaders=loader(32), ckpt_path="best", verbose=False)
-    assert "test_loss" in one.final_metrics
+    test_data = loader(32)
+    one.test(dataloaders=test_data, ckpt_path="best", verbose=False)
+    moved = folder.rename(folder.with_name("moved"))
+    later = trainer(moved, callbacks=[ModelCheckpoint(monitor="val_loss", filename="best")])  # as another script has it
+    later.test(Boring(), test_data, ckpt_path="best", verbose=False)
+    assert torch.equal(later.final_metrics["test_loss"], one.final_metrics["test_loss"])
+
+
+def test_a_best_checkpoint_that_no_run_has_kept(folder: Path) -> None:
+    best = ModelCheckpoint(monitor="val_loss")
+    with pytest.raises(UserError, match=f"no ModelCheckpoint has kept a best checkpoint in {folder}: fit with one"):
+        trainer(folder, callbacks=[best]).test(Boring(), loader(32), ckpt_path="best")
 
 
 @pytest.mark.parametrize(
