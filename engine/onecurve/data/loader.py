@@ -204,9 +204,12 @@ def _collate_if_possible(collate: Callable[[list[Any]], Any], samples: list[Any]
 
 
 def example(loader: DataLoader[Any], count: int, first: int) -> tuple[Tensor, Any]:
-    """Fetch `count` samples of a loader from position `first` on, as a batch; they repeat if there are fewer."""
+    """Fetch `count` samples of a loader as a batch: the one of number `first`, and those after it, in a random order.
+
+    The first samples of a dataset may be of one class. A sample may occur twice.
+    """
     count = 1 if yields_batches(loader) else count
-    positions = torch.arange(first, first + count) % len(loader.dataset)  # type: ignore[arg-type]
+    positions = hash_ints(0, torch.arange(first, first + count)) % len(loader.dataset)  # type: ignore[arg-type]
     samples = SeededSamples(loader.dataset, collate_function(loader))
     (fetched,) = fetch(loader, samples, [torch.stack([positions, positions])], min(1, loader.num_workers))
     return fetched

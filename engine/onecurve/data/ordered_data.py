@@ -311,11 +311,11 @@ class OrderedData(WithPlainData):
         return tuple(tree_leaves(self.example_batch(1)[0].batch)[0].shape[1:])
 
     def example_batch(self, count: int, first: int = 0, evaluates: bool = False) -> StepParts:
-        """Return a batch of `count` samples as one part, as a loader yields it; they repeat if there are fewer.
+        """Return a batch of `count` samples in a random order as one part, as a loader yields it.
 
         Args:
             count: number of samples.
-            first: position of the first one in the dataset.
+            first: number of the first one in this order; of a stream its place.
             evaluates: take samples of the first loader of the validation.
         """
         if self._training and not evaluates:

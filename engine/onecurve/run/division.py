@@ -63,10 +63,12 @@ class DivisionCheck(L.Callback):
         is_due, self._is_due = self._is_due, False
         data: Any = trainer.datamodule
         is_plain = pl_module.automatic_optimization and not getattr(pl_module, "takes_batch", False)
-        is_divided = data.is_divided or self.is_always_due
-        count = int(data.layout.mean_samples_per_batch) if is_due and is_plain and is_divided else 0
-        if count < 2 or data.parallel.num_microbatches > 1:
+        is_divided = (data.is_divided or self.is_always_due) and data.parallel.num_microbatches == 1
+        if not (is_due and is_plain and is_divided):
             return
+        count = max(2, int(data.layout.mean_samples_per_batch)) // 2 * 2
+        # Halves of n and n + 1 samples have no equal parts of one class; several loaders need equal halves.
+        count += 1 if data.has_one_size else 0
         try:
             whole, halves = _passes(trainer, "training_step", count)
         except Exception as error:  # the step of a module may not run in evaluation mode

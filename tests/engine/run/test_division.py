@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from onecurve.errors import UserError
@@ -22,7 +22,7 @@ OWN += ["trainer.log_every_n_steps=1", "trainer.max_epochs=1", "+data._target_=t
 VECTORS = [*OWN, "+module._target_=tests.support.habits.Vectors"]
 DIVIDED = [["strategy=ddp", "trainer.devices=2"], ["trainer.accumulate_grad_batches=2"]]
 FOUND = {
-    "class_weights": r"training_step does not divide by samples: the loss of 16 samples is [\d.]+, and .* Set bit_",
+    "class_weights": r"training_step does not divide by samples: the loss of 17 samples is [\d.]+, and .* Set bit_",
     "triplets": "does not divide by samples",
     "numpy_mixup": r"draws numbers of NumPy or Python for each sample, .* Set bit_exact=true",
 }
@@ -40,6 +40,30 @@ def test_found(kind: str, divided: list[str], pool: Pool, folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["mean", *FOUND])
 def test_one_device_is_not_asked(kind: str, folder: Path) -> None:
     run_experiment(compose(folder, *VECTORS, f"+module.kind={kind}"))
+
+
+class Sorted(VectorData):
+    """One class after the other, as in folders of images."""
+
+    def _samples(self, count: int, seed: int) -> TensorDataset:
+        x, y = super()._samples(count, seed).tensors
+        order = y.argsort()
+        return TensorDataset(x[order], y[order])
+
+
+class TwoClasses(VectorData):
+    """Two classes in turn, so that halves of even numbers have as many of each."""
+
+    def _samples(self, count: int, seed: int) -> TensorDataset:
+        return TensorDataset(super()._samples(count, seed).tensors[0], torch.arange(count) % 2)
+
+
+@pytest.mark.parametrize("data", ["Sorted", "TwoClasses"])
+def test_found_whatever_the_order_of_the_classes(data: str, folder: Path) -> None:
+    words = [*VECTORS[:-2], f"+data._target_={__name__}.{data}", VECTORS[-1], "+module.kind=class_weights"]
+    for size in (8, 16, 32):  # of a step, of which each of two micro-batches has half
+        with pytest.raises(UserError, match="does not divide by samples"):
+            run_experiment(compose(folder / str(size), *words, f"+data.batch_size={size}", *DIVIDED[1]))
 
 
 class CountsSteps(Vectors):
@@ -127,7 +151,7 @@ def test_a_metric_that_is_no_mean_over_samples_is_named(folder: Path, caplog: py
     assert "no mean over samples" not in caplog.text
     two = fit(compose(folder / "two", *words, "trainer.accumulate_grad_batches=2")).metrics
     (line,) = [line for line in caplog.messages if "no mean over samples" in line]
-    assert line.startswith("val_weighted_loss is no mean over samples: of 16 samples it is ")
+    assert line.startswith("val_weighted_loss is no mean over samples: of 17 samples it is ")
     for name in ("val_loss", "val_acc", "val_weighted_metric", "val_first", "val_most"):
         assert float(two[name]) == pytest.approx(float(one[name]), rel=1e-9)
     assert float(two["val_weighted_loss"]) != pytest.approx(float(one["val_weighted_loss"]), rel=1e-6)

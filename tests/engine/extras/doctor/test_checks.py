@@ -55,7 +55,7 @@ VECTORS += ["+module._target_=tests.support.habits.Vectors"]
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("mean", "ok: the loss of 32 samples is the mean of those of their halves"),
+        ("mean", "ok: the loss of 33 samples is the mean of those of their halves"),
         ("class_weights", r"error: Vectors.training_step does not divide by samples: .* Set bit_exact=true"),
         ("numpy_mixup", r"error: .* draws numbers of NumPy or Python for each sample, .* Set bit_exact=true"),
     ],
