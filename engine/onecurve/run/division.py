@@ -1,4 +1,4 @@
-"""A check after the first optimizer step: do the loss and the metrics of the module divide by samples?"""
+"""A check in the first optimizer steps: do the loss and the metrics of the module divide by samples?"""
 
 import logging
 import random
@@ -23,7 +23,12 @@ from onecurve.random.seeding import are_equal, seed_generators
 _log = logging.getLogger(__name__)
 # Relative, of weights on a CPU. A GPU may round convolutions to TF32, and half precision has fewer digits.
 _TOLERANCES, _OTHER_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}, 1e-2
-_WAY_OUT = "Set bit_exact=true, with which each virtual rank has a pass of its own, or train undivided on one device"
+_WAY_OUT = (
+    "Set bit_exact=true, with which each virtual rank has a pass of its own, or train undivided: on one device, with "
+    "trainer.accumulate_grad_batches=1"
+)
+_LAST_CHECKED = 256  # step; it checks after the steps 1, 2, 4, 8, ...
+_DRAWS = 3  # of samples, after the first step
 
 
 class _Pass(NamedTuple):
@@ -43,9 +48,10 @@ class DivisionCheck(L.Callback):
 
     It compares the loss of some samples with the mean of those of their halves, in evaluation mode and without
     gradients. It does the same with the numbers that `validation_step` logs for the first loader, and warns of one that
-    is no mean over samples. All ranks take the same samples, and so come to the same result. A module that takes
-    weighted batches, communicates itself or raises an error in evaluation mode is not checked; nor is a pipeline, which
-    checks its losses itself.
+    is no mean over samples. Halves may agree by chance, such as those with as many samples of a class or of the same
+    padded length, and so other samples follow. All ranks take the same ones, and so come to the same result. A module
+    that takes weighted batches, communicates itself or raises an error in evaluation mode is not checked; nor is a
+    pipeline, which checks its losses itself.
 
     Attributes:
         is_always_due: check also if nothing is divided, as `doctor=true` does.
@@ -55,92 +61,105 @@ class DivisionCheck(L.Callback):
     is_always_due = False
     result = "not checked: the module takes weighted batches, or optimizes manually"
 
-    def __init__(self) -> None:
-        self._is_due = True
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Check after the step, not within it: FSDP would go on with the weights that the check has gathered."""
-        is_due, self._is_due = self._is_due, False
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         data: Any = trainer.datamodule
         is_plain = pl_module.automatic_optimization and not getattr(pl_module, "takes_batch", False)
         is_divided = (data.is_divided or self.is_always_due) and data.parallel.num_microbatches == 1
-        if not (is_due and is_plain and is_divided):
+        has_metrics = data.evaluates("val") and is_overridden("validation_step", pl_module)
+        self._checks_loss, self._checks_metrics = is_plain and is_divided, is_plain and is_divided and has_metrics
+        self._steps = self._drawn = 0
+        self._warned = set[str]()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Check after the step, not within it: FSDP would go on with the weights that the check has gathered."""
+        self._steps += 1
+        is_power_of_two = self._steps & (self._steps - 1) == 0
+        if not is_power_of_two or self._steps > _LAST_CHECKED:
             return
-        count = max(2, int(data.layout.mean_samples_per_batch)) // 2 * 2
+        data: Any = trainer.datamodule
+        count: int = max(2, int(data.layout.mean_samples_per_batch)) // 2 * 2
         # Halves of n and n + 1 samples have no equal parts of one class; several loaders need equal halves.
         count += 1 if data.has_one_size else 0
+        for _draw in range(_DRAWS if self._steps == 1 else 1):
+            if self._checks_loss:
+                self._check_loss(trainer, count)
+            if self._checks_metrics:
+                self._check_metrics(trainer, count)
+            self._drawn += count
+
+    def _check_loss(self, trainer: L.Trainer, count: int) -> None:
+        module = trainer.lightning_module
         try:
-            whole, halves = _passes(trainer, "training_step", count)
+            whole, halves = _passes(trainer, "training_step", self._drawn, count)
         except Exception as error:  # the step of a module may not run in evaluation mode
+            self._checks_loss = False
             self.result = f"not checked whether the loss divides by samples: {error}"
             _log.info(self.result)
-        else:
-            _check_draws(pl_module, whole, halves[0])
-            _check_loss(pl_module, whole, halves, count)
-            self.result = f"the loss of {count} samples is the mean of those of their halves"
-        if data.evaluates("val") and is_overridden("validation_step", pl_module):
-            try:
-                whole, halves = _passes(trainer, "validation_step", count)
-            except Exception as error:  # it may communicate, or take a stream
-                _log.debug("not checked whether the metrics of a validation divide by samples: %s", error)
-            else:
-                _warn_of_metrics(pl_module, whole, halves, count)
-
-
-def _check_draws(module: L.LightningModule, whole: _Pass, half: _Pass) -> None:
-    if not are_equal(whole.states, half.states):
-        raise UserError(
-            f"{type(module).__name__}.training_step draws numbers of NumPy or Python for each sample, and each process "
-            f"or micro-batch would draw its own. {_WAY_OUT}"
-        )
-
-
-def _check_loss(module: L.LightningModule, whole: _Pass, halves: list[_Pass], count: int) -> None:
-    loss, mean = whole.values["loss"][0], _mean(halves, "loss")
-    if not _are_close(module, loss, mean):
-        raise UserError(
-            f"{type(module).__name__}.training_step does not divide by samples: the loss of {count} samples is "
-            f"{loss:.6g}, and the mean of those of their halves {mean:.6g}, as with class weights or a loss "
-            f"that compares samples. So each number of processes or micro-batches is another experiment. {_WAY_OUT}"
-        )
-
-
-def _warn_of_metrics(module: L.LightningModule, whole: _Pass, halves: list[_Pass], count: int) -> None:
-    for name in sorted(whole.values.keys() & halves[0].values.keys() & halves[1].values.keys()):
-        value, mean = whole.values[name][0], _mean(halves, name)
-        if not _are_close(module, value, mean, rounded=2 / count):
-            _log.warning(
-                "%s is no mean over samples: of %d samples it is %.6g, and the mean of their halves %.6g. So it "
-                "differs a little between numbers of processes: log a metric of torchmetrics, give `self.log` the "
-                "number of what is averaged as its batch_size, or set bit_exact=true",
-                *(name, count, value, mean),
+            return
+        if not are_equal(whole.states, halves[0].states):
+            raise UserError(
+                f"{type(module).__name__}.training_step draws numbers of NumPy or Python for each sample, and each "
+                f"process or micro-batch would draw its own. {_WAY_OUT}"
             )
+        if not _are_close(whole, halves, "loss", _tolerance(module)):
+            raise UserError(
+                f"{type(module).__name__}.training_step does not divide by samples: the loss of {count} samples is "
+                f"{whole.values['loss'][0]:.6g}, and the mean of those of their halves {_mean(halves, 'loss'):.6g}, as "
+                "with class weights, padding without a mask, or a loss that compares samples. So each number of "
+                f"processes or micro-batches is another experiment. {_WAY_OUT}"
+            )
+        self.result = f"the loss of {count} samples is the mean of those of their halves"
+
+    def _check_metrics(self, trainer: L.Trainer, count: int) -> None:
+        try:
+            whole, halves = _passes(trainer, "validation_step", self._drawn, count)
+        except Exception as error:  # it may communicate, or take a stream
+            self._checks_metrics = False
+            _log.debug("not checked whether the metrics of a validation divide by samples: %s", error)
+            return
+        tolerance = max(_tolerance(trainer.lightning_module), _TOLERANCES[torch.float32])  # metrics may be float32
+        rounded = 2 / count if tolerance == _OTHER_TOLERANCE else 0.0  # a class of some samples may be another
+        shared = whole.values.keys() & halves[0].values.keys() & halves[1].values.keys()
+        for name in sorted(shared - self._warned):
+            if not _are_close(whole, halves, name, tolerance, rounded):
+                self._warned.add(name)
+                _log.warning(
+                    "%s is no mean over samples: of %d samples it is %.6g, and the mean of their halves %.6g. So it "
+                    "differs a little between numbers of processes: log a metric of torchmetrics, give `self.log` the "
+                    "number of what is averaged as its batch_size, or set bit_exact=true",
+                    *(name, count, whole.values[name][0], _mean(halves, name)),
+                )
 
 
 def _mean(passes: list[_Pass], name: str) -> float:
-    weighted = [value * weight for value, weight in (each.values[name] for each in passes)]
-    return sum(weighted) / sum(each.values[name][1] for each in passes)
+    values, weights = zip(*(each.values[name] for each in passes), strict=True)
+    return float(np.average(values, weights=weights)) if any(weights) else np.nan
 
 
-def _are_close(module: L.LightningModule, value: float, mean: float, rounded: float = 0.0) -> bool:
-    """Compare two numbers; `rounded` is what imprecise weights may change in the second one besides."""
+def _tolerance(module: L.LightningModule) -> float:
     weight = next(module.parameters())
-    if weight.is_cpu or weight.dtype is torch.float64:
-        tolerance, rounded = _TOLERANCES.get(weight.dtype, _OTHER_TOLERANCE), 0.0
-    else:
-        tolerance = _OTHER_TOLERANCE
-    return bool(np.isclose(mean, value, rtol=tolerance, atol=tolerance / 10 + rounded, equal_nan=True))
+    is_precise = weight.is_cpu or weight.dtype is torch.float64
+    return _TOLERANCES.get(weight.dtype, _OTHER_TOLERANCE) if is_precise else _OTHER_TOLERANCE
 
 
-def _passes(trainer: Any, step: str, count: int) -> tuple[_Pass, list[_Pass]]:
-    """Return the pass of the first samples, and those of their halves, without a trace in the run."""
+def _are_close(whole: _Pass, halves: list[_Pass], name: str, tolerance: float, rounded: float = 0.0) -> bool:
+    """Compare a number with the mean of the halves, up to a relative tolerance and what may be `rounded` besides."""
+    sizes = [abs(each.values[name][0]) for each in (whole, *halves)]
+    if not np.isfinite(sizes).all():  # such as the mean of a class that a half does not have
+        return True
+    return not abs(_mean(halves, name) - whole.values[name][0]) > tolerance * max(*sizes, 0.1) + rounded
+
+
+def _passes(trainer: Any, step: str, first: int, count: int) -> tuple[_Pass, list[_Pass]]:
+    """Return the pass of `count` samples, and those of their halves, without a trace in the run."""
+    middle, last = first + count // 2, first + count
     with _as_before(trainer, trainer.lightning_module):
-        halves = [(0, count // 2), (count // 2, count)]
-        return _pass(trainer, step, 0, count), [_pass(trainer, step, *half) for half in halves]
+        halves = [_pass(trainer, step, first, middle), _pass(trainer, step, middle, last)]
+        return _pass(trainer, step, first, last), halves
 
 
 def _pass(trainer: Any, step: str, first: int, last: int) -> _Pass:
-    """Compute a step of the module for the samples from `first` to `last` of the training or validation data."""
+    """Compute a step of the module for samples of the training or validation data, by their numbers."""
     data, module, plugin = trainer.datamodule, trainer.lightning_module, trainer.precision_plugin
     batch = data.example_batch(last - first, first, evaluates=step == "validation_step")
     batch = data.on_before_batch_transfer(plugin.convert_input(batch), 0)
@@ -165,7 +184,8 @@ def _logged_means(calls: list[Any], samples: int) -> Iterator[tuple[str, tuple[f
         arguments = signature(L.LightningModule.log).bind(None, *call.args, **call.kwargs).arguments
         value, is_mean = arguments["value"], arguments.get("reduce_fx", "mean") in ("mean", torch.mean)
         if isinstance(value, float | int | Tensor) and is_mean:
-            yield arguments["name"], (float(value), arguments.get("batch_size") or samples)
+            size = arguments.get("batch_size")
+            yield arguments["name"], (float(value), samples if size is None else size)
 
 
 @contextmanager

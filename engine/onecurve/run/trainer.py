@@ -288,7 +288,7 @@ class Trainer(L.Trainer):
         module = model or self.lightning_module
         if module is None:
             raise UserError(f"{stage}() has no module: give it one, or fit one before")
-        monitoring = [one for one in self.checkpoint_callbacks if getattr(one, "monitor", None)]
+        monitoring: list[Any] = [one for one in self.checkpoint_callbacks if getattr(one, "monitor", None)]
         if model is None and ckpt_path is None and any(one.best_model_path for one in monitoring):
             ckpt_path = "best"
         path = best_checkpoint(self, monitoring) if ckpt_path == "best" else self._find_checkpoint(ckpt_path)

@@ -66,6 +66,21 @@ def test_found_whatever_the_order_of_the_classes(data: str, folder: Path) -> Non
             run_experiment(compose(folder / str(size), *words, f"+data.batch_size={size}", *DIVIDED[1]))
 
 
+class RareClass(VectorData):
+    """Two of 150 samples are of the third class, so that few draws of samples have one."""
+
+    def _samples(self, count: int, seed: int) -> TensorDataset:
+        x, y = super()._samples(count, seed).tensors
+        return TensorDataset(x, torch.zeros_like(y).index_fill_(0, torch.tensor([19, 24]), 2))
+
+
+def test_later_steps_find_what_the_first_does_not(folder: Path) -> None:
+    words = [*VECTORS[:-2], f"+data._target_={__name__}.RareClass", VECTORS[-1], "+module.kind=class_weights"]
+    with pytest.raises(UserError, match="does not divide by samples"):
+        run_experiment(compose(folder, *words, "+data.batch_size=16", "trainer.max_epochs=9", *DIVIDED[1]))
+    assert len((folder / "metrics.csv").read_text().splitlines()) > 2
+
+
 class CountsSteps(Vectors):
     """Divides by samples, and has state of every kind, which the check must leave alone."""
 

@@ -86,7 +86,7 @@ def test_ranks_test_the_checkpoint_of_rank_zero(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A metric without sync_dist differs between the ranks, and so do names that contain it."""
-    callback = SimpleNamespace(monitor="val/acc", best_model_path="acc0.5.ckpt")
+    callback: Any = SimpleNamespace(monitor="val/acc", best_model_path="acc0.5.ckpt")
     strategy = SimpleNamespace(broadcast=lambda _: "acc0.4.ckpt", reduce_boolean_decision=lambda equal: equal)
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[callback], strategy=strategy)
     monkeypatch.setattr(checkpoint_file.dist, "is_initialized", lambda: True)

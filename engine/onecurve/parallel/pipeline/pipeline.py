@@ -249,7 +249,7 @@ class Pipeline(ShardedStateStrategy):
     def compare_loss(self, loss: Tensor) -> None:
         """Check the first losses that `training_step` returns: they are the trained ones, and those of every rank.
 
-        A single one may be equal by chance, such as with class weights and as many samples of each in all micro-batches.
+        One may be equal by chance, such as with class weights if all micro-batches have as many samples of a class.
         """
         if self._compared == _COMPARED:
             return
