@@ -78,7 +78,7 @@ def test_later_steps_find_what_the_first_does_not(folder: Path) -> None:
     words = [*VECTORS[:-2], f"+data._target_={__name__}.RareClass", VECTORS[-1], "+module.kind=class_weights"]
     with pytest.raises(UserError, match="does not divide by samples"):
         run_experiment(compose(folder, *words, "+data.batch_size=16", "trainer.max_epochs=9", *DIVIDED[1]))
-    assert len((folder / "metrics.csv").read_text().splitlines()) > 2
+    assert len((folder / "metrics.csv").read_text().splitlines()) > 1  # after a step
 
 
 class CountsSteps(Vectors):
