@@ -131,6 +131,8 @@ class Trainer(L.Trainer):
         self._folder = folder = Path(default_root_dir or _FOLDER)
         if bit_exact:
             torch.set_num_threads(num_threads())
+            # On it nn.TransformerEncoderLayer has other bits for some lengths; the hooks of FSDP keep it from it.
+            torch.backends.mha.set_fastpath_enabled(False)
         L.seed_everything(seed, verbose=False)
         accelerator, devices = resolve_devices(accelerator, devices)
         needs_determinism = bit_exact and accelerator != "cpu"
