@@ -6,6 +6,7 @@ from collections.abc import Callable
 import lightning as L
 import torch
 
+_LAST_CHECKED = 256  # step
 _MAX_INTERVAL = 200  # steps between two polls; a larger number would delay a poll if steps become slower
 
 
@@ -22,6 +23,11 @@ def is_log_point(trainer: L.Trainer, step: int) -> bool:
         step: number of the step, counted from one: `trained_steps` after the step, one more before it.
     """
     return step % trainer.log_every_n_steps == 0 or step == 1 or step == getattr(trainer, "last_step", None)
+
+
+def is_checked_step(step: int) -> bool:
+    """Return whether checks that only some batches fail are due after a step: the steps 1, 2, 4, 8, ..., 256."""
+    return step <= _LAST_CHECKED and step & (step - 1) == 0
 
 
 class RankConsensus:

@@ -107,7 +107,7 @@ def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
             raise UserError(
                 f"{name}.forward is replaced in the layer itself: give the layer a class of its own instead"
             )
-        norm.class_before, norm.groups = type(norm), groups
+        norm.class_before, norm.groups, norm.lengths = type(norm), groups, []
         norm.__class__ = _grouped_class(norm.class_before)
         norm.begin_step()
     buffers = [f"{name}.{buffer}" for name, norm in norms.items() for buffer, _ in norm.named_buffers(recurse=False)]
@@ -119,7 +119,7 @@ def revert_norm_groups(net: nn.Module) -> None:
     for norm in list(grouped_norms(net)):
         norm.__class__ = norm.class_before  # type: ignore[assignment]
         # `forward` is there if the layer itself was compiled, with the methods of the other class.
-        for name in ("class_before", "groups", "is_first_pass", "passes", "is_normalized", "forward"):
+        for name in ("class_before", "groups", "lengths", "is_first_pass", "passes", "is_normalized", "forward"):
             vars(norm).pop(name, None)
 
 
@@ -151,6 +151,7 @@ class GroupedBatchNorm(AnyBatchNorm):
     Attributes:
         groups: the groups of this rank.
         class_before: the class of the layer before `apply_norm_groups`.
+        lengths: values of a channel in a row, for each forward pass of this step, if the layer is not compiled.
         is_first_pass: whether the next forward pass in training is the first one of its optimizer step.
         passes: number of forward passes of this step, if it has several micro-batches and the layer is not compiled.
         is_normalized: whether the forward pass called `F.batch_norm` with the running statistics of the layer.
@@ -158,6 +159,7 @@ class GroupedBatchNorm(AnyBatchNorm):
 
     groups: RankGroups
     class_before: type[AnyBatchNorm]
+    lengths: list[int]
     is_first_pass: bool
     passes: int
     is_normalized: bool
@@ -187,6 +189,8 @@ class GroupedBatchNorm(AnyBatchNorm):
         self, input: Tensor, weight: Any = None, bias: Any = None, momentum: float = 0.1, eps: float = 1e-5, **_: Any
     ) -> Tensor:
         """Return the output, and move the running statistics. The arguments are those of `F.batch_norm`."""
+        if not torch.compiler.is_compiling():
+            self.lengths.append(input[0, 0].numel())
         normalize = self._normalize_alone if self.groups.sharing is None else self._normalize_shared
         output, moments = normalize(input, self._rows_per_group(input), weight, bias, eps)
         remember(lambda: self._update_running(moments, momentum))

@@ -8,7 +8,9 @@ from lightning.pytorch.strategies import Strategy
 
 from onecurve.data.layout import BatchLayout
 from onecurve.errors import UserError
+from onecurve.observe.steps import is_checked_step
 from onecurve.parallel.batch_norm import (
+    GroupedBatchNorm,
     apply_norm_groups,
     average_statistics,
     grouped_norms,
@@ -20,6 +22,9 @@ from onecurve.patches.torch import AnyBatchNorm
 
 class NormGroups(L.Callback):
     """Lets the batch normalization layers of any network normalize each virtual rank's samples of the global batch."""
+
+    def __init__(self) -> None:
+        self._steps = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Change the layers before a strategy wraps, shards or splits the network.
@@ -42,13 +47,23 @@ class NormGroups(L.Callback):
         apply_norm_groups(pl_module, rank_groups(layout, ranks))
         _average_before_saving(trainer.strategy, pl_module)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._steps = 0
+        for norm in grouped_norms(pl_module):
+            norm.lengths.clear()  # of the rehearsal of a pipeline
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Begin a new step."""
         data: Any = trainer.datamodule
-        if data.layout.micro_batches > 1:
-            for norm in grouped_norms(pl_module):
+        norms = list(grouped_norms(pl_module))
+        self._steps += 1
+        if norms and is_checked_step(self._steps):
+            _compare_lengths(norms)
+        for norm in norms:
+            norm.lengths.clear()
+            if data.layout.micro_batches > 1:
                 norm.begin_step()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -60,6 +75,23 @@ class NormGroups(L.Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         revert_norm_groups(pl_module)
+
+
+def _compare_lengths(norms: list[GroupedBatchNorm]) -> None:
+    """Check that all ranks and micro-batches of a step have padded their samples alike. Every rank must call it."""
+    groups, of_parts = norms[0].groups, list[list[list[int]]]()
+    for part in range(groups.micro_batches):
+        passes = [(norm, len(norm.lengths) // groups.micro_batches) for norm in norms]  # of each micro-batch
+        of_parts.append([norm.lengths[part * count : (part + 1) * count] for norm, count in passes])
+    ranks = [of_parts]
+    if groups.data_parallel is not None:
+        ranks = [of_parts] * dist.get_world_size(groups.data_parallel)
+        dist.all_gather_object(ranks, of_parts, group=groups.data_parallel)
+    if any(part != of_parts[0] for rank in ranks for part in rank):
+        raise UserError(
+            "batch normalization counts the padding of samples, and the ranks or micro-batches of a step have padded "
+            "theirs to different lengths: pad all samples to one length, or set bit_exact=true"
+        )
 
 
 def check_groups(layout: BatchLayout) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onecurve.errors import UserError
 from onecurve.network.module_state import set_mode, unchanged, without_log
+from onecurve.observe.steps import is_checked_step
 from onecurve.random.random_functions import sample_random
 from onecurve.random.seeding import are_equal, seed_generators
 
@@ -27,7 +28,6 @@ _WAY_OUT = (
     "Set bit_exact=true, with which each virtual rank has a pass of its own, or train undivided: on one device, with "
     "trainer.accumulate_grad_batches=1"
 )
-_LAST_CHECKED = 256  # step; it checks after the steps 1, 2, 4, 8, ...
 _DRAWS = 3  # of samples, after the first step
 
 
@@ -73,8 +73,7 @@ class DivisionCheck(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Check after the step, not within it: FSDP would go on with the weights that the check has gathered."""
         self._steps += 1
-        is_power_of_two = self._steps & (self._steps - 1) == 0
-        if not is_power_of_two or self._steps > _LAST_CHECKED:
+        if not is_checked_step(self._steps):
             return
         data: Any = trainer.datamodule
         count: int = max(2, int(data.layout.mean_samples_per_batch)) // 2 * 2

@@ -194,6 +194,31 @@ class OfSequences(Vectors):
         super().validation_step((batch[0].nanmean(0), batch[1]), batch_idx)
 
 
+class NormalizesPadding(Vectors):
+    """A loss of each sequence's first vector, which padding changes by the statistics of a batch only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Conv1d(16, 8, 1), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 3, 1)]
+        self.net, self.teacher = nn.Sequential(*layers), nn.Sequential()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.net(batch[0].nan_to_num().permute(1, 2, 0))
+        return F.cross_entropy(logits[..., 0], batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """There is no teacher."""
+
+
+@pytest.mark.parametrize("divided", DIVIDED, ids=" ".join)
+def test_padding_that_batch_normalization_counts_is_found(divided: list[str], pool: Pool, folder: Path) -> None:
+    words = [*OWN[:-1], f"+data._target_={__name__}.Sequences", f"+module._target_={__name__}.NormalizesPadding"]
+    words += ["+data.batch_size=8", "trainer.limit_val_batches=0"]
+    with pytest.raises((UserError, RankFailed), match="have padded theirs to different lengths: pad all"):
+        fit_ranks(compose(folder, *words, *divided), pool)
+    fit(compose(folder / "bits", *words, "bit_exact=true"))
+
+
 def test_a_mean_is_weighted_by_samples_if_sequences_come_time_first(folder: Path) -> None:
     """Lightning's weight would be the length to which a batch is padded."""
     words = [*OWN[:-1], f"+data._target_={__name__}.Sequences", f"+module._target_={__name__}.OfSequences"]
