@@ -22,6 +22,9 @@ _IN_SCRIPTS = {
     "data.batch_size": "the loader's batch_size",
     "+strategy.find_unused_parameters=True": "strategy='ddp_find_unused_parameters_true'",
     "optimizer.lr or lengthen scheduler.warmup": "the learning rate",
+    "with its weights by init_from": "with its weights by `load_from_checkpoint`, in another default_root_dir",
+    ", or leave this stage out (fit=False, test=False)": "",
+    ", or take a model without batch normalization, such as vit": "",
 }
 
 
@@ -87,7 +90,8 @@ def in_python(message: str) -> str:
     for option, words in _IN_SCRIPTS.items():
         message = message.replace(option, words)
     message = re.sub(r"; ckpt_path=\S+ goes on", "; fit(ckpt_path='last') goes on", message)
-    return re.sub(r"\b(?:trainer|launch)\.(?=\w+=)", "", message)
+    message = re.sub(r"\binit_from=\S+ starts", "`load_from_checkpoint` starts", message)
+    return re.sub(r"(?<![.\w])(?:trainer|launch)\.(?=\w+\b(?!\())", "", message)
 
 
 def as_typed(value: Any) -> str:

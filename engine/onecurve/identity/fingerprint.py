@@ -119,15 +119,21 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
     changes = _changes(before.options, now.options, config)
     if fixed := [name for name in changes if not (matches(name, CONTINUABLE) or _is_moved(name, before, now))]:
         named = [changes[name] for name in fixed if name != _DATA] or [changes[_DATA]]  # an option may explain the data
+        of_classes = [name for name in fixed if name.startswith(("data.", "module.")) and "._" not in name]
+        way_out = f", or name {', '.join(of_classes)} in `hardware_options` of its class, if it changes no result"
         raise CheckpointUserError(
             f"the run in ckpt_path had {', '.join(named)}: that is another experiment; set it back, or start a new run"
+            + way_out * bool(of_classes)
         )
     if before.fingerprint != now.fingerprint:
         origin = f"{before.fingerprint}, step {checkpoint['position']['steps']}"
         now = replace(now, options=now.options | {_CONTINUED: origin})
-        reason = ", ".join(changes.values()) or "the code of its classes was edited"
-        level = logging.INFO if changes else logging.WARNING
-        _log.log(level, "the run goes on as experiment %s, before %s: %s", now.fingerprint, before.fingerprint, reason)
+        reasons, has_other_classes = [*changes.values()], any(name.endswith("_target_") for name in changes)
+        is_edited = before.code != now.code and not has_other_classes
+        reasons += ["the code of its classes was edited"] * is_edited
+        level = logging.WARNING if is_edited else logging.INFO
+        message = "the run goes on as experiment %s, before %s: %s"
+        _log.log(level, message, now.fingerprint, before.fingerprint, ", ".join(reasons))
     return now
 
 

@@ -1,5 +1,6 @@
 """The arguments of `onecurve.Trainer`: what is refused, and callbacks and loggers in their various forms."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationSch
 
 from onecurve.errors import UserError
 
+_log = logging.getLogger(__name__)
 # What has no meaning here, or is given to Lightning already; its own defaults may stand in a script.
 _REFUSED = {
     "use_distributed_sampler": True,
@@ -40,7 +42,16 @@ def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[
 
 
 def check_callbacks_are_possible(callbacks: dict[str, L.Callback]) -> None:
-    """Raise a UserError for callbacks of Lightning that change the parts of a step or the experiment."""
+    """Raise a UserError for callbacks of Lightning that change the parts of a step or the experiment.
+
+    A callback that takes the worst value of a metric for the best one is named in a warning.
+    """
+    for name, one in callbacks.items():
+        monitor, mode = str(getattr(one, "monitor", None)), getattr(one, "mode", None)
+        better = "min" if monitor.endswith("loss") else "max" if monitor.endswith(("acc", "accuracy")) else mode
+        if mode != better:
+            problem = f"{name} monitors {monitor} with mode={mode}"
+            _log.warning("%s: set mode=%s, if the worst is not wanted", problem, better)
     if has_kind(callbacks, GradientAccumulationScheduler):
         raise UserError(
             "GradientAccumulationScheduler changes the number of micro-batches while a run trains, each of which is a "

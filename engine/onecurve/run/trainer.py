@@ -227,12 +227,15 @@ class Trainer(L.Trainer):
         if path:  # which has the learning rate; the search would train a continued run from its first step
             callbacks = cast(Any, self).callbacks
             self.callbacks = [one for one in callbacks if type(one) is not LearningRateFinder]
-        is_new = self._is_script and not path and ckpt_path != "last"
-        if is_new and any((self._folder / CHECKPOINTS).glob("*.ckpt")):  # on every rank: none has saved yet
+        own = (self._folder / CHECKPOINTS).resolve()
+        goes_on_here = ckpt_path == "last" or (path and Path(path).resolve().parent == own)
+        if self._is_script and not goes_on_here and any(own.glob("*.ckpt")):  # on every rank: none has saved yet
             raise UserError(
                 f"{self._folder} holds a run: continue it by fit(ckpt_path='last'), or give Trainer another "
                 "default_root_dir"
             )
+        if path and not goes_on_here and any(getattr(one, "monitor", None) for one in self.checkpoint_callbacks):
+            _log.warning("the best checkpoint of the run of %s stays there: here it is that of later steps", path)
         self._recorder.begin()
         data = self._prepare("fit", model, loaders, datamodule, path)
         self._fitted = data.plain

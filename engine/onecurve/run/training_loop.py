@@ -290,7 +290,8 @@ class MonitorCheck(L.Callback):
             if logged and monitor not in logged:  # a module may log nothing in the sanity check
                 raise UserError(
                     f"{name} monitors {monitor}, which validation does not log (it logs {', '.join(logged)}): "
-                    f"set its `monitor` to one of these{f', or {name}=null' if '.' in name else ''}"
+                    "set its `monitor` to one of these, and its `mode` to min if less is better"
+                    + (f"; or {name}=null" if "." in name else "")
                 )
         self._check_reduction({name: float(logged[name]) for name in self._of_validation.values() if name in logged})
 

@@ -234,7 +234,20 @@ def test_a_continued_run_cannot_change_the_experiment(before: dict[str, Any], no
             logging.INFO,
         ),
         ({}, {}, "edited", "the code of its classes was edited", logging.WARNING),
-        ({"optimizer.lr": 0.2}, {}, "edited", "optimizer.lr=0.2 (now 0.1)", logging.INFO),
+        (
+            {"optimizer.lr": 0.2},
+            {},
+            "edited",
+            "optimizer.lr=0.2 (now 0.1), the code of its classes was edited",
+            logging.WARNING,
+        ),
+        (
+            {"module._target_": "__main__.Net"},
+            {"module._target_": "nets.Net"},
+            "moved",
+            "module._target_=__main__.Net (now nets.Net)",
+            logging.INFO,
+        ),
     ],
 )
 def test_a_continued_run_becomes_another_experiment(

@@ -1,5 +1,6 @@
 """`onecurve.Trainer` in scripts: any Lightning project gets one learning curve, without the template."""
 
+import copy
 import csv
 import logging.handlers
 import os
@@ -342,7 +343,11 @@ def validate_unreduced(folder: Path, module: L.LightningModule) -> str:
     logging.getLogger("onecurve").addHandler(messages)
     try:
         stop = EarlyStopping("val_loss")
-        trainer(folder, strategy="ddp", devices=2, callbacks=[stop]).fit(module, loader(), loader(32))
+        trainer(folder, strategy="ddp", devices=2, callbacks=[stop]).fit(
+            copy.deepcopy(module),
+            loader(),
+            loader(32),  # the ranks share the memory of what they are sent
+        )
     finally:
         logging.getLogger("onecurve").removeHandler(messages)
     return "\n".join(one.getMessage() for one in messages.buffer)
@@ -371,9 +376,55 @@ class Plateau(Boring):
 def test_a_schedule_without_its_metric_is_found_before_the_first_epoch(folder: Path) -> None:
     with pytest.raises(UserError, match="ReduceLROnPlateau monitors val_loss, but the run has no validation"):
         trainer(folder, limit_val_batches=0).fit(Plateau(), loader())
-    with pytest.raises(UserError, match=r"ReduceLROnPlateau monitors val_acc, which .* `monitor` to one of these$"):
+    with pytest.raises(UserError, match=r"Plateau monitors val_acc, which .* `monitor` to one of these, .*is better$"):
         trainer(folder).fit(Plateau("val_acc"), loader(), loader(32))
     assert not (folder / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode", "is_named"),
+    [
+        ("val_loss", "max", True),
+        ("val/acc", "min", True),
+        ("val_loss", "min", False),
+        ("val_acc", "max", False),
+        ("val_iou", "max", False),
+        ("val_loss_scale", "max", False),
+    ],
+)
+def test_a_callback_that_would_keep_the_worst_is_named(
+    monitor: str, mode: str, is_named: bool, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(folder, callbacks=[ModelCheckpoint(monitor=monitor, mode=mode)])
+    assert (f"ModelCheckpoint monitors {monitor} with mode={mode}: set mode=" in caplog.text) == is_named
+
+
+def test_what_another_run_has_left_is_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def best() -> list[L.Callback]:
+        return [ModelCheckpoint(monitor="val_loss", filename="best")]
+
+    trainer(folder / "a", callbacks=best()).fit(Boring(), loader(), loader(32))
+    trainer(folder / "b", seed=1).fit(Boring(), loader())
+    last, rows = folder / "a" / "checkpoints" / "last.ckpt", (folder / "b" / "metrics.csv").read_text()
+    with pytest.raises(UserError, match="b holds a run"):
+        trainer(folder / "b", max_epochs=2).fit(Boring(), loader(), ckpt_path=last)
+    assert (folder / "b" / "metrics.csv").read_text() == rows
+    caplog.clear()
+    later = trainer(folder / "c", max_epochs=2, callbacks=best())
+    later.fit(Boring(), loader(), loader(32), ckpt_path=last)
+    assert f"the best checkpoint of the run of {last} stays there" in caplog.text
+
+
+def test_an_option_of_a_class_may_be_hardware(folder: Path) -> None:
+    class Data(BoringDataModule):
+        def __init__(self, n_jobs: int) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    trainer(folder).fit(Boring(), datamodule=Data(1))
+    again = trainer(folder, max_epochs=2)
+    with pytest.raises(UserError, match=r"had data.n_jobs=1 .*, or name data.n_jobs in `hardware_options` of its"):
+        again.fit(Boring(), datamodule=Data(2), ckpt_path="last")
 
 
 def test_another_experiment_is_refused(folder: Path) -> None:
