@@ -188,6 +188,9 @@ def test_class_names_are_those_of_the_checkpoint(result: Result, tmp_path: Path)
     del checkpoint["OrderedData"]
     torch.save(checkpoint, tmp_path / "other.ckpt")
     assert load_run(tmp_path / "other.ckpt").classes == list("0123456789")
+    checkpoint["state_dict"]["class_weights"] = torch.ones(10)  # a buffer of a module of one's own
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    assert load_run(tmp_path / "other.ckpt").classes == list("0123456789")
 
 
 def test_loads_sharded_checkpoints(tiny: list[str], folder: Path) -> None:

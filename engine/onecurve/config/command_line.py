@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from onecurve.checkpoint.run_files import CHECKPOINTS
-from onecurve.config.folder import CONF, CONFIG, PROJECT, folder_of, project_path, saved_config
+from onecurve.config.folder import CONF, CONFIG, PROJECT, RECIPES, folder_of, project_path, saved_config
 from onecurve.errors import UserError, nearest_options, suggest
 from onecurve.identity.option_kinds import flatten_config
 from onecurve.process.ranks import forget_other_ranks, started_rank
@@ -187,10 +187,20 @@ def _explain(error: Exception, words: Sequence[str]) -> str:
             return str(cause)
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
+        recipe, _, chosen = group.partition("/")
+        if recipe in RECIPES and chosen:
+            return f"{recipe}: write `- override /{chosen}: {name}` among the `defaults` of its file"
         choices = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]  # Hydra has none for a list
         hint = suggest(name, [choice for choice in choices if not choice.startswith("_")])
         elsewhere = sorted(f"{file.parent.name}={name}" for file in CONF.glob(f"*/{name}.yaml"))
+        is_default = not any(_name(word) in (group.replace("/", "."), *RECIPES) for word in words)
+        if is_default:
+            return (
+                f"conf/train.yaml has {group}: {name} among its `defaults`, and conf/{group}/ lacks that file: {hint}"
+            )
         return f"{group}={name}: {hint}" + f"; there is {' and '.join(elsewhere)}" * bool(elsewhere)
+    if relative := re.match(r"In '(\S+)': Could not override '\S+@", str(error)):
+        return f"begin conf/{relative[1]}.yaml with the line `# @package _global_`"
     # Hydra gives the name of an unknown option in its message only (`_apply_overrides_to_config` in
     # https://github.com/facebookresearch/hydra/blob/v1.3.2/hydra/_internal/config_loader_impl.py).
     if unknown := re.match(r"Could not (?:override|delete from config\.) '([\w.]+)'", str(error)):

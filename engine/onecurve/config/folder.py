@@ -17,6 +17,7 @@ from onecurve.errors import UserError
 from onecurve.process.ranks import started_rank
 
 CONFIG = "config.yaml"
+RECIPES = ("experiment", "preset", "debug")  # the groups of conf/ whose files set options of other groups
 
 
 def _find_project() -> Path:

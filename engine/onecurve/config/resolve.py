@@ -21,6 +21,7 @@ from onecurve.config.folder import (
     CONF,
     CONFIG,
     PROJECT,
+    RECIPES,
     folder_of,
     newest_checkpoint,
     remove_partial_checkpoints,
@@ -33,7 +34,6 @@ from onecurve.targets import check_value, drop_replaced_options
 
 BEST = "best"  # the choice of `strategy` that a plan replaces
 _GIT_TIMEOUT = 5.0  # seconds
-_RECIPES = ("experiment", "preset", "debug")  # the groups whose files set options of other groups
 # A continued run does not inherit these options.
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
 
@@ -134,12 +134,12 @@ def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
     """
     groups = {file.name for file in CONF.iterdir() if file.is_dir()} | {*choices}
     root = yaml.safe_load((CONF / "train.yaml").read_text())
-    known = {*root, *groups.difference(_RECIPES)}
+    known = {*root, *groups.difference(RECIPES)}
     tree: Any = OmegaConf.to_container(cfg)
     del tree["runtime"]
     unknown_of_launch = [f"launch.{name}" for name in tree["launch"].keys() - root["launch"].keys()]
     for name in sorted([*tree.keys() - known, *unknown_of_launch]):
-        if name in _RECIPES:
+        if name in RECIPES:
             raise UserError(f"begin each file of conf/{name} with the line `# @package _global_`")
         if not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", str(tree)):
             others = (known | flatten_config(tree).keys()) - {name}
@@ -156,6 +156,8 @@ def _resolve_checkpoints(cfg: DictConfig, folder: Path) -> None:
             raise UserError("resume=auto needs run_dir=FOLDER, so that the next start finds its checkpoints")
         remove_partial_checkpoints(folder)
         newest = newest_checkpoint(folder)
+        if newest and (folder / CONFIG).is_file():
+            _check_has_same_classes(cfg, folder)
         cfg.ckpt_path = str(newest) if newest else None
     elif not cfg.ckpt_path and cfg.run_dir and cfg.fit and (folder / CONFIG).exists():
         raise UserError(f"run_dir={cfg.run_dir} holds a run: add resume=auto to continue it, or give another folder")
@@ -165,6 +167,18 @@ def _resolve_checkpoints(cfg: DictConfig, folder: Path) -> None:
         cfg.init_from = str(_find_checkpoint("init_from", cfg.init_from))
     elif not cfg.fit and not cfg.doctor:
         print("warning: fit=false without ckpt_path or init_from: the weights are random", file=sys.stderr)
+
+
+def _check_has_same_classes(cfg: DictConfig, folder: Path) -> None:
+    """Raise a UserError, before data is prepared, if the run in the folder has other data or another network."""
+    saved = saved_config(folder)
+    for part in ("data", "data.source", "module", "model"):
+        before, now = (str(OmegaConf.select(each, f"{part}._target_")).rpartition(".")[2] for each in (saved, cfg))
+        if before != now:  # a class may have moved to another file
+            raise UserError(
+                f"run_dir={folder} holds a run of {' '.join(saved.runtime.overrides) or 'the defaults'}: give these "
+                f"options again, or ckpt_path={folder}, which restores them"
+            )
 
 
 def _find_checkpoint(option: str, value: str) -> Path:
@@ -225,7 +239,7 @@ def _changed_options(overrides: list[str]) -> list[str]:
     """Return what differs from the defaults as NAME=VALUE: the overrides, then what the files of recipes set."""
     words = [word.partition("=") for word in overrides]
     names = {name.lstrip("+~") for name, _, _ in words}
-    recipes = [_recipe_options(CONF / name / f"{choice}.yaml") for name, _, choice in words if name in _RECIPES]
+    recipes = [_recipe_options(CONF / name / f"{choice}.yaml") for name, _, choice in words if name in RECIPES]
     changes = {name: value for recipe in recipes for name, value in recipe.items() if name not in names}
     return [*overrides, *(f"{name}={value}" for name, value in changes.items())]
 

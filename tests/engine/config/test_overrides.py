@@ -310,12 +310,21 @@ def explained(error: Exception, *words: str) -> str:
     ],
 )
 def test_an_unknown_choice_of_a_group(name: str, options: list[str] | None, expected: str, project: Path) -> None:
-    assert explained(MissingConfigException("missing", name, options)) == expected
+    word = f"{name.rpartition('/')[0]}=x"
+    assert explained(MissingConfigException("missing", name, options), word) == expected
+
+
+def test_a_default_choice_without_a_file(project: Path) -> None:
+    found = explained(MissingConfigException("missing", "model/gone", None), "optimizer=sgd")
+    assert (
+        found
+        == "conf/train.yaml has model: gone among its `defaults`, and conf/model/ lacks that file: known: mlp, vit"
+    )
 
 
 def test_a_choice_that_is_in_two_groups(project: Path) -> None:
     (project / "conf" / "optimizer" / "vit.yaml").write_text("{}")
-    found = explained(MissingConfigException("missing", "data/vit", ["shapes"]))
+    found = explained(MissingConfigException("missing", "data/vit", ["shapes"]), "data=vit")
     assert found == "data=vit: known: shapes; there is model=vit and optimizer=vit"
 
 

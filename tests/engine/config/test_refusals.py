@@ -97,6 +97,8 @@ RECIPES = {  # the text of a file in conf/experiment
     f"{GLOBAL}base_lr: 0.2\noptimizer: {{lr: '${{base}}'}}": "base_lr is no option here",
     f"{GLOBAL}defaults:\n  - override /modle: mlp": "Could not override 'modle'. No match in the defaults list.",
     f"{GLOBAL}trainer:\n  max_epochs: 5\n seed: 5": '/experiment/mine.yaml", line 4',
+    f"{GLOBAL}defaults:\n  - model: mlp": "experiment: write `- override /model: mlp` among the `defaults` of its file",
+    "defaults:\n  - override /model: mlp": "begin conf/experiment/mine.yaml with the line `# @package _global_`",
     "trainer: {max_epochs: 5}": "begin each file of conf/experiment with the line `# @package _global_`",
 }
 

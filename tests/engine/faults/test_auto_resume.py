@@ -1,6 +1,7 @@
 """`resume=auto` and its treatment of corrupt checkpoints."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ def test_same_command_starts_and_resumes(small: list[str], folder: Path) -> None
     assert steps(folder) == list(range(23))
     _, err = run_here(*[word for word in command if word != "resume=auto"], code=1)
     assert "holds a run: add resume=auto" in error_line(err)
+    _, err = run_here("resume=auto", f"run_dir={folder}", "trainer.accelerator=cpu", code=1)
+    assert re.search("holds a run of .*data=shapes.*: give these options again, or ckpt_path=", error_line(err))
     start, *_, resume, _ = events = read_events(folder)
     assert [(event["event"], event["step"]) for event in events] == [
         ("start", 0),
