@@ -128,6 +128,8 @@ def check_is_complete(path: Path) -> None:
 
 
 def _corruption_error(path: Path | str, error: Exception, option: str) -> CheckpointUserError:
+    if isinstance(error, FileNotFoundError):
+        return CheckpointUserError(f"{option}={path}: there is no such file")
     cause = str(error).split("\n")[0]
     return CheckpointUserError(f"{option}={path} is not a complete checkpoint ({cause}): use another")
 

@@ -300,7 +300,7 @@ class Trainer(L.Trainer):
         if ckpt_path and not path:
             raise CheckpointUserError(f"{stage}(ckpt_path='last'): {self._folder} has no checkpoint: fit first")
         data = self._prepare(stage, module, {name: dataloaders}, datamodule, path)
-        if path:
+        if path and not self._is_script:  # which shows Lightning's own lines
             _log.info("%s: the weights of %s", stage, path)
         with self._interruptible():
             result = getattr(super(), stage)(module, datamodule=data, ckpt_path=path, **options)

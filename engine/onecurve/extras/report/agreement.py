@@ -139,7 +139,7 @@ def _compare_loss(metric: str, run: RunFolder, name: str, first: RunFolder, firs
     if run.world_size != first.world_size:
         sentence += (
             f" A module of your own logs {metric} with sync_dist=True, or it is rank zero's; a mean over anything but "
-            "samples, such as tokens or weighted classes, needs bit_exact=true."
+            "samples, such as tokens or weighted classes, and padding without a mask, need bit_exact=true."
         )
     return Verdict(sentence, True)
 
