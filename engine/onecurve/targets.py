@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pkgutil
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -119,12 +120,19 @@ def locate(option: str, target: str) -> Callable[..., Any]:
     found, names = _import_module_of(option, target)
     for name in names:
         if not hasattr(found, name):
-            known = [other for other in vars(found) if not other.startswith("_")]
-            raise UserError(f"{option}={target}: {found.__name__} has no {name}; {suggest(name, known)}")
+            raise UserError(f"{option}={target}: {found.__name__} has no {name}; {suggest(name, _names_in(found))}")
         found = getattr(found, name)
     if not callable(found):
         raise UserError(f"{option}={target}: {target} is a {type(found).__name__}; give a class or a function")
     return found
+
+
+def _names_in(found: Any) -> list[str]:
+    """Return the classes and functions of a module or class, and the modules of a package."""
+    origins = {name: str(getattr(value, "__module__", "")) for name, value in vars(found).items() if name[0] != "_"}
+    module = getattr(found, "__module__", found.__name__)
+    of_package = [part.name for part in pkgutil.iter_modules(getattr(found, "__path__", ()))]
+    return [*of_package, *(name for name, origin in origins.items() if origin.startswith(module))]
 
 
 def _import_module_of(option: str, target: str) -> tuple[Any, list[str]]:

@@ -158,7 +158,7 @@ class RunRecorder(L.Callback):
             "changes": " ".join(self.config.runtime.changes),
             "experiment": str(self._fingerprint),
             "virtual ranks": f"{data.virtual_ranks}, computed {'one by one' if data.bit_exact else 'together'}",
-            "strategy": f"{self._strategy_name}, {processes}{layout}, {trainer.precision}",
+            "strategy": f"{self.config.runtime.strategy or self._strategy_name}, {processes}{layout}, {trainer.precision}",
             "batch": _batch_size(data),
             "data": data.description,
             "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {steps}{_left_out(data)}",

@@ -150,7 +150,7 @@ def test_run_from_start_to_evaluation(small: list[str], tmp_path: Path) -> None:
     assert "Traceback" not in err
     assert ".py:" not in out + err, "no warning"
     assert "\x1b" not in out + err, "no colors in a pipe"
-    assert out.count("DDP, 2 processes on cpu, 32-true") == 1
+    assert out.count("ddp, 2 processes on cpu, 32-true") == 1
     banner = out.partition("\nwandb is offline")[0].splitlines()
     assert banner[0].startswith(f"  changes        {small[0]}"), "before what the loggers print"
     assert [line.split("  ")[1] for line in banner[-8:-6]] == ["experiment", "virtual ranks"]
