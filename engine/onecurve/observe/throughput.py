@@ -31,7 +31,7 @@ _NUM_SAMPLES = 2  # whose FLOPs are counted; batch normalization needs more than
 class Throughput(L.Callback):
     """Logs the speed of the steps since the last log point under `throughput/`, and a summary when training ends.
 
-    `samples_per_sec`: images per second over all processes. `step_ms`: milliseconds of one optimizer step.
+    `samples_per_sec`: samples per second over all processes. `step_ms`: milliseconds of one optimizer step.
     `data_fraction`: fraction of a step for fetching, transferring and augmenting data. `peak_memory_mib`: largest
     memory of any process: allocated tensors on a GPU, resident set size on a CPU. `mfu`: model FLOPs utilization
     (Chowdhery et al., "PaLM", 2022), if the device's peak is known and the module has a method `loss`, which a

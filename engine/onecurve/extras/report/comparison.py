@@ -59,7 +59,7 @@ def _run_table(runs: list[RunFolder], names: list[str]) -> Markup:
         last = [float(run.curves[name].values[-1]) if name in run.curves else None for name in ("val/acc", "test/acc")]
         speed, memory = run.speeds.get(run.world_size), median(run.curves, "throughput/peak_memory_mib")
         rows.append([label, run.name, run.experiment or "–", max(map(float, gaps), default=None), *last, speed, memory])
-    columns = ["run", "folder", "experiment", "largest difference", "val/acc", "test/acc", "images per second"]
+    columns = ["run", "folder", "experiment", "largest difference", "val/acc", "test/acc", "samples per second"]
     return parts.table([*columns, "memory, MiB"], rows, sortable=True)
 
 

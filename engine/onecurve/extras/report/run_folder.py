@@ -163,7 +163,7 @@ class RunFolder:
 
     @cached_property
     def speeds(self) -> dict[int | None, float]:
-        """The median of images per second for each number of processes, in the order of their first rows."""
+        """The median of samples per second for each number of processes, in the order of their first rows."""
         starts = [event for event in self.events if event["event"] in ("start", "resume")]
         logged: dict[int | None, list[float]] = defaultdict(list)
         for step, value in zip(*self.curves.get("throughput/samples_per_sec", ((), ())), strict=True):

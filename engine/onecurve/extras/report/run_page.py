@@ -75,7 +75,7 @@ def _key_figures(run: RunFolder) -> Iterable[tuple[str, str, str]]:
         last = curves["train/loss"]
         yield "train/loss", number(float(last.values[-1])), f"at step {last.steps[-1]:,.0f}"
     for size, speed in run.speeds.items():
-        yield "Images per second", number(speed), "median" + f" of {size} processes" * (len(run.speeds) > 1)
+        yield "Samples per second", number(speed), "median" + f" of {size} processes" * (len(run.speeds) > 1)
     planned, measured = (median(curves, f"throughput/{name}") for name in ("planned_step_ms", "step_ms"))
     if planned and measured:
         yield "Step", number(measured, "ms"), f"median, {measured / planned:.2f} of the planned {number(planned, 'ms')}"
