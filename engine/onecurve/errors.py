@@ -91,7 +91,7 @@ def in_python(message: str) -> str:
         message = message.replace(option, words)
     message = re.sub(r"; ckpt_path=\S+ goes on", "; fit(ckpt_path='last') goes on", message)
     message = re.sub(r"\binit_from=\S+ starts", "`load_from_checkpoint` starts", message)
-    return re.sub(r"(?<![.\w])(?:trainer|launch)\.(?=\w+\b(?!\())", "", message)
+    return re.sub(r"(?<![.\w/])(?:trainer|launch)\.(?=\w+=|devices\b|accumulate_grad_batches\b)", "", message)
 
 
 def as_typed(value: Any) -> str:

@@ -131,7 +131,7 @@ def _names_in(found: Any) -> list[str]:
     """Return the classes and functions of a module or class, and the modules of a package."""
     origins = {name: str(getattr(value, "__module__", "")) for name, value in vars(found).items() if name[0] != "_"}
     module = getattr(found, "__module__", found.__name__)
-    of_package = [part.name for part in pkgutil.iter_modules(getattr(found, "__path__", ()))]
+    of_package = [part.name for part in pkgutil.iter_modules(vars(found).get("__path__", ()))]
     return [*of_package, *(name for name, origin in origins.items() if origin.startswith(module))]
 
 

@@ -233,7 +233,7 @@ def test_own_network_needs_trust(
 
 
 def test_missing_checkpoint_is_a_one_line_error(result: Result, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"run=.*bset.ckpt is not a complete checkpoint \(.*No such file"):
+    with pytest.raises(UserError, match=r"run=.*bset.ckpt: there is no such file"):
         load_run(result.folder, "bset")
-    with pytest.raises(UserError, match=r"run=.*nowhere is not a complete checkpoint"):
+    with pytest.raises(UserError, match=r"run=.*nowhere: there is no such file"):
         load_run(tmp_path / "nowhere")

@@ -128,7 +128,7 @@ def check_is_complete(path: Path) -> None:
 
 
 def _corruption_error(path: Path | str, error: Exception, option: str) -> CheckpointUserError:
-    if isinstance(error, FileNotFoundError):
+    if not Path(path).exists():
         return CheckpointUserError(f"{option}={path}: there is no such file")
     cause = str(error).split("\n")[0]
     return CheckpointUserError(f"{option}={path} is not a complete checkpoint ({cause}): use another")

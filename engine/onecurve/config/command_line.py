@@ -188,13 +188,12 @@ def _explain(error: Exception, words: Sequence[str]) -> str:
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         recipe, _, chosen = group.partition("/")
-        if recipe in RECIPES and chosen:
+        if recipe in RECIPES and (CONF / chosen).is_dir():
             return f"{recipe}: write `- override /{chosen}: {name}` among the `defaults` of its file"
         choices = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]  # Hydra has none for a list
         hint = suggest(name, [choice for choice in choices if not choice.startswith("_")])
         elsewhere = sorted(f"{file.parent.name}={name}" for file in CONF.glob(f"*/{name}.yaml"))
-        is_default = not any(_name(word) in (group.replace("/", "."), *RECIPES) for word in words)
-        if is_default:
+        if _is_default(group, name) and not any(_name(word) in (group, *RECIPES) for word in words):
             return (
                 f"conf/train.yaml has {group}: {name} among its `defaults`, and conf/{group}/ lacks that file: {hint}"
             )
@@ -208,6 +207,12 @@ def _explain(error: Exception, words: Sequence[str]) -> str:
         return f"{unknown[1]} is no option here; {hint} (+{unknown[1]}=... adds it to the configuration)"
     line = " ".join(str(error).split())
     return f"{error.override}: {line}" if isinstance(error, OverrideParseException) else line
+
+
+def _is_default(group: str, name: str) -> bool:
+    """Return whether conf/train.yaml takes this choice of a group."""
+    defaults = yaml.safe_load((CONF / "train.yaml").read_text()).get("defaults", [])
+    return any(isinstance(entry, dict) and entry.get(group) == name for entry in defaults)
 
 
 def _names_of_options(words: Sequence[str]) -> set[str]:

@@ -173,7 +173,8 @@ def _check_has_same_classes(cfg: DictConfig, folder: Path) -> None:
     """Raise a UserError, before data is prepared, if the run in the folder has other data or another network."""
     saved = saved_config(folder)
     for part in ("data", "data.source", "module", "model"):
-        before, now = (str(OmegaConf.select(each, f"{part}._target_")).rpartition(".")[2] for each in (saved, cfg))
+        nodes = [OmegaConf.select(each, part) for each in (saved, cfg)]
+        before, now = (str(node._target_).rpartition(".")[2] if OmegaConf.is_dict(node) else None for node in nodes)
         if before != now:  # a class may have moved to another file
             raise UserError(
                 f"run_dir={folder} holds a run of {' '.join(saved.runtime.overrides) or 'the defaults'}: give these "

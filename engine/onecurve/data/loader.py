@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, default_collate, get_worker_info
 
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.layout import alone
@@ -203,16 +203,32 @@ def _collate_if_possible(collate: Callable[[list[Any]], Any], samples: list[Any]
         return None
 
 
-def example(loader: DataLoader[Any], count: int, first: int) -> tuple[Tensor, Any]:
-    """Fetch `count` samples of a loader as a batch: the one of number `first`, and those after it, in a random order.
+def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: int) -> list[tuple[Tensor, Any]]:
+    """Fetch batches of the samples that a loader yields, numbered in a random order; samples may occur twice.
 
-    The first samples of a dataset may be of one class. A sample may occur twice.
+    The first samples of a dataset may be of one class. If a `batch_sampler` gives the batches, the samples are those of
+    the first one, because others may not fit together.
+
+    Args:
+        loader: the user's loader of a map-style dataset.
+        spans: the number of the first sample of each batch, and of the one after its last.
+        seed: the seed of the run.
+
+    Raises:
+        TypeError: if the dataset is a stream.
     """
-    count = 1 if yields_batches(loader) else count
-    positions = hash_ints(0, torch.arange(first, first + count)) % len(loader.dataset)  # type: ignore[arg-type]
+    if isinstance(loader.dataset, IterableDataset):
+        raise TypeError("the samples of a stream have no numbers")
+    order, batches = order_of(loader, seed, 0), list[Tensor]()
+    for first, last in spans:
+        numbers = torch.arange(first, first + 1 if yields_batches(loader) else last)
+        if isinstance(order, Tensor):
+            positions = order[hash_ints(seed, numbers) % len(order)]
+        else:
+            positions = order[0][numbers % len(order[0])]
+        batches.append(torch.stack([positions, positions]))
     samples = SeededSamples(loader.dataset, collate_function(loader))
-    (fetched,) = fetch(loader, samples, [torch.stack([positions, positions])], min(1, loader.num_workers))
-    return fetched
+    return list(fetch(loader, samples, batches, min(1, loader.num_workers)))
 
 
 class Loaders(NamedTuple):

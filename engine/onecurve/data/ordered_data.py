@@ -1,5 +1,6 @@
 """The data of a run: the engine owns the order of the samples, and a plain LightningDataModule owns the samples."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import lightning as L
@@ -19,7 +20,7 @@ from onecurve.data.layout import (
     alone,
     data_parallel_info,
 )
-from onecurve.data.loader import example, loaders_of
+from onecurve.data.loader import examples, loaders_of
 from onecurve.data.plain_data import WithPlainData
 from onecurve.data.sampler import total_steps
 from onecurve.data.training_loaders import TrainingLoaders
@@ -310,18 +311,22 @@ class OrderedData(WithPlainData):
         """The shape of one sample's first tensor."""
         return tuple(tree_leaves(self.example_batch(1)[0].batch)[0].shape[1:])
 
-    def example_batch(self, count: int, first: int = 0, evaluates: bool = False) -> StepParts:
-        """Return a batch of `count` samples in a random order as one part, as a loader yields it.
+    def example_batch(self, count: int) -> StepParts:
+        """Return a batch of `count` samples in a random order as one part, as a loader yields it."""
+        return self.example_batches([(0, count)])[0]
+
+    def example_batches(self, spans: Sequence[tuple[int, int]], evaluates: bool = False) -> list[StepParts]:
+        """Return batches of samples, each as one part.
 
         Args:
-            count: number of samples.
-            first: number of the first one in this order; of a stream its place.
+            spans: the numbers of the first sample of each batch, and of the one after its last: in a random order, or
+                places in a stream.
             evaluates: take samples of the first loader of the validation.
         """
         if self._training and not evaluates:
-            return self._training.example_batch(count, first)
+            return self._training.example_batches(spans)
         loader = self._leaves("val")[0] if evaluates else self._any_loader
-        return StepParts([as_part(*example(loader, count, first))])
+        return [StepParts([as_part(*one)]) for one in examples(loader, spans, self.run_seed)]
 
     @property
     def training_samples(self) -> list[tuple[Any, int | None, str | None]]:

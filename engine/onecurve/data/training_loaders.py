@@ -15,7 +15,7 @@ from onecurve.data.loader import (
     Loaders,
     RankLoader,
     check_repeatable,
-    example,
+    examples,
     has_given_batches,
     order_of,
     yields_batches,
@@ -104,13 +104,16 @@ class TrainingLoaders:
         """Return the state of each stream after so many steps of the epoch."""
         return [loader.state_after(steps) if isinstance(loader, StreamLoader) else None for loader in self.rank_loaders]
 
-    def example_batch(self, count: int, first: int) -> StepParts:
-        """Return a batch of `count` samples of the first loader from the sample `first` on, and of others alike."""
-        several = []
+    def example_batches(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
+        """Return a batch of the samples of the first loader for each of `spans`, and of others alike."""
+        of_sources = []
         for source in self.sources:
-            own_count, own_first = (-(-number * source.batch_size // self.batch_size) for number in (count, first))
-            several.append(StepParts([as_part(*source.example(own_count, own_first))]))
-        return several[0] if self.loaders.structure.is_leaf() else combine(several, self.loaders.structure)
+            scaled = [[-(-number * source.batch_size // self.batch_size) for number in span] for span in spans]
+            fetched = source.examples([(first, max(last, first + 1)) for first, last in scaled])
+            of_sources.append([StepParts([as_part(*one)]) for one in fetched])
+        if self.loaders.structure.is_leaf():
+            return of_sources[0]
+        return [combine(several, self.loaders.structure) for several in zip(*of_sources, strict=True)]
 
     def _steps_of(self, source: "_Source") -> int | None:
         """Return how many batches of a loader an epoch takes; more than it has if it begins again, None for all."""
@@ -179,8 +182,8 @@ class _Samples:
         batches = TrainingBatches(self.batch_size, positions, steps, order, weight)
         return RankLoader(self.loader, batches, self.seed, device, self.division.is_divided, len(positions), self.axis)
 
-    def example(self, count: int, first: int) -> tuple[Tensor, Any]:
-        return example(self.loader, count, first)
+    def examples(self, spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Any]]:
+        return examples(self.loader, spans, self.seed)
 
 
 class _Given:
@@ -206,8 +209,8 @@ class _Given:
         parts = division.accumulate if own is None else len(own)
         return RankLoader(self.loader, batches, self.seed, device, division.is_divided, parts, self.axis)
 
-    def example(self, count: int, first: int) -> tuple[Tensor, Any]:
-        return example(self.loader, count, first)
+    def examples(self, spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Any]]:
+        return examples(self.loader, spans, self.seed)
 
 
 class _Stream:
@@ -229,12 +232,12 @@ class _Stream:
             has_exact_state=self.has_exact_state,
         )
 
-    def example(self, count: int, first: int) -> tuple[Tensor, Any]:
-        """Return the samples from `first` on as a batch."""
-        own = torch.arange(first, first + (1 if yields_batches(self.loader) else count))
-        one = StreamLoader(self.loader, first + count, partial(_up_to, own), 1, self.seed, evaluates=True)
-        ((part,),) = one
-        return part.samples, part.batch
+    def examples(self, spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Any]]:
+        """Return a batch of the samples at the places of each of `spans`."""
+        places = [torch.arange(first, first + 1 if yields_batches(self.loader) else last) for first, last in spans]
+        end = max(last for _, last in spans)
+        read = StreamLoader(self.loader, end, partial(_up_to, places), 1, self.seed, evaluates=True)
+        return [(part.samples, part.batch) for (part,) in read]
 
 
 _Source = _Samples | _Given | _Stream
@@ -263,8 +266,8 @@ def _source(loader: DataLoader[Any], division: Division, seed: int) -> _Source:
     return (_Given if has_given_batches(loader) else _Samples)(loader, division, seed)
 
 
-def _up_to(positions: Tensor, count: int) -> list[Tensor]:
-    return [positions[positions < count]]
+def _up_to(places: list[Tensor], count: int) -> list[Tensor]:
+    return [of_one[of_one < count] for of_one in places]
 
 
 def _in_cycles(loader: DataLoader[Any], seed: int, count: int, cycles: int, epoch: int) -> Any:

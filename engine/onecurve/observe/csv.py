@@ -20,7 +20,8 @@ class CSVLogger(Logger):
     """Logger that writes `config.yaml` and `metrics.csv` to the run folder.
 
     Lightning's CSVLogger deletes the file when it opens a folder again. This one continues the file and merges the
-    metrics of one step into one row, unless they differ. Where it cannot append, it replaces the file atomically.
+    metrics of one step into one row; only a second test has a row of its own. Where it cannot append, it replaces the
+    file atomically.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,14 +68,21 @@ class CSVLogger(Logger):
         step = step if step is not None else rows[-1]["step"] if rows else 0  # a module may call it without
         row = {"step": step} | metrics
         # Mostly the last row; an evaluation of an earlier checkpoint finds the row of its step.
-        earlier = next((one for one in reversed(rows) if one["step"] <= step), {"step": -1})
+        place = next((number for number in range(len(rows), 0, -1) if rows[number - 1]["step"] <= step), 0)
+        earlier = rows[place - 1] if place else {"step": -1}
         # A second test of a step, such as that of other data, has a row of its own.
-        differs = any(str(earlier.get(name, value)) != str(value) for name, value in metrics.items() if name != "epoch")
-        is_new = earlier["step"] != step or differs
-        can_append = is_new and set(row) <= set(self._columns) and self.file.exists() and not self._lacks_rows
+        tests = [name for name in metrics if name.startswith("test")]
+        is_new = earlier["step"] != step or any(str(earlier.get(name, row[name])) != str(row[name]) for name in tests)
+        can_append = (
+            is_new
+            and place == len(rows)
+            and set(row) <= set(self._columns)
+            and self.file.exists()
+            and not self._lacks_rows
+        )
         self._columns += [name for name in row if name not in self._columns]
         if is_new:
-            rows.append(row)
+            rows.insert(place, row)
         else:
             earlier.update(row)
         try:

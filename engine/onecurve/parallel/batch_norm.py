@@ -151,7 +151,7 @@ class GroupedBatchNorm(AnyBatchNorm):
     Attributes:
         groups: the groups of this rank.
         class_before: the class of the layer before `apply_norm_groups`.
-        lengths: values of a channel in a row, for each forward pass of this step, if the layer is not compiled.
+        lengths: values of a channel in a sample, for each forward pass of this step, if the layer is not compiled.
         is_first_pass: whether the next forward pass in training is the first one of its optimizer step.
         passes: number of forward passes of this step, if it has several micro-batches and the layer is not compiled.
         is_normalized: whether the forward pass called `F.batch_norm` with the running statistics of the layer.
@@ -169,6 +169,8 @@ class GroupedBatchNorm(AnyBatchNorm):
         self.is_first_pass, self.passes = True, 0
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.training and not torch.compiler.is_compiling():
+            self.lengths.append(input[:, 0].numel() // sum(self.groups.sizes))
         if not self._needs_groups(input):
             return super().forward(input, *args, **kwargs)
         self.is_normalized = False
@@ -189,8 +191,6 @@ class GroupedBatchNorm(AnyBatchNorm):
         self, input: Tensor, weight: Any = None, bias: Any = None, momentum: float = 0.1, eps: float = 1e-5, **_: Any
     ) -> Tensor:
         """Return the output, and move the running statistics. The arguments are those of `F.batch_norm`."""
-        if not torch.compiler.is_compiling():
-            self.lengths.append(input[0, 0].numel())
         normalize = self._normalize_alone if self.groups.sharing is None else self._normalize_shared
         output, moments = normalize(input, self._rows_per_group(input), weight, bias, eps)
         remember(lambda: self._update_running(moments, momentum))

@@ -1,14 +1,21 @@
 """The arguments of `onecurve.Trainer`: what is refused, and callbacks and loggers in their various forms."""
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 
 from onecurve.errors import UserError
 
+_BETTER = {"loss": "min", "acc": "max", "accuracy": "max"}  # by the last word of a metric
 _log = logging.getLogger(__name__)
 # What has no meaning here, or is given to Lightning already; its own defaults may stand in a script.
 _REFUSED = {
@@ -47,11 +54,11 @@ def check_callbacks_are_possible(callbacks: dict[str, L.Callback]) -> None:
     A callback that takes the worst value of a metric for the best one is named in a warning.
     """
     for name, one in callbacks.items():
-        monitor, mode = str(getattr(one, "monitor", None)), getattr(one, "mode", None)
-        better = "min" if monitor.endswith("loss") else "max" if monitor.endswith(("acc", "accuracy")) else mode
-        if mode != better:
-            problem = f"{name} monitors {monitor} with mode={mode}"
-            _log.warning("%s: set mode=%s, if the worst is not wanted", problem, better)
+        if isinstance(one, EarlyStopping | ModelCheckpoint) and one.monitor:
+            better = _BETTER.get(re.split(r"[/_.]", one.monitor)[-1], one.mode)
+            if one.mode != better:
+                problem = f"{name} monitors {one.monitor} with mode={one.mode}"
+                _log.warning("%s: set mode=%s, if the worst is not wanted", problem, better)
     if has_kind(callbacks, GradientAccumulationScheduler):
         raise UserError(
             "GradientAccumulationScheduler changes the number of micro-batches while a run trains, each of which is a "

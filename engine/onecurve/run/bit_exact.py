@@ -39,6 +39,12 @@ class BitExactness(L.Callback):
         # Lightning's advice to set sync_dist=True; values are those of all virtual ranks already.
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")
         evaluate_virtual_ranks(trainer.strategy)
+        # On torch's fast path transformers have other last bits for some lengths; FSDP's hooks keep them off it.
+        self._has_fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        torch.backends.mha.set_fastpath_enabled(self._has_fast_path)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         plugin, ranks = cast(Any, trainer.precision_plugin), trainer.distributed_sampler_kwargs or {}

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from onecurve.data.batch import StepParts
 from onecurve.errors import UserError
 from onecurve.network.module_state import set_mode, unchanged, without_log
 from onecurve.observe.steps import is_checked_step
@@ -88,13 +89,13 @@ class DivisionCheck(L.Callback):
 
     def _check_loss(self, trainer: L.Trainer, count: int) -> None:
         module = trainer.lightning_module
-        try:
-            whole, halves = _passes(trainer, "training_step", self._drawn, count)
-        except Exception as error:  # the step of a module may not run in evaluation mode
-            self._checks_loss = False
-            self.result = f"not checked whether the loss divides by samples: {error}"
+        passes, problem = _passes(trainer, "training_step", self._drawn, count)
+        self._checks_loss = trainer.strategy.reduce_boolean_decision(passes is not None)
+        if not passes or not self._checks_loss:  # the step of a module may not run in evaluation mode
+            self.result = f"not checked whether the loss divides by samples: {problem}"
             _log.info(self.result)
             return
+        whole, halves = passes
         if not are_equal(whole.states, halves[0].states):
             raise UserError(
                 f"{type(module).__name__}.training_step draws numbers of NumPy or Python for each sample, and each "
@@ -110,12 +111,12 @@ class DivisionCheck(L.Callback):
         self.result = f"the loss of {count} samples is the mean of those of their halves"
 
     def _check_metrics(self, trainer: L.Trainer, count: int) -> None:
-        try:
-            whole, halves = _passes(trainer, "validation_step", self._drawn, count)
-        except Exception as error:  # it may communicate, or take a stream
-            self._checks_metrics = False
-            _log.debug("not checked whether the metrics of a validation divide by samples: %s", error)
+        passes, problem = _passes(trainer, "validation_step", self._drawn, count)
+        self._checks_metrics = trainer.strategy.reduce_boolean_decision(passes is not None)
+        if not passes or not self._checks_metrics:  # it may communicate, or take a stream
+            _log.debug("not checked whether the metrics of a validation divide by samples: %s", problem)
             return
+        whole, halves = passes
         tolerance = max(_tolerance(trainer.lightning_module), _TOLERANCES[torch.float32])  # metrics may be float32
         rounded = 2 / count if tolerance == _OTHER_TOLERANCE else 0.0  # a class of some samples may be another
         shared = whole.values.keys() & halves[0].values.keys() & halves[1].values.keys()
@@ -149,31 +150,41 @@ def _are_close(whole: _Pass, halves: list[_Pass], name: str, tolerance: float, r
     return not abs(_mean(halves, name) - whole.values[name][0]) > tolerance * max(*sizes, 0.1) + rounded
 
 
-def _passes(trainer: Any, step: str, first: int, count: int) -> tuple[_Pass, list[_Pass]]:
-    """Return the pass of `count` samples, and those of their halves, without a trace in the run."""
+def _passes(trainer: Any, step: str, first: int, count: int) -> tuple[tuple[_Pass, list[_Pass]] | None, str]:
+    """Compute the pass of `count` samples, and those of their halves, without a trace in the run.
+
+    Returns:
+        These passes, None if one raised an error; and the error.
+    """
     middle, last = first + count // 2, first + count
-    with _as_before(trainer, trainer.lightning_module):
-        halves = [_pass(trainer, step, first, middle), _pass(trainer, step, middle, last)]
-        return _pass(trainer, step, first, last), halves
+    spans = [(first, middle), (middle, last), (first, last)]
+    try:
+        with _as_before(trainer, trainer.lightning_module):
+            batches = trainer.datamodule.example_batches(spans, evaluates=step == "validation_step")
+            *halves, whole = [
+                _pass(trainer, step, batch, end - start) for batch, (start, end) in zip(batches, spans, strict=True)
+            ]
+    except Exception as error:
+        return None, str(error)
+    return (whole, halves), "another rank could not"
 
 
-def _pass(trainer: Any, step: str, first: int, last: int) -> _Pass:
-    """Compute a step of the module for samples of the training or validation data, by their numbers."""
+def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:
+    """Compute a step of the module for a batch of so many samples."""
     data, module, plugin = trainer.datamodule, trainer.lightning_module, trainer.precision_plugin
-    batch = data.example_batch(last - first, first, evaluates=step == "validation_step")
     batch = data.on_before_batch_transfer(plugin.convert_input(batch), 0)
     batch = data.on_after_batch_transfer(data.transfer_batch_to_device(batch, module.device, 0), 0)
     seed_generators(0, module.device.type)
-    samples = data.sample_index
-    sample_random.begin(lambda: samples, module.device, is_divided=False)
+    indices = data.sample_index
+    sample_random.begin(lambda: indices, module.device, is_divided=False)
     module.log.reset_mock()
     several = step == "validation_step" and len(trainer.num_val_batches) > 1
     output = getattr(module, step)(batch, 0, *([0] if several else []))
     if step == "training_step":
         loss = output["loss"] if isinstance(output, Mapping) else output
-        values = {"loss": (float(loss), last - first)}
+        values = {"loss": (float(loss), samples)}
     else:
-        values = dict(_logged_means(module.log.call_args_list, last - first))
+        values = dict(_logged_means(module.log.call_args_list, samples))
     return _Pass(values, [random.getstate(), np.random.get_state()])
 
 
@@ -184,7 +195,7 @@ def _logged_means(calls: list[Any], samples: int) -> Iterator[tuple[str, tuple[f
         value, is_mean = arguments["value"], arguments.get("reduce_fx", "mean") in ("mean", torch.mean)
         if isinstance(value, float | int | Tensor) and is_mean:
             size = arguments.get("batch_size")
-            yield arguments["name"], (float(value), samples if size is None else size)
+            yield arguments["name"], (float(value), samples if size is None else int(size))
 
 
 @contextmanager

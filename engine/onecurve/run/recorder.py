@@ -153,12 +153,13 @@ class RunRecorder(L.Callback):
         steps = "steps to the end of a stream" if data.last_step is None else f"{data.last_step} steps"
         processes = f"{trainer.world_size} process{'es' * (trainer.world_size > 1)} on {module.device.type}"
         layout = f" ({data.parallel.dp_size} data-parallel)" * (data.parallel.dp_size != trainer.world_size)
+        strategy = self.config.runtime.strategy or self._strategy_name
         network = self.config.runtime.get("model") or type(module).__name__
         banner = {
             "changes": " ".join(self.config.runtime.changes),
             "experiment": str(self._fingerprint),
             "virtual ranks": f"{data.virtual_ranks}, computed {'one by one' if data.bit_exact else 'together'}",
-            "strategy": f"{self.config.runtime.strategy or self._strategy_name}, {processes}{layout}, {trainer.precision}",
+            "strategy": f"{strategy}, {processes}{layout}, {trainer.precision}",
             "batch": _batch_size(data),
             "data": data.description,
             "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {steps}{_left_out(data)}",

@@ -12,6 +12,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from onecurve.checkpoint.io import read_run_checkpoint
 from onecurve.checkpoint.run_files import CHECKPOINTS
@@ -88,9 +89,13 @@ def load_run(run: str | Path, checkpoint: str = "last", trust: Sequence[str] = (
         raise UserError(f"run={file}: {name} makes its own network: load it with {name}.load_from_checkpoint")
     try:
         net = _build_trusted(config.module.net, ("src.models", *trust), f"run={file}")
-        weights: dict[str, Tensor] = saved["state_dict"]  # of the module, which may have buffers of its own
-        of_net = {name[4:]: weight for name, weight in weights.items() if name.startswith("net.")}
-        net.load_state_dict(of_net or weights)
+        weights: dict[str, Tensor] = saved["state_dict"]
+        own = [name for name in weights if not name.startswith("net.")]
+        if len(own) < len(weights):
+            for name in own:  # buffers of the module itself
+                del weights[name]
+            consume_prefix_in_state_dict_if_present(weights, "net.")
+        net.load_state_dict(weights)
     except (HydraException, OmegaConfBaseException, ImportError, RuntimeError) as error:
         cause = " ".join(str(error).split())
         raise UserError(f"run={file} is not a checkpoint of a classifier: {cause}") from error

@@ -131,8 +131,6 @@ class Trainer(L.Trainer):
         self._folder = folder = Path(default_root_dir or _FOLDER)
         if bit_exact:
             torch.set_num_threads(num_threads())
-            # On it nn.TransformerEncoderLayer has other bits for some lengths; the hooks of FSDP keep it from it.
-            torch.backends.mha.set_fastpath_enabled(False)
         L.seed_everything(seed, verbose=False)
         accelerator, devices = resolve_devices(accelerator, devices)
         needs_determinism = bit_exact and accelerator != "cpu"
@@ -223,18 +221,21 @@ class Trainer(L.Trainer):
             UserError: if the folder holds a run, which this one does not continue.
         """
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
-        path = self._find_checkpoint(ckpt_path)
+        monitoring: list[Any] = [one for one in self.checkpoint_callbacks if getattr(one, "monitor", None)]
+        path = best_checkpoint(self, monitoring) if ckpt_path == "best" else self._find_checkpoint(ckpt_path)
         if path:  # which has the learning rate; the search would train a continued run from its first step
             callbacks = cast(Any, self).callbacks
             self.callbacks = [one for one in callbacks if type(one) is not LearningRateFinder]
-        own = (self._folder / CHECKPOINTS).resolve()
-        goes_on_here = ckpt_path == "last" or (path and Path(path).resolve().parent == own)
+        own = self._folder / CHECKPOINTS
+        of_callbacks = [one.dirpath or own for one in self.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        folders = {Path(folder).resolve() for folder in (own, *of_callbacks)}
+        goes_on_here = ckpt_path in ("last", "best") or (path and Path(path).resolve().parent in folders)
         if self._is_script and not goes_on_here and any(own.glob("*.ckpt")):  # on every rank: none has saved yet
             raise UserError(
                 f"{self._folder} holds a run: continue it by fit(ckpt_path='last'), or give Trainer another "
                 "default_root_dir"
             )
-        if path and not goes_on_here and any(getattr(one, "monitor", None) for one in self.checkpoint_callbacks):
+        if path and not goes_on_here and monitoring:
             _log.warning("the best checkpoint of the run of %s stays there: here it is that of later steps", path)
         self._recorder.begin()
         data = self._prepare("fit", model, loaders, datamodule, path)

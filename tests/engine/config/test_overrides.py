@@ -315,6 +315,7 @@ def test_an_unknown_choice_of_a_group(name: str, options: list[str] | None, expe
 
 
 def test_a_default_choice_without_a_file(project: Path) -> None:
+    (project / "conf" / "train.yaml").write_text("defaults: [{model: gone}]")
     found = explained(MissingConfigException("missing", "model/gone", None), "optimizer=sgd")
     assert (
         found

@@ -167,7 +167,7 @@ def test_metrics_of_a_large_step_share_a_row(tmp_path: Path) -> None:
     logger.log_metrics({"other": 1.0})
     assert read(tmp_path) == "step,epoch,loss,acc,other\n70000,,0.5,0.25,1.0\n"
     logger.log_metrics({"loss": 0.5}, step=0)
-    assert read(tmp_path).splitlines()[-1] == "0,,0.5,,"
+    assert read(tmp_path).splitlines()[1] == "0,,0.5,,"  # rows are in the order of the steps
 
 
 def test_an_evaluation_of_an_earlier_checkpoint_joins_the_row_of_its_step(tmp_path: Path) -> None:
@@ -185,6 +185,16 @@ def test_two_tests_of_a_step_have_two_rows(tmp_path: Path) -> None:
         logger.log_metrics({"epoch": epoch, "test_loss": loss}, step=10)
     CSVLogger(tmp_path).log_metrics({"test_loss": 0.125}, step=10)  # again, in another process
     assert read(tmp_path) == "step,epoch,loss,test_loss\n10,1,0.5,0.25\n10,1,,0.125\n"
+
+
+def test_a_second_test_of_an_earlier_step_stands_beside_the_first(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    for step in (10, 20):
+        logger.log_metrics({"loss": 0.5, "test_loss": 0.25}, step=step)
+    logger.log_metrics({"test_loss": 0.125}, step=10)
+    logger.log_metrics({"loss": 0.75}, step=20)  # a validation again, rounded otherwise
+    rows = "10,,0.5,0.25\n10,,,0.125\n20,,0.75,0.25\n"
+    assert read(tmp_path) == f"step,epoch,loss,test_loss\n{rows}"
 
 
 def test_rows_of_an_earlier_process_are_merged(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 """A loss that does not divide by samples is found in the first step on ranks or micro-batches."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from torchmetrics import MeanMetric
 
 from onecurve.errors import UserError
@@ -71,7 +71,7 @@ class RareClass(VectorData):
 
     def _samples(self, count: int, seed: int) -> TensorDataset:
         x, y = super()._samples(count, seed).tensors
-        return TensorDataset(x, torch.zeros_like(y).index_fill_(0, torch.tensor([19, 24]), 2))
+        return TensorDataset(x, torch.zeros_like(y).index_fill_(0, torch.tensor([8, 26]), 2))
 
 
 def test_later_steps_find_what_the_first_does_not(folder: Path) -> None:
@@ -79,6 +79,48 @@ def test_later_steps_find_what_the_first_does_not(folder: Path) -> None:
     with pytest.raises(UserError, match="does not divide by samples"):
         run_experiment(compose(folder, *words, "+data.batch_size=16", "trainer.max_epochs=9", *DIVIDED[1]))
     assert len((folder / "metrics.csv").read_text().splitlines()) > 1  # after a step
+
+
+class OfOneLength(VectorData):
+    """A batch sampler whose batches have sequences of one length each, and others a sampler that leaves samples out."""
+
+    def __init__(self, kind: str, batch_size: int = 32) -> None:
+        super().__init__(batch_size)
+        self.kind = kind
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        x, y = self._samples(96, 0).tensors
+        repeats = torch.arange(96) // 32 + 1
+        if self.kind == "subset":
+            y[32:] = -100  # which the loss ignores
+            return DataLoader(TensorDataset(x, y), 16, sampler=SubsetRandomSampler(range(32)))
+        dataset = [(x[i].expand(int(repeats[i]), -1), y[i]) for i in range(96)]
+        batches = [list(range(first, first + 16)) for first in range(0, 96, 16)]
+        return DataLoader(cast(Any, dataset), batch_sampler=batches)
+
+
+class MeanOfTokens(Vectors):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 3))  # without batch normalization
+        self.teacher = nn.Sequential()
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if self.kind == "subset":
+            return F.cross_entropy(self.net(x), y)
+        return F.cross_entropy(self.net(x).flatten(0, 1), y.repeat_interleave(x.shape[1]))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """There is no teacher."""
+
+
+@pytest.mark.parametrize("kind", ["lengths", "subset"])
+def test_samples_are_those_that_the_loader_puts_together(kind: str, folder: Path) -> None:
+    words = [*OWN[:-1], f"+data._target_={__name__}.OfOneLength", f"+module._target_={__name__}.MeanOfTokens"]
+    words += [f"+data.kind={kind}", f"+module.kind={kind}", "trainer.limit_val_batches=0"]
+    run_experiment(compose(folder, *words, "trainer.accumulate_grad_batches=2"))
 
 
 class CountsSteps(Vectors):
@@ -197,26 +239,38 @@ class OfSequences(Vectors):
 class NormalizesPadding(Vectors):
     """A loss of each sequence's first vector, which padding changes by the statistics of a batch only."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_flat: bool = False) -> None:
         super().__init__()
-        layers = [nn.Conv1d(16, 8, 1), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 3, 1)]
-        self.net, self.teacher = nn.Sequential(*layers), nn.Sequential()
+        layers: list[nn.Module] = [nn.Conv1d(16, 8, 1), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 3, 1)]
+        if is_flat:
+            layers = [nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)]
+        self.net, self.teacher, self.is_flat = nn.Sequential(*layers), nn.Sequential(), is_flat
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self.net(batch[0].nan_to_num().permute(1, 2, 0))
-        return F.cross_entropy(logits[..., 0], batch[1])
+        x, y = batch[0].nan_to_num().transpose(0, 1), batch[1]
+        if self.is_flat:  # a row for each vector
+            logits = self.net(x.flatten(0, 1)).unflatten(0, x.shape[:2])[:, 0]
+        else:
+            logits = self.net(x.transpose(1, 2))[..., 0]
+        return F.cross_entropy(logits, y)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """There is no teacher."""
 
 
+@pytest.mark.parametrize("options", [[], ["+module.is_flat=true", "virtual_ranks=1"], ["virtual_ranks=2"]], ids=str)
 @pytest.mark.parametrize("divided", DIVIDED, ids=" ".join)
-def test_padding_that_batch_normalization_counts_is_found(divided: list[str], pool: Pool, folder: Path) -> None:
+def test_padding_that_batch_normalization_counts_is_found(
+    divided: list[str], options: list[str], pool: Pool, folder: Path
+) -> None:
+    if divided == DIVIDED[1] and "virtual_ranks=1" in options:
+        pytest.skip("two micro-batches are two groups")
     words = [*OWN[:-1], f"+data._target_={__name__}.Sequences", f"+module._target_={__name__}.NormalizesPadding"]
-    words += ["+data.batch_size=8", "trainer.limit_val_batches=0"]
+    words += ["+data.batch_size=8", "trainer.limit_val_batches=0", *options]
     with pytest.raises((UserError, RankFailed), match="have padded theirs to different lengths: pad all"):
         fit_ranks(compose(folder, *words, *divided), pool)
-    fit(compose(folder / "bits", *words, "bit_exact=true"))
+    if "virtual_ranks=1" not in options:
+        fit(compose(folder / "bits", *words, "bit_exact=true"))
 
 
 def test_a_mean_is_weighted_by_samples_if_sequences_come_time_first(folder: Path) -> None:

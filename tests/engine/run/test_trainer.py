@@ -390,6 +390,7 @@ def test_a_schedule_without_its_metric_is_found_before_the_first_epoch(folder: P
         ("val_acc", "max", False),
         ("val_iou", "max", False),
         ("val_loss_scale", "max", False),
+        ("val_inaccuracy", "min", False),
     ],
 )
 def test_a_callback_that_would_keep_the_worst_is_named(
@@ -447,9 +448,15 @@ def test_the_best_checkpoint_is_tested(folder: Path) -> None:
 
 def test_equal_bits_need_one_way_to_evaluate_transformers(folder: Path) -> None:
     """FSDP's hooks keep torch from its fast path, whose last bits are others for some lengths of sequences."""
-    torch.backends.mha.set_fastpath_enabled(True)
-    trainer(folder, bit_exact=True)
-    assert not torch.backends.mha.get_fastpath_enabled()
+    ways = list[bool]()
+
+    class Watching(Boring):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            ways.append(torch.backends.mha.get_fastpath_enabled())
+
+    trainer(folder, bit_exact=True).fit(Watching(), loader(), loader(32))
+    assert set(ways) == {False}
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_a_best_checkpoint_that_no_run_has_kept(folder: Path) -> None:

@@ -50,7 +50,6 @@ from onecurve.random.dropout import dropouts
 from onecurve.random.random_functions import sample_random
 
 _log = logging.getLogger(__name__)
-_COMPARED = 4  # steps
 
 
 class Pipeline(ShardedStateStrategy):
@@ -99,7 +98,7 @@ class Pipeline(ShardedStateStrategy):
         # Those of the network in the pass of a virtual rank, until it is called.
         self.outputs: list[Tensor] | None = None
         self._losses: list[Tensor] | None = None  # of the micro-batches, on the last stage's rank; None before they run
-        self._compared = 0  # steps in which the sum of these losses was compared with that of `training_step`
+        self._has_compared = False  # the sum of these losses with that of `training_step`
         self._random_calls = 0  # calls of random functions in a forward pass of the network in training
         self._draws = False  # whether it has such calls, or dropout layers
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
@@ -247,13 +246,10 @@ class Pipeline(ShardedStateStrategy):
         return result
 
     def compare_loss(self, loss: Tensor) -> None:
-        """Check the first losses that `training_step` returns: they are the trained ones, and those of every rank.
-
-        One may be equal by chance, such as with class weights if all micro-batches have as many samples of a class.
-        """
-        if self._compared == _COMPARED:
+        """Check the first loss that `training_step` returns: it is the trained one, and the same on every rank."""
+        if self._has_compared:
             return
-        self._compared += 1
+        self._has_compared = True
         losses = [part.detach() for part in self._losses or [loss]]  # the last stage's rank has those of the schedule
         eps = max(torch.finfo(part.dtype).eps for part in (loss, *losses))
         row = torch.stack([loss, torch.stack(losses).sum(), torch.tensor(eps, device=loss.device)]).double()
