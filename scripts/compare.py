@@ -48,9 +48,10 @@ def shared_values(runs: list[RunFolder], metric: str) -> tuple[list[float], list
 
 def changes(run: RunFolder, first: RunFolder) -> str:
     """Return the options by which the experiment of a run differs from that of another run, with both values."""
-    earlier = [event["experiment"] for event in run.events if event.get("experiment") not in (None, run.experiment)]
-    if earlier:
-        return f"what it was before it went on: experiment {earlier[0]}"
+    for one, name in ((run, "it"), (first, "that one")):
+        earlier = [event["experiment"] for event in one.events if event.get("experiment") not in (None, one.experiment)]
+        if earlier:
+            return f"what {name} was before it went on: experiment {earlier[0]}"
     names = run.experiment_options.keys() | first.experiment_options.keys()
     changed = [name for name in sorted(names) if run.config.get(name) != first.config.get(name)]
     values = [f"{name}={as_typed(run.config.get(name))} ({as_typed(first.config.get(name))})" for name in changed]

@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 # Relative, of weights on a CPU. A GPU may round convolutions to TF32, and half precision has fewer digits.
 _TOLERANCES, _OTHER_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}, 1e-2
 _WAY_OUT = (
-    "Set bit_exact=true, with which each virtual rank has a pass of its own, or train undivided: on one device, with "
-    "trainer.accumulate_grad_batches=1"
+    "Set bit_exact=true, with which each virtual rank has a pass of its own, of data.batch_size / virtual_ranks "
+    "samples, or train undivided: on one device, with trainer.accumulate_grad_batches=1"
 )
 _DRAWS = 3  # of samples, after the first step
 

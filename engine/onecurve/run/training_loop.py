@@ -226,10 +226,12 @@ class OptimizerSteps(L.Callback):
             epochs = -(-data.total_steps // data.steps_per_epoch)
             steps = (data.total_steps if config.interval == "step" else epochs) // config.frequency
             if isinstance(config.scheduler, OneCycleLR) and config.scheduler.total_steps < steps:
+                way_out = "give it total_steps=trainer.estimated_stepping_batches"
+                if trainer.ckpt_path:
+                    way_out = "set them as in that run, or begin another schedule with its weights by init_from"
                 raise UserError(
                     f"trainer.max_epochs and max_steps make {steps} steps of OneCycleLR, which ends after "
-                    f"{config.scheduler.total_steps}: set them as in the run in ckpt_path, if it is continued, or "
-                    "begin another schedule with its weights by init_from"
+                    f"{config.scheduler.total_steps}: {way_out}"
                 )
         every = trainer.check_val_every_n_epoch or 1
         for config in _plateau_configs(trainer):

@@ -98,6 +98,19 @@ class OneCycle(Vectors):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class ShortCycle(OneCycle):
+    def configure_optimizers(self) -> Any:
+        optimizer = Vectors.configure_optimizers(self)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_a_cycle_that_ends_before_the_run(folder: Path) -> None:
+    message = r"make 8 steps of OneCycleLR, which ends after 3: give it total_steps=trainer.estimated_stepping_batches"
+    with pytest.raises(UserError, match=message):
+        run_experiment(compose(folder, *of_class(ShortCycle)))
+
+
 def test_an_extended_cycle(folder: Path) -> None:
     words = [*of_class(OneCycle), "callbacks=default", "callbacks.best=null"]
     run_experiment(compose(folder, *words))

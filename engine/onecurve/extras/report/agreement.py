@@ -110,8 +110,12 @@ def _first_digit(a: float, b: float) -> int:
 
 
 def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Verdict | None:
-    """Compare the loss of training, in float64 the other losses too; None if the runs have no loss in common."""
-    losses = [metric for metric in shared_metrics([run, first]) if "loss" in metric]
+    """Compare the loss of training, in float64 the other losses too; None if the runs have nothing in common.
+
+    Without a loss, the metric that has the most values stands for it.
+    """
+    shared = shared_metrics([run, first])
+    losses = [metric for metric in shared if "loss" in metric] or shared[:1]
     if not str(run.config.get("trainer.precision")).startswith("64"):
         losses = losses[:1]  # rounding makes the others of an evaluation differ by any amount
     found = [_compare_loss(loss, run, name, first, first_name) for loss in losses]

@@ -90,6 +90,14 @@ def test_in_float64_every_loss_is_held_to_the_curve() -> None:
     assert "b parts from a at step 3: val_loss differs by 7.8e-03" in verdict.sentence
 
 
+def test_without_a_loss_another_metric_is_compared(tmp_path: Path) -> None:
+    pair = [run(tmp_path, "32-true", "cpu", 0, 0, 0, 0) for _ in range(2)]
+    for one in pair:
+        vars(one).update(curves={"pinball": one.curves["train/loss"]})
+    (verdict,) = verdicts(pair, ["a", "b"])
+    assert "have one curve: 4 log points of pinball are equal" in verdict.sentence
+
+
 def test_compares_any_loss_that_both_runs_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
