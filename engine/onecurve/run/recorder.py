@@ -4,6 +4,7 @@ import logging
 import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
@@ -17,8 +18,10 @@ from onecurve.errors import UserError, as_typed
 from onecurve.identity.fingerprint import Experiment, continue_experiment, describe_experiment
 from onecurve.observe.csv import CSVLogger
 from onecurve.observe.guard import start_loggers
+from onecurve.observe.steps import trained_steps
 from onecurve.patches.torch import AnyBatchNorm
 from onecurve.records.events import append_event, append_resize, read_events
+from onecurve.records.files import atomic_write
 from onecurve.run.bit_exact import numerics
 
 _log = logging.getLogger(__name__)
@@ -46,11 +49,12 @@ class RunRecorder(L.Callback):
         self._numerics: dict[str, Any] = {}  # of the checkpoint that the run continues
         self._num_parameters = 0
         self._experiment: Experiment | None = None  # None without training data
+        self._config_before: str | None = None  # the text of config.yaml, if a fit continues a run
 
     def begin(self) -> None:
         """Forget the experiment of an earlier fit of the same trainer."""
         self._resumed_at, self._num_parameters, self._experiment = 0, 0, None
-        self._restored_metrics, self._numerics = {}, {}
+        self._restored_metrics, self._numerics, self._config_before = {}, {}, None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not self._num_parameters:  # a later setup may find the network sharded or split
@@ -87,12 +91,21 @@ class RunRecorder(L.Callback):
             trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
         if trainer.is_global_zero:  # before the loggers, which print lines of their own
             _log.info("\n".join(_rows(self._banner(trainer, pl_module))))
+        file = Path(self.config.run_dir) / "config.yaml"
+        self._config_before = file.read_text() if file.is_file() and trainer.is_global_zero else None
         self._start(trainer, pl_module, is_first_stage=True)
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 logger.cut(self._resumed_at)
         if self.config.bit_exact:
             self._compare_numerics(numerics(pl_module))
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Put the configuration of a run back whose continuation is refused before its first step."""
+        is_refused = isinstance(exception, UserError) and trained_steps(trainer) <= self._resumed_at
+        if is_refused and self._config_before is not None and trainer.is_global_zero:
+            with atomic_write(Path(self.config.run_dir) / "config.yaml") as temporary:
+                temporary.write_text(self._config_before)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "validate":  # not the validation of a fit

@@ -114,8 +114,9 @@ def test_a_cycle_that_ends_before_the_run(folder: Path) -> None:
 def test_an_extended_cycle(folder: Path) -> None:
     words = [*of_class(OneCycle), "callbacks=default", "callbacks.best=null"]
     run_experiment(compose(folder, *words))
-    saved = f"{folder}/checkpoints/last.ckpt"
+    saved, before = f"{folder}/checkpoints/last.ckpt", (folder / "config.yaml").read_text()
     with pytest.raises(UserError, match=r"make 12 steps of OneCycleLR, which ends after 8: .* init_from") as caught:
         run_experiment(compose(folder, *words, "trainer.max_epochs=3", f"ckpt_path={saved}"))
     assert "\n" not in str(caught.value)
+    assert (folder / "config.yaml").read_text() == before
     run_experiment(compose(folder / "next", *words, "trainer.max_epochs=3", f"init_from={saved}"))
